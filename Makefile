@@ -1,0 +1,30 @@
+# `make demo` and `make test` need nothing but Python 3.10+ and make; both keep their environment in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: test check demo format clean
+.DEFAULT_GOAL := test
+
+# The stamp is older than pyproject.toml only when what is to be installed may have changed.
+$(VENV)/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check]'
+	touch $@
+
+check: $(VENV)/installed  ## Format, lint, types, layers and the fast tests: under a minute.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -m "not slow" tests/unit src
+
+test: $(VENV)/installed  ## Everything that can run on this machine.
+	$(BIN)/python -m pytest -q -n auto
+
+format: $(VENV)/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,54 @@
+"""Values live on devices; crossdevice combines and copies them between devices.
+
+>>> import numpy as np, crossdevice as cd
+>>> grads = cd.PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+>>> cd.ReductionToOneDevice().reduce("mean", grads, destinations=grads).values[1]
+array([2., 3.], dtype=float32)
+"""
+
+from crossdevice.algorithms.all_reduce_cross_device_ops import AllReduceCrossDeviceOps
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.direct_all_reduce import DirectAllReduce
+from crossdevice.algorithms.halving_doubling_all_reduce import HalvingDoublingAllReduce
+from crossdevice.algorithms.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
+from crossdevice.algorithms.nccl_all_reduce import NcclAllReduce
+from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
+from crossdevice.algorithms.ring_all_reduce import RingAllReduce
+from crossdevice.algorithms.tree_all_reduce import TreeAllReduce
+from crossdevice.functions import all_reduce, broadcast, gather, reduce, to_dense
+from crossdevice.values.device import Device
+from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica
+from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
+from crossdevice.values.variable import Variable
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllReduceCrossDeviceOps",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "CrossDeviceOps",
+    "Device",
+    "DirectAllReduce",
+    "DistributedValues",
+    "HalvingDoublingAllReduce",
+    "HierarchicalCopyAllReduce",
+    "IndexedSlices",
+    "Mirrored",
+    "NcclAllReduce",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "RingAllReduce",
+    "TreeAllReduce",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "all_reduce",
+    "broadcast",
+    "gather",
+    "reduce",
+    "to_dense",
+]

@@ -1,0 +1,42 @@
+"""An all-reduce by name, with every way of packing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.registry import ALGORITHMS
+from crossdevice.plans.builder import PlanBuilder
+from crossdevice.plans.packing import Packing
+from crossdevice.plans.steps import Buffer
+from crossdevice.values.device import Device
+
+
+class AllReduceCrossDeviceOps(CrossDeviceOps):
+    """Runs the algorithm of that name (`"nccl"`, `"hierarchical_copy"`, `"ring"`, ...) on packed values.
+
+    Args:
+        all_reduce_alg: a name in `crossdevice.algorithms.registry.ALGORITHMS`.
+        num_packs: into how many packs a batch is cut; 0 leaves it to the next two.
+        agg_small_grads_max_bytes: consecutive values smaller than this share a pack; 0 for none.
+        agg_small_grads_max_group: at most so many values share a pack.
+    """
+
+    def __init__(
+        self,
+        all_reduce_alg: str = "nccl",
+        num_packs: int = 1,
+        agg_small_grads_max_bytes: int = 0,
+        agg_small_grads_max_group: int = 10,
+    ) -> None:
+        self.packing = Packing(num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
+        self.all_reduce_alg = all_reduce_alg
+        self._algorithm: CrossDeviceOps = ALGORITHMS.load(all_reduce_alg)()
+
+    def fallback_reason(self, devices: Sequence[Device]) -> str | None:
+        """Why the named algorithm cannot run on these devices; None if it can."""
+        return self._algorithm.fallback_reason(devices)
+
+    def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
+        """The named algorithm's plan."""
+        return self._algorithm.plan_sum(build, destinations)

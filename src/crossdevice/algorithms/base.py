@@ -1,0 +1,391 @@
+"""The base of all algorithms: reads values, has them planned, executed and wrapped."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from crossdevice.errors import ConversionError
+from crossdevice.execution.batch import Dense, Request, checked_leaves, reduce_batch
+from crossdevice.execution.copying import copied_into, copied_to
+from crossdevice.execution.destinations import read_destinations
+from crossdevice.execution.explaining import explained
+from crossdevice.execution.gathering import check_gather
+from crossdevice.execution.intake import read_value
+from crossdevice.execution.leaf_spec import LeafSpec
+from crossdevice.execution.outputs import wrapped
+from crossdevice.execution.reduction import PreparedReduction
+from crossdevice.execution.remembering import RememberedCall, call_key
+from crossdevice.plans.builder import PlanBuilder
+from crossdevice.plans.packing import Packing
+from crossdevice.plans.plan import Plan
+from crossdevice.plans.steps import Buffer
+from crossdevice.values.device import Device
+from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.nesting import flatten, is_number_list, unflatten
+from crossdevice.values.options import CommunicationOptions, as_options
+from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.replica_scope import check_cross_replica
+
+logger = logging.getLogger("crossdevice")
+
+
+class CrossDeviceOps:
+    """Combines values of several devices (reduce, batch_reduce, gather) and copies them (broadcast).
+
+    An algorithm of ours overrides `plan_sum`. To bring your own arithmetic instead, override
+    `reduce_implementation`; the two other `*_implementation` hooks are there for batches and broadcasts.
+
+    Nested structures are accepted wherever a value is, and stay where they are: a PerReplica of
+    dicts becomes a Mirrored of dicts, a dict of PerReplicas a dict of Mirrored.
+    """
+
+    packing: Packing = Packing()
+    reduce_to_device: Device | None = None
+    accumulation_fn: Callable[[tuple[Any, ...]], Any] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What was prepared for other settings is forgotten."""
+        object.__setattr__(self, name, value)
+        if not name.startswith("_"):
+            self.__dict__.pop("_kept", None)
+            self.__dict__.pop("_calls", None)
+
+    def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
+        """Plans one pack: a buffer on each destination that holds the sum of all `build.inputs`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} overrides neither plan_sum nor reduce_implementation"
+        )
+
+    def fallback_reason(self, devices: Sequence[Device]) -> str | None:  # noqa: ARG002
+        """Why values on these devices are not reduced by this algorithm's own means; None if they are."""
+        return None
+
+    # ---------------------------------------------------------------- the public calls
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+        out: Any = None,
+    ) -> Any:
+        """Combines a value's replicas and puts the result on each destination.
+
+        Args:
+            per_replica_value: a DistributedValues, or anything array-like as its only replica.
+            destinations: what says where: a DistributedValues, variable, array or device string.
+                The value itself, for an all-reduce.
+            experimental_hints: the older name of `options`.
+            out: arrays to write to, in place of new ones; the value itself, to reduce in place.
+
+        Returns:
+            A bare array for one destination device, a Mirrored for several.
+        """
+        chosen = experimental_hints if options is None else options
+        key = call_key(reduce_op, per_replica_value, destinations, chosen) if out is None else None
+        known = None if key is None else self._calls.get(key)
+        if known is not None:
+            check_cross_replica("reduce")
+            return known(per_replica_value.values)
+        pairs = [(per_replica_value, destinations)]
+        (answer,) = self._reduce(reduce_op, pairs, chosen, [out], "reduce")
+        if key is not None:
+            self._remember(key, reduce_op, per_replica_value, destinations, chosen)
+        return answer
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+        out: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Reduces many values at once: they share packs and passes. `out` has an entry for each pair."""
+        pairs = _checked_pairs(value_destination_pairs)
+        outs = [None] * len(pairs) if out is None else list(out)
+        if len(outs) != len(pairs):
+            raise ConversionError(
+                f"out has {len(outs)} entries; expected one for each of the {len(pairs)} pairs"
+            )
+        return self._reduce(
+            reduce_op, pairs, experimental_hints if options is None else options, outs, "batch_reduce"
+        )
+
+    def broadcast(self, tensor: Any, destinations: Any, *, out: Any = None) -> Any:
+        """Copies a value to each destination; a destination variable is not written."""
+        check_cross_replica("broadcast")
+        devices = read_destinations(destinations)
+        if isinstance(tensor, PerReplica):
+            raise ConversionError(
+                "broadcast takes one value; a PerReplica has a different one for each replica"
+            )
+        if out is not None:
+            return copied_into(tensor, devices, out)
+        return self.broadcast_implementation(tensor, destinations)
+
+    def gather(
+        self,
+        per_replica_value: Any,
+        destinations: Any,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Concatenates a value's replicas along `axis`, in which they may differ, on each destination."""
+        check_cross_replica("gather")
+        as_options(options)
+
+        pairs, rebuilt = _spread([(per_replica_value, destinations)])
+        return rebuilt([_gathered(value, read_destinations(target), axis) for value, target in pairs])[0]
+
+    def explain(
+        self,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+        reduce_op: ReduceOp | str = ReduceOp.SUM,
+    ) -> str:
+        """What `reduce` would do with this value, as text; nothing is computed."""
+        request = Request(read_value(per_replica_value), read_destinations(destinations))
+        return explained(request, ReduceOp(reduce_op), as_options(options), self)
+
+    # ---------------------------------------------------------------- hooks for subclasses
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Any:
+        """Reduces one value; may be overridden. Arguments are checked and `options` is never None."""
+        request = Request(read_value(per_replica_value), read_destinations(destinations))
+        return reduce_batch([request], reduce_op, options, self)[0]
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Reduces many values; may be overridden. One by one if only `reduce_implementation` is."""
+        if self._overrides("reduce_implementation"):
+            return [
+                self.reduce_implementation(reduce_op, value, destinations, options)
+                for value, destinations in value_destination_pairs
+            ]
+        requests = [
+            Request(read_value(value), read_destinations(destinations))
+            for value, destinations in value_destination_pairs
+        ]
+        return reduce_batch(requests, reduce_op, options, self)
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """Copies one value to each destination device; may be overridden."""
+        return copied_to(tensor, read_destinations(destinations))
+
+    # ---------------------------------------------------------------- what execution asks for
+
+    def prepared(
+        self, specs: tuple[LeafSpec, ...], op: ReduceOp, options: CommunicationOptions
+    ) -> PreparedReduction:
+        """The prepared reduction of this batch; kept, so that a training loop prepares once."""
+        key = (specs, op, options)
+        known = self._kept.get(key)
+        if known is None:
+            self._check_plannable(specs)
+            known = PreparedReduction(specs, op, options, self.packing, self.plan_pack)
+            if len(self._kept) >= MAX_KEPT:
+                self._kept.clear()
+            self._kept[key] = known
+        return known
+
+    def plan_pack(self, spec: LeafSpec, num_elements: int, pack_number: int) -> Plan:
+        """The plan for one pack; a lone replica is copied, whatever the algorithm."""
+        build = PlanBuilder(spec.devices, num_elements, pack_number)
+        if len(spec.devices) == 1:
+            return build.plan([build.copy(build.inputs[0], to=device) for device in spec.destinations])
+        return build.plan(self.plan_sum(build, spec.destinations))
+
+    def _remember(self, key: Any, reduce_op: Any, value: Any, destinations: Any, options: Any) -> None:
+        """Keeps what the next call with this key needs, if it is one dense value of our own doing."""
+        if self.accumulation_fn is not None or self._overrides_hooks():
+            return
+        request = Request(read_value(value), read_destinations(destinations))
+        op, chosen = ReduceOp(reduce_op), as_options(options)
+        leaves = checked_leaves(request, op, chosen)
+        if request.value.structure is None and isinstance(leaves[0], Dense):
+            if len(self._calls) >= MAX_KEPT:
+                self._calls.clear()
+            prepared = self.prepared((leaves[0].spec,), op, chosen)
+            self._calls[key] = RememberedCall(prepared, request.destinations)
+
+    @functools.cached_property
+    def _calls(self) -> dict[Any, RememberedCall]:
+        return {}
+
+    @functools.cached_property
+    def _kept(self) -> dict[Any, PreparedReduction]:
+        return {}
+
+    @functools.cached_property
+    def _fallbacks_logged(self) -> set[str]:
+        return set()
+
+    def _check_plannable(self, specs: Sequence[LeafSpec]) -> None:
+        for spec in specs:
+            if len(spec.devices) > 1 and not self._overrides("plan_sum"):
+                self.plan_sum(PlanBuilder(spec.devices, 0), spec.destinations)
+            reason = self.fallback_reason(spec.devices)
+            if reason is not None and reason not in self._fallbacks_logged:
+                self._fallbacks_logged.add(reason)
+                logger.warning("%s sums on the first destination instead: %s", type(self).__name__, reason)
+
+    def _overrides_hooks(self) -> bool:
+        return self._overrides("reduce_implementation") or self._overrides("batch_reduce_implementation")
+
+    def _overrides(self, method: str) -> bool:
+        return getattr(type(self), method) is not getattr(CrossDeviceOps, method)
+
+    # ---------------------------------------------------------------- from pairs to results
+
+    def _reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        pairs: Sequence[tuple[Any, Any]],
+        options: Any,
+        outs: Sequence[Any],
+        call: str,
+    ) -> list[Any]:
+        check_cross_replica(call)
+        op, chosen = ReduceOp(reduce_op), as_options(options)
+        spread, rebuilt = _spread(pairs)
+        requests = [
+            Request(read_value(value), read_destinations(destinations), out)
+            for (value, destinations), out in zip(spread, _spread_outs(pairs, outs), strict=True)
+        ]
+        if self._overrides_hooks():
+            return rebuilt(
+                self._reduce_by_hooks(op, requests, [target for _, target in spread], chosen, call)
+            )
+        return rebuilt(reduce_batch(requests, op, chosen, self))
+
+    def _reduce_by_hooks(
+        self,
+        op: ReduceOp,
+        requests: Sequence[Request],
+        destinations: Sequence[Any],
+        options: CommunicationOptions,
+        call: str,
+    ) -> list[Any]:
+        """Hands every leaf to the overridden hook; a lone replica that stays where it is needs none."""
+        answers: list[Any] = [None] * len(requests)
+        pairs: list[tuple[PerReplica, Any]] = []
+        for number, request in enumerate(requests):
+            if len(request.value.devices) == 1 and set(request.value.devices) == set(request.destinations):
+                answers[number] = reduce_batch([request], op, options, self)[0]
+            else:
+                pairs += [
+                    (PerReplica.of(leaf.arrays, request.value.devices), destinations[number])
+                    for leaf in request.value.leaves
+                ]
+        if call == "reduce":
+            made = [self.reduce_implementation(op, value, target, options) for value, target in pairs]
+        else:
+            made = list(self.batch_reduce_implementation(op, pairs, options)) if pairs else []
+        results = iter(made)
+        for number, (value, devices, out) in enumerate(requests):
+            if answers[number] is None:
+                leaves = [next(results) for _ in value.leaves]
+                columns = [leaf.values if isinstance(leaf, DistributedValues) else (leaf,) for leaf in leaves]
+                answer = leaves[0] if value.structure is None else wrapped(columns, value.structure, devices)
+                answers[number] = answer if out is None else copied_into(answer, devices, out)
+        return answers
+
+
+MAX_KEPT = 1024
+"""Prepared reductions an object keeps; a program with more signatures starts over."""
+
+
+def _gathered(value: Any, destinations: tuple[Device, ...], axis: int) -> Any:
+    read = read_value(value)
+    gatherings = [check_gather(leaf, read.devices, axis) for leaf in read.leaves]
+    for gathering in gatherings:
+        for device in destinations:
+            gathering.backend.check_device(device)
+    return wrapped(
+        [leaf.run(read.devices, destinations) for leaf in gatherings], read.structure, destinations
+    )
+
+
+def _checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    expected = "expected an iterable of (value, destinations) tuples"
+    if not isinstance(pairs, Iterable):
+        raise ConversionError(f"value_destination_pairs is a {type(pairs).__name__}; {expected}")
+    listed = list(pairs)
+    for number, pair in enumerate(listed):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ConversionError(f"pair {number} is a {type(pair).__name__}; {expected}")
+    return listed
+
+
+def _is_distributed_structure(value: Any) -> bool:
+    """Whether it is a structure with distributed values in it, as opposed to one value."""
+    if isinstance(value, DistributedValues) or hasattr(value, "dtype"):
+        return False
+    return any(isinstance(leaf, DistributedValues) for leaf in flatten(value, _is_value)[0])
+
+
+def _is_value(node: Any) -> bool:
+    return isinstance(node, DistributedValues) or is_number_list(node)
+
+
+def _spread(
+    pairs: Sequence[tuple[Any, Any]],
+) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]], list[Any]]]:
+    """Pairs in which structures of distributed values are replaced by their parts, and the way back."""
+    if not any(_is_distributed_structure(value) for value, _ in pairs):
+        return list(pairs), lambda results: results
+    spread: list[tuple[Any, Any]] = []
+    shapes: list[tuple[int, Any]] = []
+    for value, destinations in pairs:
+        if not _is_distributed_structure(value):
+            spread.append((value, destinations))
+            shapes.append((1, None))
+            continue
+        parts, structure = flatten(value, _is_value)
+        targets, target_structure = flatten(destinations, _is_value)
+        same = target_structure == structure
+        spread += [(part, targets[i] if same else destinations) for i, part in enumerate(parts)]
+        shapes.append((len(parts), structure))
+
+    def rebuilt(results: list[Any]) -> list[Any]:
+        left = iter(results)
+        return [
+            next(left) if structure is None else unflatten(structure, [next(left) for _ in range(count)])
+            for count, structure in shapes
+        ]
+
+    return spread, rebuilt
+
+
+def _spread_outs(pairs: Sequence[tuple[Any, Any]], outs: Sequence[Any]) -> list[Any]:
+    """The `out` of every part, spread as the values are."""
+    spread: list[Any] = []
+    for (value, _), out in zip(pairs, outs, strict=True):
+        if not _is_distributed_structure(value):
+            spread.append(out)
+            continue
+        parts, structure = flatten(value, _is_value)
+        found, out_structure = ([None] * len(parts), structure) if out is None else flatten(out, _is_value)
+        if out_structure != structure:
+            raise ConversionError(f"out has another structure than the value: {out_structure}")
+        spread += found
+    return spread

@@ -1,0 +1,70 @@
+"""Halve the range and double the group until everyone owns one summed shard; then back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.plans.builder import PlanBuilder
+from crossdevice.plans.packing import Packing
+from crossdevice.plans.steps import Buffer
+from crossdevice.values.device import Device
+
+
+class HalvingDoublingAllReduce(CrossDeviceOps):
+    """Recursive halving to sum shards, recursive doubling to share them (Rabenseifner's algorithm).
+
+    2 log2 N rounds for a power of two, each device moving the 2 (N - 1) / N of an array that a ring
+    moves; for other counts the surplus replicas first fold into partners and are served last: 2 more
+    rounds of a whole array. Right for middling sizes, where a ring's rounds cost too much.
+
+    Args:
+        num_packs: into how many packs a batch is cut; 0 reduces value by value.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.packing = Packing(num_packs)
+
+    def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
+        """The first surplus pairs fold; member i of the rest ends up with shard i."""
+        num_replicas = len(build.inputs)
+        num_members = 1 << (num_replicas.bit_length() - 1)
+        num_folded = num_replicas - num_members
+        held = [
+            build.add(build.inputs[2 * pair : 2 * pair + 2], at=build.inputs[2 * pair].device)
+            for pair in range(num_folded)
+        ]
+        held += build.inputs[2 * num_folded :]
+        held = _halved(build, held)
+        if set(destinations) != {buffer.device for buffer in build.inputs}:
+            return [build.join(held, at=device) for device in destinations]
+        results = _doubled(build, held)
+        folded = [
+            build.copy(results[pair], to=build.inputs[2 * pair + 1].device) for pair in range(num_folded)
+        ]
+        return build.deliver([*results, *folded], destinations)
+
+
+def _halved(build: PlanBuilder, held: list[Buffer]) -> list[Buffer]:
+    """Partners, far ones first, split what they hold; each sums one half of both."""
+    distance = len(held) // 2
+    while distance:
+        halves = [build.split(buffer, 2) for buffer in held]
+        for member, buffer in enumerate(held):
+            side = 1 if member & distance else 0
+            low, high = sorted((member, member ^ distance))
+            held[member] = build.add([halves[low][side], halves[high][side]], at=buffer.device)
+        distance //= 2
+    return held
+
+
+def _doubled(build: PlanBuilder, held: list[Buffer]) -> list[Buffer]:
+    """Partners, near ones first, exchange what they hold until everyone holds everything."""
+    distance = 1
+    while distance < len(held):
+        held = [
+            build.join([held[member & ~distance], held[member | distance]], at=buffer.device)
+            for member, buffer in enumerate(held)
+        ]
+        distance *= 2
+    return held

@@ -1,0 +1,45 @@
+"""Two halves, two roots: the hierarchy of a DGX-1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.plans.builder import PlanBuilder
+from crossdevice.plans.packing import Packing
+from crossdevice.plans.steps import Buffer
+from crossdevice.values.device import Device
+
+
+class HierarchicalCopyAllReduce(CrossDeviceOps):
+    """Sums each half of the replicas on a root of its own, adds the two sums, and goes back the same way.
+
+    At most 4 rounds; 2 (N - 1) arrays travel, of which only one pair crosses between the halves. Made for a
+    DGX-1, whose two quads of GPUs have few links between them; pack k has its root on replica k mod N,
+    so several packs spread the load over all devices.
+
+    Args:
+        num_packs: into how many packs a batch is cut; 0 reduces value by value.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.packing = Packing(num_packs)
+
+    def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
+        """Adds in each half, then across; each destination copies from the root of its half."""
+        num_replicas = len(build.inputs)
+        num_first = num_replicas // 2
+        root = build.pack_number % num_replicas
+        if num_replicas == 1:
+            return [build.copy(build.inputs[0], to=device) for device in destinations]
+        in_first = root < num_first
+        other_root = root + num_first if in_first else (root - num_first) % num_first
+        halves = build.inputs[:num_first], build.inputs[num_first:]
+        near, far = halves if in_first else halves[::-1]
+        here, there = build.inputs[root].device, build.inputs[other_root].device
+        total = build.add([build.add(near, at=here), build.add(far, at=there)], at=here)
+        far_total = build.copy(total, to=there)
+        far_devices = {buffer.device for buffer in far}
+        return [
+            build.copy(far_total if device in far_devices else total, to=device) for device in destinations
+        ]

@@ -1,0 +1,43 @@
+"""One collective of NVIDIA's library."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.plans.builder import PlanBuilder
+from crossdevice.plans.packing import Packing
+from crossdevice.plans.steps import Buffer
+from crossdevice.values.device import Device
+
+
+class NcclAllReduce(CrossDeviceOps):
+    """Leaves the reduction to NCCL: one collective over one replica per GPU.
+
+    Right for several GPUs. NCCL works on GPUs only and takes one replica on each: otherwise everything
+    is summed on the first destination instead, and the log and `explain` say why.
+
+    Args:
+        num_packs: into how many packs a batch is cut; 0 reduces value by value.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.packing = Packing(num_packs)
+
+    def fallback_reason(self, devices: Sequence[Device]) -> str | None:
+        """Why NCCL cannot reduce values on these devices; None if it can."""
+        others = sorted({str(device) for device in devices if device.type != "cuda"})
+        if others:
+            return f"NCCL works on GPUs only, and values are on {', '.join(others)}"
+        crowded = [str(device) for device, count in collections.Counter(devices).items() if count > 1]
+        if crowded:
+            return f"NCCL takes one replica per GPU, and several are on {', '.join(crowded)}"
+        return None
+
+    def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
+        """One engine step; where it cannot run, a sum on the first destination."""
+        if self.fallback_reason([buffer.device for buffer in build.inputs]) is None:
+            return build.deliver(build.engine_all_reduce(build.inputs), destinations)
+        total = build.add(build.inputs, at=destinations[0])
+        return [build.copy(total, to=device) for device in destinations]

@@ -1,0 +1,39 @@
+"""Everything to one device and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.plans.builder import PlanBuilder
+from crossdevice.plans.steps import Buffer
+from crossdevice.values.device import Device
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Sums all replicas on one device, then copies the result to each destination.
+
+    N - 1 arrays go in and D - 1 come out through that one device, in 2 rounds. Right for few
+    devices, small values and hosts; slow for large values on many GPUs.
+
+    Args:
+        reduce_to_device: where to sum; None means the first destination.
+        accumulation_fn: gets the tuple of all replicas' arrays, copied to that device, and returns
+            their combination (which a mean still divides); None adds. Not used for `IndexedSlices`.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: Device | str | None = None,
+        accumulation_fn: Callable[[tuple[Any, ...]], Any] | None = None,
+    ) -> None:
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise TypeError(f"accumulation_fn must be callable, got {accumulation_fn!r}")
+        self.reduce_to_device = Device.parse(reduce_to_device) if reduce_to_device else None
+        self.accumulation_fn = accumulation_fn
+
+    def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
+        """Adds at one device, copies out."""
+        total = build.add(build.inputs, at=self.reduce_to_device or destinations[0])
+        return [build.copy(total, to=device) for device in destinations]

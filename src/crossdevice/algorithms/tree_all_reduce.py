@@ -1,0 +1,90 @@
+"""Two binary trees, each for half of the data, so that every device works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.plans.builder import PlanBuilder
+from crossdevice.plans.packing import Packing
+from crossdevice.plans.steps import Buffer
+from crossdevice.values.device import Device
+
+
+class TreeAllReduce(CrossDeviceOps):
+    """Sums up a binary tree and copies back down it, one half of the data in each of two trees.
+
+    About 2 log2 N rounds, and no device sends or receives more than two arrays: a device that is inside
+    one tree is a leaf of the other (the double binary tree of Sanders, Speck and Traeff, 2009). Right for
+    small values on many devices.
+
+    Args:
+        num_packs: into how many packs a batch is cut; 0 reduces value by value.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.packing = Packing(num_packs)
+
+    def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
+        """Each half goes up its tree; replicas get it back down the tree, other devices from the roots."""
+        num_replicas = len(build.inputs)
+        devices = [buffer.device for buffer in build.inputs]
+        halves = list(zip(*(build.split(buffer, 2) for buffer in build.inputs), strict=True))
+        trees = [_parents(num_replicas, second=second) for second in (False, True)]
+        totals = [_summed_up(build, half, tree) for half, tree in zip(halves, trees, strict=True)]
+        if set(destinations) != set(devices):
+            return [build.join(totals, at=device) for device in destinations]
+        shared = [
+            _copied_down(build, total, tree, devices) for total, tree in zip(totals, trees, strict=True)
+        ]
+        joined = [
+            build.join(parts, at=device)
+            for parts, device in zip(zip(*shared, strict=True), devices, strict=True)
+        ]
+        return build.deliver(joined, destinations)
+
+
+def _parents(num_replicas: int, *, second: bool) -> dict[int, int]:
+    """The parent of each replica but the root, in an order in which parents come before children.
+
+    In the first tree odd positions are leaves. The second is its mirror image (for an even count) or
+    its rotation by one, which exchanges odd and even.
+
+    >>> _parents(5, second=False)
+    {4: 0, 2: 4, 1: 2, 3: 2}
+    """
+
+    def replica_at(position: int) -> int:
+        if not second:
+            return position
+        return num_replicas - 1 - position if num_replicas % 2 == 0 else (position + 1) % num_replicas
+
+    parents: dict[int, int] = {}
+    step = 1 << max(num_replicas - 1, 1).bit_length() - 1
+    while step:
+        for position in range(step, num_replicas, 2 * step):
+            parent = (position & ~step) | (step << 1)
+            if parent >= num_replicas:
+                parent = position & ~step
+            parents[replica_at(position)] = replica_at(parent)
+        step >>= 1
+    return parents
+
+
+def _summed_up(build: PlanBuilder, half: Sequence[Buffer], parents: dict[int, int]) -> Buffer:
+    """The whole sum, on the root: every replica adds its children's sums to its own, deepest first."""
+    family: list[list[Buffer]] = [[buffer] for buffer in half]
+    root = next(replica for replica in range(len(half)) if replica not in parents)
+    for child, parent in reversed(parents.items()):
+        family[parent].append(build.add(family[child], at=half[child].device))
+    return build.add(family[root], at=half[root].device)
+
+
+def _copied_down(
+    build: PlanBuilder, total: Buffer, parents: dict[int, int], devices: Sequence[Device]
+) -> list[Buffer]:
+    """The sum on every replica's device, each copied from its parent."""
+    held = [total] * len(devices)
+    for child, parent in parents.items():
+        held[child] = build.copy(held[parent], to=devices[child])
+    return held

@@ -1,0 +1,94 @@
+"""What all libraries share that follow the array API standard."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.backends.protocol import HOST_MEMORY, Array
+from crossdevice.errors import DeviceError
+from crossdevice.values.device import Device
+
+
+class ArrayApiBackend(abc.ABC):
+    """A backend in terms of the standard's functions; a library's own file adds what the standard lacks."""
+
+    name: str
+
+    @abc.abstractmethod
+    def namespace(self) -> Any:
+        """The library's array API namespace."""
+
+    @abc.abstractmethod
+    def host_view(self, array: Array) -> NDArray[Any]:
+        """A host array's elements as a flat, contiguous, native ndarray."""
+
+    def memory_of(self, device: Device) -> str:
+        """The host's memory is one; every other device has its own."""
+        return HOST_MEMORY if device.is_host else str(device)
+
+    def signature(self, array: Array) -> Hashable:
+        """Type, dtype, shape and device."""
+        return type(array), array.dtype, array.shape, array.device
+
+    def dtype_of(self, array: Array) -> str:
+        """The dtype's name, without the library's prefix."""
+        return str(array.dtype).rpartition(".")[2]
+
+    def shape_of(self, array: Array) -> tuple[int, ...]:
+        """The shape."""
+        return tuple(array.shape)
+
+    def read_only(self, array: Array) -> Array:
+        """The standard has no such mark."""
+        return array
+
+    def to_host(self, array: Array) -> NDArray[Any]:
+        """The elements as a flat ndarray."""
+        return self.host_view(array)
+
+    def flat(self, array: Array) -> Array:
+        """The elements as a flat array."""
+        return self.namespace().reshape(array, (-1,))
+
+    def reshape(self, flat: Array, shape: tuple[int, ...]) -> Array:
+        """A flat array in another shape."""
+        return self.namespace().reshape(flat, shape)
+
+    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
+        """Arrays end to end along `axis`."""
+        return self.namespace().concat(list(arrays), axis=axis)
+
+    def cast(self, array: Array, dtype: str) -> Array:
+        """The values in another dtype."""
+        xp = self.namespace()
+        return xp.astype(array, getattr(xp, dtype))
+
+    def round_once(self, wide: Array, dtype: str) -> Array:
+        """The standard's own dtypes are all wide enough for a plain cast."""
+        return self.cast(wide, dtype)
+
+    def write(self, out: Array, value: Array) -> None:
+        """Copies values into an existing array."""
+        out[...] = value
+
+    def engine_all_reduce(self, arrays: Sequence[Array], op: str) -> list[Array]:
+        """Most libraries have no engine."""
+        raise NotImplementedError(f"{self.name} has no collective engine")
+
+
+def check_host_device(name: str, device: Device) -> None:
+    """Refuses every device that is not a logical device of this host."""
+    if not device.is_host or device.index < 0 or (device.job, device.task) != ("localhost", 0):
+        raise DeviceError(f"{device} does not exist for {name} arrays; those that do are cpu:0, cpu:1, ...")
+
+
+def native(array: NDArray[Any]) -> NDArray[Any]:
+    """A flat, contiguous array in this machine's byte order: the array itself where it already is one."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return np.ascontiguousarray(array).reshape(-1)

@@ -1,0 +1,102 @@
+"""NumPy arrays: host memory, which all logical devices `cpu:k` share."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.backends.array_api_backend import ArrayApiBackend, check_host_device, native
+from crossdevice.backends.protocol import dtype_named
+from crossdevice.errors import ConversionError
+from crossdevice.values.device import Device
+
+_NUMBER_DTYPES = {bool: np.bool_, int: np.int32, float: np.float32, complex: np.complex128}
+
+
+class NumpyBackend(ArrayApiBackend):
+    """Also the home of plain Python numbers and of lists of them."""
+
+    name = "numpy"
+
+    def namespace(self) -> Any:
+        """NumPy, through array-api-compat, which imports all of NumPy: only where it is asked for."""
+        import array_api_compat.numpy as xp
+
+        return xp
+
+    def check_array(self, array: Any, where: str) -> None:
+        """Masked arrays would lose their masks."""
+        if isinstance(array, np.ma.MaskedArray):
+            raise ConversionError(f"{where} is a masked array; fill it first, its mask would be lost")
+
+    def signature(self, array: Any) -> Hashable:
+        """All of them are on the host."""
+        return type(array), array.dtype, array.shape
+
+    def check_device(self, device: Device) -> None:
+        """Only the host's logical devices exist."""
+        check_host_device("numpy", device)
+
+    def dtype_of(self, array: Any) -> str:
+        """The name without byte order: big-endian arrays are read as what they mean."""
+        return str(array.dtype.name)
+
+    def host_view(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The array itself where it is flat already."""
+        if (
+            type(array) is np.ndarray
+            and array.ndim == 1
+            and array.flags.c_contiguous
+            and array.dtype.isnative
+        ):
+            return array
+        return native(np.asarray(array))
+
+    def writable_view(self, array: NDArray[Any]) -> NDArray[Any] | None:
+        """Contiguous, writable and native, or not at all."""
+        if not isinstance(array, np.ndarray) or not array.dtype.isnative:
+            return None
+        return array.reshape(-1) if array.flags.c_contiguous and array.flags.writeable else None
+
+    def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> NDArray[Any]:  # noqa: ARG002
+        """The same memory in shape."""
+        return flat if flat.shape == shape else flat.reshape(shape)
+
+    def read_only(self, array: NDArray[Any]) -> NDArray[Any]:
+        """A view that refuses to be written to."""
+        view = array.view()
+        view.flags.writeable = False
+        return view
+
+    def copy(self, array: NDArray[Any], device: Device) -> NDArray[Any]:  # noqa: ARG002
+        """New memory; every host device has the same."""
+        return np.array(array, copy=True, order="C")
+
+    def cast(self, array: NDArray[Any], dtype: str) -> NDArray[Any]:
+        """The values in another dtype, bfloat16 included."""
+        return array.astype(dtype_named(dtype))
+
+    def scatter_rows(self, rows: NDArray[Any], indices: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+        """Repeated indices add up."""
+        dense = np.zeros(shape, rows.dtype)
+        np.add.at(dense, indices, rows)
+        return dense
+
+
+def array_of_numbers(numbers: Any) -> NDArray[Any]:
+    """Plain numbers as TensorFlow reads them: floats are float32, integers int32 where they fit.
+
+    >>> array_of_numbers([1, 2]).dtype, array_of_numbers(0.5).dtype, array_of_numbers(2**40).dtype
+    (dtype('int32'), dtype('float32'), dtype('int64'))
+    """
+    array = np.asarray(numbers)
+    if array.dtype.kind not in "biufc":
+        raise ConversionError(f"{numbers!r} cannot be read as an array of numbers")
+    kind = {"b": bool, "i": int, "u": int, "f": float, "c": complex}[array.dtype.kind]
+    narrow = np.dtype(_NUMBER_DTYPES[kind])
+    if kind is int and array.size and not (array.min() >= -(2**31) and array.max() < 2**31):
+        return array
+    return array.astype(narrow)

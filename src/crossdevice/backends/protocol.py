@@ -1,0 +1,95 @@
+"""What crossdevice asks of an array library."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.values.device import Device
+
+Array = Any
+"""An array of the backend's library."""
+
+HOST_MEMORY = "host"
+
+
+class Backend(Protocol):
+    """One array library. Dtypes are named as in `values.dtypes`; nothing here changes its arguments
+    except `write`."""
+
+    name: str
+
+    def check_array(self, array: Array, where: str) -> None:
+        """Refuses arrays that are not plain and dense; `where` opens the message."""
+
+    def signature(self, array: Array) -> Hashable:
+        """All that checks look at: arrays with equal signatures pass or fail them alike."""
+
+    def check_device(self, device: Device) -> None:
+        """Refuses devices that do not exist, naming those that do."""
+
+    def memory_of(self, device: Device) -> str:
+        """Devices with equal answers can read each other's arrays; `"host"` is NumPy's memory."""
+
+    def dtype_of(self, array: Array) -> str:
+        """The dtype's name."""
+
+    def shape_of(self, array: Array) -> tuple[int, ...]:
+        """The shape."""
+
+    def host_view(self, array: Array) -> NDArray[Any]:
+        """A host array's elements as a flat, contiguous, native ndarray: a view, else a copy."""
+
+    def writable_view(self, array: Array) -> NDArray[Any] | None:
+        """The same as a view that writes to the array; None if that cannot be."""
+
+    def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Array:
+        """An array on `device`; in host memory it adopts `flat`."""
+
+    def read_only(self, array: Array) -> Array:
+        """The array, marked as not to be written to where the library can do that."""
+
+    def to_host(self, array: Array) -> NDArray[Any]:
+        """The elements of an array on any device, as a flat ndarray."""
+
+    def flat(self, array: Array) -> Array:
+        """The elements as a flat contiguous array on the same device: a view, else a copy."""
+
+    def reshape(self, flat: Array, shape: tuple[int, ...]) -> Array:
+        """A flat array in another shape."""
+
+    def copy(self, array: Array, device: Device) -> Array:
+        """The same values in new memory on `device`."""
+
+    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
+        """Arrays of one device end to end along `axis`, in new memory."""
+
+    def cast(self, array: Array, dtype: str) -> Array:
+        """The values in another dtype."""
+
+    def round_once(self, wide: Array, dtype: str) -> Array:
+        """float64 or complex128 values rounded once to `dtype`, even to a 16-bit one."""
+
+    def namespace(self) -> Any:
+        """The library's array API namespace."""
+
+    def scatter_rows(self, rows: Array, indices: Array, shape: tuple[int, ...]) -> Array:
+        """Zeros of `shape` with each row added at its index."""
+
+    def write(self, out: Array, value: Array) -> None:
+        """Copies values into an existing array."""
+
+    def engine_all_reduce(self, arrays: Sequence[Array], op: str) -> list[Array]:
+        """One collective of the library's own engine over flat arrays, one per device."""
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of that name, bfloat16 included."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)

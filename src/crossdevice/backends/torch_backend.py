@@ -1,0 +1,119 @@
+"""PyTorch tensors, on any device PyTorch knows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import array_api_compat.torch as xp
+import torch
+from numpy.typing import NDArray
+
+from crossdevice.backends.array_api_backend import ArrayApiBackend, check_host_device, native
+from crossdevice.backends.protocol import dtype_named
+from crossdevice.errors import ConversionError, DeviceError
+from crossdevice.values.device import Device
+
+
+class TorchBackend(ArrayApiBackend):
+    """Results are detached: reductions are not recorded for automatic differentiation."""
+
+    name = "torch"
+
+    def namespace(self) -> Any:
+        """PyTorch, through array-api-compat."""
+        return xp
+
+    def check_array(self, array: torch.Tensor, where: str) -> None:
+        """Sparse, quantized, nested and meta tensors hold no plain elements."""
+        if array.layout != torch.strided or array.is_quantized or array.is_nested or array.is_meta:
+            raise ConversionError(
+                f"{where} is a {array.layout} tensor on {array.device}; expected a dense one with data "
+                "(sparse gradients: crossdevice.IndexedSlices)"
+            )
+
+    def signature(self, array: Any) -> Hashable:
+        """Type, dtype, shape, device and layout."""
+        return type(array), array.dtype, array.shape, array.device, array.layout
+
+    def check_device(self, device: Device) -> None:
+        """Host devices are logical; others must be there."""
+        if device.is_host:
+            check_host_device("torch", device)
+        elif not _exists(device):
+            found = ", ".join(["cpu:0, cpu:1, ...", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
+            raise DeviceError(f"{device} does not exist here; the devices that do are {found}")
+
+    def host_view(self, array: torch.Tensor) -> NDArray[Any]:
+        """The tensor's memory; bfloat16, which NumPy lacks, by way of 16-bit integers."""
+        plain = array.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if plain.dtype == torch.bfloat16:
+            return plain.view(torch.int16).numpy().view(dtype_named("bfloat16"))
+        return native(plain.numpy())
+
+    def to_host(self, array: torch.Tensor) -> NDArray[Any]:
+        """The elements, copied from the tensor's device."""
+        return self.host_view(array.detach().cpu())
+
+    def writable_view(self, array: torch.Tensor) -> NDArray[Any] | None:
+        """Contiguous host tensors share their memory."""
+        if array.device.type != "cpu" or not array.is_contiguous() or array.is_conj() or array.is_neg():
+            return None
+        return self.host_view(array)
+
+    def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> torch.Tensor:
+        """Adopts the memory on the host; copies it to any other device."""
+        if flat.dtype == dtype_named("bfloat16"):
+            tensor = torch.from_numpy(flat.view("int16")).view(torch.bfloat16)
+        else:
+            tensor = torch.from_numpy(flat)
+        return tensor.reshape(shape).to(_torch_device(device))
+
+    def flat(self, array: torch.Tensor) -> torch.Tensor:
+        """Detached and contiguous."""
+        return array.detach().contiguous().reshape(-1)
+
+    def copy(self, array: torch.Tensor, device: Device) -> torch.Tensor:
+        """New, contiguous memory on the device."""
+        return array.detach().to(_torch_device(device), copy=True, memory_format=torch.contiguous_format)
+
+    def round_once(self, wide: torch.Tensor, dtype: str) -> torch.Tensor:
+        """PyTorch goes to 16 bits through float32: rounding to odd there keeps it one rounding."""
+        if dtype not in ("bfloat16", "float16"):
+            return self.cast(wide, dtype)
+        near = wide.to(torch.float32)
+        back = near.to(torch.float64)
+        bits = near.view(torch.int32)
+        bits = torch.where(back.abs() > wide.abs(), bits - 1, bits)
+        bits = torch.where((back != wide) & ~wide.isnan(), bits | 1, bits)
+        return self.cast(bits.view(torch.float32), dtype)
+
+    def scatter_rows(self, rows: torch.Tensor, indices: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Repeated indices add up."""
+        dense = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
+        return dense.index_add_(0, indices, rows.detach())
+
+    def write(self, out: torch.Tensor, value: torch.Tensor) -> None:
+        """In place, past automatic differentiation."""
+        out.detach().copy_(value)
+
+    def engine_all_reduce(self, arrays: Sequence[torch.Tensor], op: str) -> list[torch.Tensor]:
+        """NCCL, from this one process."""
+        results = [torch.empty_like(array) for array in arrays]
+        numbers = {"SUM": 0, "PROD": 1, "MAX": 2, "MIN": 3}  # ncclRedOp_t
+        torch.cuda.nccl.all_reduce(list(arrays), results, numbers[op])
+        return results
+
+
+def _torch_device(device: Device) -> torch.device:
+    return torch.device("cpu") if device.is_host else torch.device(device.type, device.index)
+
+
+@functools.cache
+def _exists(device: Device) -> bool:
+    try:
+        torch.empty(0, device=_torch_device(device))
+    except (RuntimeError, AssertionError):
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""Every exception of crossdevice, as one tree.
+
+Each is ours (`except CrossDeviceError`) and a built-in at once (`except ValueError`), so code
+written against TensorFlow's documented errors keeps working. All of them are raised before any
+array is touched, except for those of running replicas (`ReplicaError`, `DeadlineError`).
+"""
+
+
+class CrossDeviceError(Exception):
+    """The root: catches everything that crossdevice itself refuses."""
+
+
+class DeviceError(CrossDeviceError, ValueError):
+    """A device name that cannot be read, or a device that does not exist here."""
+
+
+class DestinationError(CrossDeviceError, ValueError):
+    """Destinations that are not a device string, an array, a variable or a distributed value."""
+
+
+class ReduceOpError(CrossDeviceError, ValueError):
+    """An operation that is unknown, or not defined for these values."""
+
+
+class OptionError(CrossDeviceError, ValueError):
+    """An option or constructor argument outside its range."""
+
+
+class ConversionError(CrossDeviceError, ValueError):
+    """A value that cannot be read as arrays, or pairs that are not (value, destinations)."""
+
+
+class DtypeError(CrossDeviceError, TypeError):
+    """A dtype on which the operation has no meaning."""
+
+
+class MismatchError(CrossDeviceError, ValueError):
+    """Replicas that should agree and do not; the message names the odd one out."""
+
+
+class ShapeMismatchError(MismatchError):
+    """Replicas with different shapes."""
+
+
+class DtypeMismatchError(MismatchError):
+    """Replicas with different dtypes."""
+
+
+class StructureMismatchError(MismatchError):
+    """Replicas with different nested structures, or different numbers of components."""
+
+
+class DeviceMismatchError(MismatchError):
+    """Leaves of one replica on several devices."""
+
+
+class LibraryMismatchError(MismatchError):
+    """Arrays of several libraries in one value."""
+
+
+class OutError(CrossDeviceError, ValueError):
+    """`out=` that does not fit the results: structure, shape, dtype, device or memory."""
+
+
+class ContextError(CrossDeviceError, RuntimeError):
+    """A call in the wrong context, such as a reduction inside a replica function."""
+
+
+class ReplicaError(CrossDeviceError, RuntimeError):
+    """Replicas that do not meet: some wait at a call that others will never make."""
+
+
+class DeadlineError(CrossDeviceError, TimeoutError):
+    """A deadline that has passed; the message names the replicas that were missing."""
+
+
+class PlanError(CrossDeviceError, AssertionError):
+    """A plan that does not add up: the algorithm that emitted it is wrong."""

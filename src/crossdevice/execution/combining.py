@@ -1,0 +1,87 @@
+"""Combining arrays that lie in one memory: the fused pass on the host, plain array functions elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend, dtype_named
+from crossdevice.kernels.host.fused_pass import fused_pass
+from crossdevice.kernels.host.recipe import Recipe
+from crossdevice.values.device import Device
+from crossdevice.values.dtypes import COMPLEXES, INTEGERS
+from crossdevice.values.reduce_op import ReduceOp
+
+
+def combine(backend: Backend, arrays: Sequence[Array], recipe: Recipe, dtype: str, device: Device) -> Array:
+    """Flat arrays on one device, combined into a new flat array of `dtype` there."""
+    if backend.memory_of(device) == HOST_MEMORY:
+        inputs = [backend.host_view(array) for array in arrays]
+        output = np.empty(inputs[0].size, dtype_named(dtype))
+        fused_pass(inputs, [output], recipe)
+        return backend.from_host(output, output.shape, device)
+    return combine_with_array_functions(backend, arrays, recipe, dtype, device)
+
+
+def combine_with_array_functions(
+    backend: Backend, arrays: Sequence[Array], recipe: Recipe, dtype: str, device: Device
+) -> Array:
+    """The same, in the library's own functions; what they cannot do is done on the host."""
+    xp = backend.namespace()
+    source = backend.dtype_of(arrays[0])
+    is_mean = recipe.divisor is not None
+    if _needs_host(recipe, source):
+        inputs = [backend.to_host(array) for array in arrays]
+        output = np.empty(inputs[0].size, dtype_named(dtype))
+        fused_pass(inputs, [output], recipe)
+        return backend.copy(backend.from_host(output, output.shape, device), device)
+    if recipe.op is ReduceOp.MIN:
+        return _chain(xp.minimum, arrays)
+    if recipe.op is ReduceOp.MAX:
+        return _chain(xp.maximum, arrays)
+    function = xp.multiply if recipe.op is ReduceOp.PROD else xp.add
+    if source in INTEGERS:
+        if is_mean and recipe.precision != "fast":
+            arrays = [backend.cast(array, "int64") for array in arrays]
+        total = _chain(function, arrays)
+        return backend.cast(total, dtype) / recipe.divisor if is_mean else total
+    if recipe.precision == "fast":
+        total = _chain(function, arrays)
+        return total / recipe.divisor if is_mean else total
+    wide = "complex128" if source in COMPLEXES else "float64"
+    widened = [backend.cast(array, wide) for array in arrays]
+    total = (
+        _compensated(xp, widened)
+        if recipe.op is ReduceOp.SUM and source == wide
+        else _chain(function, widened)
+    )
+    return backend.round_once(total / recipe.divisor if is_mean else total, dtype)
+
+
+def _needs_host(recipe: Recipe, source: str) -> bool:
+    """True sums and means of 64-bit integers need arithmetic that array libraries do not have."""
+    if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
+        return False
+    if source in INTEGERS:
+        return recipe.divisor is not None and recipe.precision != "fast" and source in ("int64", "uint64")
+    return recipe.precision == "exact"
+
+
+def _chain(function: Any, arrays: Sequence[Array]) -> Array:
+    total = arrays[0]
+    for array in arrays[1:]:
+        total = function(total, array)
+    return total + 0 if len(arrays) == 1 else total
+
+
+def _compensated(xp: Any, arrays: Sequence[Array]) -> Array:
+    """float64 sums with the rounding errors added back; see the host's pass of the same name."""
+    total, errors = arrays[0], xp.zeros_like(arrays[0])
+    for array in arrays[1:]:
+        grown = total + array
+        of_array = grown - total
+        errors = errors + ((total - (grown - of_array)) + (array - of_array))
+        total = grown
+    return xp.where(xp.isfinite(total), total + errors, total)

@@ -1,0 +1,39 @@
+"""Reading destinations: on which devices results are wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from crossdevice.backends.registry import backend_of_type
+from crossdevice.errors import DestinationError
+from crossdevice.values.device import Device, device_of, host_device
+from crossdevice.values.distributed import DistributedValues
+from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.variable import Variable
+
+
+def read_destinations(destinations: Any) -> tuple[Device, ...]:
+    """The devices of a DistributedValues, in order; the one device of anything else that has one."""
+    if isinstance(destinations, DistributedValues):
+        if not destinations.devices:
+            raise DestinationError("destinations is a distributed value without components")
+        return destinations.devices
+    if isinstance(destinations, Device):
+        return (destinations,)
+    if isinstance(destinations, str) and destinations:
+        return (Device.parse(destinations),)
+    if isinstance(destinations, (IndexedSlices, Variable)) or _is_array(destinations):
+        return (device_of(destinations) or host_device(0),)
+    raise DestinationError(
+        f"destinations is {_shortly(destinations)}; expected a DistributedValues, a variable, an array "
+        "or a device string (the functions crossdevice.reduce and .broadcast also take lists of them)"
+    )
+
+
+def _is_array(thing: Any) -> bool:
+    return hasattr(thing, "dtype") and backend_of_type(type(thing)) is not None
+
+
+def _shortly(thing: Any) -> str:
+    text = repr(thing)
+    return text if len(text) <= 80 else f"a {type(thing).__name__}"

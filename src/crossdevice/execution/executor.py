@@ -1,0 +1,84 @@
+"""Running a plan step by step, as on devices with separate memories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from typing_extensions import assert_never
+
+from crossdevice.backends.protocol import Array, Backend
+from crossdevice.execution.combining import combine
+from crossdevice.kernels.host.recipe import Recipe
+from crossdevice.plans.plan import Plan
+from crossdevice.plans.steps import (
+    Add,
+    Copy,
+    EngineAllReduce,
+    Finish,
+    Join,
+    Split,
+    Step,
+    sources_of,
+    targets_of,
+)
+
+Held: TypeAlias = "tuple[tuple[int, Array], ...]"
+"""What a buffer holds: arrays with the replica each came from, in replica order.
+
+Under `"fast"` there is one array, added up as the plan goes. Otherwise a partial sum stays a list of
+its contributions until it is finished: only so do its bits not depend on the plan.
+"""
+
+
+def execute(plan: Plan, inputs: Sequence[Array], backend: Backend, recipe: Recipe, dtype: str) -> list[Array]:
+    """The plan's outputs as new flat arrays of `dtype`, each on its buffer's device."""
+    held: dict[int, Held] = {
+        buffer.number: ((replica, array),)
+        for replica, (buffer, array) in enumerate(zip(plan.inputs, inputs, strict=True))
+    }
+    for step, last_uses in zip(plan.steps, plan.last_uses, strict=True):
+        results = _run(step, [held[buffer.number] for buffer in sources_of(step)], backend, recipe, dtype)
+        held.update(zip((buffer.number for buffer in targets_of(step)), results, strict=True))
+        for number in last_uses:
+            del held[number]
+    return [held[buffer.number][0][1] for buffer in plan.outputs]
+
+
+def _run(step: Step, sources: Sequence[Held], backend: Backend, recipe: Recipe, dtype: str) -> list[Held]:
+    match step:
+        case Copy():
+            return [
+                tuple((replica, backend.copy(array, step.target.device)) for replica, array in sources[0])
+            ]
+        case Add():
+            together = tuple(pair for source in sources for pair in source)
+            if recipe.precision != "fast":
+                return [tuple(sorted(together, key=lambda pair: pair[0]))]
+            arrays = [array for _, array in together]
+            partial = recipe._replace(divisor=None, order=None)
+            total = combine(backend, arrays, partial, backend.dtype_of(arrays[0]), step.target.device)
+            return [((together[0][0], total),)]
+        case Finish():
+            arrays = [array for _, array in sources[0]]
+            return [((0, combine(backend, arrays, recipe._replace(order=None), dtype, step.target.device)),)]
+        case Split():
+            edges = [(part.start - step.source.start, part.stop - step.source.start) for part in step.targets]
+            return [
+                tuple((replica, array[start:stop]) for replica, array in sources[0]) for start, stop in edges
+            ]
+        case Join():
+            columns = zip(*sources, strict=True)
+            return [
+                tuple((parts[0][0], backend.concat([array for _, array in parts], 0)) for parts in columns)
+            ]
+        case EngineAllReduce():
+            reduced = backend.engine_all_reduce([source[0][1] for source in sources], recipe.op.name)
+            finish = recipe._replace(order=None)
+            devices = [buffer.device for buffer in step.targets]
+            return [
+                ((0, combine(backend, [array], finish, dtype, device)),)
+                for array, device in zip(reduced, devices, strict=True)
+            ]
+        case _:
+            assert_never(step)

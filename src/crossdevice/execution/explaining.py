@@ -1,0 +1,54 @@
+"""What a reduction would do, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from crossdevice.execution.batch import Dense, Request, checked_leaves
+from crossdevice.execution.leaf_spec import LeafSpec, items_of
+from crossdevice.plans.packing import Packing
+from crossdevice.plans.plan import Plan
+from crossdevice.plans.rendering import render_plan
+from crossdevice.values.device import Device
+from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+
+
+class PlanningAlgorithm(Protocol):
+    """What an explanation asks of an algorithm."""
+
+    packing: Packing
+
+    def fallback_reason(self, devices: Sequence[Device]) -> str | None:
+        """Why the algorithm's own means cannot be used; None if they can."""
+
+    def plan_pack(self, spec: LeafSpec, num_elements: int, pack_number: int) -> Plan:
+        """The plan for one pack."""
+
+
+def explained(
+    request: Request, op: ReduceOp, options: CommunicationOptions, algorithm: PlanningAlgorithm
+) -> str:
+    """How each pack of the request would be reduced, and why."""
+    devices = request.value.devices
+    lines = [
+        f"{type(algorithm).__name__}: {op.name} of {len(devices)} replicas, precision {options.precision}"
+    ]
+    reason = algorithm.fallback_reason(devices)
+    if reason is not None:
+        lines.append(f"sums on the first destination instead: {reason}")
+    checked = checked_leaves(request, op, options)
+    specs = [leaf.spec for leaf in checked if isinstance(leaf, Dense)]
+    if len(specs) < len(checked):
+        lines.append(f"{len(checked) - len(specs)} sparse: rows are gathered on one device, then copied")
+    if specs and options.lowering == "auto" and all(spec.shares_host_memory for spec in specs):
+        lines.append("all devices share the host's memory: the plan below is lowered to one fused pass")
+    for number, pack in enumerate(algorithm.packing.packs(items_of(specs), options.bytes_per_pack)):
+        spec = specs[pack[0].item]
+        plan = algorithm.plan_pack(spec, sum(segment.stop - segment.start for segment in pack), number)
+        lines.append(
+            f"pack {number} ({len(pack)} values of {spec.dtype}): {render_plan(plan, ITEM_BYTES[spec.dtype])}"
+        )
+    return "\n".join(lines)

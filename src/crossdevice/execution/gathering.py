@@ -1,0 +1,69 @@
+"""Gathering: every replica's array, end to end, on each destination."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from crossdevice.backends.protocol import Array, Backend
+from crossdevice.errors import ConversionError, DtypeMismatchError, ShapeMismatchError
+from crossdevice.execution.intake import Leaf, check_agreement, one_backend
+from crossdevice.values.device import Device
+
+
+class Gathering(NamedTuple):
+    """A checked leaf, ready to be gathered."""
+
+    arrays: tuple[Array, ...]
+    backend: Backend
+    axis: int
+
+    def run(self, devices: Sequence[Device], destinations: Sequence[Device]) -> list[Array]:
+        """The arrays in replica order along the axis, in new memory on each destination."""
+        return [self._gathered(devices, destination) for destination in destinations]
+
+    def _gathered(self, devices: Sequence[Device], destination: Device) -> Array:
+        memory = self.backend.memory_of(destination)
+        here = [
+            array if self.backend.memory_of(device) == memory else self.backend.copy(array, destination)
+            for array, device in zip(self.arrays, devices, strict=True)
+        ]
+        return self.backend.concat(here, self.axis)
+
+
+def check_gather(leaf: Leaf, devices: Sequence[Device], axis: int) -> Gathering:
+    """Refuses scalars, axes out of range and arrays that differ in more than the axis."""
+    if leaf.is_sparse:
+        raise NotImplementedError(
+            f"gather of IndexedSlices{leaf.at_path} is not defined; reduce them instead"
+        )
+    backend = one_backend(leaf.arrays, devices, leaf.path)
+    shapes = [backend.shape_of(array) for array in leaf.arrays]
+    axis = operator.index(axis)
+    check_agreement(
+        [len(shape) for shape in shapes], devices, "number of dimensions", ShapeMismatchError, str, leaf.path
+    )
+    rank = len(shapes[0])
+    if rank == 0:
+        raise ConversionError(f"gather needs at least one dimension{leaf.at_path}; replica 0 holds a scalar")
+    if not -rank <= axis < rank:
+        raise ConversionError(f"axis {axis} is out of range for {rank} dimensions{leaf.at_path}")
+    axis %= rank
+    check_agreement(
+        [backend.dtype_of(array) for array in leaf.arrays],
+        devices,
+        "dtype",
+        DtypeMismatchError,
+        str,
+        leaf.path,
+    )
+    check_agreement(
+        [shape[:axis] + shape[axis + 1 :] for shape in shapes],
+        devices,
+        f"shape outside of axis {axis}",
+        ShapeMismatchError,
+        str,
+        leaf.path,
+    )
+    return Gathering(leaf.arrays, backend, axis)

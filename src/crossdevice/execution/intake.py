@@ -1,0 +1,184 @@
+"""Reading values: what replicas hold, checked against each other before any work is done."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+from crossdevice.backends.numpy_backend import array_of_numbers
+from crossdevice.backends.protocol import Array, Backend
+from crossdevice.backends.registry import BACKENDS, backend_of_type
+from crossdevice.errors import (
+    ConversionError,
+    DeviceMismatchError,
+    DtypeMismatchError,
+    LibraryMismatchError,
+    MismatchError,
+    ShapeMismatchError,
+    StructureMismatchError,
+)
+from crossdevice.values.device import Device, device_of, host_device
+from crossdevice.values.distributed import DistributedValues
+from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.nesting import NUMBERS, first_leaf, flatten, is_number_list, leaf_paths
+from crossdevice.values.variable import Variable
+
+
+class Leaf(NamedTuple):
+    """One array of every replica: the same place in each replica's structure.
+
+    `path` is how errors name that place, empty for a value that is not a structure.
+    """
+
+    arrays: tuple[Any, ...]
+    path: str
+
+    @property
+    def at_path(self) -> str:
+        """The place, as the end of a phrase."""
+        return f" at {self.path}" if self.path else ""
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether some replica holds `IndexedSlices` here."""
+        return any(isinstance(array, IndexedSlices) for array in self.arrays)
+
+
+class Value(NamedTuple):
+    """A value as read: its replicas' devices, its leaves, and its structure (None for a single array)."""
+
+    devices: tuple[Device, ...]
+    leaves: list[Leaf]
+    structure: Any
+
+
+def read_value(value: Any, what: str = "value") -> Value:
+    """Reads a DistributedValues, or anything array-like as the only replica of one."""
+    if isinstance(value, DistributedValues):
+        components, devices = value.values, value.devices
+    else:
+        components, devices = (value,), (device_of(first_leaf(value)) or host_device(0),)
+    if components and all(type(component) in _array_types for component in components):
+        return Value(devices, [Leaf(components, "")], None)
+    if not components:
+        raise ConversionError(
+            f"the {what} is a {type(value).__name__} without components; expected one per replica"
+        )
+    for replica, component in enumerate(components):
+        if component is None:
+            raise ConversionError(f"replica {replica} of the {what} is None; expected an array")
+    if all(_is_leaf(component) for component in components):
+        return Value(devices, [_read_leaf(components, devices, "", what)], None)
+    flattened = [flatten(component, _is_leaf) for component in components]
+    structures = [structure for _, structure in flattened]
+    check_agreement(
+        structures, devices, "structure", StructureMismatchError, lambda structure: _describe(structure), ""
+    )
+    paths = leaf_paths(structures[0], what)
+    columns = zip(*(leaves for leaves, _ in flattened), strict=True)
+    leaves = [_read_leaf(column, devices, path, what) for column, path in zip(columns, paths, strict=True)]
+    return Value(devices, leaves, structures[0])
+
+
+def check_dense(leaf: Leaf, devices: Sequence[Device]) -> Backend:
+    """The one library of a leaf's arrays, which must have one shape and dtype."""
+    arrays = leaf.arrays
+    backend = one_backend(arrays, devices, leaf.path)
+    check_agreement(
+        [backend.dtype_of(a) for a in arrays], devices, "dtype", DtypeMismatchError, str, leaf.path
+    )
+    check_agreement(
+        [backend.shape_of(a) for a in arrays], devices, "shape", ShapeMismatchError, str, leaf.path
+    )
+    return backend
+
+
+def one_backend(arrays: Sequence[Array], devices: Sequence[Device], path: str) -> Backend:
+    """The one library of these arrays, each on its replica's device."""
+    backends = [backend_of(array, replica, path) for replica, array in enumerate(arrays)]
+    check_agreement(
+        [backend.name for backend in backends], devices, "an array of", LibraryMismatchError, str, path
+    )
+    for replica, (array, device) in enumerate(zip(arrays, devices, strict=True)):
+        where = f"replica {replica} ({device}){' at ' + path if path else ''}"
+        backends[0].check_array(array, where)
+        own = device_of(array)
+        if (own is not None and own != device) or (own is None and not device.is_host):
+            raise DeviceMismatchError(f"{where} holds an array that is on {own or 'the host'}")
+        backends[0].check_device(device)
+    return backends[0]
+
+
+def backend_of(array: Array, replica: int, path: str = "") -> Backend:
+    """The library of one array."""
+    backend = backend_of_type(type(array))
+    if backend is None or not hasattr(array, "dtype"):
+        place = f" at {path}" if path else ""
+        raise ConversionError(
+            f"replica {replica} holds a {type(array).__name__}{place}, which is not an array; "
+            f"expected a number or an array of {', '.join(BACKENDS)}"
+        )
+    return backend
+
+
+def check_agreement(
+    answers: Sequence[Hashable],
+    devices: Sequence[Device],
+    noun: str,
+    error: type[MismatchError],
+    describe: Callable[[Any], str],
+    path: str,
+) -> None:
+    """Raises `error` unless all replicas give the same answer; the message names the odd ones out."""
+    if all(answer == answers[0] for answer in answers):
+        return
+    (usual, num_usual), *_ = collections.Counter(answers).most_common()
+    replica, odd = next((r, answer) for r, answer in enumerate(answers) if answer != usual)
+    num_odd = len(answers) - num_usual
+    at_path = f" at {path}" if path else ""
+    message = f"replica {replica} ({devices[replica]}) has {noun} {describe(odd)}{at_path}; "
+    if num_usual == 1:
+        other = answers.index(usual)
+        message += f"replica {other} ({devices[other]}) has {describe(usual)}"
+    elif num_odd == 1:
+        message += f"the other {num_usual} have {describe(usual)}"
+    else:
+        message += f"{num_usual} replicas have {describe(usual)}, {num_odd - 1} more differ from them too"
+    raise error(message)
+
+
+def _is_leaf(node: Any) -> bool:
+    return (
+        isinstance(node, (IndexedSlices, Variable, DistributedValues, *NUMBERS))
+        or hasattr(node, "dtype")
+        or is_number_list(node)
+    )
+
+
+def _read_leaf(column: Sequence[Any], devices: Sequence[Device], path: str, what: str) -> Leaf:
+    arrays: list[Any] = []
+    for replica, item in enumerate(column):
+        if isinstance(item, DistributedValues):
+            raise ConversionError(
+                f"replica {replica} ({devices[replica]}) of the {what} holds a {type(item).__name__}; "
+                "distributed values do not nest"
+            )
+        if isinstance(item, Variable):
+            arrays.append(item.value)
+        elif isinstance(item, (*NUMBERS, list, tuple)):
+            arrays.append(array_of_numbers(item))
+        else:
+            if backend_of_type(type(item)) is not None:
+                _array_types.add(type(item))
+            arrays.append(item)
+    return Leaf(tuple(arrays), path)
+
+
+_array_types: set[type[Any]] = set()
+"""Types seen to be arrays of a library: values made of nothing else need no further look."""
+
+
+def _describe(structure: Any) -> str:
+    text = str(structure)
+    return text if len(text) <= 200 else f"{text[:200]}..."

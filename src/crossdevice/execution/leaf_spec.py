@@ -1,0 +1,45 @@
+"""All of a leaf but its elements: what plans and passes are prepared for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from crossdevice.backends.protocol import HOST_MEMORY, Backend
+from crossdevice.plans.packing import Item
+from crossdevice.values.device import Device
+from crossdevice.values.dtypes import ITEM_BYTES
+
+
+class LeafSpec(NamedTuple):
+    """Arrays of one library, dtype and shape on `devices`, wanted on `destinations`."""
+
+    backend: Backend
+    dtype: str
+    shape: tuple[int, ...]
+    devices: tuple[Device, ...]
+    destinations: tuple[Device, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of one replica's array."""
+        return math.prod(self.shape)
+
+    @property
+    def shares_host_memory(self) -> bool:
+        """Whether everything happens in the host's memory."""
+        memories = {self.backend.memory_of(device) for device in (*self.devices, *self.destinations)}
+        return memories == {HOST_MEMORY}
+
+
+def items_of(specs: Sequence[LeafSpec]) -> list[Item]:
+    """A batch as packing sees it: only leaves of one library, dtype and placement travel together."""
+    return [
+        Item(
+            spec.num_elements,
+            ITEM_BYTES[spec.dtype],
+            (spec.backend, spec.dtype, spec.devices, spec.destinations),
+        )
+        for spec in specs
+    ]

@@ -1,0 +1,114 @@
+"""Checking `out=`, and wrapping results."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from crossdevice.backends.protocol import HOST_MEMORY, Array
+from crossdevice.backends.registry import backend_of_type
+from crossdevice.errors import OutError
+from crossdevice.execution.intake import Value
+from crossdevice.execution.leaf_spec import LeafSpec
+from crossdevice.values.device import Device, device_of
+from crossdevice.values.distributed import DistributedValues, Mirrored
+from crossdevice.values.nesting import flatten, unflatten
+
+
+def wrapped(results: Sequence[Sequence[Any]], structure: Any, destinations: tuple[Device, ...]) -> Any:
+    """Results, given per leaf and destination: bare for one destination, Mirrored for several."""
+    components = [
+        column[0] if structure is None else unflatten(structure, list(column))
+        for column in (zip(*results, strict=True) if results else [()] * len(destinations))
+    ]
+    return components[0] if len(destinations) == 1 else Mirrored.of(tuple(components), destinations)
+
+
+def read_out(out: Any, value: Value, destinations: tuple[Device, ...]) -> list[tuple[Array, ...]]:
+    """The arrays of `out`, for each leaf one per destination."""
+    if isinstance(out, DistributedValues):
+        components: Sequence[Any] = out.values
+    elif len(destinations) > 1 and isinstance(out, (list, tuple)):
+        components = out
+    else:
+        components = (out,)
+    if len(components) != len(destinations):
+        raise OutError(
+            f"out has {len(components)} components; expected {len(destinations)}, one per destination"
+        )
+    if value.structure is None:
+        return [tuple(components)]
+    columns = []
+    for component, device in zip(components, destinations, strict=True):
+        leaves, structure = flatten(component)
+        if structure != value.structure:
+            raise OutError(f"out for {device} has another structure than the value: {structure}")
+        columns.append(leaves)
+    return list(zip(*columns, strict=True))
+
+
+def check_out(out: Sequence[Array], spec: LeafSpec, dtype: str, path: str) -> None:
+    """Refuses arrays of another shape, dtype, library or device, and memory that cannot be written."""
+    for position, (array, device) in enumerate(zip(out, spec.destinations, strict=True)):
+        where = f"out[{position}] ({device}){' at ' + path if path else ''}"
+        if not hasattr(array, "dtype") or backend_of_type(type(array)) is not spec.backend:
+            raise OutError(f"{where} is a {type(array).__name__}; expected an array of {spec.backend.name}")
+        if spec.backend.shape_of(array) != spec.shape:
+            raise OutError(f"{where} has shape {spec.backend.shape_of(array)}; expected {spec.shape}")
+        if spec.backend.dtype_of(array) != dtype:
+            raise OutError(f"{where} has dtype {spec.backend.dtype_of(array)}; expected {dtype}")
+        own = device_of(array)
+        if (own is not None and own != device) or (own is None and not device.is_host):
+            raise OutError(f"{where} is on {own or 'the host'}")
+        if spec.backend.memory_of(device) == HOST_MEMORY and spec.backend.writable_view(array) is None:
+            raise OutError(
+                f"{where} is read-only, not contiguous or not native; copy the result into it instead"
+            )
+
+
+def check_overlaps(
+    specs: Sequence[LeafSpec], columns: Sequence[Sequence[Array]], outs: Sequence[Any]
+) -> None:
+    """Refuses host outputs that overlap each other, or an input they are not exactly (in place is exact)."""
+    written: list[tuple[int, int, str]] = []
+    read: list[tuple[int, int, str]] = []
+    for number, (spec, column, out) in enumerate(zip(specs, columns, outs, strict=True)):
+        if not spec.shares_host_memory:
+            continue
+        for position, array in enumerate(out or ()):
+            written.append((*_bounds(spec.backend.writable_view(array)), f"{number}:out[{position}]"))
+        for replica, array in enumerate(column):
+            read.append((*_bounds(spec.backend.host_view(array)), f"{number}:replica {replica}"))
+    written.sort()
+    for (_, end, name), (start, _, other) in itertools.pairwise(written):
+        if start < end:
+            raise OutError(
+                f"{_place(name)} and {_place(other)} overlap in memory; expected one array per destination"
+            )
+    _check_reads(written, sorted(read))
+
+
+def _check_reads(written: Sequence[tuple[int, int, str]], read: Sequence[tuple[int, int, str]]) -> None:
+    first = 0
+    for start, end, name in written:
+        while first < len(read) and read[first][1] <= start:
+            first += 1
+        for low, high, other in read[first:]:
+            if low >= end:
+                break
+            in_place = (low, high) == (start, end) and name.partition(":")[0] == other.partition(":")[0]
+            if high > start and not in_place:
+                raise OutError(
+                    f"{_place(name)} overlaps {_place(other)} in memory without being it; "
+                    "in place means exactly the same array"
+                )
+
+
+def _place(name: str) -> str:
+    return name.partition(":")[2]
+
+
+def _bounds(view: Any) -> tuple[int, int]:
+    start = view.__array_interface__["data"][0]
+    return start, start + view.nbytes

@@ -1,0 +1,69 @@
+"""Dense batches, prepared once per signature: packs, plans and passes are kept, arrays come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from crossdevice.backends.protocol import Array
+from crossdevice.execution.fused_passes import FusedPasses
+from crossdevice.execution.leaf_spec import LeafSpec, items_of
+from crossdevice.execution.stepped_packs import SteppedPacks
+from crossdevice.kernels.host.recipe import Recipe
+from crossdevice.plans.packing import Packing
+from crossdevice.plans.plan import Plan
+from crossdevice.values.dtypes import result_dtype
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+
+PlanPack: TypeAlias = Callable[[LeafSpec, int, int], Plan]
+"""The plan for (a leaf's devices and destinations, elements in the pack, number of the pack)."""
+
+
+class PreparedReduction:
+    """Everything about a batch of dense leaves that does not depend on their elements."""
+
+    def __init__(
+        self,
+        specs: Sequence[LeafSpec],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        packing: Packing,
+        plan_pack: PlanPack,
+    ) -> None:
+        lowers = options.lowering == "auto"
+        shared = {number: spec for number, spec in enumerate(specs) if lowers and spec.shares_host_memory}
+        apart = {number: spec for number, spec in enumerate(specs) if number not in shared}
+        dtypes = {number: result_dtype(spec.dtype, op) for number, spec in enumerate(specs)}
+        self._num_leaves = len(specs)
+        self._passes = FusedPasses(shared, dtypes, shares_results=options.share_results)
+        self._packs = SteppedPacks(apart, dtypes)
+        self._crosses_memories = bool(apart)
+        recipes = [_recipe(op, options, len(spec.devices)) for spec in specs]
+        if options.precision == "fast" or apart:
+            for number, pack in enumerate(packing.packs(items_of(specs), options.bytes_per_pack)):
+                leaf = pack[0].item
+                plan = plan_pack(specs[leaf], sum(stop - start for _, start, stop in pack), number)
+                if leaf in apart:
+                    self._packs.add_pack(pack, plan, recipes[leaf])
+                elif options.precision == "fast":
+                    self._passes.add_pack(pack, plan, recipes[leaf])
+        if options.precision != "fast":
+            # Replicas in order, whatever the plan: the bits of a plan that is run step by step.
+            for leaf in shared:
+                self._passes.add_leaf(leaf, recipes[leaf])
+
+    def run(
+        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
+    ) -> list[tuple[Array, ...]]:
+        """For each leaf its result on each destination, written to `outs` where given."""
+        results = self._passes.run(columns, outs)
+        if self._crosses_memories:
+            results.update(self._packs.run(columns, outs))
+        return [results[number] for number in range(self._num_leaves)]
+
+
+def _recipe(op: ReduceOp, options: CommunicationOptions, num_replicas: int) -> Recipe:
+    if op is ReduceOp.MEAN:
+        return Recipe(ReduceOp.SUM, options.precision, num_replicas)
+    return Recipe(op, options.precision)

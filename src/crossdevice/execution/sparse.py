@@ -1,0 +1,131 @@
+"""Reducing IndexedSlices: rows are brought together in replica order, never added up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from crossdevice.backends.protocol import Array, Backend
+from crossdevice.errors import (
+    ConversionError,
+    DtypeMismatchError,
+    MismatchError,
+    ReduceOpError,
+    ShapeMismatchError,
+)
+from crossdevice.execution.combining import combine
+from crossdevice.execution.intake import Leaf, check_agreement, one_backend
+from crossdevice.kernels.host.recipe import Recipe
+from crossdevice.values.device import Device
+from crossdevice.values.dtypes import check_reducible, result_dtype
+from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.options import Precision
+from crossdevice.values.reduce_op import ReduceOp
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseReduction:
+    """A checked leaf of IndexedSlices, ready to be reduced on one device."""
+
+    slices: tuple[IndexedSlices, ...]
+    backend: Backend
+    op: ReduceOp
+    precision: Precision
+    dense_shape: tuple[int, ...] | None
+
+    def run(self, at: Device, destinations: Sequence[Device]) -> list[IndexedSlices]:
+        """All rows on device `at`, divided for a mean, then copied to each destination."""
+        backend = self.backend
+        values = backend.concat([backend.copy(part.values, at) for part in self.slices], 0)
+        if self.op is ReduceOp.MEAN:
+            dtype = result_dtype(backend.dtype_of(values), self.op)
+            recipe = Recipe(ReduceOp.SUM, self.precision, len(self.slices))
+            shape = backend.shape_of(values)
+            values = backend.reshape(combine(backend, [backend.flat(values)], recipe, dtype, at), shape)
+        indices = [backend.copy(part.indices, at) for part in self.slices]
+        if len({backend.dtype_of(part) for part in indices}) > 1:
+            indices = [backend.cast(part, "int64") for part in indices]
+        joined = backend.concat(indices, 0)
+        return [
+            IndexedSlices(backend.copy(values, device), backend.copy(joined, device), self.dense_shape)
+            for device in destinations
+        ]
+
+
+def check_sparse(
+    leaf: Leaf, devices: Sequence[Device], op: ReduceOp, precision: Precision
+) -> SparseReduction:
+    """Refuses slices that do not fit together."""
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise ReduceOpError(
+            f"{op.name} is not defined for IndexedSlices{leaf.at_path}; only SUM and MEAN are"
+        )
+    slices: tuple[IndexedSlices, ...] = leaf.arrays
+    backend = _check_parts(slices, devices, leaf.path)
+    check_reducible(backend.dtype_of(slices[0].values), op, f"replica 0 ({devices[0]}){leaf.at_path}")
+    shapes = [(backend.shape_of(part.values)) for part in slices]
+    check_agreement(
+        [shape[1:] for shape in shapes], devices, "rows of shape", ShapeMismatchError, str, leaf.path
+    )
+    given = {replica: part.dense_shape for replica, part in enumerate(slices) if part.dense_shape is not None}
+    check_agreement(
+        list(given.values()) or [None],
+        [devices[replica] for replica in given],
+        "dense_shape",
+        ShapeMismatchError,
+        str,
+        leaf.path,
+    )
+    return SparseReduction(slices, backend, op, precision, next(iter(given.values()), None))
+
+
+def densified(leaf: Leaf, devices: Sequence[Device]) -> Leaf:
+    """A leaf that some replicas hold sparse and some dense, made dense everywhere."""
+    dense = next((array for array in leaf.arrays if not isinstance(array, IndexedSlices)), None)
+    arrays: list[Array] = []
+    for replica, array in enumerate(leaf.arrays):
+        if isinstance(array, IndexedSlices):
+            where = f"replica {replica} ({devices[replica]}){leaf.at_path}"
+            shape = array.dense_shape or (None if dense is None else tuple(dense.shape))
+            arrays.append(to_dense(IndexedSlices(array.values, array.indices, shape), where))
+        else:
+            arrays.append(array)
+    return Leaf(tuple(arrays), leaf.path)
+
+
+def to_dense(slices: IndexedSlices, where: str = "IndexedSlices") -> Array:
+    """The whole array: rows at their indices, repeated ones added, zeros elsewhere."""
+    if slices.dense_shape is None:
+        raise ConversionError(f"{where} has no dense_shape, so it cannot be made dense")
+    backend = _check_parts((slices,), (_device_or_host(slices),), where)
+    rows = backend.shape_of(slices.values)[1:]
+    if slices.dense_shape[1:] != rows:
+        raise ShapeMismatchError(
+            f"{where} has rows of shape {rows}; its dense_shape {slices.dense_shape} has others"
+        )
+    numbers = backend.to_host(slices.indices)
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= slices.dense_shape[0]):
+        raise MismatchError(f"{where} has an index outside of its {slices.dense_shape[0]} rows")
+    return backend.scatter_rows(slices.values, slices.indices, slices.dense_shape)
+
+
+def _device_or_host(slices: IndexedSlices) -> Device:
+    return Device.parse(slices.device)
+
+
+def _check_parts(slices: Sequence[IndexedSlices], devices: Sequence[Device], path: str) -> Backend:
+    values = [part.values for part in slices]
+    backend = one_backend(values, devices, path)
+    one_backend([part.indices for part in slices], devices, path)
+    check_agreement([backend.dtype_of(a) for a in values], devices, "dtype", DtypeMismatchError, str, path)
+    for replica, part in enumerate(slices):
+        where = f"replica {replica} ({devices[replica]}){' at ' + path if path else ''}"
+        index_dtype = backend.dtype_of(part.indices)
+        if index_dtype not in ("int32", "int64"):
+            raise ConversionError(f"{where} has indices of dtype {index_dtype}; expected int32 or int64")
+        rows, numbers = backend.shape_of(part.values)[:1], backend.shape_of(part.indices)
+        if rows != numbers:
+            raise ShapeMismatchError(
+                f"{where} has values with leading shape {rows} and indices of shape {numbers}"
+            )
+    return backend

@@ -1,0 +1,83 @@
+"""The part of a batch that crosses memories: packed, run step by step, unpacked."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from crossdevice.backends.protocol import Array, Backend
+from crossdevice.execution.executor import execute
+from crossdevice.execution.leaf_spec import LeafSpec
+from crossdevice.kernels.host.recipe import Recipe
+from crossdevice.plans.packing import Pack
+from crossdevice.plans.plan import Plan
+
+
+class SteppedPack(NamedTuple):
+    """One pack with its plan."""
+
+    pack: Pack
+    plan: Plan
+    recipe: Recipe
+
+
+class SteppedPacks:
+    """Packs whose plans are executed faithfully, copy by copy."""
+
+    def __init__(self, specs: Mapping[int, LeafSpec], dtypes: Mapping[int, str]) -> None:
+        self._specs = specs
+        self._dtypes = dtypes
+        self._packs: list[SteppedPack] = []
+
+    def add_pack(self, pack: Pack, plan: Plan, recipe: Recipe) -> None:
+        """A pack of leaves that have everything but their elements in common."""
+        self._packs.append(SteppedPack(pack, plan, recipe))
+
+    def run(
+        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
+    ) -> dict[int, tuple[Array, ...]]:
+        """The results of each leaf, in new memory or in `outs`."""
+        parts: dict[int, list[tuple[int, list[Array]]]] = {}
+        for pack, plan, recipe in self._packs:
+            spec, dtype = self._specs[pack[0].item], self._dtypes[pack[0].item]
+            results = execute(plan, _packed(pack, columns, spec.backend), spec.backend, recipe, dtype)
+            offset = 0
+            for item, start, stop in pack:
+                end = offset + stop - start
+                pieces = [
+                    array if len(pack) == 1 else spec.backend.copy(array[offset:end], device)
+                    for array, device in zip(results, spec.destinations, strict=True)
+                ]
+                parts.setdefault(item, []).append((start, pieces))
+                offset = end
+        return {item: self._assembled(item, pieces, outs[item]) for item, pieces in parts.items()}
+
+    def _assembled(
+        self, item: int, parts: list[tuple[int, list[Array]]], out: Sequence[Array] | None
+    ) -> tuple[Array, ...]:
+        """A leaf's results from the packs it was spread over."""
+        spec = self._specs[item]
+        in_order = [pieces for _, pieces in sorted(parts, key=operator.itemgetter(0))]
+        whole = [
+            spec.backend.reshape(_joined(spec.backend, pieces), spec.shape)
+            for pieces in zip(*in_order, strict=True)
+        ]
+        if out is None:
+            return tuple(whole)
+        for target, result in zip(out, whole, strict=True):
+            spec.backend.write(target, result)
+        return tuple(out)
+
+
+def _packed(pack: Pack, columns: Sequence[Sequence[Array]], backend: Backend) -> list[Array]:
+    """For each replica the elements of the pack, end to end."""
+    flat = {item: [backend.flat(array) for array in columns[item]] for item, _, _ in pack}
+    return [
+        _joined(backend, [flat[item][replica][start:stop] for item, start, stop in pack])
+        for replica in range(len(columns[pack[0].item]))
+    ]
+
+
+def _joined(backend: Backend, arrays: Sequence[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else backend.concat(arrays, 0)

@@ -1,0 +1,118 @@
+"""Functions for people who want no classes: plain lists in, plain lists out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.registry import ALGORITHMS
+from crossdevice.errors import ConversionError, DestinationError
+from crossdevice.execution.sparse import to_dense as _to_dense
+from crossdevice.values.device import Device
+from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+
+DEFAULT_ALGORITHM = "direct"
+"""On shared memory all algorithms become the same fused pass; elsewhere this one never sends partial sums."""
+
+
+def all_reduce(
+    values: Sequence[Any] | DistributedValues,
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    algorithm: str | CrossDeviceOps = DEFAULT_ALGORITHM,
+    options: CommunicationOptions | None = None,
+    out: Any = None,
+) -> list[Any]:
+    """Combines one array or tree per replica; every replica gets the result, in its own memory.
+
+    >>> [float(total) for total in all_reduce([1.0, 2.0, 6.0], "mean")]
+    [3.0, 3.0, 3.0]
+    """
+    value = _per_replica(values)
+    result = _ops(algorithm).reduce(op, value, value, options, out=out)
+    return list(result.values) if len(value.values) > 1 else [result]
+
+
+def reduce(
+    values: Sequence[Any] | DistributedValues,
+    op: ReduceOp | str = ReduceOp.SUM,
+    destinations: Any = "cpu:0",
+    *,
+    algorithm: str | CrossDeviceOps = DEFAULT_ALGORITHM,
+    options: CommunicationOptions | None = None,
+    out: Any = None,
+) -> Any:
+    """Combines one array or tree per replica; the result goes to a device, or to a list of devices.
+
+    >>> float(reduce([1.0, 2.0], "max"))
+    2.0
+    """
+    value = _per_replica(values)
+    result = _ops(algorithm).reduce(op, value, _placed(destinations), options, out=out)
+    return _unwrapped(result, destinations)
+
+
+def broadcast(value: Any, destinations: Any) -> Any:
+    """Copies a value to a device, or to each of a list of devices.
+
+    >>> [float(copy) for copy in broadcast(2.0, ["cpu:0", "cpu:1"])]
+    [2.0, 2.0]
+    """
+    return _unwrapped(_ops(DEFAULT_ALGORITHM).broadcast(value, _placed(destinations)), destinations)
+
+
+def gather(values: Sequence[Any] | DistributedValues, destinations: Any = "cpu:0", axis: int = 0) -> Any:
+    """Concatenates one array or tree per replica along `axis`, on a device or a list of devices.
+
+    >>> gather([[1, 2], [3]])
+    array([1, 2, 3], dtype=int32)
+    """
+    result = _ops(DEFAULT_ALGORITHM).gather(_per_replica(values), _placed(destinations), axis)
+    return _unwrapped(result, destinations)
+
+
+def to_dense(slices: IndexedSlices) -> Any:
+    """The whole array that slices stand for; rows with the same index add up."""
+    return _to_dense(slices)
+
+
+def _ops(algorithm: str | CrossDeviceOps) -> CrossDeviceOps:
+    if isinstance(algorithm, CrossDeviceOps):
+        return algorithm
+    known = _made.get(algorithm)
+    if known is None:
+        known = _made[algorithm] = ALGORITHMS.load(algorithm)()
+    return known
+
+
+_made: dict[str, CrossDeviceOps] = {}
+
+
+def _per_replica(values: Any) -> DistributedValues:
+    if isinstance(values, DistributedValues):
+        return values
+    if not isinstance(values, (list, tuple)):
+        raise ConversionError(
+            f"values is a {type(values).__name__}; expected a list with one value per replica"
+        )
+    return PerReplica(values)
+
+
+def _placed(destinations: Any) -> Any:
+    """A list of devices as something that has them."""
+    if not isinstance(destinations, (list, tuple)):
+        return destinations
+    if not destinations:
+        raise DestinationError("destinations is an empty list; expected at least one device")
+    devices = tuple(Device.parse(device) for device in destinations)
+    return PerReplica.of((None,) * len(devices), devices)
+
+
+def _unwrapped(result: Any, destinations: Any) -> Any:
+    if not isinstance(destinations, (list, tuple)):
+        return result
+    return list(result.values) if isinstance(result, DistributedValues) else [result]

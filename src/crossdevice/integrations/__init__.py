@@ -1,0 +1,1 @@
+"""Plugs: older interfaces and other people's frameworks."""

@@ -1,0 +1,1 @@
+"""The fused pass: every input read once, every result written once."""

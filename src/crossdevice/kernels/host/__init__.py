@@ -1,0 +1,1 @@
+"""The fused pass over host memory."""

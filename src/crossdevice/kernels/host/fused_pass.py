@@ -1,0 +1,227 @@
+"""The entry to the fused pass: compiled where numba can, in NumPy where it cannot, with the same bits."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.errors import OptionError
+from crossdevice.kernels.host.association import positions_of, program_of
+from crossdevice.kernels.host.numpy_pass import numpy_pass
+from crossdevice.kernels.host.recipe import Recipe
+from crossdevice.kernels.host.threads import num_threads, run_together
+from crossdevice.kernels.host.work_list import TUPLE_HEADER_BYTES, Task, WorkList, traffic_bytes
+from crossdevice.values.dtypes import FLOATS, INTEGERS, ITEM_BYTES, result_dtype
+from crossdevice.values.reduce_op import ReduceOp
+
+VARIABLE = "CROSSDEVICE_KERNELS"
+KERNELS = ("numba", "numpy")
+
+Arrays = Sequence[NDArray[Any]]
+
+THREADED_BYTES = 2 << 20
+"""Traffic (all that is read and written) from which a second thread is woken: waking costs 45-70 us."""
+
+STREAMED_BYTES = 24 << 20
+"""Traffic from which results bypass the cache; below, whoever reads them next finds them there."""
+
+MAX_INPUTS = 1 << 15
+"""As many 16-bit integers are sure to have a sum of 32 bits."""
+
+
+class _Prepared(NamedTuple):
+    """All that is known about a pass before its arrays are."""
+
+    kernel: Callable[..., None]
+    divisor: float
+    is_exact: bool
+    part: np.dtype[Any] | None
+    """The dtype of which a complex one has two."""
+    positions: tuple[int, ...] | None
+    """The inputs as they combine from left to right, if that is not as they come."""
+    program: array[int]
+    """Instructions for inputs that combine as a tree."""
+
+
+_kernels: str | None = None
+_prepared: dict[tuple[Recipe, np.dtype[Any], np.dtype[Any]], _Prepared | None] = {}
+
+
+def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
+    """Combines flat, contiguous, native `inputs` of one dtype and size into every output.
+
+    Each input is read once and each output written once. An output may be one of the inputs; it may
+    not overlap one otherwise. The bits are those of `numpy_pass`.
+    """
+    first = inputs[0]
+    prepared = _prepared_for(recipe, first.dtype, outputs[0].dtype)
+    if prepared is None or len(inputs) > MAX_INPUTS:
+        numpy_pass(inputs, outputs, recipe)
+        return
+    arrays, results = _as_read(inputs, prepared), _as_written(outputs, prepared)
+    if prepared.is_exact or traffic_bytes(arrays, results) >= THREADED_BYTES:
+        _run([(arrays, results)], prepared, recipe)
+        return
+    prepared.kernel(
+        *(0, 0, 0, prepared.divisor, id(arrays) + TUPLE_HEADER_BYTES, len(arrays)),
+        *(id(results) + TUPLE_HEADER_BYTES, len(results), 0, arrays[0].size, 0, 0),
+        *_place_of(prepared.program),
+    )
+
+
+def fused_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe) -> None:
+    """Does many passes of one recipe, of any dtypes and sizes, as one: threads share the whole list."""
+    groups: dict[int, tuple[_Prepared, list[Task]]] = {}
+    for inputs, outputs in tasks:
+        prepared = _prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
+        if prepared is None or len(inputs) > MAX_INPUTS:
+            numpy_pass(inputs, outputs, recipe)
+        else:
+            _, group = groups.setdefault(id(prepared), (prepared, []))
+            group.append((_as_read(inputs, prepared), _as_written(outputs, prepared)))
+    for prepared, group in groups.values():
+        _run(group, prepared, recipe)
+
+
+def select_kernels(name: str | None) -> None:
+    """Chooses "numba" or "numpy"; None goes back to CROSSDEVICE_KERNELS, or numba where it can be had."""
+    global _kernels
+    if name is not None and name not in KERNELS:
+        raise OptionError(f"kernels must be one of {', '.join(KERNELS)}; got {name!r}")
+    _kernels = name
+    _prepared.clear()
+
+
+def selected_kernels() -> str:
+    """Which kernels are in use: "numba" or "numpy"."""
+    global _kernels
+    if _kernels is None:
+        _kernels = _kernels_by_environment()
+    return _kernels
+
+
+def _kernels_by_environment() -> str:
+    given = os.environ.get(VARIABLE) or None
+    if given not in (None, *KERNELS):
+        raise OptionError(f"{VARIABLE} must be one of {', '.join(KERNELS)}; got {given!r}")
+    if given == "numpy":
+        return given
+    try:
+        from crossdevice.kernels.host import numba_pass
+    except ImportError as error:
+        if given == "numba":
+            raise OptionError(f"{VARIABLE} is numba, which cannot be imported: {error}") from error
+        return "numpy"
+    return "numba" if numba_pass.can_run_here() else "numpy"
+
+
+def _prepared_for(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prepared | None:
+    try:
+        return _prepared[recipe, dtype, into]
+    except KeyError:
+        prepared = _prepare(recipe, dtype, into) if selected_kernels() == "numba" else None
+        # Two threads may both come here; all calls must use the one that was kept.
+        return _prepared.setdefault((recipe, dtype, into), prepared)
+
+
+def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prepared | None:
+    # Only now, on first use: importing numba takes up to a second.
+    from crossdevice.kernels.host import numba_pass
+
+    part = None
+    if dtype.kind == "c" and dtype == into:
+        part = dtype = into = np.empty(0, dtype).real.dtype
+        if recipe.op is ReduceOp.PROD:
+            return None
+    family = _family(recipe, dtype.name, into.name)
+    if family is None or (dtype.name == "float16" and not numba_pass.has_half_conversions()):
+        return None
+    shape, positions, program = "chain", None, None
+    if recipe.order is not None and family in ("native", "rounded"):
+        positions = positions_of(recipe.order)
+        if positions is None:
+            shape, program = "tree", program_of(recipe.order)
+            if program is None:
+                return None
+    # Wrap-around does not know signs, so one kernel does for both.
+    element = dtype.name.removeprefix("u") if family == "wrapping" else dtype.name
+    kernel = numba_pass.compiled_kernel(f"{shape} {family} {recipe.op.name} {element}")
+    is_exact = family in ("exact", "enclosed")
+    return _Prepared(kernel, _divisor(recipe, into), is_exact, part, positions, array("q", program or ()))
+
+
+def _family(recipe: Recipe, dtype: str, into: str) -> str | None:
+    """The family of arithmetic that repeats what `numpy_pass` does; None leaves it to do it."""
+    op = ReduceOp.SUM if recipe.divisor is None else ReduceOp.MEAN
+    if dtype not in (*FLOATS, *INTEGERS) or into != result_dtype(dtype, op):
+        return None
+    if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
+        return "extreme" if dtype == into else None
+    if dtype in INTEGERS:
+        return _family_of_integers(recipe, dtype)
+    if recipe.precision == "fast":
+        return "native" if ITEM_BYTES[dtype] >= 4 else "rounded"
+    if recipe.op is ReduceOp.PROD:
+        return "wide" if recipe.precision == "accurate" else None
+    if recipe.precision == "exact":
+        return "enclosed" if dtype == "float64" else "exact"
+    return "compensated" if dtype == "float64" else "wide"
+
+
+def _family_of_integers(recipe: Recipe, dtype: str) -> str | None:
+    if recipe.divisor is None:
+        return "wrapping"
+    if recipe.op is not ReduceOp.SUM:
+        return None
+    if recipe.precision == "fast":
+        return "wrapping_mean"
+    return "true_mean" if ITEM_BYTES[dtype] <= 4 else None
+
+
+def _divisor(recipe: Recipe, into: np.dtype[Any]) -> float:
+    if recipe.divisor is None:
+        return 1.0
+    if recipe.precision != "fast" and into.name in FLOATS:
+        return float(recipe.divisor)
+    with np.errstate(over="ignore"):
+        return float(into.type(recipe.divisor))
+
+
+def _as_read(inputs: Arrays, prepared: _Prepared) -> tuple[NDArray[Any], ...]:
+    if prepared.positions is not None:
+        inputs = [inputs[position] for position in prepared.positions]
+    return _as_written(inputs, prepared)
+
+
+def _as_written(outputs: Arrays, prepared: _Prepared) -> tuple[NDArray[Any], ...]:
+    if prepared.part is None:
+        return tuple(outputs)
+    return tuple(array.view(prepared.part) for array in outputs)
+
+
+def _run(tasks: Sequence[Task], prepared: _Prepared, recipe: Recipe) -> None:
+    """Lets threads take the work of all tasks, and does what the kernel is not certain of in NumPy."""
+    traffic = sum(traffic_bytes(*task) for task in tasks)
+    is_streamed = traffic >= STREAMED_BYTES
+    work_list = WorkList(tasks, is_streamed=is_streamed, may_leave_pieces=prepared.is_exact)
+    arguments = *work_list.place, prepared.divisor, *([0] * 8), *_place_of(prepared.program)
+
+    def work() -> None:
+        prepared.kernel(*arguments)
+
+    if traffic < THREADED_BYTES:
+        work()
+    else:
+        run_together(work, min(num_threads(), work_list.num_rows, 2 * traffic // THREADED_BYTES))
+    if prepared.is_exact:
+        for inputs, outputs in work_list.pieces_left():
+            numpy_pass(inputs, outputs, recipe)
+
+
+def _place_of(words: array[int]) -> tuple[int, int]:
+    return words.buffer_info() if words else (0, 0)

@@ -1,0 +1,27 @@
+"""What one fused pass computes, as a small hashable value: the key under which kernels are kept."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from crossdevice.values.options import Precision
+from crossdevice.values.reduce_op import ReduceOp
+
+Order: TypeAlias = "int | tuple[Order, ...]"
+"""How inputs associate: an input's position, or orders combined from left to right.
+
+`(0, 1, 2)` is (x0 + x1) + x2; `((0, 1), (2, 3))` is (x0 + x1) + (x2 + x3).
+"""
+
+
+class Recipe(NamedTuple):
+    """How N inputs become one value, which is then written to M outputs.
+
+    `op` is SUM, PROD, MIN or MAX; a mean is a SUM with a `divisor` (None: no division). `order` counts
+    under `"fast"` only: `"accurate"` combines inputs in their given order and `"exact"` has no order.
+    """
+
+    op: ReduceOp
+    precision: Precision
+    divisor: int | None = None
+    order: Order | None = None

@@ -1,0 +1,37 @@
+"""Rounding wide values once, to nearest even, into the result's dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def rounded(wide: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """`wide` (float64 or complex128) in `dtype`, rounded once; NaNs become the one quiet NaN."""
+    narrow = _bfloat16_of(wide) if dtype == BFLOAT16 else wide.astype(dtype)
+    return with_one_nan(narrow)
+
+
+def with_one_nan(array: NDArray[Any]) -> NDArray[Any]:
+    """Replaces every NaN of a float array, in place, by the positive quiet one, so bits are defined."""
+    unordered = np.isnan(array)
+    if unordered.any():
+        array[unordered] = np.nan
+    return array
+
+
+def _bfloat16_of(wide: NDArray[np.float64]) -> NDArray[Any]:
+    """float64 to bfloat16 by way of float32 rounded to odd: two roundings would not be one."""
+    near = wide.astype(np.float32)
+    back = near.astype(np.float64)
+    bits = near.view(np.uint32)
+    bits -= np.abs(back) > np.abs(wide)
+    bits |= back != wide
+    upper = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    upper[np.isnan(wide)] = 0x7FC0
+    return upper.view(BFLOAT16)

@@ -1,0 +1,147 @@
+"""What an algorithm writes its plan with."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+
+from crossdevice.errors import PlanError
+from crossdevice.plans.plan import Plan
+from crossdevice.plans.steps import (
+    Add,
+    Buffer,
+    Copy,
+    EngineAllReduce,
+    Finish,
+    Join,
+    Split,
+    Step,
+    sources_of,
+    targets_of,
+)
+from crossdevice.values.device import Device
+
+
+class PlanBuilder:
+    """Emits the steps of one plan; buffers come in and go out, arrays never appear.
+
+    `inputs` has one buffer per replica. A combination that holds every replica is finished by
+    itself before it is copied, joined or returned: an algorithm only says where sums are made.
+    """
+
+    def __init__(self, devices: Sequence[Device], num_elements: int, pack_number: int = 0) -> None:
+        self.pack_number = pack_number
+        self._num_buffers = 0
+        self._steps: list[Step] = []
+        self._all_replicas = (1 << len(devices)) - 1
+        self._copies: dict[tuple[int, Device], Buffer] = {}
+        self._finished: dict[int, Buffer] = {}
+        self.inputs: tuple[Buffer, ...] = tuple(
+            self._buffer(device, 0, num_elements, 1 << replica) for replica, device in enumerate(devices)
+        )
+
+    def copy(self, buffer: Buffer, to: Device) -> Buffer:
+        """The buffer's elements on device `to`; itself if it is there, and never sent twice."""
+        buffer = self._finish_if_complete(buffer)
+        if buffer.device == to:
+            return buffer
+        known = self._copies.get((buffer.number, to))
+        return known or self._copied(buffer, to)
+
+    def add(self, buffers: Sequence[Buffer], at: Device) -> Buffer:
+        """The combination of buffers of one range, made on device `at` from left to right."""
+        sources = tuple(self.copy(buffer, to=at) for buffer in buffers)
+        if len(sources) == 1:
+            return sources[0]
+        replicas = functools.reduce(operator.or_, (source.replicas for source in sources))
+        target = self._buffer(at, sources[0].start, sources[0].stop, replicas)
+        self._steps.append(Add(sources, target))
+        return target
+
+    def split(self, buffer: Buffer, num_parts: int) -> tuple[Buffer, ...]:
+        """Consecutive parts of nearly equal length, the longer ones first; some may be empty."""
+        size, longer = divmod(buffer.length, num_parts)
+        parts: list[Buffer] = []
+        start = buffer.start
+        for part in range(num_parts):
+            stop = start + size + (part < longer)
+            parts.append(self._buffer(buffer.device, start, stop, buffer.replicas, buffer.is_finished))
+            start = stop
+        self._steps.append(Split(buffer, tuple(parts)))
+        return tuple(parts)
+
+    def join(self, buffers: Sequence[Buffer], at: Device) -> Buffer:
+        """Consecutive parts of one result, brought together on device `at`."""
+        sources = tuple(self.copy(buffer, to=at) for buffer in buffers)
+        if len(sources) == 1:
+            return sources[0]
+        first, last = sources[0], sources[-1]
+        target = self._buffer(at, first.start, last.stop, first.replicas, first.is_finished)
+        self._steps.append(Join(sources, target))
+        return target
+
+    def deliver(self, results: Sequence[Buffer], destinations: Sequence[Device]) -> list[Buffer]:
+        """For each destination a result that is there already, each used once; else a copy of the first."""
+        waiting = list(results)
+        delivered: list[Buffer] = []
+        for device in destinations:
+            there = next((buffer for buffer in waiting if buffer.device == device), None)
+            if there is not None:
+                waiting.remove(there)
+            delivered.append(there or self.copy(results[0], to=device))
+        return delivered
+
+    def engine_all_reduce(self, buffers: Sequence[Buffer]) -> tuple[Buffer, ...]:
+        """One collective of a library over these buffers: a result on each of their devices."""
+        targets = tuple(
+            self._buffer(buffer.device, buffer.start, buffer.stop, self._all_replicas, True)
+            for buffer in buffers
+        )
+        self._steps.append(EngineAllReduce(tuple(buffers), targets))
+        return targets
+
+    def plan(self, outputs: Sequence[Buffer]) -> Plan:
+        """The finished plan; a buffer given twice is copied, so that every output has its own memory."""
+        distinct: dict[int, Buffer] = {}
+        for position, buffer in enumerate(outputs):
+            result = self._finish_if_complete(buffer)
+            if not result.is_finished:
+                raise PlanError(f"output {position} lacks replicas: only {result.num_replicas} count in it")
+            if any(result.number == other.number for other in distinct.values()):
+                result = self._copied(result, result.device)
+            distinct[position] = result
+        return Plan(self.inputs, _needed_steps(self._steps, distinct.values()), tuple(distinct.values()))
+
+    def _copied(self, buffer: Buffer, to: Device) -> Buffer:
+        target = self._buffer(to, buffer.start, buffer.stop, buffer.replicas, buffer.is_finished)
+        self._copies[buffer.number, to] = target
+        self._steps.append(Copy(buffer, target))
+        return target
+
+    def _finish_if_complete(self, buffer: Buffer) -> Buffer:
+        if buffer.is_finished or buffer.replicas != self._all_replicas:
+            return buffer
+        if buffer.number not in self._finished:
+            target = self._buffer(buffer.device, buffer.start, buffer.stop, buffer.replicas, True)
+            self._steps.append(Finish(buffer, target))
+            self._finished[buffer.number] = target
+        return self._finished[buffer.number]
+
+    def _buffer(
+        self, device: Device, start: int, stop: int, replicas: int, is_finished: bool = False
+    ) -> Buffer:
+        buffer = Buffer(self._num_buffers, device, start, stop, replicas, is_finished)
+        self._num_buffers += 1
+        return buffer
+
+
+def _needed_steps(steps: Sequence[Step], outputs: Iterable[Buffer]) -> tuple[Step, ...]:
+    """The steps that some output depends on, in order."""
+    needed = {buffer.number for buffer in outputs}
+    kept: list[Step] = []
+    for step in reversed(steps):
+        if any(buffer.number in needed for buffer in targets_of(step)):
+            needed.update(buffer.number for buffer in sources_of(step))
+            kept.append(step)
+    return tuple(reversed(kept))

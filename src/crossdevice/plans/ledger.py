@@ -1,0 +1,139 @@
+"""The proof that a plan is right: each replica counts exactly once in every element of every output.
+
+The ledger runs a plan on sets of contributions instead of arrays. It trusts nothing the builder
+wrote down about a buffer: what each one holds is worked out again from the steps alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from typing_extensions import assert_never
+
+from crossdevice.errors import PlanError
+from crossdevice.plans.plan import Plan
+from crossdevice.plans.steps import (
+    Add,
+    Buffer,
+    Copy,
+    EngineAllReduce,
+    Finish,
+    Join,
+    Split,
+    Step,
+    sources_of,
+    targets_of,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Holding:
+    """What a buffer is known to hold: a range, the replicas that count in it, and if it is a result."""
+
+    start: int
+    stop: int
+    replicas: int
+    is_finished: bool
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises PlanError unless every output is the whole pack with every replica counted exactly once."""
+    everyone = (1 << len(plan.inputs)) - 1
+    holdings: dict[int, Holding] = {}
+    for replica, buffer in enumerate(plan.inputs):
+        _write(holdings, buffer, Holding(0, plan.num_elements, 1 << replica, False))
+    for step in plan.steps:
+        held = [_read(holdings, buffer) for buffer in sources_of(step)]
+        for buffer, holding in zip(targets_of(step), _outcomes(step, held, everyone), strict=True):
+            _write(holdings, buffer, holding)
+    if len({buffer.number for buffer in plan.outputs}) != len(plan.outputs):
+        raise PlanError("two outputs share a buffer")
+    for buffer in plan.outputs:
+        whole = Holding(0, plan.num_elements, everyone, True)
+        if _read(holdings, buffer) != whole:
+            raise PlanError(f"output b{buffer.number} holds {_read(holdings, buffer)}; expected {whole}")
+
+
+def _outcomes(step: Step, held: Sequence[Holding], everyone: int) -> Sequence[Holding]:
+    if not isinstance(step, (Copy, EngineAllReduce)):
+        devices = {buffer.device for buffer in (*sources_of(step), *targets_of(step))}
+        if len(devices) != 1:
+            raise PlanError(
+                f"{type(step).__name__} reaches over devices without a copy: {sorted(map(str, devices))}"
+            )
+    match step:
+        case Copy():
+            return held
+        case Add():
+            return [_sum_of(held)]
+        case Finish():
+            return [_finished(held[0], everyone)]
+        case Split():
+            return _parts_of(held[0], step.targets)
+        case Join():
+            return [_joined(held)]
+        case EngineAllReduce():
+            return [_finished(_sum_of(held), everyone)] * len(step.targets)
+        case _:
+            assert_never(step)
+
+
+def _sum_of(held: Sequence[Holding]) -> Holding:
+    replicas = 0
+    for holding in held:
+        if (holding.start, holding.stop) != (held[0].start, held[0].stop):
+            raise PlanError(f"Add mixes the ranges of {held[0]} and {holding}")
+        if holding.is_finished:
+            raise PlanError("Add reads a finished result")
+        if replicas & holding.replicas:
+            twice = (replicas & holding.replicas).bit_length() - 1
+            raise PlanError(f"replica {twice} counts twice")
+        replicas |= holding.replicas
+    return Holding(held[0].start, held[0].stop, replicas, False)
+
+
+def _finished(holding: Holding, everyone: int) -> Holding:
+    if holding.is_finished:
+        raise PlanError("Finish reads a finished result")
+    if holding.replicas != everyone:
+        lost = (everyone & ~holding.replicas).bit_length() - 1
+        raise PlanError(f"replica {lost} is lost")
+    return dataclasses.replace(holding, is_finished=True)
+
+
+def _parts_of(whole: Holding, targets: Sequence[Buffer]) -> list[Holding]:
+    edge = whole.start
+    for target in targets:
+        if target.start != edge or target.stop < edge:
+            raise PlanError(f"Split leaves a gap or an overlap at element {edge}")
+        edge = target.stop
+    if edge != whole.stop:
+        raise PlanError(f"Split ends at element {edge}; expected {whole.stop}")
+    return [dataclasses.replace(whole, start=target.start, stop=target.stop) for target in targets]
+
+
+def _joined(held: Sequence[Holding]) -> Holding:
+    for left, right in itertools.pairwise(held):
+        if left.stop != right.start:
+            raise PlanError(f"Join leaves a gap or an overlap at element {left.stop}")
+        if (left.replicas, left.is_finished) != (right.replicas, right.is_finished):
+            raise PlanError("Join mixes parts in which different replicas count")
+    return dataclasses.replace(held[0], stop=held[-1].stop)
+
+
+def _read(holdings: dict[int, Holding], buffer: Buffer) -> Holding:
+    if buffer.number not in holdings:
+        raise PlanError(f"b{buffer.number} is read before it is written")
+    return holdings[buffer.number]
+
+
+def _write(holdings: dict[int, Holding], buffer: Buffer, holding: Holding) -> None:
+    if buffer.number in holdings:
+        raise PlanError(f"b{buffer.number} is written twice")
+    if (buffer.start, buffer.stop) != (holding.start, holding.stop):
+        raise PlanError(
+            f"b{buffer.number} says it holds elements {buffer.start}:{buffer.stop}; it holds {holding}"
+        )
+    holdings[buffer.number] = holding

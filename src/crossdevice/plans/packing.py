@@ -1,0 +1,142 @@
+"""Which values travel together: packs are lists of ranges of values, so packing itself copies nothing.
+
+A batch is first grouped by `key` (dtype, devices and destinations): only equal keys share a pack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+from crossdevice.errors import OptionError
+
+
+class Item(NamedTuple):
+    """One value of a batch, as packing sees it."""
+
+    num_elements: int
+    item_bytes: int
+    key: Hashable
+
+
+class Segment(NamedTuple):
+    """The elements `start` to `stop` of the batch's value number `item`."""
+
+    item: int
+    start: int
+    stop: int
+
+
+Pack = tuple[Segment, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How an algorithm packs: `num_packs` if not 0, else small values in groups, else one by one.
+
+    >>> for pack in Packing(num_packs=2).packs([Item(3, 4, "f"), Item(2, 4, "f")]):
+    ...     print([tuple(segment) for segment in pack])
+    [(0, 0, 2)]
+    [(0, 2, 3), (1, 0, 2)]
+    """
+
+    num_packs: int = 0
+    small_max_bytes: int = 0
+    small_max_group: int = 10
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_packs, bool) or not isinstance(self.num_packs, int):
+            raise OptionError(f"num_packs must be a whole number, got {self.num_packs!r}")
+        if self.num_packs < 0:
+            raise OptionError(f"num_packs must be 0 or more, got {self.num_packs}")
+
+    def packs(self, items: Sequence[Item], bytes_per_pack: int = 0) -> list[Pack]:
+        """The packs of a batch; `bytes_per_pack`, asked for by the caller, comes first if not zero."""
+        packs: list[Pack] = []
+        for members in _by_key(items):
+            if bytes_per_pack > 0:
+                packs += _by_bytes(items, members, bytes_per_pack)
+            elif self.num_packs > 0:
+                packs += _evenly(items, members, self.num_packs)
+            elif self.small_max_bytes > 0 and self.small_max_group > 0:
+                packs += _small_together(items, members, self.small_max_bytes, self.small_max_group)
+            else:
+                packs += [(_whole(items, member),) for member in members]
+        return packs
+
+
+def _by_key(items: Sequence[Item]) -> Iterator[list[int]]:
+    groups: dict[Hashable, list[int]] = {}
+    for number, item in enumerate(items):
+        groups.setdefault(item.key, []).append(number)
+    yield from groups.values()
+
+
+def _whole(items: Sequence[Item], member: int) -> Segment:
+    return Segment(member, 0, items[member].num_elements)
+
+
+def _evenly(items: Sequence[Item], members: Sequence[int], num_packs: int) -> list[Pack]:
+    """All values end to end, cut into equal packs; the last takes the remainder, as in TensorFlow."""
+    total = sum(items[member].num_elements for member in members)
+    size = total // num_packs
+    edges = [*(size * number for number in range(num_packs)), total]
+    offsets = [0, *itertools.accumulate(items[member].num_elements for member in members)]
+    packs: list[Pack] = []
+    for start, stop in itertools.pairwise(edges):
+        packs.append(
+            tuple(
+                Segment(member, max(start, low) - low, min(stop, high) - low)
+                for member, (low, high) in zip(members, itertools.pairwise(offsets), strict=True)
+                if max(start, low) < min(stop, high)
+            )
+        )
+    empty = [(_whole(items, member),) for member in members if items[member].num_elements == 0]
+    return [pack for pack in packs if pack] + empty
+
+
+def _by_bytes(items: Sequence[Item], members: Sequence[int], bytes_per_pack: int) -> list[Pack]:
+    """Whole values from last to first; a pack is closed once it exceeds the limit, as in TensorFlow.
+
+    From last to first because gradients of the last layers are ready first.
+    """
+    packs: list[Pack] = []
+    current: list[Segment] = []
+    held_bytes = 0
+    for member in reversed(members):
+        if held_bytes > bytes_per_pack:
+            packs.append(tuple(current))
+            current, held_bytes = [], 0
+        current.append(_whole(items, member))
+        held_bytes += items[member].num_elements * items[member].item_bytes
+    return [*packs, tuple(current)]
+
+
+def _small_together(
+    items: Sequence[Item], members: Sequence[int], max_bytes: int, max_group: int
+) -> list[Pack]:
+    """Runs of two or more consecutive small values share a pack; packs of small values come first."""
+    groups: list[list[int]] = []
+    alone: list[int] = []
+    run: list[int] = []
+
+    def close_run() -> None:
+        if len(run) > 1:
+            groups.append(list(run))
+        else:
+            alone.extend(run)
+        run.clear()
+
+    for member in members:
+        is_small = items[member].num_elements * items[member].item_bytes < max_bytes
+        if not is_small or len(run) == max_group:
+            close_run()
+        if is_small:
+            run.append(member)
+        else:
+            alone.append(member)
+    close_run()
+    packs = [tuple(_whole(items, member) for member in group) for group in groups]
+    return packs + [(_whole(items, member),) for member in sorted(alone)]

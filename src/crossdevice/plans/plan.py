@@ -1,0 +1,73 @@
+"""A plan: inputs, steps and outputs, with its traffic and its rounds counted from the steps."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+
+from crossdevice.plans.steps import Buffer, Copy, EngineAllReduce, Step, sources_of, targets_of
+from crossdevice.values.device import Device
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What an algorithm does with one pack: replicas come in as `inputs`, results leave as `outputs`."""
+
+    inputs: tuple[Buffer, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[Buffer, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements in the pack."""
+        return self.inputs[0].length
+
+    def traffic(self, *, unsummed: bool = False) -> dict[tuple[Device, Device], int]:
+        """Elements copied over each link (from, to); copies within a device are left out.
+
+        With `unsummed`, partial sums travel as the contributions they are made of: how the step
+        executor keeps the order of replicas under `"accurate"` and `"exact"`.
+        """
+        elements: collections.Counter[tuple[Device, Device]] = collections.Counter()
+        for step in self.steps:
+            if isinstance(step, Copy) and step.source.device != step.target.device:
+                arrays = step.source.num_replicas if unsummed and not step.source.is_finished else 1
+                elements[step.source.device, step.target.device] += arrays * step.source.length
+        return dict(elements)
+
+    def total_traffic(self, *, unsummed: bool = False) -> int:
+        """Elements copied between devices, all links together."""
+        return sum(self.traffic(unsummed=unsummed).values())
+
+    def busiest_device_traffic(self) -> int:
+        """The most elements that any one device sends or receives: what bounds the time on equal links."""
+        sent: collections.Counter[Device] = collections.Counter()
+        received: collections.Counter[Device] = collections.Counter()
+        for (source, target), elements in self.traffic().items():
+            sent[source] += elements
+            received[target] += elements
+        return max([*sent.values(), *received.values()], default=0)
+
+    @functools.cached_property
+    def num_rounds(self) -> int:
+        """The longest chain of copies between devices that wait for one another."""
+        depth: dict[int, int] = {}
+        for step in self.steps:
+            before = max((depth.get(buffer.number, 0) for buffer in sources_of(step)), default=0)
+            crosses = isinstance(step, Copy) and step.source.device != step.target.device
+            after = before + (1 if crosses or isinstance(step, EngineAllReduce) else 0)
+            for buffer in targets_of(step):
+                depth[buffer.number] = after
+        return max((depth.get(buffer.number, 0) for buffer in self.outputs), default=0)
+
+    @functools.cached_property
+    def last_uses(self) -> tuple[tuple[int, ...], ...]:
+        """For each step, the numbers of the buffers that no later step or output reads."""
+        needed = {buffer.number for buffer in self.outputs}
+        uses: list[tuple[int, ...]] = []
+        for step in reversed(self.steps):
+            touched = {buffer.number for buffer in (*sources_of(step), *targets_of(step))}
+            uses.append(tuple(sorted(touched - needed)))
+            needed |= touched
+        return tuple(reversed(uses))

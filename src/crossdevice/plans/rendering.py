@@ -1,0 +1,63 @@
+"""A plan as text that one can read."""
+
+from __future__ import annotations
+
+from crossdevice.plans.plan import Plan
+from crossdevice.plans.steps import (
+    Add,
+    Buffer,
+    Copy,
+    EngineAllReduce,
+    Finish,
+    Join,
+    Split,
+    Step,
+    sources_of,
+    targets_of,
+)
+
+
+def render_plan(plan: Plan, item_bytes: int) -> str:
+    """One line per step: what it does, where, with which buffers, and how many bytes cross a link."""
+    size = _size(plan.num_elements * item_bytes)
+    lines = [
+        f"{len(plan.inputs)} replicas of {plan.num_elements} elements ({size}), "
+        f"{len(plan.outputs)} results, {plan.num_rounds} rounds, "
+        f"{_size(plan.total_traffic() * item_bytes)} between devices"
+    ]
+    lines += [f"  b{buffer.number} = replica {i} on {buffer.device}" for i, buffer in enumerate(plan.inputs)]
+    lines += [f"  {_line(step, item_bytes)}" for step in plan.steps]
+    results = ", ".join(f"b{buffer.number} on {buffer.device}" for buffer in plan.outputs)
+    return "\n".join([*lines, f"  results: {results}"])
+
+
+def _line(step: Step, item_bytes: int) -> str:
+    sources = " ".join(_name(buffer) for buffer in sources_of(step))
+    targets = " ".join(_name(buffer) for buffer in targets_of(step))
+    size = _size(sum(buffer.length for buffer in targets_of(step)) * item_bytes)
+    match step:
+        case Copy():
+            return f"{targets} = copy {sources} from {step.source.device} to {step.target.device} ({size})"
+        case Add() | Finish() | Split() | Join():
+            verb = type(step).__name__.lower()
+            return f"{targets} = {verb} {sources} on {targets_of(step)[0].device}"
+        case EngineAllReduce():
+            return f"{targets} = engine all-reduce {sources} ({size})"
+
+
+def _name(buffer: Buffer) -> str:
+    return f"b{buffer.number}[{buffer.start}:{buffer.stop}]"
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes in powers of two, as one reads them aloud.
+
+    >>> _size(1536)
+    '1.5 KiB'
+    """
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    raise AssertionError

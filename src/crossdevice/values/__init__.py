@@ -1,0 +1,1 @@
+"""The nouns: devices, operations, options and the containers that hold one array per device."""

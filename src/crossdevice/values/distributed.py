@@ -1,0 +1,162 @@
+"""Containers that hold one component per device."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from typing_extensions import Self
+
+from crossdevice.errors import ConversionError, DeviceMismatchError, StructureMismatchError
+from crossdevice.values.device import Device, device_of, host_device
+from crossdevice.values.nesting import first_leaf
+from crossdevice.values.replica_scope import current_replica
+
+
+class DistributedValues:
+    """One component per replica, each on a device.
+
+    Host arrays have no device of their own: without `devices` they sit on `cpu:0, cpu:1, ...` by
+    position. A component may be a nested structure of arrays.
+    """
+
+    __slots__ = ("__weakref__", "_devices", "_values")
+
+    def __init__(self, values: Iterable[Any], devices: Sequence[Device | str] | None = None) -> None:
+        self._values = tuple(values)
+        self._devices: tuple[Device, ...] | None = None
+        if devices is not None:
+            if len(devices) != len(self._values):
+                raise StructureMismatchError(
+                    f"{len(self._values)} components were given {len(devices)} devices; expected one for each"
+                )
+            self._devices = tuple(
+                _checked_device(component, Device.parse(device), replica)
+                for replica, (component, device) in enumerate(zip(self._values, devices, strict=True))
+            )
+
+    @classmethod
+    def of(cls, values: tuple[Any, ...], devices: tuple[Device, ...]) -> Self:
+        """The same from components known to be on these devices: nothing is checked."""
+        made = cls.__new__(cls)
+        made._values, made._devices = values, devices
+        return made
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components, in replica order."""
+        return self._values
+
+    @property
+    def given_devices(self) -> tuple[Device, ...] | None:
+        """The devices as far as they are known without looking at the components."""
+        return self._devices
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of each component."""
+        if self._devices is None:
+            self._devices = tuple(
+                device_of(first_leaf(component)) or host_device(replica)
+                for replica, component in enumerate(self._values)
+            )
+        return self._devices
+
+    def __repr__(self) -> str:
+        lines = "".join(f"\n  {d}: {v!r}," for d, v in zip(self.devices, self._values, strict=True))
+        return f"{type(self).__name__}({lines}\n)" if lines else f"{type(self).__name__}()"
+
+
+def _checked_device(component: object, device: Device, replica: int) -> Device:
+    own = device_of(first_leaf(component))
+    if (own is not None and own != device) or (own is None and not device.is_host):
+        raise DeviceMismatchError(
+            f"replica {replica} was placed on {device}, but its array is on {own or 'the host'}; "
+            "copy it there first, or leave `devices` out"
+        )
+    return device
+
+
+class PerReplica(DistributedValues):
+    """Values that differ from replica to replica, such as gradients before they are reduced.
+
+    >>> PerReplica([1.0, 2.0]).devices
+    (Device('cpu:0'), Device('cpu:1'))
+    """
+
+    __slots__ = ()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """This replica's component inside a replica function; refused outside of one."""
+        replica = current_replica()
+        if replica is None:
+            raise ConversionError(
+                "a PerReplica is not one array outside of a replica function; reduce or gather it, "
+                "or take one of its .values"
+            )
+        return _as_array(self._values[replica], dtype, copy)
+
+
+class DelegatingValues(DistributedValues):
+    """Distributed values that compute as one of their components does; subclasses say which, by `current`."""
+
+    __slots__ = ()
+
+    def current(self) -> Any:
+        """The component that stands for all of them here and now."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and pickling look for these on half-made objects
+            raise AttributeError(name)
+        return getattr(self.current(), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.current()[key]
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return _as_array(self.current(), dtype, copy)
+
+
+class Mirrored(DelegatingValues):
+    """The same value on several devices.
+
+    Arithmetic, ordering, indexing and attributes are those of one component: the running replica's
+    own, or the first outside of replica functions. `==` is identity.
+
+    >>> (Mirrored([2.0, 2.0]) + 1, Mirrored(["ab", "ab"]).upper())
+    (3.0, 'AB')
+    """
+
+    __slots__ = ()
+
+    def current(self) -> Any:
+        """The running replica's component; the first outside of replica functions."""
+        return self._values[current_replica() or 0]
+
+
+def _as_array(component: Any, dtype: Any, copy: Any) -> Any:
+    asked = {name: given for name, given in (("dtype", dtype), ("copy", copy)) if given is not None}
+    return component.__array__(**asked)
+
+
+def _component_of(value: Any) -> Any:
+    return value.current() if isinstance(value, DelegatingValues) else value
+
+
+def _forward(operation: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: operation(_component_of(self), *map(_component_of, others))
+
+
+def _reflected(operation: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: operation(_component_of(other), _component_of(self))
+
+
+_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")
+_OTHERS = ("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")
+for _name in (*_BINARY, *_OTHERS):
+    _word = _name.rstrip("_")
+    setattr(DelegatingValues, f"__{_word}__", _forward(getattr(operator, _name)))
+    if _name in _BINARY:
+        setattr(DelegatingValues, f"__r{_word}__", _reflected(getattr(operator, _name)))

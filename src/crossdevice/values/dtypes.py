@@ -1,0 +1,62 @@
+"""What each dtype means for a reduction, by name, so that no array library is needed to ask.
+
+| dtype | summed wide in | mean becomes |
+| --- | --- | --- |
+| float16, bfloat16, float32 | float64 | itself |
+| float64 | a compensated pair of float64 | itself |
+| complex64, complex128 | as their parts | itself |
+| integers of 8 and 16 bits | itself (sums wrap) | float32 |
+| integers of 32 and 64 bits | itself (sums wrap) | float64 |
+"""
+
+from __future__ import annotations
+
+from crossdevice.errors import DtypeError, ReduceOpError
+from crossdevice.values.reduce_op import ReduceOp
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+COMPLEXES = ("complex64", "complex128")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+ITEM_BYTES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+}
+
+_MEAN_OF_INTEGER = {
+    **dict.fromkeys(("int8", "int16", "uint8", "uint16"), "float32"),
+    **dict.fromkeys(("int32", "int64", "uint32", "uint64"), "float64"),
+}
+
+
+def result_dtype(dtype: str, op: ReduceOp) -> str:
+    """The dtype of a reduction's result; it never depends on the number of replicas.
+
+    >>> result_dtype("int32", ReduceOp.MEAN), result_dtype("int32", ReduceOp.SUM)
+    ('float64', 'int32')
+    """
+    if op is ReduceOp.MEAN:
+        return _MEAN_OF_INTEGER.get(dtype, dtype)
+    return dtype
+
+
+def check_reducible(dtype: str, op: ReduceOp, where: str) -> None:
+    """Refuses dtypes that cannot be added, and an order (MIN, MAX) on complex numbers."""
+    if dtype not in ITEM_BYTES:
+        raise DtypeError(
+            f"{where} has dtype {dtype}, which cannot be reduced; expected one of {', '.join(ITEM_BYTES)}"
+        )
+    if dtype in COMPLEXES and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise ReduceOpError(f"{op.name} is not defined for {dtype} ({where}): complex numbers have no order")

@@ -1,0 +1,36 @@
+"""Rows of a larger array, by index: the sparse gradients of embedding tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from crossdevice.values.device import Device, device_of
+
+
+class IndexedSlices:
+    """`values[i]` belongs to row `indices[i]` of an array of shape `dense_shape`.
+
+    Indices may repeat: repeated rows add up when the whole is made dense.
+    """
+
+    __slots__ = ("dense_shape", "indices", "values")
+
+    def __init__(self, values: Any, indices: Any, dense_shape: Any = None) -> None:
+        self.values = values
+        self.indices = indices
+        self.dense_shape = None if dense_shape is None else tuple(int(size) for size in dense_shape)
+
+    @property
+    def device(self) -> Device | str:
+        """The device of `values`; `"cpu"` for host memory, as NumPy says it."""
+        return device_of(self.values) or "cpu"
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of `values`."""
+        return self.values.dtype
+
+    def __repr__(self) -> str:
+        return (
+            f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape})"
+        )

@@ -1,0 +1,44 @@
+"""Nested structures (dicts, lists, tuples, dataclasses, ...) of values, through optree.
+
+A list of plain numbers is one array, as it is for NumPy; a list that holds arrays is a structure.
+None inside a structure is part of the structure, not a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+
+NUMBERS = (bool, int, float, complex)
+
+
+def is_number_list(node: object) -> bool:
+    """Whether a list or tuple, however deep, holds plain numbers and nothing else."""
+    if not isinstance(node, (list, tuple)) or not node or hasattr(node, "_fields"):
+        return False
+    return all(isinstance(child, NUMBERS) or is_number_list(child) for child in node)
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_number_list) -> tuple[list[Any], Any]:
+    """The leaves of a structure and what is needed to build it again."""
+    leaves, structure = optree.tree_flatten(tree, is_leaf=is_leaf)
+    return leaves, structure
+
+
+def unflatten(structure: Any, leaves: list[Any]) -> Any:
+    """The structure again, with other leaves."""
+    return optree.tree_unflatten(structure, leaves)
+
+
+def leaf_paths(structure: Any, root: str = "value") -> list[str]:
+    """How each leaf would be written in Python: `value['dense']['kernel']`."""
+    return [accessor.codify(root) for accessor in optree.treespec_accessors(structure)]
+
+
+def first_leaf(tree: Any) -> Any:
+    """The first leaf of a structure; None if it has none."""
+    if hasattr(tree, "dtype"):
+        return tree
+    return next(iter(flatten(tree)[0]), None)

@@ -1,0 +1,115 @@
+"""How a reduction may be carried out: packing, deadline, engine, precision, lowering."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from datetime import timedelta
+from typing import Literal
+
+from crossdevice.errors import OptionError
+
+Precision = Literal["fast", "accurate", "exact"]
+Lowering = Literal["auto", "off"]
+
+PRECISIONS: tuple[Precision, ...] = ("fast", "accurate", "exact")
+LOWERINGS: tuple[Lowering, ...] = ("auto", "off")
+
+
+class CommunicationImplementation(enum.Enum):
+    """Which engine carries a collective between processes."""
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationOptions:
+    """Options of one reduction; all have defaults.
+
+    Args:
+        bytes_per_pack: split a batch into packs of about this size; 0 leaves packing to the algorithm.
+        timeout_seconds: a deadline, in seconds or as a timedelta; None waits for ever.
+        implementation: the engine between processes, as a member or its name in any case.
+        precision: `"fast"` adds in the arrays' own dtype in the order of the plan, `"accurate"` adds
+            wide, in replica order, and rounds once, `"exact"` rounds the true sum, whatever the order.
+        lowering: `"off"` runs a plan step by step even where all devices share one memory.
+        share_results: destinations that share one memory may get one array, read-only where the library
+            can say so, instead of one each.
+
+    >>> CommunicationOptions(precision="fast").merge(CommunicationOptions(bytes_per_pack=64)).precision
+    'fast'
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | timedelta | None = None
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+    precision: Precision = "accurate"
+    lowering: Lowering = "auto"
+    share_results: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bytes_per_pack", _checked_bytes(self.bytes_per_pack))
+        object.__setattr__(self, "timeout_seconds", _checked_seconds(self.timeout_seconds))
+        object.__setattr__(self, "implementation", _checked_implementation(self.implementation))
+        _check_word("precision", self.precision, PRECISIONS)
+        _check_word("lowering", self.lowering, LOWERINGS)
+        object.__setattr__(self, "_hash", hash(dataclasses.astuple(self)))
+
+    def __hash__(self) -> int:
+        known: int = self.__dict__["_hash"]
+        return known
+
+    def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
+        """A new object in which the fields of `other` that differ from their defaults win."""
+        if other is None:
+            return dataclasses.replace(self)
+        given = {
+            field.name: getattr(other, field.name)
+            for field in dataclasses.fields(other)
+            if getattr(other, field.name) != field.default
+        }
+        return dataclasses.replace(self, **given)
+
+
+def as_options(options: object) -> CommunicationOptions:
+    """The options themselves, or the defaults for None; anything else is refused."""
+    if options is None:
+        return DEFAULT_OPTIONS
+    if isinstance(options, CommunicationOptions):
+        return options
+    raise OptionError(f"options must be a CommunicationOptions or None, got {type(options).__name__}")
+
+
+def _checked_bytes(given: object) -> int:
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or given != given or given < 0:
+        raise OptionError(f"bytes_per_pack must be a number of bytes, 0 or more; got {given!r}")
+    return int(given)
+
+
+def _checked_seconds(given: object) -> float | None:
+    if given is None:
+        return None
+    if isinstance(given, timedelta):
+        return given.total_seconds()
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given >= 0:
+        raise OptionError(f"timeout_seconds must be None, seconds (0 or more) or a timedelta; got {given!r}")
+    return given
+
+
+def _checked_implementation(given: object) -> CommunicationImplementation:
+    if isinstance(given, CommunicationImplementation):
+        return given
+    if isinstance(given, str) and given.upper() in CommunicationImplementation.__members__:
+        return CommunicationImplementation[given.upper()]
+    known = ", ".join(CommunicationImplementation.__members__)
+    raise OptionError(f"implementation must be one of {known}; got {given!r}")
+
+
+def _check_word(name: str, given: object, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise OptionError(f"{name} must be one of {', '.join(known)}; got {given!r}")
+
+
+DEFAULT_OPTIONS = CommunicationOptions()

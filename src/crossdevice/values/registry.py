@@ -1,0 +1,40 @@
+"""Tables of names whose classes are loaded on first use."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from crossdevice.errors import OptionError
+
+
+class Registry(Mapping[str, str]):
+    """A table `{name: "module:class"}`; third parties add rows through an entry point group."""
+
+    def __init__(self, what: str, table: Mapping[str, str], entry_point_group: str) -> None:
+        self._what = what
+        self._table = dict(table)
+        self._group = entry_point_group
+
+    def load(self, name: str) -> Any:
+        """The class of that name, imported now; unknown names are refused with the known ones."""
+        target = self.get(name)
+        if target is None:
+            raise OptionError(f"{name!r} is not {self._what}; expected one of {', '.join(self)}")
+        module, _, attribute = target.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def _rows(self) -> dict[str, str]:
+        found = importlib.metadata.entry_points(group=self._group)
+        return {**{entry.name: entry.value for entry in found}, **self._table}
+
+    def __getitem__(self, name: str) -> str:
+        return self._table[name] if name in self._table else self._rows()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows())
+
+    def __len__(self) -> int:
+        return len(self._rows())

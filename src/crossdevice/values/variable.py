@@ -1,0 +1,70 @@
+"""A named array that can be assigned to, on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from crossdevice.errors import ShapeMismatchError
+from crossdevice.values.device import Device, device_of, host_device
+from crossdevice.values.reduce_op import VariableAggregation, VariableSynchronization
+
+
+class Variable:
+    """An array with a name and a device; as a destination it says where, and is never written.
+
+    >>> counter = Variable(1.0, device="cpu:2", name="counter")
+    >>> counter.assign_add(2.0).value, counter.device
+    (3.0, Device('cpu:2'))
+    """
+
+    __slots__ = ("__weakref__", "_value", "aggregation", "device", "name", "synchronization")
+
+    def __init__(
+        self,
+        value: Any,
+        device: Device | str | None = None,
+        name: str = "Variable",
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+    ) -> None:
+        self._value = value
+        self.device = Device.parse(device) if device is not None else device_of(value) or host_device(0)
+        self.name = name
+        self.synchronization = synchronization
+        self.aggregation = aggregation
+
+    @property
+    def value(self) -> Any:
+        """The array it holds now."""
+        return self._value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its array."""
+        return tuple(getattr(self._value, "shape", ()))
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of its array."""
+        return self._value.dtype
+
+    def assign(self, value: Any) -> Variable:
+        """Replaces the value; the shape must stay."""
+        shape = tuple(getattr(value, "shape", ()))
+        if shape != self.shape:
+            raise ShapeMismatchError(
+                f"variable {self.name!r} has shape {self.shape}; got a value of shape {shape}"
+            )
+        self._value = value
+        return self
+
+    def assign_add(self, delta: Any) -> Variable:
+        """Adds to the value."""
+        return self.assign(self._value + delta)
+
+    def assign_sub(self, delta: Any) -> Variable:
+        """Subtracts from the value."""
+        return self.assign(self._value - delta)
+
+    def __repr__(self) -> str:
+        return f"Variable({self._value!r}, device='{self.device}', name={self.name!r})"

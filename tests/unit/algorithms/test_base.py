@@ -1,0 +1,136 @@
+"""Facts about CrossDeviceOps itself: hooks, memory of earlier calls, explanations."""
+
+import numpy as np
+import pytest
+
+from crossdevice import (
+    CommunicationOptions,
+    CrossDeviceOps,
+    DirectAllReduce,
+    PerReplica,
+    ReduceOp,
+    ReductionToOneDevice,
+    RingAllReduce,
+)
+from crossdevice.errors import ContextError
+from crossdevice.values.replica_scope import replica_scope
+
+
+class Product(CrossDeviceOps):
+    """Brings its own arithmetic, and nothing else; does not even call the base's constructor."""
+
+    def __init__(self):
+        self.seen = []
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        self.seen.append((reduce_op, type(per_replica_value), options))
+        product = np.prod(np.stack(per_replica_value.values), axis=0)
+        return self.broadcast_implementation(product, destinations)
+
+
+def values(*numbers):
+    return PerReplica([np.float32([number]) for number in numbers])
+
+
+def test_a_subclass_with_its_own_reduce_implementation_works_wherever_a_built_in_does():
+    ops = Product()
+    value = values(2, 3, 4)
+    assert [part.tolist() for part in ops.reduce("sum", value, value).values] == [[24]] * 3
+    assert ops.batch_reduce("sum", [(value, "cpu:0"), (values(5, 6), "cpu:1")]) == [[24], [30]]
+    tree = PerReplica([{"a": np.float32([2]), "b": [np.float32([3])]}] * 2)
+    assert ops.reduce("sum", tree, "cpu:0") == {"a": [4], "b": [[9]]}
+    assert ops.reduce("sum", {"x": value}, value)["x"].values[2] == [24]
+    out = [np.zeros(1, np.float32) for _ in range(3)]
+    ops.reduce("sum", value, value, out=out)
+    assert [part.tolist() for part in out] == [[24]] * 3
+    assert ops.gather(value, "cpu:0").tolist() == [2, 3, 4]
+    assert ops.seen[0] == (ReduceOp.SUM, PerReplica, CommunicationOptions())
+
+
+def test_a_lone_replica_that_stays_where_it_is_needs_no_hook():
+    ops = Product()
+    assert ops.reduce("mean", PerReplica([np.int32([3])]), "cpu:0").dtype == np.float64
+    assert ops.seen == []
+
+
+def test_a_subclass_may_override_the_batch_alone():
+    class Counting(CrossDeviceOps):
+        def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+            return [len(value_destination_pairs)] * len(value_destination_pairs)
+
+    assert Counting().batch_reduce("sum", [(values(1, 2), "cpu:0")] * 3) == [3, 3, 3]
+
+
+def test_a_subclass_may_call_the_bases_implementation():
+    class Doubling(RingAllReduce):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            result = super().reduce_implementation(reduce_op, per_replica_value, destinations, options)
+            return result * 2
+
+    assert Doubling().reduce("sum", values(1, 2), "cpu:0") == [6]
+
+
+def test_the_base_class_broadcasts_gathers_and_copies_lone_values_but_has_no_algorithm():
+    ops = CrossDeviceOps()
+    assert ops.broadcast(2.0, values(0, 0)).values[1] == 2
+    assert ops.reduce("sum", 2.0, "cpu:0") == 2
+    assert ops.gather(values(1, 2), "cpu:0").tolist() == [1, 2]
+    for options in (None, CommunicationOptions(precision="fast"), CommunicationOptions(lowering="off")):
+        with pytest.raises(NotImplementedError, match="overrides neither plan_sum nor reduce_implementation"):
+            ops.reduce("sum", values(1, 2), "cpu:0", options)
+
+
+@pytest.mark.parametrize("lowering", ["auto", "off"])
+def test_the_second_call_gives_the_bits_of_the_first_and_has_memory_of_its_own(lowering):
+    ops, value = DirectAllReduce(), values(1, 2)
+    options = CommunicationOptions(lowering=lowering)
+    first = ops.reduce("mean", value, value, options)
+    second = ops.reduce("mean", PerReplica([part.copy() for part in value.values]), value, options)
+    assert [part.tolist() for part in first.values + second.values] == [[1.5]] * 4
+    first.values[0][:] = 7
+    assert second.values[0] == [1.5]
+
+
+def test_a_remembered_call_is_refused_in_a_replica_too():
+    ops, value = DirectAllReduce(), values(1, 2)
+    ops.reduce("sum", value, value)
+    with replica_scope(1), pytest.raises(ContextError, match="reduce was called inside replica 1"):
+        ops.reduce("sum", value, value)
+
+
+def test_a_remembered_call_still_notices_other_shapes():
+    ops = DirectAllReduce()
+    ops.reduce("sum", values(1, 2), "cpu:0")
+    with pytest.raises(ValueError, match=r"replica 1 \(cpu:1\) has shape \(2,\)"):
+        ops.reduce("sum", PerReplica([np.float32([1]), np.float32([1, 2])]), "cpu:0")
+
+
+def test_settings_changed_later_count():
+    ops, value = ReductionToOneDevice(), values(1, 2)
+    assert ops.reduce("sum", value, "cpu:0") == [3]
+    ops.accumulation_fn = lambda arrays: arrays[0]
+    assert ops.reduce("sum", value, "cpu:0") == [1]
+    ops.accumulation_fn = None
+    assert ops.reduce("sum", value, "cpu:0") == [3]
+
+
+def test_shared_results_are_one_read_only_array():
+    value = values(1, 2, 3)
+    shared = RingAllReduce().reduce("sum", value, value, CommunicationOptions(share_results=True))
+    first, *others = shared.values
+    assert first == [6]
+    assert all(np.shares_memory(first, other) for other in others)
+    assert not np.shares_memory(first, value.values[0])
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 1
+
+
+def test_explain_says_what_would_happen():
+    text = RingAllReduce(num_packs=2).explain(
+        PerReplica([{"a": np.zeros(3), "b": np.zeros(5)}] * 2), "cpu:0", CommunicationOptions(lowering="off")
+    )
+    first, second, *_ = text.splitlines()
+    assert first == "RingAllReduce: SUM of 2 replicas, precision accurate"
+    assert second.startswith("pack 0 (2 values of float64): ")
+    assert "pack 1" in text
+    assert "fused" not in text

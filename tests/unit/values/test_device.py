@@ -1,0 +1,102 @@
+import pytest
+
+from crossdevice import Device
+from crossdevice.errors import DeviceError
+from crossdevice.values.device import device_of
+
+SAME_AS_CPU_1 = (
+    "cpu:1",
+    "CPU:1",
+    "/cpu:1",
+    "/device:CPU:1",
+    "device:cpu:1",
+    "//cpu:1/",
+    "/cpu:001",
+    "CPU:1 ",
+    "/job:localhost/replica:0/task:0/device:CPU:1",
+    "/device:CPU:1/task:0/job:localhost",
+)
+
+
+@pytest.mark.parametrize("name", SAME_AS_CPU_1)
+def test_all_spellings_of_a_device_are_equal(name):
+    device = Device.parse(name)
+    assert device == Device("cpu", 1)
+    assert hash(device) == hash(Device("cpu", 1))
+    assert device.canonical == "/job:localhost/replica:0/task:0/device:CPU:1"
+    assert device.canonical_without_job_and_task == "/replica:0/device:CPU:1"
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("gpu", "cuda:0"),
+        ("/gpu:2", "cuda:2"),
+        ("cuda:2", "cuda:2"),
+        ("/device:GPU:2", "cuda:2"),
+        ("/tpu:7", "tpu:7"),
+        ("mps", "mps:0"),
+        ("", "cpu:0"),
+        (None, "cpu:0"),
+        ("/cpu:*", "cpu:0"),
+        ("/cpu:-1", "cpu:-1"),
+        ("/job:w/task:3", "/job:w/replica:0/task:3/device:CPU:0"),
+        ("/device:FPGA:1", "fpga:1"),
+    ],
+)
+def test_what_a_name_lacks_comes_from_the_first_host_device(name, short):
+    assert str(Device.parse(name)) == short
+
+
+def test_what_a_name_lacks_comes_from_the_default_first():
+    assert str(Device.parse("", default="cpu:2")) == "cpu:2"
+    assert str(Device.parse("gpu", default="cpu:2")) == "cuda:2"
+    assert Device.parse("cpu:1", default="/job:w/task:3").canonical == "/job:w/replica:0/task:3/device:CPU:1"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["foo", " cpu:0", "/device:CPU", "/cpu:0/gpu:1", "cpu:1:2", "cpu:x", "/task:x", "/device:Foo:1", 3, 1.5],
+)
+def test_names_that_cannot_be_read_are_refused(name):
+    with pytest.raises(DeviceError) as refusal:
+        Device.parse(name)
+    assert isinstance(refusal.value, ValueError)
+    assert repr(name) in str(refusal.value)
+
+
+def test_a_device_is_its_own_name_and_prints_it():
+    device = Device("cuda", 3)
+    assert Device.parse(device) is device
+    assert Device.parse(str(device)) == device
+    assert repr(device) == "Device('cuda:3')"
+    assert Device.parse(device.canonical) == device
+
+
+class LikeJax:
+    platform, id = "gpu", 2
+
+
+class LikeTensorFlow:
+    name, device_type = "/device:CPU:4", "CPU"
+
+
+class LikeCupy:
+    id = 5
+
+
+@pytest.mark.parametrize(
+    ("found", "short"), [(LikeJax(), "cuda:2"), (LikeTensorFlow(), "cpu:4"), (LikeCupy(), "cuda:5")]
+)
+def test_device_objects_of_libraries_are_read(found, short):
+    assert str(Device.parse(found)) == short
+
+
+def test_host_arrays_have_no_device_of_their_own():
+    import numpy as np
+    import torch
+
+    assert device_of(np.zeros(1)) is None
+    assert device_of(torch.zeros(1)) is None
+    assert device_of(1.5) is None
+    assert device_of(torch.zeros(1, device="meta")) == Device("meta", 0)

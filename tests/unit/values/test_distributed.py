@@ -1,0 +1,135 @@
+import copy
+import operator
+
+import numpy as np
+import pytest
+
+from crossdevice import Device, IndexedSlices, Mirrored, PerReplica, Variable
+from crossdevice.errors import (
+    ConversionError,
+    DeviceMismatchError,
+    ShapeMismatchError,
+    StructureMismatchError,
+)
+from crossdevice.values.replica_scope import replica_scope
+
+
+def test_host_arrays_sit_on_logical_devices_by_position():
+    assert [str(d) for d in PerReplica([np.zeros(1), {"w": np.zeros(1)}, 3.0]).devices] == [
+        "cpu:0",
+        "cpu:1",
+        "cpu:2",
+    ]
+
+
+def test_devices_can_be_given_and_may_repeat():
+    value = PerReplica([1.0, 2.0], devices=["cpu:3", Device("cpu", 3)])
+    assert value.devices == (Device("cpu", 3), Device("cpu", 3))
+
+
+def test_as_many_devices_as_components():
+    with pytest.raises(StructureMismatchError, match="2 components were given 1 devices"):
+        PerReplica([1.0, 2.0], devices=["cpu:0"])
+
+
+def test_a_host_array_is_not_on_a_gpu_because_someone_says_so():
+    with pytest.raises(
+        DeviceMismatchError, match="replica 1 was placed on cuda:0, but its array is on the host"
+    ):
+        PerReplica([np.zeros(1), np.zeros(1)], devices=["cpu:0", "gpu:0"])
+
+
+def test_a_variable_component_is_where_the_variable_is():
+    assert PerReplica([Variable(1.0, "cpu:5"), Variable(1.0, "cpu:6")]).devices == (
+        Device("cpu", 5),
+        Device("cpu", 6),
+    )
+
+
+def test_distributed_values_are_true_and_compare_by_identity_and_do_not_iterate():
+    one, other = PerReplica([]), PerReplica([])
+    assert one
+    assert one == one
+    assert one != other
+    with pytest.raises(TypeError):
+        iter(one)
+    with pytest.raises(TypeError):
+        len(one)
+    with pytest.raises(TypeError):
+        one + one
+
+
+def test_a_per_replica_is_an_array_inside_a_replica_only():
+    value = PerReplica([np.float32([1]), np.float32([2])])
+    with pytest.raises(ConversionError, match="reduce or gather it"):
+        np.asarray(value)
+    with replica_scope(1):
+        assert np.asarray(value) == [2]
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        operator.add,
+        operator.sub,
+        operator.mul,
+        operator.truediv,
+        operator.floordiv,
+        operator.mod,
+        operator.pow,
+    ]
+    + [operator.lt, operator.le, operator.gt, operator.ge],
+)
+def test_a_mirrored_computes_as_its_component(operation):
+    value = Mirrored([np.float64([3.0]), np.float64([3.0])])
+    assert operation(value, 2.0) == operation(3.0, 2.0)
+    assert operation(2.0, value) == operation(2.0, 3.0)
+    assert operation(value, value) == operation(3.0, 3.0)
+
+
+def test_a_mirrored_has_the_attributes_of_its_component():
+    value = Mirrored([np.arange(4.0).reshape(2, 2)] * 2)
+    assert value.shape == (2, 2)
+    assert value.T[0, 1] == 2.0
+    assert (-value)[1, 1] == -3.0
+    assert abs(-value)[1, 1] == 3.0
+    assert np.asarray(value).sum() == 6.0
+    with pytest.raises(AttributeError):
+        value.nothing_like_it.at_all()
+
+
+def test_a_mirrored_is_the_running_replicas_component():
+    value = Mirrored([np.float32([1]), np.float32([2])])
+    assert value[0] == 1
+    with replica_scope(1):
+        assert value[0] == 2
+        assert value + 1 == 3
+
+
+def test_float_of_a_mirrored_is_refused_as_in_tensorflow():
+    with pytest.raises(TypeError):
+        float(Mirrored([1.0, 1.0]))
+
+
+def test_distributed_values_can_be_copied():
+    value = copy.deepcopy(Mirrored([np.zeros(2), np.zeros(2)]))
+    assert value.devices == (Device("cpu", 0), Device("cpu", 1))
+
+
+def test_repr_shows_each_component_with_its_device():
+    assert repr(PerReplica([1.0, 2.0])) == "PerReplica(\n  cpu:0: 1.0,\n  cpu:1: 2.0,\n)"
+
+
+def test_a_variable_keeps_its_shape():
+    variable = Variable(np.zeros(2), name="w")
+    variable.assign_sub(np.ones(2))
+    assert variable.value.tolist() == [-1, -1]
+    with pytest.raises(ShapeMismatchError, match=r"variable 'w' has shape \(2,\)"):
+        variable.assign(np.zeros(3))
+
+
+def test_indexed_slices_say_where_their_values_are():
+    slices = IndexedSlices(np.zeros((2, 3), np.float32), np.array([0, 4]), dense_shape=[5, 3])
+    assert slices.device == "cpu"
+    assert slices.dense_shape == (5, 3)
+    assert slices.dtype == np.float32
