@@ -72,6 +72,11 @@ class ArrayApiBackend(abc.ABC):
         """The standard's own dtypes are all wide enough for a plain cast."""
         return self.cast(wide, dtype)
 
+    def parts_of(self, array: Array) -> Array:
+        """The standard cannot make a complex number of an infinite part, so `from_parts` has no default."""
+        xp = self.namespace()
+        return self.flat(xp.stack([xp.real(array), xp.imag(array)], axis=-1))
+
     def write(self, out: Array, value: Array) -> None:
         """Copies values into an existing array."""
         out[...] = value

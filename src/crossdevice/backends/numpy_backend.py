@@ -79,6 +79,10 @@ class NumpyBackend(ArrayApiBackend):
         """The values in another dtype, bfloat16 included."""
         return array.astype(dtype_named(dtype))
 
+    def from_parts(self, parts: NDArray[Any]) -> NDArray[Any]:
+        """The same memory, seen as complex."""
+        return parts.view(np.result_type(parts.dtype, np.complex64))
+
     def scatter_rows(self, rows: NDArray[Any], indices: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
         """Repeated indices add up."""
         dense = np.zeros(shape, rows.dtype)

@@ -73,6 +73,12 @@ class Backend(Protocol):
     def round_once(self, wide: Array, dtype: str) -> Array:
         """float64 or complex128 values rounded once to `dtype`, even to a 16-bit one."""
 
+    def parts_of(self, array: Array) -> Array:
+        """A flat complex array's real and imaginary parts in turn, twice as many real elements."""
+
+    def from_parts(self, parts: Array) -> Array:
+        """The complex array of such parts."""
+
     def namespace(self) -> Any:
         """The library's array API namespace."""
 

@@ -89,6 +89,10 @@ class TorchBackend(ArrayApiBackend):
         bits = torch.where((back != wide) & ~wide.isnan(), bits | 1, bits)
         return self.cast(bits.view(torch.float32), dtype)
 
+    def from_parts(self, parts: torch.Tensor) -> torch.Tensor:
+        """The same memory, seen as complex."""
+        return torch.view_as_complex(parts.reshape(-1, 2))
+
     def scatter_rows(self, rows: torch.Tensor, indices: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Repeated indices add up."""
         dense = torch.zeros(shape, dtype=rows.dtype, device=rows.device)

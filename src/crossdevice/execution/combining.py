@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,32 +33,36 @@ def combine_with_array_functions(
     xp = backend.namespace()
     source = backend.dtype_of(arrays[0])
     is_mean = recipe.divisor is not None
+    if source in COMPLEXES and recipe.op is ReduceOp.SUM:
+        part = {"complex64": "float32", "complex128": "float64"}[source]
+        parts = [backend.parts_of(array) for array in arrays]
+        return backend.from_parts(combine_with_array_functions(backend, parts, recipe, part, device))
     if _needs_host(recipe, source):
         inputs = [backend.to_host(array) for array in arrays]
         output = np.empty(inputs[0].size, dtype_named(dtype))
         fused_pass(inputs, [output], recipe)
         return backend.copy(backend.from_host(output, output.shape, device), device)
-    if recipe.op is ReduceOp.MIN:
-        return _chain(xp.minimum, arrays)
-    if recipe.op is ReduceOp.MAX:
-        return _chain(xp.maximum, arrays)
-    function = xp.multiply if recipe.op is ReduceOp.PROD else xp.add
+    functions = {ReduceOp.MIN: xp.minimum, ReduceOp.MAX: xp.maximum, ReduceOp.PROD: xp.multiply}
+    function = functions.get(recipe.op, xp.add)
+    if len(arrays) == 1:
+        arrays = [backend.copy(arrays[0], device)]
+    if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
+        return functools.reduce(function, arrays)
     if source in INTEGERS:
         if is_mean and recipe.precision != "fast":
             arrays = [backend.cast(array, "int64") for array in arrays]
-        total = _chain(function, arrays)
-        return backend.cast(total, dtype) / recipe.divisor if is_mean else total
+        total = functools.reduce(function, arrays)
+        return _divided(xp, backend.cast(total, dtype), recipe.divisor) if is_mean else total
     if recipe.precision == "fast":
-        total = _chain(function, arrays)
-        return total / recipe.divisor if is_mean else total
+        return _divided(xp, functools.reduce(function, arrays), recipe.divisor)
     wide = "complex128" if source in COMPLEXES else "float64"
     widened = [backend.cast(array, wide) for array in arrays]
     total = (
         _compensated(xp, widened)
         if recipe.op is ReduceOp.SUM and source == wide
-        else _chain(function, widened)
+        else functools.reduce(function, widened)
     )
-    return backend.round_once(total / recipe.divisor if is_mean else total, dtype)
+    return backend.round_once(_divided(xp, total, recipe.divisor), dtype)
 
 
 def _needs_host(recipe: Recipe, source: str) -> bool:
@@ -69,11 +74,9 @@ def _needs_host(recipe: Recipe, source: str) -> bool:
     return recipe.precision == "exact"
 
 
-def _chain(function: Any, arrays: Sequence[Array]) -> Array:
-    total = arrays[0]
-    for array in arrays[1:]:
-        total = function(total, array)
-    return total + 0 if len(arrays) == 1 else total
+def _divided(xp: Any, total: Array, divisor: int | None) -> Array:
+    """A true division: by a plain number, PyTorch on a GPU would multiply by its reciprocal."""
+    return total if divisor is None else total / xp.full_like(total[:1], divisor)
 
 
 def _compensated(xp: Any, arrays: Sequence[Array]) -> Array:

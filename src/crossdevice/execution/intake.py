@@ -21,7 +21,7 @@ from crossdevice.errors import (
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DistributedValues
 from crossdevice.values.indexed_slices import IndexedSlices
-from crossdevice.values.nesting import NUMBERS, first_leaf, flatten, is_number_list, leaf_paths
+from crossdevice.values.nesting import NUMBERS, first_leaf, flatten, is_number, is_number_list, leaf_paths
 from crossdevice.values.variable import Variable
 
 
@@ -166,7 +166,7 @@ def _read_leaf(column: Sequence[Any], devices: Sequence[Device], path: str, what
             )
         if isinstance(item, Variable):
             arrays.append(item.value)
-        elif isinstance(item, (*NUMBERS, list, tuple)):
+        elif is_number(item) or isinstance(item, (list, tuple)):
             arrays.append(array_of_numbers(item))
         else:
             if backend_of_type(type(item)) is not None:

@@ -14,11 +14,16 @@ import optree
 NUMBERS = (bool, int, float, complex)
 
 
+def is_number(node: object) -> bool:
+    """Whether it is a plain Python number; NumPy's scalars are arrays: they have a dtype to keep."""
+    return isinstance(node, NUMBERS) and not hasattr(node, "dtype")
+
+
 def is_number_list(node: object) -> bool:
     """Whether a list or tuple, however deep, holds plain numbers and nothing else."""
     if not isinstance(node, (list, tuple)) or not node or hasattr(node, "_fields"):
         return False
-    return all(isinstance(child, NUMBERS) or is_number_list(child) for child in node)
+    return all(is_number(child) or is_number_list(child) for child in node)
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_number_list) -> tuple[list[Any], Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from crossdevice.errors import ShapeMismatchError
+from crossdevice.errors import ConversionError, ShapeMismatchError
 from crossdevice.values.device import Device, device_of, host_device
+from crossdevice.values.distributed import DistributedValues
 from crossdevice.values.reduce_op import VariableAggregation, VariableSynchronization
 
 
@@ -50,6 +51,10 @@ class Variable:
 
     def assign(self, value: Any) -> Variable:
         """Replaces the value; the shape must stay."""
+        if isinstance(value, DistributedValues):
+            raise ConversionError(
+                f"variable {self.name!r} holds one array; got a {type(value).__name__} of several"
+            )
         shape = tuple(getattr(value, "shape", ()))
         if shape != self.shape:
             raise ShapeMismatchError(

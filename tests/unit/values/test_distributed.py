@@ -67,19 +67,10 @@ def test_a_per_replica_is_an_array_inside_a_replica_only():
         assert np.asarray(value) == [2]
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        operator.add,
-        operator.sub,
-        operator.mul,
-        operator.truediv,
-        operator.floordiv,
-        operator.mod,
-        operator.pow,
-    ]
-    + [operator.lt, operator.le, operator.gt, operator.ge],
-)
+OPERATIONS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge")
+
+
+@pytest.mark.parametrize("operation", [getattr(operator, name) for name in OPERATIONS])
 def test_a_mirrored_computes_as_its_component(operation):
     value = Mirrored([np.float64([3.0]), np.float64([3.0])])
     assert operation(value, 2.0) == operation(3.0, 2.0)
@@ -126,6 +117,11 @@ def test_a_variable_keeps_its_shape():
     assert variable.value.tolist() == [-1, -1]
     with pytest.raises(ShapeMismatchError, match=r"variable 'w' has shape \(2,\)"):
         variable.assign(np.zeros(3))
+
+
+def test_a_variable_takes_no_distributed_value():
+    with pytest.raises(ConversionError, match="variable 'Variable' holds one array; got a PerReplica"):
+        Variable(1.0).assign(PerReplica([1.0, 2.0]))
 
 
 def test_indexed_slices_say_where_their_values_are():

@@ -219,8 +219,20 @@ def _run(tasks: Sequence[Task], prepared: _Prepared, recipe: Recipe) -> None:
     else:
         run_together(work, min(num_threads(), work_list.num_rows, 2 * traffic // THREADED_BYTES))
     if prepared.is_exact:
-        for inputs, outputs in work_list.pieces_left():
-            numpy_pass(inputs, outputs, recipe)
+        for (inputs, outputs), pieces in work_list.pieces_left():
+            _run_pieces(inputs, outputs, pieces, recipe)
+
+
+def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Sequence[tuple[int, int]], recipe: Recipe) -> None:
+    """Gathers pieces of the inputs, combines them in NumPy and scatters the results."""
+    gathered = [np.concatenate([item[start:stop] for start, stop in pieces]) for item in inputs]
+    result = np.empty(gathered[0].size, outputs[0].dtype)
+    numpy_pass(gathered, [result], recipe)
+    first = 0
+    for start, stop in pieces:
+        for item in outputs:
+            item[start:stop] = result[first : first + stop - start]
+        first += stop - start
 
 
 def _place_of(words: array[int]) -> tuple[int, int]:

@@ -20,7 +20,7 @@ WORD_BYTES = 8
 ROW_WORDS = 8
 """Inputs, how many, outputs, how many, first element, end, whether results bypass the cache, room for pieces left."""
 
-MAX_PIECES_LEFT = 32
+MAX_PIECES_LEFT = 128
 ROOM_WORDS = 2 + 2 * MAX_PIECES_LEFT
 """How many pieces are left, where the kernel gave up for want of room (-1: nowhere), start and length of each piece."""
 
@@ -63,19 +63,21 @@ class WorkList:
         """The address of the rows, their number, and the address of the counter."""
         return self._rows.buffer_info()[0], self.num_rows, self._counter.buffer_info()[0]
 
-    def pieces_left(self) -> Iterator[Task]:
-        """What the kernel was not certain of, and did not write: the inputs there are still what they were."""
-        if not any(self._rooms[::ROOM_WORDS]):
-            return
-        tasks = {id(inputs): (inputs, outputs) for inputs, outputs in self._tasks}
-        for row in range(self.num_rows):
-            number, gave_up, *bounds = self._rooms[row * ROOM_WORDS : (row + 1) * ROOM_WORDS]
+    def pieces_left(self) -> Iterator[tuple[Task, list[tuple[int, int]]]]:
+        """What the kernel was not certain of, and did not write: the inputs there are still what they were.
+
+        Each is a task and ranges of its elements: some short ones together, or a long one alone.
+        """
+        tasks = {id(inputs) + TUPLE_HEADER_BYTES: (inputs, outputs) for inputs, outputs in self._tasks}
+        for row, number in enumerate(self._rooms[::ROOM_WORDS]):
+            if number == 0:
+                continue
+            _, gave_up, *bounds = self._rooms[row * ROOM_WORDS : (row + 1) * ROOM_WORDS]
             inputs_place, *_, stop, _, _ = self._rows[row * ROW_WORDS : (row + 1) * ROW_WORDS]
             pieces = [(start, start + length) for start, length in zip(bounds[::2], bounds[1::2], strict=True)]
-            pieces = pieces[:number] + ([(gave_up, stop)] if gave_up >= 0 else [])
-            inputs, outputs = tasks[inputs_place - TUPLE_HEADER_BYTES]
-            for start, end in pieces:
-                yield tuple(item[start:end] for item in inputs), tuple(item[start:end] for item in outputs)
+            yield tasks[inputs_place], pieces[:number]
+            if gave_up >= 0:
+                yield tasks[inputs_place], [(gave_up, stop)]
 
 
 def _ranges(size: int, traffic: int) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,1 @@
+"""Commands: `crossdevice <command>`, one file each."""

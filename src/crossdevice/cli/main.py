@@ -1,0 +1,38 @@
+"""The `crossdevice` command: finds the subcommand and hands over."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import crossdevice
+from crossdevice.errors import CrossDeviceError
+
+COMMANDS = {
+    "bench": "measure reductions, in the columns of nccl-tests, beside other libraries",
+    "demo": "train a classifier of handwritten digits on logical CPU devices",
+}
+"""Each command is a module of this package with `add_arguments(parser)` and `run(arguments) -> exit code`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; what crossdevice refuses is printed as one line, without a traceback."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="crossdevice", description=crossdevice.__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"crossdevice {crossdevice.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if given[:1] == [name]:  # only the chosen one is imported
+            importlib.import_module(f"crossdevice.cli.{name}").add_arguments(command)
+    chosen = parser.parse_args(given)
+    try:
+        code: int = importlib.import_module(f"crossdevice.cli.{chosen.command}").run(chosen)
+    except CrossDeviceError as error:
+        print(f"crossdevice {chosen.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return code
