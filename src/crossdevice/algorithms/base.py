@@ -9,27 +9,30 @@ from typing import Any
 
 from crossdevice.errors import ConversionError
 from crossdevice.execution.batch import Dense, Request, checked_leaves, reduce_batch
-from crossdevice.execution.copying import copied_into, copied_to
+from crossdevice.execution.copying import copied_into, copied_to, shared_with
 from crossdevice.execution.destinations import read_destinations
 from crossdevice.execution.explaining import explained
-from crossdevice.execution.gathering import check_gather
+from crossdevice.execution.gathering import gathered
 from crossdevice.execution.intake import read_value
 from crossdevice.execution.leaf_spec import LeafSpec
 from crossdevice.execution.outputs import wrapped
 from crossdevice.execution.reduction import PreparedReduction
 from crossdevice.execution.remembering import RememberedCall, call_key
+from crossdevice.execution.spreading import checked_pairs, spread_outs, spread_pairs
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, PerReplica
-from crossdevice.values.nesting import flatten, is_number_list, unflatten
 from crossdevice.values.options import CommunicationOptions, as_options
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
 
 logger = logging.getLogger("crossdevice")
+
+MAX_KEPT = 1024
+"""Prepared reductions an object keeps; a program with more signatures starts over."""
 
 
 class CrossDeviceOps:
@@ -109,7 +112,7 @@ class CrossDeviceOps:
         out: Sequence[Any] | None = None,
     ) -> list[Any]:
         """Reduces many values at once: they share packs and passes. `out` has an entry for each pair."""
-        pairs = _checked_pairs(value_destination_pairs)
+        pairs = checked_pairs(value_destination_pairs)
         outs = [None] * len(pairs) if out is None else list(out)
         if len(outs) != len(pairs):
             raise ConversionError(
@@ -119,16 +122,30 @@ class CrossDeviceOps:
             reduce_op, pairs, experimental_hints if options is None else options, outs, "batch_reduce"
         )
 
-    def broadcast(self, tensor: Any, destinations: Any, *, out: Any = None) -> Any:
-        """Copies a value to each destination; a destination variable is not written."""
+    def broadcast(
+        self,
+        tensor: Any,
+        destinations: Any,
+        *,
+        options: CommunicationOptions | None = None,
+        out: Any = None,
+    ) -> Any:
+        """Copies a value to each destination; a destination variable is not written.
+
+        With `share_results` in the options, destinations in the value's own memory get the value itself,
+        read-only where the library can say so: nothing is copied.
+        """
         check_cross_replica("broadcast")
         devices = read_destinations(destinations)
+        shares = as_options(options).share_results
         if isinstance(tensor, PerReplica):
             raise ConversionError(
                 "broadcast takes one value; a PerReplica has a different one for each replica"
             )
         if out is not None:
             return copied_into(tensor, devices, out)
+        if shares and not self._overrides("broadcast_implementation"):
+            return shared_with(tensor, devices)
         return self.broadcast_implementation(tensor, destinations)
 
     def gather(
@@ -141,9 +158,8 @@ class CrossDeviceOps:
         """Concatenates a value's replicas along `axis`, in which they may differ, on each destination."""
         check_cross_replica("gather")
         as_options(options)
-
-        pairs, rebuilt = _spread([(per_replica_value, destinations)])
-        return rebuilt([_gathered(value, read_destinations(target), axis) for value, target in pairs])[0]
+        pairs, rebuilt = spread_pairs([(per_replica_value, destinations)])
+        return rebuilt([gathered(value, read_destinations(target), axis) for value, target in pairs])[0]
 
     def explain(
         self,
@@ -266,10 +282,10 @@ class CrossDeviceOps:
     ) -> list[Any]:
         check_cross_replica(call)
         op, chosen = ReduceOp(reduce_op), as_options(options)
-        spread, rebuilt = _spread(pairs)
+        spread, rebuilt = spread_pairs(pairs)
         requests = [
             Request(read_value(value), read_destinations(destinations), out)
-            for (value, destinations), out in zip(spread, _spread_outs(pairs, outs), strict=True)
+            for (value, destinations), out in zip(spread, spread_outs(pairs, outs), strict=True)
         ]
         if self._overrides_hooks():
             return rebuilt(
@@ -308,84 +324,3 @@ class CrossDeviceOps:
                 answer = leaves[0] if value.structure is None else wrapped(columns, value.structure, devices)
                 answers[number] = answer if out is None else copied_into(answer, devices, out)
         return answers
-
-
-MAX_KEPT = 1024
-"""Prepared reductions an object keeps; a program with more signatures starts over."""
-
-
-def _gathered(value: Any, destinations: tuple[Device, ...], axis: int) -> Any:
-    read = read_value(value)
-    gatherings = [check_gather(leaf, read.devices, axis) for leaf in read.leaves]
-    for gathering in gatherings:
-        for device in destinations:
-            gathering.backend.check_device(device)
-    return wrapped(
-        [leaf.run(read.devices, destinations) for leaf in gatherings], read.structure, destinations
-    )
-
-
-def _checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    expected = "expected an iterable of (value, destinations) tuples"
-    if not isinstance(pairs, Iterable):
-        raise ConversionError(f"value_destination_pairs is a {type(pairs).__name__}; {expected}")
-    listed = list(pairs)
-    for number, pair in enumerate(listed):
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ConversionError(f"pair {number} is a {type(pair).__name__}; {expected}")
-    return listed
-
-
-def _is_distributed_structure(value: Any) -> bool:
-    """Whether it is a structure with distributed values in it, as opposed to one value."""
-    if isinstance(value, DistributedValues) or hasattr(value, "dtype"):
-        return False
-    return any(isinstance(leaf, DistributedValues) for leaf in flatten(value, _is_value)[0])
-
-
-def _is_value(node: Any) -> bool:
-    return isinstance(node, DistributedValues) or is_number_list(node)
-
-
-def _spread(
-    pairs: Sequence[tuple[Any, Any]],
-) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]], list[Any]]]:
-    """Pairs in which structures of distributed values are replaced by their parts, and the way back."""
-    if not any(_is_distributed_structure(value) for value, _ in pairs):
-        return list(pairs), lambda results: results
-    spread: list[tuple[Any, Any]] = []
-    shapes: list[tuple[int, Any]] = []
-    for value, destinations in pairs:
-        if not _is_distributed_structure(value):
-            spread.append((value, destinations))
-            shapes.append((1, None))
-            continue
-        parts, structure = flatten(value, _is_value)
-        targets, target_structure = flatten(destinations, _is_value)
-        same = target_structure == structure
-        spread += [(part, targets[i] if same else destinations) for i, part in enumerate(parts)]
-        shapes.append((len(parts), structure))
-
-    def rebuilt(results: list[Any]) -> list[Any]:
-        left = iter(results)
-        return [
-            next(left) if structure is None else unflatten(structure, [next(left) for _ in range(count)])
-            for count, structure in shapes
-        ]
-
-    return spread, rebuilt
-
-
-def _spread_outs(pairs: Sequence[tuple[Any, Any]], outs: Sequence[Any]) -> list[Any]:
-    """The `out` of every part, spread as the values are."""
-    spread: list[Any] = []
-    for (value, _), out in zip(pairs, outs, strict=True):
-        if not _is_distributed_structure(value):
-            spread.append(out)
-            continue
-        parts, structure = flatten(value, _is_value)
-        found, out_structure = ([None] * len(parts), structure) if out is None else flatten(out, _is_value)
-        if out_structure != structure:
-            raise ConversionError(f"out has another structure than the value: {out_structure}")
-        spread += found
-    return spread

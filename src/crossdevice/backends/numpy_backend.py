@@ -67,7 +67,7 @@ class NumpyBackend(ArrayApiBackend):
 
     def read_only(self, array: NDArray[Any]) -> NDArray[Any]:
         """A view that refuses to be written to."""
-        view = array.view()
+        view = np.asarray(array).view()
         view.flags.writeable = False
         return view
 

@@ -50,7 +50,7 @@ class Backend(Protocol):
         """An array on `device`; in host memory it adopts `flat`."""
 
     def read_only(self, array: Array) -> Array:
-        """The array, marked as not to be written to where the library can do that."""
+        """Another array of the same memory, marked as not to be written to where the library can do that."""
 
     def to_host(self, array: Array) -> NDArray[Any]:
         """The elements of an array on any device, as a flat ndarray."""

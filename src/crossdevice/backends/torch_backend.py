@@ -70,6 +70,10 @@ class TorchBackend(ArrayApiBackend):
             tensor = torch.from_numpy(flat)
         return tensor.reshape(shape).to(_torch_device(device))
 
+    def read_only(self, array: torch.Tensor) -> torch.Tensor:
+        """PyTorch has no such mark: only the memory is shared."""
+        return array.detach()
+
     def flat(self, array: torch.Tensor) -> torch.Tensor:
         """Detached and contiguous."""
         return array.detach().contiguous().reshape(-1)

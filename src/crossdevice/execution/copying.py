@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from crossdevice.backends.protocol import Array, Backend
@@ -15,10 +16,22 @@ from crossdevice.values.indexed_slices import IndexedSlices
 
 def copied_to(value: Any, destinations: tuple[Device, ...]) -> Any:
     """The value in new memory on each destination."""
+    return _on_each(value, destinations, _copy)
+
+
+def shared_with(value: Any, destinations: tuple[Device, ...]) -> Any:
+    """The value itself where a destination shares its memory, a copy elsewhere."""
+    return _on_each(value, destinations, _shared)
+
+
+def _on_each(
+    value: Any, destinations: tuple[Device, ...], place: Callable[[Backend, Array, Device, Device], Array]
+) -> Any:
     read = read_value(_component(value))
+    (source,) = read.devices
     backends = [_checked_backend(leaf, read.devices, destinations) for leaf in read.leaves]
     results = [
-        [_copy(backend, leaf.arrays[0], device) for device in destinations]
+        [_placed(place, backend, leaf.arrays[0], source, device) for device in destinations]
         for leaf, backend in zip(read.leaves, backends, strict=True)
     ]
     return wrapped(results, read.structure, destinations)
@@ -61,9 +74,24 @@ def _checked_backend(leaf: Leaf, devices: tuple[Device, ...], destinations: tupl
     return backend
 
 
-def _copy(backend: Backend, array: Any, device: Device) -> Any:
-    if isinstance(array, IndexedSlices):
-        return IndexedSlices(
-            backend.copy(array.values, device), backend.copy(array.indices, device), array.dense_shape
-        )
+def _placed(
+    place: Callable[[Backend, Array, Device, Device], Array],
+    backend: Backend,
+    array: Any,
+    source: Device,
+    device: Device,
+) -> Any:
+    if not isinstance(array, IndexedSlices):
+        return place(backend, array, source, device)
+    values, indices = (place(backend, part, source, device) for part in (array.values, array.indices))
+    return IndexedSlices(values, indices, array.dense_shape)
+
+
+def _copy(backend: Backend, array: Array, source: Device, device: Device) -> Array:  # noqa: ARG001
     return backend.copy(array, device)
+
+
+def _shared(backend: Backend, array: Array, source: Device, device: Device) -> Array:
+    if backend.memory_of(source) != backend.memory_of(device):
+        return backend.copy(array, device)
+    return backend.read_only(array)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import ConversionError, DtypeMismatchError, ShapeMismatchError
-from crossdevice.execution.intake import Leaf, check_agreement, one_backend
+from crossdevice.execution.intake import Leaf, check_agreement, one_backend, read_value
+from crossdevice.execution.outputs import wrapped
 from crossdevice.values.device import Device
 
 
@@ -30,6 +31,17 @@ class Gathering(NamedTuple):
             for array, device in zip(self.arrays, devices, strict=True)
         ]
         return self.backend.concat(here, self.axis)
+
+
+def gathered(value: Any, destinations: tuple[Device, ...], axis: int) -> Any:
+    """The value's replicas end to end on each destination, wrapped."""
+    read = read_value(value)
+    gatherings = [check_gather(leaf, read.devices, axis) for leaf in read.leaves]
+    for gathering in gatherings:
+        for device in destinations:
+            gathering.backend.check_device(device)
+    results = [gathering.run(read.devices, destinations) for gathering in gatherings]
+    return wrapped(results, read.structure, destinations)
 
 
 def check_gather(leaf: Leaf, devices: Sequence[Device], axis: int) -> Gathering:

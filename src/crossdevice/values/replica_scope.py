@@ -26,6 +26,11 @@ def replica_scope(replica: int | None) -> Iterator[None]:
         _replica.reset(token)
 
 
+def enter_replica(replica: int) -> None:
+    """Makes the running contextvars context this replica's, for as long as the context lasts."""
+    _replica.set(replica)
+
+
 def check_cross_replica(call: str) -> None:
     """Refuses a call that only the cross-replica context may make."""
     replica = _replica.get()

@@ -125,6 +125,17 @@ def test_shared_results_are_one_read_only_array():
         first[0] = 1
 
 
+def test_a_shared_broadcast_copies_nothing():
+    source = np.float32([1, 2])
+    copies = DirectAllReduce().broadcast(
+        source, values(0, 0), options=CommunicationOptions(share_results=True)
+    )
+    assert all(np.shares_memory(source, copy) for copy in copies.values)
+    with pytest.raises(ValueError, match="read-only"):
+        copies.values[0][0] = 7
+    assert source.flags.writeable
+
+
 def test_explain_says_what_would_happen():
     text = RingAllReduce(num_packs=2).explain(
         PerReplica([{"a": np.zeros(3), "b": np.zeros(5)}] * 2), "cpu:0", CommunicationOptions(lowering="off")

@@ -18,10 +18,11 @@ def rounded(wide: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def with_one_nan(array: NDArray[Any]) -> NDArray[Any]:
-    """Replaces every NaN of a float array, in place, by the positive quiet one, so bits are defined."""
-    unordered = np.isnan(array)
+    """Replaces every NaN, in place, by the positive quiet one, so bits are defined; complex by its parts."""
+    parts = array.view(array.real.dtype) if array.dtype.kind == "c" else array
+    unordered = np.isnan(parts)
     if unordered.any():
-        array[unordered] = np.nan
+        parts[unordered] = np.nan
     return array
 
 

@@ -1,0 +1,77 @@
+"""Structures around distributed values: spread into pairs of one value each, and built again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from crossdevice.errors import ConversionError
+from crossdevice.values.distributed import DistributedValues
+from crossdevice.values.nesting import flatten, is_number_list, unflatten
+
+
+def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    """A list of the pairs, each of them a tuple of two."""
+    expected = "expected an iterable of (value, destinations) tuples"
+    if not isinstance(pairs, Iterable):
+        raise ConversionError(f"value_destination_pairs is a {type(pairs).__name__}; {expected}")
+    listed = list(pairs)
+    for number, pair in enumerate(listed):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ConversionError(f"pair {number} is a {type(pair).__name__}; {expected}")
+    return listed
+
+
+def _is_distributed_structure(value: Any) -> bool:
+    """Whether it is a structure with distributed values in it, as opposed to one value."""
+    if isinstance(value, DistributedValues) or hasattr(value, "dtype"):
+        return False
+    return any(isinstance(leaf, DistributedValues) for leaf in flatten(value, _is_value)[0])
+
+
+def _is_value(node: Any) -> bool:
+    return isinstance(node, DistributedValues) or is_number_list(node)
+
+
+def spread_pairs(
+    pairs: Sequence[tuple[Any, Any]],
+) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]], list[Any]]]:
+    """Pairs in which structures of distributed values are replaced by their parts, and the way back."""
+    if not any(_is_distributed_structure(value) for value, _ in pairs):
+        return list(pairs), lambda results: results
+    spread: list[tuple[Any, Any]] = []
+    shapes: list[tuple[int, Any]] = []
+    for value, destinations in pairs:
+        if not _is_distributed_structure(value):
+            spread.append((value, destinations))
+            shapes.append((1, None))
+            continue
+        parts, structure = flatten(value, _is_value)
+        targets, target_structure = flatten(destinations, _is_value)
+        same = target_structure == structure
+        spread += [(part, targets[i] if same else destinations) for i, part in enumerate(parts)]
+        shapes.append((len(parts), structure))
+
+    def rebuilt(results: list[Any]) -> list[Any]:
+        left = iter(results)
+        return [
+            next(left) if structure is None else unflatten(structure, [next(left) for _ in range(count)])
+            for count, structure in shapes
+        ]
+
+    return spread, rebuilt
+
+
+def spread_outs(pairs: Sequence[tuple[Any, Any]], outs: Sequence[Any]) -> list[Any]:
+    """The `out` of every part, spread as the values are."""
+    spread: list[Any] = []
+    for (value, _), out in zip(pairs, outs, strict=True):
+        if not _is_distributed_structure(value):
+            spread.append(out)
+            continue
+        parts, structure = flatten(value, _is_value)
+        found, out_structure = ([None] * len(parts), structure) if out is None else flatten(out, _is_value)
+        if out_structure != structure:
+            raise ConversionError(f"out has another structure than the value: {out_structure}")
+        spread += found
+    return spread
