@@ -6,11 +6,23 @@ BIN := $(VENV)/bin
 .PHONY: test check demo format clean
 .DEFAULT_GOAL := test
 
-# The stamp is older than pyproject.toml only when what is to be installed may have changed.
-$(VENV)/installed: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check]'
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
+
+# A stamp is older than pyproject.toml only when what is to be installed may have changed.
+$(VENV)/python-made:
+	$(PYTHON) -m venv $(VENV)
 	touch $@
+
+$(VENV)/demo-installed: pyproject.toml $(VENV)/python-made
+	$(PIP_INSTALL) '.[demo]'
+	touch $@
+
+$(VENV)/installed: pyproject.toml $(VENV)/python-made
+	$(PIP_INSTALL) '.[test,check,demo]'
+	touch $@ $(VENV)/demo-installed
+
+demo: $(VENV)/demo-installed  ## Trains a classifier on 4 logical CPU devices.
+	$(BIN)/crossdevice demo
 
 check: $(VENV)/installed  ## Format, lint, types, layers and the fast tests: under a minute.
 	$(BIN)/ruff format --check .

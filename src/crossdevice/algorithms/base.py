@@ -312,7 +312,7 @@ class CrossDeviceOps:
                     (PerReplica.of(leaf.arrays, request.value.devices), destinations[number])
                     for leaf in request.value.leaves
                 ]
-        if call == "reduce":
+        if call == "reduce" and (self._overrides("reduce_implementation") or self._overrides("plan_sum")):
             made = [self.reduce_implementation(op, value, target, options) for value, target in pairs]
         else:
             made = list(self.batch_reduce_implementation(op, pairs, options)) if pairs else []

@@ -59,6 +59,7 @@ def test_a_subclass_may_override_the_batch_alone():
             return [len(value_destination_pairs)] * len(value_destination_pairs)
 
     assert Counting().batch_reduce("sum", [(values(1, 2), "cpu:0")] * 3) == [3, 3, 3]
+    assert Counting().reduce("sum", values(1, 2), "cpu:0") == 1, "a batch of one"
 
 
 def test_a_subclass_may_call_the_bases_implementation():

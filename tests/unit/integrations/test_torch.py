@@ -1,0 +1,154 @@
+"""PyTorch modules over logical devices: the same numbers as one device, the same bits on all."""
+
+import copy
+
+import pytest
+import torch
+
+from crossdevice import CommunicationOptions, MirroredStrategy, PerReplica, RingAllReduce
+from crossdevice.errors import ContextError, MismatchError
+from crossdevice.integrations.torch import DataParallel, MirroredModule
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+
+
+def batch(size, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [12, 10, 2])
+def test_data_parallel_has_the_losses_and_gradients_of_one_device(count, size):
+    alone, shared = network(), DataParallel(network(), devices=[f"cpu:{i}" for i in range(count)])
+    ours, theirs = sgd(shared.parameters()), sgd(alone.parameters())
+    for seed in range(3):
+        x, y = batch(size, seed)
+        losses = []
+        for model, optimizer in ((shared, ours), (alone, theirs)):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[0], losses[1])
+    for left, right in zip(shared.module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_data_parallel_takes_structures_keyword_arguments_and_plain_values():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, inputs, *, factor):
+            return {"out": inputs["x"] * self.weight * factor, "sum": inputs["x"].sum()}
+
+    model = DataParallel(Scaled(), devices=["cpu:0", "cpu:1"])
+    answer = model({"x": torch.arange(3.0)}, factor=2)
+    assert answer["out"].tolist() == [0, 2, 4]
+    assert answer["sum"].tolist() == [1, 2], "one number per replica, as in torch.nn.DataParallel"
+
+
+def test_data_parallel_keeps_the_first_copys_buffers_and_follows_train_and_eval():
+    torch.manual_seed(0)
+    model = DataParallel(torch.nn.BatchNorm1d(6), devices=["cpu:0", "cpu:1"])
+    x, _ = batch(8)
+    model(x)
+    expected = torch.nn.BatchNorm1d(6)
+    expected(x[:4])
+    torch.testing.assert_close(model.module.running_mean, expected.running_mean)
+    model.eval()
+    torch.testing.assert_close(model(x), expected.eval()(x))
+
+
+def test_data_parallel_is_a_module_with_the_original_inside():
+    original = network()
+    model = DataParallel(original, devices=["cpu:0", "cpu:1"])
+    assert model.module is original
+    assert len(list(model.parameters())) == 4
+    with torch.no_grad():
+        assert not model(batch(4)[0]).requires_grad
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_mirrored_module_trains_as_one_device_does_and_stays_in_step(count):
+    alone = network()
+    strategy = MirroredStrategy([f"cpu:{i}" for i in range(count)], RingAllReduce())
+    model = MirroredModule(copy.deepcopy(alone), strategy)
+    optimizers, optimizer = model.optimizers(sgd), sgd(alone.parameters())
+
+    def step(x, y, optimizer):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y, reduction="sum") / 10
+        loss.backward()
+        model.reduce_gradients("sum")
+        optimizer.step()
+        return loss.detach()
+
+    dataset = strategy.experimental_distribute_dataset([batch(10, seed) for seed in range(4)])
+    for number, (x, y) in enumerate(dataset):
+        losses = strategy.run(step, args=(x, y, optimizers))
+        optimizer.zero_grad()
+        expected = torch.nn.functional.cross_entropy(alone(batch(10, number)[0]), batch(10, number)[1])
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(strategy.reduce("sum", losses, axis=None), expected.detach())
+        model.check_in_step()
+    for left, right in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_a_replica_that_drifts_is_named():
+    model = MirroredModule(network(), MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]))
+    model.check_in_step()
+    with torch.no_grad():
+        model.replicas[2][0].bias[1] += 1e-7
+    with pytest.raises(MismatchError, match=r"replica 2 differs from replica 0 in '0\.bias'"):
+        model.check_in_step()
+
+
+def test_buffers_are_brought_into_step():
+    strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+    model = MirroredModule(torch.nn.BatchNorm1d(6), strategy)
+    strategy.run(lambda x: model(x), args=(PerReplica([batch(4, 1)[0], batch(4, 2)[0]]),))
+    with pytest.raises(MismatchError):
+        model.check_in_step()
+    model.synchronize_buffers()
+    model.check_in_step()
+
+
+def test_gradients_are_reduced_by_replicas_and_options_are_passed_on():
+    strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+    model = MirroredModule(torch.nn.Linear(1, 1, bias=False).bfloat16(), strategy)
+    with pytest.raises(ContextError, match=r"inside of strategy\.run"):
+        model.reduce_gradients()
+
+    def gradient(value):
+        model.weight.grad = torch.full((1, 1), value, dtype=torch.bfloat16)
+        model.reduce_gradients("sum", CommunicationOptions(precision="exact"))
+        return model.weight.grad
+
+    results = strategy.run(gradient, args=(PerReplica([256.0, 3.0]),))
+    assert [part.item() for part in results.values] == [260.0, 260.0]
+
+
+def test_gradients_that_only_some_replicas_have_are_an_error():
+    strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+    model = MirroredModule(network(), strategy)
+
+    def step(has_gradient):
+        if has_gradient:
+            model(batch(2)[0]).sum().backward()
+        model.reduce_gradients()
+
+    with pytest.raises(ValueError, match="replica"):
+        strategy.run(step, args=(PerReplica([True, False]),))
