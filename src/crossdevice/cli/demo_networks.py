@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,7 +81,9 @@ def _numpy_step(parameters: Arrays, velocities: Arrays, images: Any, labels: Any
         "w2": hidden.T @ of_scores,
         "b2": of_scores.sum(axis=0),
     }
-    total, mean_loss = get_replica_context().all_reduce("sum", (gradients, np.float32(loss)))
+    context = get_replica_context()
+    assert context is not None, "steps run as replicas"
+    total, mean_loss = context.all_reduce("sum", (gradients, np.float32(loss)))
     for name, gradient in total.items():
         velocities[name] *= np.float32(MOMENTUM)
         velocities[name] -= np.float32(LEARNING_RATE) * gradient
@@ -142,7 +145,10 @@ class TorchNetwork:
         ]
 
 
-NETWORKS = {"numpy": NumpyNetwork, "torch": TorchNetwork}
+NETWORKS: dict[str, Callable[[MirroredStrategy, Arrays], Network]] = {
+    "numpy": NumpyNetwork,
+    "torch": TorchNetwork,
+}
 
 
 def initial_parameters(seed: int) -> Arrays:

@@ -1,0 +1,297 @@
+"""Holds crossdevice to its promises: measures every row of the table below and fails if one is missed.
+
+    python benchmarks/floors.py [--rows PATTERN] [--rounds N] [--quick]
+
+All competitors of a row take turns, round after round, and medians are compared. NumPy and PyTorch run in
+this process, TensorFlow and JAX in one of their own, gloo and MPI in one for each replica; between their
+turns they sleep. "of the limit" compares with the time in which this machine copies the bytes that an
+all-reduce must read and write when every replica gets memory of its own. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import functools
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from resnet50 import gradient_shapes
+
+from crossdevice.cli.bench import data, limit
+from crossdevice.cli.bench.calls import Competitor, Inspection, Measurable
+from crossdevice.cli.bench.measure import Schedule, seconds_in_turns
+from crossdevice.cli.bench.ours import CrossDeviceCompetitor
+from crossdevice.cli.bench.peers import PEERS, lacking, peer_class
+from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
+from crossdevice.cli.bench.report import machine
+from crossdevice.cli.bench.work import Place, Work
+from crossdevice.functions import DEFAULT_ALGORITHM
+from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions
+
+MIB = 1 << 20
+QUICK_DIVISOR = 64
+
+OURS = {
+    "fast": CommunicationOptions(precision="fast"),
+    "accurate": DEFAULT_OPTIONS,
+    "exact": CommunicationOptions(precision="exact"),
+    "shared": CommunicationOptions(share_results=True),
+}
+
+
+class Runner(NamedTuple):
+    """A competitor (one of OURS, of PEERS, or "limit") and where its results go."""
+
+    name: str
+    place: Place = "fresh"
+
+
+LIMIT = Runner("limit", "given")
+GIVEN: Place = "given"
+
+
+class Row(NamedTuple):
+    """One promise: `ours` against another, as a share in %, as times faster, or alone in microseconds."""
+
+    text: str
+    ours: Runner
+    against: Runner | None
+    unit: str
+    floor: float
+    aim: float
+
+
+class Group(NamedTuple):
+    """Rows whose competitors take turns with each other on the same work."""
+
+    work: Work
+    rows: tuple[Row, ...]
+
+
+def groups(*, quick: bool) -> list[Group]:
+    """The whole table."""
+    shrink = QUICK_DIVISOR if quick else 1
+    shapes = tuple(gradient_shapes()[:: 16 if quick else 1])
+
+    def one_array(op: str, dtype: str, num_devices: int, mebibytes: int) -> Work:
+        count = mebibytes * MIB // shrink // ITEM_BYTES[dtype]
+        return Work("all_reduce", op, dtype, num_devices, ((count,),))
+
+    resnet = Work("all_reduce", "MEAN", "float32", 8, shapes)
+    return [
+        Group(one_array("SUM", "float32", 8, 16), tuple(_limit_rows("8 x 16 MiB"))),
+        Group(
+            one_array("SUM", "float32", 8, 100),
+            (
+                *_limit_rows("8 x 100 MiB"),
+                _times("8 x 100 MiB, no out=, against a PyTorch loop", Runner("accurate"), "torch", 5, 9),
+                _times("8 x 100 MiB, no out=, against a NumPy loop", Runner("accurate"), "numpy", 3, 4.5),
+            ),
+        ),
+        Group(
+            resnet,
+            (
+                Row("ResNet-50 MEAN, of the limit", Runner("accurate"), LIMIT, "%", 70, 90),
+                _times("ResNet-50 MEAN against a PyTorch loop", Runner("accurate"), "torch", 1.5, 2),
+                _times("ResNet-50 MEAN against a NumPy loop", Runner("accurate"), "numpy", 2, 2.8),
+                _times(
+                    "ResNet-50 MEAN against PyTorch flatten-reduce-split",
+                    Runner("accurate"),
+                    "torch_flatten",
+                    8,
+                    12,
+                ),
+            ),
+        ),
+        *(
+            Group(resnet, (_times(f"ResNet-50 MEAN against {what}", Runner(ours), peer, floor, aim),))
+            for what, ours, peer, floor, aim in (
+                ("TensorFlow HierarchicalCopy(1)", "accurate", "tensorflow_hierarchical_copy", 8, 15),
+                ("TensorFlow ring", "accurate", "tensorflow_ring", 8, 15),
+                ("TensorFlow one device, shared results", "shared", "tensorflow", 2, 4),
+            )
+        ),
+        Group(
+            one_array("SUM", "float32", 4, 100),
+            (
+                _times("4 x 100 MiB, no out=, against JAX psum", Runner("accurate"), "jax", 5, 10),
+                _times("4 x 100 MiB, in place, against gloo", Runner("accurate", "in_place"), "gloo", 8, 12),
+                _times("4 x 100 MiB, out=, against MPI", Runner("accurate", GIVEN), "mpi", 4, 8),
+            ),
+        ),
+        Group(
+            Work("all_reduce", "SUM", "float32", 8, ((1,),)),
+            (
+                Row("one element, 8 replicas", Runner("accurate"), None, "us", 30, 12),
+                _times("one element against TensorFlow one device", Runner("accurate"), "tensorflow", 20, 60),
+                _times("one element against JAX psum", Runner("accurate"), "jax", 8, 20),
+            ),
+        ),
+        Group(
+            one_array("SUM", "bfloat16", 8, 50),
+            (Row("8 x 50 MiB bfloat16, out=, of the limit", Runner("accurate", GIVEN), LIMIT, "%", 70, 90),),
+        ),
+    ]
+
+
+def _limit_rows(what: str) -> list[Row]:
+    return [
+        Row(f"{what}, out=, fast, of the limit", Runner("fast", GIVEN), LIMIT, "%", 90, 100),
+        Row(f"{what}, out=, accurate, of the limit", Runner("accurate", GIVEN), LIMIT, "%", 80, 95),
+        Row(f"{what}, out=, exact, of the limit", Runner("exact", GIVEN), LIMIT, "%", 50, 80),
+        Row(f"{what}, no out=, accurate, of the limit", Runner("accurate"), LIMIT, "%", 70, 90),
+    ]
+
+
+def _times(text: str, ours: Runner, peer: str, floor: float, aim: float) -> Row:
+    """So many times as fast as a peer; gloo and MPI write where they are told to, others make new results."""
+    places: dict[str, Place] = {"gloo": "in_place", "mpi": "given"}
+    return Row(text, ours, Runner(peer, places.get(peer, "fresh")), "x", floor, aim)
+
+
+class Copies:
+    """The copy limit as a competitor: the same bytes, in as many long arrays as there are replicas."""
+
+    def __init__(self, work: Work, way: str) -> None:
+        size = -(-work.num_elements * ITEM_BYTES[work.dtype] // 4)
+        sources = [np.ones(size, np.float32) for _ in range(work.num_devices)]
+        targets = [np.zeros(size, np.float32) for _ in range(work.num_devices)]
+        self._copy = limit.WAYS[way](sources, targets)
+        self.places: tuple[Place, ...] = ("given",)
+
+    def turn(self, place: Place, repeats: int) -> float:  # noqa: ARG002
+        return statistics.fmean(limit.seconds_of(self._copy) for _ in range(repeats))
+
+    def inspect(self, place: Place, *, counts_wrong: bool) -> Inspection:  # noqa: ARG002
+        return Inspection("own", 0)
+
+
+class Measured(NamedTuple):
+    """What one group's turns gave: seconds of each runner, what its results look like, and who is missing."""
+
+    seconds: dict[Runner, float]
+    looks: dict[Runner, Inspection]
+    missing: dict[str, str]
+
+
+def measured(group: Group, schedule: Schedule) -> Measured:
+    """Runs all that the group's rows need."""
+    wanted = {runner for row in group.rows for runner in (row.ours, row.against) if runner is not None}
+    inputs = data.all_arrays(group.work)
+    ready: dict[str, Measurable] = {}
+    places: dict[str, Place] = {}
+    named: dict[str, Runner] = {}
+    missing: dict[str, str] = {}
+    with contextlib.ExitStack() as closing:
+        competitors: dict[str, Measurable] = {}
+        for runner in sorted(wanted):
+            if runner == LIMIT:
+                for way in limit.WAYS:
+                    ready[way], places[way], named[way] = Copies(group.work, way), "given", LIMIT
+                continue
+            if runner.name not in competitors and runner.name not in missing:
+                made = _made(runner.name, group.work.num_devices)
+                if isinstance(made, str):
+                    missing[runner.name] = made
+                    continue
+                closing.callback(made.close)
+                competitors[runner.name] = made.ready(group.work, inputs)
+            if runner.name in competitors:
+                key = f"{runner.name} {runner.place}"
+                ready[key], places[key], named[key] = competitors[runner.name], runner.place, runner
+        turns = seconds_in_turns(ready, places, schedule)
+        seconds: dict[Runner, float] = {}
+        for key, runner in named.items():
+            seconds[runner] = min(seconds.get(runner, math.inf), statistics.median(turns[key]))
+        looks = {runner: ready[key].inspect(runner.place, counts_wrong=True) for key, runner in named.items()}
+    return Measured(seconds, looks, missing)
+
+
+def _made(name: str, num_devices: int) -> Competitor | str:
+    """The competitor, or why there is none."""
+    if name in OURS:
+        return CrossDeviceCompetitor(DEFAULT_ALGORITHM, "numpy", OURS[name], name=name)
+    missing = lacking(name)
+    if missing is not None:
+        return missing
+    if PEERS[name].runs == "here":
+        made: Competitor = peer_class(name)()
+        return made
+    try:
+        return PeerProcesses(name, num_devices)
+    except PeerProcessError as error:
+        return str(error)
+
+
+def judged(row: Row, found: Measured, *, quick: bool) -> tuple[str, bool]:
+    """The row's line, and whether its promise is kept; a peer that is missing breaks none."""
+    if row.against is not None and row.against.name in found.missing:
+        return f"{row.text:<56} {'':>9}  skipped: {found.missing[row.against.name]}", True
+    ours = found.seconds[row.ours]
+    if row.against is None:
+        figure, is_kept, reaches_aim = ours * 1e6, ours * 1e6 <= row.floor, ours * 1e6 <= row.aim
+    else:
+        figure = found.seconds[row.against] / ours * (100 if row.unit == "%" else 1)
+        is_kept, reaches_aim = figure >= row.floor, figure >= row.aim
+    wrong = found.looks[row.ours].wrong
+    verdict = "not judged" if quick else "BELOW" if not is_kept else "aim reached" if reaches_aim else "ok"
+    verdict += f", {wrong} WRONG" if wrong else ""
+    note = ""
+    if row.against is not None and row.against != LIMIT:
+        note = f"  ({found.looks[row.ours].memory} memory against {found.looks[row.against].memory})"
+    line = f"{row.text:<56} {figure:>7.4g} {row.unit:<2} {row.floor:>6g} {row.aim:>6g}  {verdict}{note}"
+    return line, (is_kept or quick) and not wrong
+
+
+def selected(table: Sequence[Group], pattern: str) -> list[Group]:
+    """Groups with the rows whose text has the pattern in it."""
+    kept = [
+        Group(
+            group.work,
+            tuple(row for row in group.rows if fnmatch.fnmatch(row.text.lower(), f"*{pattern.lower()}*")),
+        )
+        for group in table
+    ]
+    return [group for group in kept if group.rows]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", default="*", metavar="PATTERN", help="only rows with this in their text")
+    parser.add_argument("--rounds", type=int, default=15, help="of which the median counts (15)")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small sizes and three rounds, to see that all runs; nothing is judged",
+    )
+    arguments = parser.parse_args()
+    schedule = Schedule(3, 1) if arguments.quick else Schedule(arguments.rounds, 3)
+    table = selected(groups(quick=arguments.quick), arguments.rows)
+    if not table:
+        print(f"no row has {arguments.rows!r} in its text", file=sys.stderr)
+        return 2
+    say = functools.partial(print, flush=True)
+    say(f"# {machine()}, {schedule.iterations} rounds")
+    if arguments.quick:
+        say("# quick: small sizes, nothing is judged")
+    say(f"# {'work (float32 unless said, default options)':<54} {'measured':>9} {'floor':>6} {'aim':>6}")
+    missed = 0
+    for group in table:
+        found = measured(group, schedule)
+        for row in group.rows:
+            line, is_kept = judged(row, found, quick=arguments.quick)
+            missed += not is_kept
+            say(line)
+    say(f"# {missed} of {sum(len(group.rows) for group in table)} rows below their floor or wrong")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

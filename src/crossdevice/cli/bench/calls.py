@@ -1,0 +1,171 @@
+"""The calls of one competitor for one work, on arrays of its own, timed in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.backends.protocol import Array, Backend, dtype_named
+from crossdevice.cli.bench import data
+from crossdevice.cli.bench.work import Place, Work
+from crossdevice.values.device import host_device
+
+Memory = Literal["own", "shared"]
+"""Whether every destination's result has memory of its own, or all are one array seen several times."""
+
+Results = Sequence[Sequence[Array]]
+"""For each destination its arrays."""
+
+Call = Callable[[], Any]
+"""Does the work and returns results in whatever form it gets them."""
+
+Read = Callable[[Any], Sequence[data.Arrays]]
+"""Makes of what a call returned the flat host arrays of each destination; not timed."""
+
+
+class Inspection(NamedTuple):
+    """What one call's results look like; `wrong` is None if nobody counted."""
+
+    memory: Memory
+    wrong: int | None
+
+
+class Measurable(Protocol):
+    """A competitor ready for one work."""
+
+    places: tuple[Place, ...]
+
+    def turn(self, place: Place, repeats: int) -> float:
+        """Seconds per call, of `repeats` calls."""
+
+    def inspect(self, place: Place, *, counts_wrong: bool) -> Inspection:
+        """Looks at the results of one more call."""
+
+
+class Competitor(Protocol):
+    """Something that can do collectives."""
+
+    name: str
+
+    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Measurable:
+        """Brings its arrays into place; `inputs` are flat, in this process, and not to be written to."""
+
+    def close(self) -> None:
+        """Ends what was started for it."""
+
+
+class Arrays:
+    """One library's arrays for a work: inputs, memory for results, and inputs that results replace."""
+
+    def __init__(self, work: Work, inputs: Sequence[data.Arrays], backend: Backend) -> None:
+        self._flat_inputs = inputs
+        self._backend = backend
+        self.inputs = [self._shaped(arrays, work.shapes, replica) for replica, arrays in enumerate(inputs)]
+        result = dtype_named(work.result_dtype)
+        shares = work.num_inputs if work.collective == "gather" else 1
+        shapes = [(shape[0] * shares, *shape[1:]) if shares > 1 else shape for shape in work.shapes]
+        self._flat_given = [
+            [np.zeros(int(np.prod(shape)), result) for shape in shapes] for _ in range(work.num_results)
+        ]
+        self.given = [
+            self._shaped(arrays, shapes, destination) for destination, arrays in enumerate(self._flat_given)
+        ]
+        # In place, a destination's result replaces the input there.
+        self.replaced = [*self.given, *self.inputs[len(self.given) :]]
+        self.can_replace = work.collective != "gather" and work.dtype == work.result_dtype
+        first = self.given[0][0]
+        self.can_be_written = backend.writable_view(first) is not None
+
+    def refill(self) -> None:
+        """Puts the inputs back that results in place have replaced."""
+        for arrays, originals in zip(self._flat_given, self._flat_inputs, strict=False):
+            for array, original in zip(arrays, originals, strict=True):
+                np.copyto(array, original)
+
+    def poison(self) -> None:
+        """Makes sure that results of an earlier call are not taken for those of the next."""
+        for arrays in self._flat_given:
+            for array in arrays:
+                array.fill(data.POISON)
+
+    def read(self, results: Results) -> list[data.Arrays]:
+        """The elements of results, flat."""
+        return [[self._backend.host_view(array) for array in arrays] for arrays in results]
+
+    def _shaped(
+        self, arrays: Sequence[NDArray[Any]], shapes: Sequence[tuple[int, ...]], replica: int
+    ) -> list[Array]:
+        device = host_device(replica)
+        return [self._backend.from_host(a, shape, device) for a, shape in zip(arrays, shapes, strict=True)]
+
+
+class Calls:
+    """Calls that are timed here; `meet` is called before every turn, where other processes take part."""
+
+    def __init__(
+        self,
+        work: Work,
+        calls: Mapping[Place, Call],
+        *,
+        read: Read,
+        refill: Callable[[], None] | None = None,
+        poison: Callable[[], None] | None = None,
+        meet: Callable[[], None] | None = None,
+        rounds_once: bool = False,
+    ) -> None:
+        self._work = work
+        self._calls = calls
+        self._read = read
+        self._refill = refill or _nothing
+        self._poison = poison or _nothing
+        self._meet = meet or _nothing
+        self._rounds_once = rounds_once
+        self.places: tuple[Place, ...] = tuple(calls)
+
+    def turn(self, place: Place, repeats: int) -> float:
+        """Seconds per call; letting go of the results is part of it, bringing inputs back is not."""
+        call = self._calls[place]
+        if place == "in_place":
+            return sum(self._refilled_seconds(call) for _ in range(repeats)) / repeats
+        if repeats > 1:
+            call()  # after another competitor's turn, caches are cold
+        self._meet()
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - begin) / repeats
+
+    def inspect(self, place: Place, *, counts_wrong: bool) -> Inspection:
+        """One more call, for its results."""
+        if place != "fresh":
+            self._poison()
+        if place == "in_place":
+            self._refill()
+        self._meet()
+        made = self._calls[place]()  # held while its arrays are looked at: views may not own what they show
+        results = self._read(made)
+        wrong = None
+        if counts_wrong:
+            wrong = data.num_wrong(self._work, results, rounds_once=self._rounds_once)
+        return Inspection(_memory_of(results), wrong)
+
+    def _refilled_seconds(self, call: Call) -> float:
+        self._refill()
+        self._meet()
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+
+def _memory_of(results: Sequence[Sequence[NDArray[Any]]]) -> Memory:
+    """As the addresses say, not as a library's documentation does."""
+    starts = [array.__array_interface__["data"][0] for arrays in results for array in arrays if array.size]
+    return "own" if len(set(starts)) == len(starts) else "shared"
+
+
+def _nothing() -> None:
+    pass

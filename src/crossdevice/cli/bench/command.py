@@ -1,0 +1,170 @@
+"""`crossdevice bench`: measures collectives as nccl-tests does, alone or beside other libraries."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from crossdevice.algorithms.registry import ALGORITHMS
+from crossdevice.backends.registry import BACKENDS
+from crossdevice.cli.bench.calls import Competitor
+from crossdevice.cli.bench.measure import Schedule, measured_rows
+from crossdevice.cli.bench.ours import CrossDeviceCompetitor
+from crossdevice.cli.bench.peers import PEERS, check_peers, lacking, peer_class
+from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
+from crossdevice.cli.bench.progress import progress
+from crossdevice.cli.bench.report import Report
+from crossdevice.cli.bench.work import COLLECTIVES, Work, bytes_of, dtype_of, op_of, sizes_between
+from crossdevice.errors import OptionError
+from crossdevice.functions import DEFAULT_ALGORITHM
+from crossdevice.kernels.host.threads import set_num_threads
+from crossdevice.values.device import host_device
+from crossdevice.values.options import LOWERINGS, PRECISIONS, CommunicationOptions
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The letters are those of nccl-tests."""
+    add = parser.add_argument
+    add("-b", "--minbytes", default="4K", metavar="SIZE", help="smallest size, such as 512, 4K, 1M (4K)")
+    add("-e", "--maxbytes", default="64M", metavar="SIZE", help="largest size (64M)")
+    add("-f", "--stepfactor", type=int, default=4, metavar="N", help="factor between sizes (4)")
+    add("-n", "--iters", type=int, default=20, metavar="N", help="rounds, of which the median counts (20)")
+    add("-w", "--warmup-iters", type=int, default=5, metavar="N", help="rounds before that (5)")
+    add("-c", "--check", type=int, choices=(0, 1), default=1, help="count wrong results (1)")
+    add(
+        "-d", "--datatype", default="float", metavar="DTYPE", help="float, half, bfloat16, int32, ... (float)"
+    )
+    add("-o", "--op", default="sum", help="sum, avg, min, max or prod (sum)")
+    add("-g", "--ngpus", type=int, default=8, metavar="N", help="number of devices (8)")
+    add("-J", "--json", type=Path, metavar="FILE", help="write the results as JSON")
+    add("--collective", choices=COLLECTIVES, default="all_reduce")
+    add(
+        "--algorithm",
+        action="append",
+        metavar="NAME",
+        help=f"{', '.join(ALGORITHMS)}, module:class, or all; may be repeated ({DEFAULT_ALGORITHM})",
+    )
+    add("--backend", default="numpy", metavar="NAME", help=f"{' or '.join(BACKENDS)} (numpy)")
+    add("--precision", choices=PRECISIONS, default="accurate")
+    add("--lowering", choices=LOWERINGS, default="auto", help="off: run plans step by step (auto)")
+    add("--share-results", action="store_true", help="crossdevice too gives all devices one result")
+    add("--fresh", action="store_true", help="new results in every call, instead of memory given once")
+    add("--threads", type=int, metavar="N", help="threads of crossdevice and PyTorch (as many as cores)")
+    add(
+        "--against",
+        default="",
+        metavar="LIST",
+        help=f"peers, separated by commas: {', '.join(PEERS)}, or all",
+    )
+    add("--chart", type=Path, action="append", default=[], metavar="FILE", help="draw FILE.svg or FILE.html")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the table; 1 if a result of ours was wrong."""
+    works = _works(arguments)
+    peers = _peers(arguments.against)
+    for path in arguments.chart:
+        if path.suffix not in (".svg", ".html"):
+            raise OptionError(f"{str(path)!r} is no chart; expected a name that ends in .svg or .html")
+    set_num_threads(arguments.threads)
+    try:
+        with contextlib.ExitStack() as closing:
+            ours = _ours(arguments)
+            report = Report(arguments, _command(arguments), works[0], [one.name for one in ours])
+            report.begin()
+            others = _started(peers, arguments, report, closing)
+            report.open_table(compares=len(ours) + len(others) > 1)
+            _measure(works, [*ours, *others], arguments, report)
+    finally:
+        set_num_threads(None)
+    return report.end()
+
+
+def _measure(
+    works: Sequence[Work], competitors: Sequence[Competitor], arguments: argparse.Namespace, report: Report
+) -> None:
+    schedule = Schedule(arguments.iters, arguments.warmup_iters, bool(arguments.check), arguments.fresh)
+    with progress(2 * arguments.iters * len(works)) as advance:
+        for work in works:
+            report.add(
+                measured_rows(
+                    work,
+                    competitors,
+                    schedule,
+                    say=report.remark,
+                    tick=functools.partial(advance, f"{work.size_bytes} B"),
+                )
+            )
+
+
+def _works(arguments: argparse.Namespace) -> list[Work]:
+    for name, least in (("-n", 1), ("-w", 0), ("-g", 2)):
+        given = {"-n": arguments.iters, "-w": arguments.warmup_iters, "-g": arguments.ngpus}[name]
+        if given < least:
+            raise OptionError(f"{name} must be {least} or more; got {given}")
+    sizes = sizes_between(bytes_of(arguments.minbytes), bytes_of(arguments.maxbytes), arguments.stepfactor)
+    dtype, op = dtype_of(arguments.datatype), op_of(arguments.op)
+    works = [Work.of_size(arguments.collective, op, dtype, arguments.ngpus, size) for size in sizes]
+    return list(dict.fromkeys(works))
+
+
+def _ours(arguments: argparse.Namespace) -> list[Competitor]:
+    options = CommunicationOptions(
+        precision=arguments.precision, lowering=arguments.lowering, share_results=arguments.share_results
+    )
+    names = list(dict.fromkeys(arguments.algorithm or [DEFAULT_ALGORITHM]))
+    devices = [host_device(index) for index in range(arguments.ngpus)]
+    if "all" in names:
+        # NCCL has nothing to do on the host; asked for by name, what it falls back to is measured.
+        names = [name for name in ALGORITHMS if ALGORITHMS.load(name)().fallback_reason(devices) is None]
+    BACKENDS.load(arguments.backend)
+    return [CrossDeviceCompetitor(name, arguments.backend, options) for name in names]
+
+
+def _peers(text: str) -> list[str]:
+    names = list(dict.fromkeys(filter(None, (name.strip() for name in text.split(",")))))
+    names = list(PEERS) if "all" in names else names
+    check_peers(names)
+    return names
+
+
+def _started(
+    peers: Sequence[str], arguments: argparse.Namespace, report: Report, closing: contextlib.ExitStack
+) -> list[Competitor]:
+    started: list[Competitor] = []
+    for name in peers:
+        missing = lacking(name)
+        if missing is not None:
+            report.remark(f"{name}: left out, {missing}")
+            continue
+        try:
+            peer = peer_class(name)() if PEERS[name].runs == "here" else PeerProcesses(name, arguments.ngpus)
+        except PeerProcessError as error:
+            report.remark(f"{name}: left out, {error}")
+            continue
+        closing.callback(peer.close)
+        started.append(peer)
+        report.remark(f"{name}: {PEERS[name].what}")
+    if arguments.threads is not None and "torch" in sys.modules:
+        importlib.import_module("torch").set_num_threads(arguments.threads)
+    return started
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """The command line that asks for the same, without what goes without saying."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["crossdevice", "bench"]
+    for name, default in vars(parser.parse_args([])).items():
+        given = getattr(arguments, name)
+        if given != default:
+            flag = "--" + name.replace("_", "-")
+            for value in given if isinstance(given, list) else [given]:
+                words += [flag] if value is True else [flag, str(value)]
+    return shlex.join(words)

@@ -1,0 +1,137 @@
+"""Numbers to reduce, the same in every process, and the count of results that are wrong.
+
+Arrays repeat a random pattern of prime length: so they are made at the speed of a copy, what is expected
+is computed for one period only, and a range in the wrong place is still found.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.backends.protocol import dtype_named
+from crossdevice.cli.bench.work import Work
+from crossdevice.values.dtypes import FLOATS
+
+PERIOD = 65521
+"""The largest prime below 2^16: no range that an algorithm cuts is a multiple of it."""
+
+NUM_PATTERNS = 7
+"""Neighbours among a replica's arrays differ; a batch of hundreds needs no more memory than that."""
+
+POISON = 77
+"""What memory for results holds before a checked call; no result of ours is that large for few replicas."""
+
+Arrays = list[NDArray[Any]]
+
+_WIDE_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "SUM": np.sum,
+    "MEAN": np.sum,
+    "MIN": np.min,
+    "MAX": np.max,
+    "PROD": np.prod,
+}
+
+
+def replica_arrays(work: Work, replica: int) -> Arrays:
+    """One replica's flat arrays, one for each shape of the work."""
+    return [_replica_array(work, replica, number) for number in range(len(work.shapes))]
+
+
+def all_arrays(work: Work) -> list[Arrays]:
+    """The flat arrays of all replicas that bring some."""
+    return [replica_arrays(work, replica) for replica in range(work.num_inputs)]
+
+
+def num_wrong(work: Work, results: Sequence[Arrays], *, rounds_once: bool) -> int:
+    """How many elements of all destinations' flat arrays are not what they should be.
+
+    Integers, minima, maxima and copies must be equal. Sums, means and products of floats are compared
+    with a wide computation: within half a unit for a competitor that rounds once, otherwise within what
+    rounding after every step may lose.
+    """
+    return sum(
+        _num_beyond(segment, expected, rounds_once=rounds_once)
+        for arrays in results
+        for number, array in enumerate(arrays)
+        for segment, expected in _segments(work, number, array)
+    )
+
+
+class _Expected(NamedTuple):
+    """One period of the wide result, and how far from it a result may be."""
+
+    center: NDArray[Any]
+    stepwise: NDArray[Any]
+    once: NDArray[Any]
+
+
+def _replica_array(work: Work, replica: int, number: int) -> NDArray[Any]:
+    size = math.prod(work.shapes[number])
+    return np.resize(_pattern(work.dtype, work.op, replica, number % NUM_PATTERNS), size)
+
+
+@functools.lru_cache(maxsize=512)
+def _pattern(dtype: str, op: str, replica: int, number: int) -> NDArray[Any]:
+    random = np.random.default_rng((replica, number))
+    if dtype in FLOATS:
+        low, high = (0.75, 1.25) if op == "PROD" else (-1.0, 1.0)
+        return random.uniform(low, high, PERIOD).astype(dtype_named(dtype))
+    low, high = (1, 2) if op == "PROD" else (0 if dtype.startswith("u") else -8, 8)
+    return random.integers(low, high, PERIOD, dtype, endpoint=True)
+
+
+def _segments(work: Work, number: int, array: NDArray[Any]) -> Iterator[tuple[NDArray[Any], _Expected]]:
+    """Parts of a result that each start with the start of a pattern."""
+    if work.collective in ("all_reduce", "reduce"):
+        yield array, _expected_reduction(work, number % NUM_PATTERNS)
+        return
+    length = array.size // work.num_inputs
+    for replica in range(work.num_inputs):
+        pattern = _pattern(work.dtype, work.op, replica, number % NUM_PATTERNS)
+        center = pattern.astype(_wide_dtype(work.dtype))
+        none = np.zeros(PERIOD)
+        yield array[replica * length : (replica + 1) * length], _Expected(center, none, none)
+
+
+@functools.lru_cache(maxsize=16)
+def _expected_reduction(work: Work, number: int) -> _Expected:
+    patterns = [_pattern(work.dtype, work.op, replica, number) for replica in range(work.num_devices)]
+    wide_dtype = _wide_dtype(work.dtype)
+    wide = np.stack([pattern.astype(wide_dtype) for pattern in patterns])
+    center = _WIDE_FUNCTIONS[work.op](wide, axis=0)
+    if work.result_dtype not in FLOATS:
+        # Integers wrap, whatever the order.
+        center = center.astype(work.result_dtype).astype(wide_dtype)
+    divisor = work.num_devices if work.op == "MEAN" else 1
+    magnitude = np.abs(center) if work.op == "PROD" else np.abs(wide).sum(axis=0) / divisor
+    center = center / divisor if work.op == "MEAN" else center
+    if work.result_dtype not in FLOATS or work.op in ("MIN", "MAX"):
+        none = np.zeros(PERIOD)
+        return _Expected(center, none, none)
+    unit = float(ml_dtypes.finfo(dtype_named(work.result_dtype)).eps)
+    wide_unit = float(np.finfo(wide_dtype).eps) if work.dtype in FLOATS else 2.0**-52
+    once = (unit / 2) * np.abs(center) + (work.num_devices + 1) * wide_unit * magnitude
+    return _Expected(center, work.num_devices * unit * magnitude, once)
+
+
+def _num_beyond(result: NDArray[Any], expected: _Expected, *, rounds_once: bool) -> int:
+    allowed = expected.once if rounds_once else expected.stepwise
+    wrong = 0
+    for start in range(0, result.size, PERIOD):
+        piece = result[start : start + PERIOD].astype(expected.center.dtype)
+        error = np.abs(piece - expected.center[: piece.size])
+        wrong += int(np.count_nonzero(~(error <= allowed[: piece.size])))  # NaN is wrong
+    return wrong
+
+
+def _wide_dtype(dtype: str) -> np.dtype[Any]:
+    if dtype in FLOATS:
+        return np.dtype(np.longdouble if dtype == "float64" else np.float64)
+    return np.dtype(np.int64)

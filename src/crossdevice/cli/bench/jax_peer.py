@@ -1,0 +1,69 @@
+"""JAX's psum in a shard_map on logical CPU devices: a peer.
+
+It runs in a process of its own, since the number of devices is fixed when JAX starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from crossdevice.cli.bench import data
+from crossdevice.cli.bench.calls import Calls
+from crossdevice.cli.bench.loops import check_plain_mean
+from crossdevice.cli.bench.peers import Seat
+from crossdevice.cli.bench.work import UnsupportedWorkError, Work
+
+_FUNCTIONS = {"SUM": "psum", "MEAN": "pmean", "MIN": "pmin", "MAX": "pmax"}
+
+
+class JaxPsum:
+    """One compiled psum over all arrays, waited for."""
+
+    name = "jax"
+
+    def __init__(self, seat: Seat) -> None:
+        flag = f"--xla_force_host_platform_device_count={seat.num_devices}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["JAX_ENABLE_X64"] = "1"
+        self._jax: Any = importlib.import_module("jax")
+
+    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+        """JAX arrays cannot be written to: results are always new."""
+        if work.collective != "all_reduce" or work.op not in _FUNCTIONS:
+            raise UnsupportedWorkError("only all_reduce, and no product")
+        check_plain_mean(work)
+        jax, sharding = self._jax, importlib.import_module("jax.sharding")
+        devices = jax.devices("cpu")[: work.num_devices]
+        mesh = sharding.Mesh(np.array(devices), ("replicas",))
+        split = sharding.PartitionSpec("replicas")
+        function = getattr(jax.lax, _FUNCTIONS[work.op])
+
+        def all_reduce(arrays: list[Any]) -> list[Any]:
+            return [function(array, "replicas") for array in arrays]
+
+        compiled = jax.jit(
+            jax.shard_map(all_reduce, mesh=mesh, in_specs=split, out_specs=sharding.PartitionSpec())
+        )
+        values = [
+            jax.make_array_from_single_device_arrays(
+                (work.num_devices * column[0].size,),
+                sharding.NamedSharding(mesh, split),
+                [jax.device_put(array, device) for array, device in zip(column, devices, strict=True)],
+            )
+            for column in zip(*inputs, strict=True)
+        ]
+        return Calls(work, {"fresh": lambda: jax.block_until_ready(compiled(values))}, read=_read)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def _read(results: list[Any]) -> list[data.Arrays]:
+    columns = [[np.asarray(shard.data) for shard in result.addressable_shards] for result in results]
+    return [list(arrays) for arrays in zip(*columns, strict=True)]

@@ -1,0 +1,91 @@
+"""The peers one can measure against: where each lives, what it needs, and how it is run."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from crossdevice.errors import OptionError
+
+Runs = Literal["here", "process", "processes", "mpirun"]
+"""In this process, in one of its own, in one for each replica, or in those that mpirun starts."""
+
+
+class Seat(NamedTuple):
+    """What a peer in another process is told when it is made."""
+
+    num_devices: int
+    rank: int
+    folder: str
+
+
+class Peer(NamedTuple):
+    """One row of the table."""
+
+    target: str
+    needs: tuple[str, ...]
+    runs: Runs
+    what: str
+
+
+PEERS: Mapping[str, Peer] = {
+    "numpy": Peer("loops:NumpyLoop", ("numpy",), "here", "a loop of NumPy additions and copies"),
+    "torch": Peer("loops:TorchLoop", ("torch",), "here", "a loop of PyTorch additions and copies"),
+    "torch_flatten": Peer(
+        "loops:TorchFlatten", ("torch",), "here", "PyTorch: concatenate, add, clone, split"
+    ),
+    "tensorflow": Peer(
+        "tensorflow_peer:TensorflowReductionToOneDevice",
+        ("tensorflow",),
+        "process",
+        "TensorFlow's ReductionToOneDevice in a tf.function",
+    ),
+    "tensorflow_hierarchical_copy": Peer(
+        "tensorflow_peer:TensorflowHierarchicalCopy",
+        ("tensorflow",),
+        "process",
+        "TensorFlow's HierarchicalCopyAllReduce(num_packs=1) in a tf.function",
+    ),
+    "tensorflow_ring": Peer(
+        "tensorflow_peer:TensorflowRing", ("tensorflow",), "process", "TensorFlow's ring in a tf.function"
+    ),
+    "jax": Peer("jax_peer:JaxPsum", ("jax",), "process", "JAX's psum in a shard_map"),
+    "gloo": Peer("ranks:GlooRank", ("torch",), "processes", "torch.distributed on gloo"),
+    "mpi": Peer("ranks:MpiRank", ("mpi4py",), "mpirun", "MPI through mpi4py"),
+}
+
+
+def check_peers(names: list[str]) -> None:
+    """Refuses names that are not in the table."""
+    for name in names:
+        if name not in PEERS:
+            raise OptionError(f"{name!r} is not a peer; expected one of {', '.join(PEERS)}, or all")
+
+
+def lacking(name: str) -> str | None:
+    """What a peer needs and this machine does not have; None if it can run."""
+    peer = PEERS[name]
+    missing = [module for module in peer.needs if importlib.util.find_spec(module) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed"
+    if peer.runs == "mpirun" and launcher() is None:
+        return "no mpirun or mpiexec found"
+    return None
+
+
+def launcher() -> str | None:
+    """The mpirun that came with this Python's packages, else the one on the path."""
+    beside = str(Path(sys.executable).parent)
+    found = (shutil.which(name, path=where) for where in (beside, None) for name in ("mpirun", "mpiexec"))
+    return next((path for path in found if path is not None), None)
+
+
+def peer_class(name: str) -> Any:
+    """The peer's class, imported now."""
+    module, _, attribute = PEERS[name].target.partition(":")
+    return getattr(importlib.import_module(f"crossdevice.cli.bench.{module}"), attribute)

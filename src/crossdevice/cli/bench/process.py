@@ -1,0 +1,170 @@
+"""A peer that runs in processes of its own: starts them, and hands them work and turns one at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import crossdevice
+from crossdevice.cli.bench import data
+from crossdevice.cli.bench.calls import Inspection, Memory
+from crossdevice.cli.bench.peer import TOKEN_VARIABLE
+from crossdevice.cli.bench.peers import PEERS, launcher
+from crossdevice.cli.bench.work import Place, UnsupportedWorkError, Work
+from crossdevice.errors import CrossDeviceError
+
+START_SECONDS = 120.0
+ANSWER_SECONDS = 600.0
+
+Message = dict[str, Any]
+
+
+class PeerProcessError(CrossDeviceError, RuntimeError):
+    """A peer's process that did not start, ended or went silent."""
+
+
+class PeerProcesses:
+    """One peer's processes; between its turns they sleep, waiting for the next message."""
+
+    def __init__(self, name: str, num_devices: int) -> None:
+        self.name = name
+        self._folder = tempfile.mkdtemp(prefix="crossdevice-bench-")
+        self._complaints = Path(self._folder) / "stderr"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._streams: list[Any] = []
+        try:
+            self._start(num_devices)
+        except BaseException:
+            self.close()
+            raise
+
+    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> PeerProcesses:  # noqa: ARG002
+        """The processes make the same inputs themselves."""
+        answers = self._ask({"work": dataclasses.asdict(work)})
+        for answer in answers:
+            if "unsupported" in answer:
+                raise UnsupportedWorkError(answer["unsupported"])
+        self.places: tuple[Place, ...] = tuple(answers[0]["places"])
+        return self
+
+    def turn(self, place: Place, repeats: int) -> float:
+        """Seconds per call as the slowest process measured them."""
+        answers = self._ask({"place": place, "repeats": repeats})
+        return max(float(answer["seconds"]) for answer in answers)
+
+    def inspect(self, place: Place, *, counts_wrong: bool) -> Inspection:
+        """Processes each look at their own results."""
+        answers = self._ask({"place": place, "counts_wrong": counts_wrong})
+        memory: Memory = answers[0]["memory"] if len(answers) == 1 else "own"
+        return Inspection(memory, sum(a["wrong"] for a in answers) if counts_wrong else None)
+
+    def close(self) -> None:
+        """Hangs up, which ends the processes; those that do not are ended."""
+        for stream in self._streams:
+            stream.close()
+        for process in self._processes:
+            _end(process)
+        self._streams, self._processes = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, num_devices: int) -> None:
+        runs = PEERS[self.name].runs
+        num_processes = 1 if runs == "process" else num_devices
+        token = secrets.token_hex()
+        with socket.create_server(("127.0.0.1", 0)) as server, open(self._complaints, "wb") as complaints:
+            server.settimeout(0.2)
+            port = server.getsockname()[1]
+            for rank in range(1 if runs == "mpirun" else num_processes):
+                command = [sys.executable, "-m", "crossdevice.cli.bench.peer"]
+                command += [self.name, str(port), str(num_devices), str(rank), self._folder]
+                if runs == "mpirun":
+                    command = [str(launcher()), "-n", str(num_devices), *command]
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=_environment(token),
+                        stdin=subprocess.DEVNULL,
+                        stdout=complaints,
+                        stderr=complaints,
+                    )
+                )
+            self._streams = self._accept(server, num_processes, token)
+
+    def _accept(self, server: socket.socket, number: int, token: str) -> list[Any]:
+        deadline = time.monotonic() + START_SECONDS
+        streams: list[Any] = []
+        while len(streams) < number:
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                if any(process.poll() is not None for process in self._processes):
+                    raise PeerProcessError(f"{self.name} did not start: {self._last_words()}") from None
+                if time.monotonic() > deadline:
+                    raise PeerProcessError(
+                        f"{self.name} did not start within {START_SECONDS:g} s: {self._last_words()}"
+                    ) from None
+                continue
+            connection.settimeout(ANSWER_SECONDS)
+            stream = connection.makefile("rw", encoding="utf-8", newline="\n")
+            connection.close()  # the stream keeps it open
+            if json.loads(stream.readline() or "{}").get("token") == token:
+                streams.append(stream)
+        return streams
+
+    def _ask(self, message: Message) -> list[Message]:
+        """Tells all processes the same and waits for all of them."""
+        try:
+            for stream in self._streams:
+                stream.write(json.dumps(message) + "\n")
+                stream.flush()
+            lines = [stream.readline() for stream in self._streams]
+        except OSError as error:
+            raise PeerProcessError(f"{self.name} does not answer ({error}): {self._last_words()}") from error
+        if not all(lines):
+            raise PeerProcessError(f"{self.name} ended: {self._last_words()}")
+        return [json.loads(line) for line in lines]
+
+    def _last_words(self) -> str:
+        lines = self._complaints.read_text(errors="replace").split("\n") if self._complaints.exists() else []
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _environment(token: str) -> dict[str, str]:
+    package_parent = str(Path(crossdevice.__file__).parents[1])
+    paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        TOKEN_VARIABLE: token,
+        "PYTHONPATH": os.pathsep.join(paths),
+        **_MPI_ENVIRONMENT,
+    }
+
+
+_MPI_ENVIRONMENT = {
+    # More ranks than cores are allowed (Open MPI 4, then 5), and then yield to each other while they wait.
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    # In containers one often is root.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}

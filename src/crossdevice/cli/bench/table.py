@@ -1,0 +1,123 @@
+"""The table of nccl-tests: header and footer lines start with #, columns are those its readers know."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from crossdevice.cli.bench.measure import Figure, Row
+from crossdevice.cli.bench.work import Work
+
+_LEFT = "{:>12}  {:>12}  {:>8}  {:>6}  {:>6}"
+_GROUP = "  {:>9}  {:>6}  {:>6}  {:>6}"
+_NAMES = "  {:>6}  {}"
+
+
+def column_lines(*, compares: bool) -> list[str]:
+    """The columns and their units; if competitors are compared, two more at the end say whose line it is."""
+    names = _NAMES.format("memory", "competitor") if compares else ""
+    above = _LEFT.format(*[""] * 5) + f"{'out-of-place':^{_width()}}{'in-place':^{_width()}}"
+    group = _GROUP.format("time", "algbw", "busbw", "#wrong")
+    units = _GROUP.format("(us)", "(GB/s)", "(GB/s)", "")
+    return [
+        f"#{above[1:]}".rstrip(),
+        f"#{_LEFT.format('size', 'count', 'type', 'redop', 'root')[1:]}{group}{group}{names}".rstrip(),
+        f"#{_LEFT.format('(B)', '(elements)', '', '', '')[1:]}{units}{units}".rstrip(),
+    ]
+
+
+def row_line(row: Row, *, compares: bool) -> str:
+    """One competitor's line for one size."""
+    work = row.work
+    left = _LEFT.format(work.size_bytes, work.count, work.dtype, redop_of(work), work.root)
+    names = _NAMES.format(row.main.memory, row.competitor) if compares else ""
+    return f"{left}{_group(row.out_of_place)}{_group(row.in_place)}{names}"
+
+
+def footer_lines(rows: Sequence[Row], ours: Sequence[str]) -> list[str]:
+    """Wrong values and average bandwidth; of ours alone first, as in nccl-tests, then of every competitor."""
+    wrong = num_wrong(rows, ours)
+    verdict = "unchecked" if wrong is None else f"{wrong} {'OK' if wrong == 0 else 'FAILED'}"
+    names = list(dict.fromkeys(row.competitor for row in rows))
+    lines = [f"# {'Out of bounds values':<20} : {verdict}"]
+    lines.append(f"# {'Avg bus bandwidth':<20} : {average_bus_bandwidth(rows, ours[:1]):.6g}")
+    if len(names) > 1:
+        for name in names:
+            found = num_wrong(rows, [name])
+            count = "unchecked" if found is None else f"{found} wrong"
+            lines.append(f"#   {name:<28} {average_bus_bandwidth(rows, [name]):>9.4g} GB/s  {count}")
+    return lines
+
+
+def comparison_lines(rows: Sequence[Row]) -> list[str]:
+    """How many times as long as the first competitor each of the others takes, size by size."""
+    names = list(dict.fromkeys(row.competitor for row in rows))
+    if len(names) < 2:
+        return []
+    first, *others = names
+    sizes = list(dict.fromkeys(row.work.size_bytes for row in rows))
+    seconds = {(row.competitor, row.work.size_bytes): row.main.seconds for row in rows}
+    width = max(len(title_of(rows, name)) for name in others)
+    lines = [f"# Time / time of {title_of(rows, first)}; above 1 is slower than that"]
+    lines.append(f"#   {'':<{width}}" + "".join(f"  {size_text(size):>9}" for size in sizes))
+    for name in others:
+        cells = [_ratio(seconds.get((name, size)), seconds.get((first, size))) for size in sizes]
+        lines.append(f"#   {title_of(rows, name):<{width}}" + "".join(f"  {cell:>9}" for cell in cells))
+    return lines
+
+
+def size_text(size: int) -> str:
+    """Bytes in powers of two.
+
+    >>> size_text(4096), size_text(1500)
+    ('4 KiB', '1.46 KiB')
+    """
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.3g} {unit}"
+    return f"{size} B"
+
+
+def title_of(rows: Sequence[Row], name: str) -> str:
+    """A competitor's name with what one must know to compare it: its results' memory, and where they go."""
+    figure = next(row.main for row in rows if row.competitor == name)
+    where = {"given": "", "fresh": ", new results", "in_place": ", in place"}[figure.place]
+    return f"{name} ({figure.memory}{where})"
+
+
+def num_wrong(rows: Sequence[Row], names: Sequence[str]) -> int | None:
+    """Wrong values of these competitors; None if nobody counted."""
+    figures = [figure for row in rows if row.competitor in names for figure in row.figures]
+    if any(figure.wrong is None for figure in figures):
+        return None
+    return sum(figure.wrong or 0 for figure in figures)
+
+
+def average_bus_bandwidth(rows: Sequence[Row], names: Sequence[str]) -> float:
+    """The mean of all busbw of these competitors, whatever the size, as nccl-tests has it."""
+    found = [figure.bus_bandwidth for row in rows if row.competitor in names for figure in row.figures]
+    return statistics.fmean(found) if found else 0.0
+
+
+def redop_of(work: Work) -> str:
+    """The `redop` column."""
+    return work.op.lower() if work.collective in ("all_reduce", "reduce") else "none"
+
+
+def _group(figure: Figure | None) -> str:
+    if figure is None:
+        return _GROUP.format("N/A", "N/A", "N/A", "N/A")
+    return _GROUP.format(
+        f"{figure.seconds * 1e6:.2f}",
+        f"{figure.algorithm_bandwidth:.2f}",
+        f"{figure.bus_bandwidth:.2f}",
+        "N/A" if figure.wrong is None else figure.wrong,
+    )
+
+
+def _ratio(seconds: float | None, first: float | None) -> str:
+    return "N/A" if seconds is None or first is None else f"{seconds / first:.2f}x"
+
+
+def _width() -> int:
+    return len(_GROUP.format("", "", "", ""))

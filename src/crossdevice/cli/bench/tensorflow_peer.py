@@ -1,0 +1,122 @@
+"""TensorFlow's own cross-device algorithms in a tf.function, on logical CPU devices: a peer.
+
+It runs in a process of its own, since logical devices can be made only once, before anything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.backends.protocol import dtype_named
+from crossdevice.cli.bench import data
+from crossdevice.cli.bench.calls import Calls
+from crossdevice.cli.bench.loops import check_plain_mean
+from crossdevice.cli.bench.peers import Seat
+from crossdevice.cli.bench.work import UnsupportedWorkError, Work
+
+Columns = list[list[Any]]
+"""For each array, the tensors of all replicas."""
+
+
+class TensorflowReductionToOneDevice:
+    """TensorFlow's default on CPUs; its results turn out to be one buffer that all devices see."""
+
+    name = "tensorflow"
+
+    def __init__(self, seat: Seat) -> None:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        self._tf: Any = importlib.import_module("tensorflow")
+        host = self._tf.config.list_physical_devices("CPU")[0]
+        logical = [self._tf.config.LogicalDeviceConfiguration() for _ in range(seat.num_devices)]
+        self._tf.config.set_logical_device_configuration(host, logical)
+        self._distribute = "tensorflow.python.distribute"
+
+    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+        """TensorFlow always makes new results."""
+        if work.collective != "all_reduce" or work.op not in ("SUM", "MEAN"):
+            raise UnsupportedWorkError("only all_reduce, sum and mean are measured")
+        check_plain_mean(work)
+        columns = self._placed(list(column) for column in zip(*inputs, strict=True))
+        function = self._tf.function(self._all_reduce(work), autograph=False)
+        return Calls(work, {"fresh": lambda: function(columns)}, read=self._read)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    def _all_reduce(self, work: Work) -> Callable[[Columns], Columns]:
+        """What becomes a tf.function."""
+        ops = self._ops()
+        op = self._tf.distribute.ReduceOp(work.op)
+        per_replica = importlib.import_module(f"{self._distribute}.values").PerReplica
+
+        def all_reduce(columns: Columns) -> Columns:
+            values = [per_replica(column) for column in self._placed(columns)]
+            results = ops.batch_reduce(op, [(value, value) for value in values])
+            return [list(result.values) for result in results]
+
+        return all_reduce
+
+    def _ops(self) -> Any:
+        return self._tf.distribute.ReductionToOneDevice()
+
+    def _read(self, columns: Columns) -> list[data.Arrays]:
+        return [[self._view(tensor) for tensor in tensors] for tensors in zip(*columns, strict=True)]
+
+    def _view(self, tensor: Any) -> NDArray[Any]:
+        """Without a copy, so that addresses tell which results are one; there are no buffers of bfloat16."""
+        if tensor.dtype == self._tf.bfloat16:
+            return np.asarray(memoryview(self._tf.bitcast(tensor, self._tf.uint16))).view(
+                dtype_named("bfloat16")
+            )
+        return np.asarray(memoryview(tensor))
+
+    def _placed(self, columns: Any) -> Columns:
+        placed: Columns = []
+        for column in columns:
+            placed.append([])
+            for replica, array in enumerate(column):
+                with self._tf.device(f"/cpu:{replica}"):
+                    placed[-1].append(self._tf.identity(array))
+        return placed
+
+
+class TensorflowHierarchicalCopy(TensorflowReductionToOneDevice):
+    """Its other algorithm that runs on CPUs, with everything in one pack; memory for each device."""
+
+    name = "tensorflow_hierarchical_copy"
+
+    def _ops(self) -> Any:
+        return self._tf.distribute.HierarchicalCopyAllReduce(num_packs=1)
+
+
+class TensorflowRing(TensorflowReductionToOneDevice):
+    """The ring of its older interface, on each replica's arrays end to end."""
+
+    name = "tensorflow_ring"
+
+    def _all_reduce(self, work: Work) -> Callable[[Columns], Columns]:
+        tf = self._tf
+        build = importlib.import_module(f"{self._distribute}.v1.all_reduce").build_ring_all_reduce
+        lengths = [int(np.prod(shape)) for shape in work.shapes]
+        finish = (lambda total: total / work.num_devices) if work.op == "MEAN" else None
+
+        def all_reduce(columns: Columns) -> Columns:
+            long = []
+            for replica, parts in enumerate(zip(*columns, strict=True)):
+                with tf.device(f"/cpu:{replica}"):
+                    long.append(tf.concat(parts, 0))
+            results = build(long, 1, 1, list(range(work.num_devices)), tf.math.add, finish)
+            split = []
+            for replica, result in enumerate(results):
+                with tf.device(f"/cpu:{replica}"):
+                    split.append(tf.split(result, lengths) if len(lengths) > 1 else [result])
+            return [list(column) for column in zip(*split, strict=True)]
+
+        return all_reduce

@@ -1,0 +1,157 @@
+"""What is measured: one collective on a number of devices, with the bytes and factors of nccl-tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from crossdevice.errors import CrossDeviceError, OptionError
+from crossdevice.values.dtypes import FLOATS, INTEGERS, ITEM_BYTES, result_dtype
+from crossdevice.values.reduce_op import ReduceOp
+
+Place = Literal["given", "fresh", "in_place"]
+"""Where results go: into memory the caller brought, into new memory, or over the inputs."""
+
+COLLECTIVES = ("all_reduce", "reduce", "broadcast", "gather")
+DTYPES = (*FLOATS, *INTEGERS)
+
+_DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
+_OP_NAMES = {"AVG": "MEAN"}
+
+_BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce": lambda n: 1.0,  # noqa: ARG005
+    "broadcast": lambda n: 1.0,  # noqa: ARG005
+    "gather": lambda n: (n - 1) / n,
+}
+
+GIGABYTE = 1e9
+"""Bandwidths are in powers of ten, as nccl-tests prints them; sizes are in powers of two."""
+
+
+class UnsupportedWorkError(CrossDeviceError, NotImplementedError):
+    """Work that a competitor cannot do; the message says what it lacks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One collective over arrays of `shapes` on each of `num_devices` replicas.
+
+    >>> Work("all_reduce", "SUM", "float32", 4, ((1024,),)).bus_factor
+    1.5
+    """
+
+    collective: str
+    op: str
+    dtype: str
+    num_devices: int
+    shapes: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of_size(collective: str, op: str, dtype: str, num_devices: int, size_bytes: int) -> Work:
+        """The work whose `size` column is about `size_bytes`: whole elements, at least one per replica."""
+        shares = num_devices if collective == "gather" else 1
+        count = max(1, size_bytes // (ITEM_BYTES[dtype] * shares))
+        return Work(collective, op, dtype, num_devices, ((count,),))
+
+    @staticmethod
+    def from_message(message: Mapping[str, Any]) -> Work:
+        """What `dataclasses.asdict` made of a work, after a journey as JSON."""
+        shapes = tuple(tuple(shape) for shape in message["shapes"])
+        return Work(**{**message, "shapes": shapes})
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of one replica."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def count(self) -> int:
+        """The `count` column; a gather counts what it puts together."""
+        return self.num_elements * (self.num_devices if self.collective == "gather" else 1)
+
+    @property
+    def size_bytes(self) -> int:
+        """The `size` column."""
+        return self.count * ITEM_BYTES[self.dtype]
+
+    @property
+    def root(self) -> int:
+        """The replica that gives or gets; -1 if all do."""
+        return -1 if self.collective == "all_reduce" else 0
+
+    @property
+    def num_inputs(self) -> int:
+        """How many replicas bring something."""
+        return 1 if self.collective == "broadcast" else self.num_devices
+
+    @property
+    def num_results(self) -> int:
+        """How many destinations there are."""
+        return 1 if self.collective in ("reduce", "gather") else self.num_devices
+
+    @property
+    def result_dtype(self) -> str:
+        """The dtype of the results."""
+        reduces = self.collective in ("all_reduce", "reduce")
+        return result_dtype(self.dtype, ReduceOp(self.op)) if reduces else self.dtype
+
+    @property
+    def bus_factor(self) -> float:
+        """busbw / algbw: what the slowest link of a good algorithm carries, per byte of `size`."""
+        return _BUS_FACTORS[self.collective](self.num_devices)
+
+    @property
+    def moved_bytes(self) -> int:
+        """The least that is read and written in one memory if every destination has a result of its own."""
+        if self.collective == "gather":
+            return 2 * self.size_bytes
+        return (self.num_inputs + self.num_results) * self.size_bytes
+
+    def bus_bandwidth_of_copy(self, copy_bandwidth: float) -> float:
+        """The busbw at which this work moves its bytes as fast as a copy does, which reads and writes."""
+        return copy_bandwidth * self.size_bytes / self.moved_bytes * self.bus_factor
+
+
+def bytes_of(text: str) -> int:
+    """A size such as 512, 4K, 1M or 2G, in powers of two.
+
+    >>> bytes_of("4K")
+    4096
+    """
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.strip(), re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise OptionError(f"{text!r} is not a size; expected bytes such as 512, 4K, 1M or 2G")
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
+
+
+def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
+    """Sizes from the smallest, each `factor` times the one before, up to the largest.
+
+    >>> sizes_between(1024, 5000, 2)
+    [1024, 2048, 4096]
+    """
+    if largest < smallest:
+        raise OptionError(f"the largest size, {largest} bytes, is below the smallest, {smallest}")
+    if factor < 2:
+        raise OptionError(f"the step between sizes is a factor of 2 or more; got {factor}")
+    sizes = [smallest]
+    while sizes[-1] * factor <= largest:
+        sizes.append(sizes[-1] * factor)
+    return sizes
+
+
+def dtype_of(text: str) -> str:
+    """The dtype of that name, ours or nccl-tests': float is float32."""
+    name = _DTYPE_NAMES.get(text, text)
+    if name not in DTYPES:
+        raise OptionError(f"{text!r} is not a dtype to measure; expected one of {', '.join(DTYPES)}")
+    return name
+
+
+def op_of(text: str) -> str:
+    """The operation of that name, ours or nccl-tests': avg is MEAN."""
+    return ReduceOp(_OP_NAMES.get(text.upper(), text)).name

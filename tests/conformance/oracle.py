@@ -1,0 +1,205 @@
+"""What a reduction must give, element by element, in whole numbers and fractions.
+
+Written from the definitions alone: nothing here imports crossdevice, and no array arithmetic is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import reduce
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+NUMPY_DTYPES = {
+    **{name: np.dtype(name) for name in ("float16", "float32", "float64", "complex64", "complex128")},
+    **{f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+MEAN_OF_INTEGERS = {
+    **dict.fromkeys(("int8", "int16", "uint8", "uint16"), "float32"),
+    **dict.fromkeys(("int32", "int64", "uint32", "uint64"), "float64"),
+}
+
+
+class Format(NamedTuple):
+    """A binary floating-point format: bits of precision, and the exponents of its normal numbers."""
+
+    precision: int
+    least_exponent: int
+    greatest_exponent: int
+
+    @property
+    def greatest(self) -> Fraction:
+        """The greatest finite number."""
+        return (2 - Fraction(2) ** (1 - self.precision)) * Fraction(2) ** self.greatest_exponent
+
+
+FORMATS = {
+    "float16": Format(11, -14, 15),
+    "bfloat16": Format(8, -126, 127),
+    "float32": Format(24, -126, 127),
+    "float64": Format(53, -1022, 1023),
+}
+
+
+def rounded(number: Fraction, dtype: str) -> float:
+    """The nearest number of a float dtype, ties to even; infinity from half a unit beyond the greatest."""
+    if number == 0:
+        return 0.0
+    form = FORMATS[dtype]
+    numerator, denominator = abs(number.numerator), number.denominator
+    exponent = numerator.bit_length() - denominator.bit_length()
+    if abs(number) < Fraction(2) ** exponent:
+        exponent -= 1
+    unit = Fraction(2) ** (max(exponent, form.least_exponent) - form.precision + 1)
+    near = round(abs(number) / unit) * unit
+    magnitude = math.inf if near > form.greatest else float(near)
+    return -magnitude if number < 0 else magnitude
+
+
+def rounded_float(wide: float, dtype: str) -> float:
+    """A float64 rounded once to a narrower dtype."""
+    if not math.isfinite(wide) or wide == 0:
+        return wide
+    return rounded(Fraction(wide), dtype)
+
+
+def result_dtype(dtype: str, op: str) -> str:
+    """A mean of integers is float32 up to 16 bits and float64 beyond; everything else keeps its dtype."""
+    return MEAN_OF_INTEGERS.get(dtype, dtype) if op == "MEAN" else dtype
+
+
+def expected(op: str, replicas: Sequence[np.ndarray], dtype: str, precision: str) -> np.ndarray:
+    """The result for flat arrays of all replicas."""
+    columns = list(zip(*(array.tolist() for array in replicas), strict=True))
+    if dtype.startswith("complex"):
+        part = {"complex64": "float32", "complex128": "float64"}[dtype]
+        results = [_complex(op, column, part, precision) for column in columns]
+    elif dtype in FORMATS:
+        results = [_one_nan(_real(op, [float(x) for x in column], dtype, precision)) for column in columns]
+    else:
+        results = [_whole(op, column, dtype, precision) for column in columns]
+    return np.array(results, NUMPY_DTYPES[result_dtype(dtype, op)])
+
+
+def _one_nan(number: float) -> float:
+    return math.nan if math.isnan(number) else number
+
+
+def _whole(op: str, column: Sequence[int], dtype: str, precision: str) -> Any:
+    if op in ("MIN", "MAX"):
+        return min(column) if op == "MIN" else max(column)
+    if op == "MEAN":
+        total = _wrapped(sum(column), dtype) if precision == "fast" else sum(column)
+        if precision == "fast" and dtype.endswith("64"):
+            return float(total) / len(column)
+        return rounded(Fraction(total, len(column)), MEAN_OF_INTEGERS[dtype])
+    return _wrapped(sum(column) if op == "SUM" else math.prod(column), dtype)
+
+
+def _wrapped(number: int, dtype: str) -> int:
+    bits = NUMPY_DTYPES[dtype].itemsize * 8
+    number %= 1 << bits
+    return number - (1 << bits) if dtype.startswith("int") and number >= 1 << (bits - 1) else number
+
+
+def _complex(op: str, column: Sequence[complex], part: str, precision: str) -> complex:
+    if op == "PROD":
+        # Only for numbers whose products are exact: then every order and precision agrees.
+        return reduce(lambda left, right: left * right, column)
+    return complex(
+        _one_nan(_real(op, [number.real for number in column], part, precision)),
+        _one_nan(_real(op, [number.imag for number in column], part, precision)),
+    )
+
+
+def _real(op: str, column: Sequence[float], dtype: str, precision: str) -> float:
+    if op in ("MIN", "MAX"):
+        return extreme(column, is_min=op == "MIN")
+    if op == "PROD":
+        return exact_product(column, dtype) if precision == "exact" else wide_product(column, dtype)
+    divisor = len(column) if op == "MEAN" else None
+    if precision == "accurate":
+        return accurate_sum(column, dtype, divisor)
+    return exact_sum(column, dtype, divisor)
+
+
+def extreme(column: Sequence[float], *, is_min: bool) -> float:
+    """NaN wins, and -0.0 is less than 0.0."""
+    if any(math.isnan(number) for number in column):
+        return math.nan
+
+    def place(number: float) -> tuple[float, float]:
+        return number, math.copysign(1.0, number)
+
+    return (min if is_min else max)(column, key=place)
+
+
+def exact_sum(column: Sequence[float], dtype: str, divisor: int | None = None) -> float:
+    """The true sum or mean, rounded once."""
+    if not all(map(math.isfinite, column)):
+        return sum(number for number in column if not math.isfinite(number))
+    total = sum(map(Fraction, column), Fraction(0)) / (divisor or 1)
+    if total == 0:
+        return -0.0 if all(math.copysign(1.0, number) < 0 for number in column) else 0.0
+    return rounded(total, dtype)
+
+
+def accurate_sum(column: Sequence[float], dtype: str, divisor: int | None = None) -> float:
+    """Added in replica order in float64 (which for float64 collects its errors), rounded once."""
+    total, errors = column[0], 0.0
+    for number in column[1:]:
+        grown = total + number
+        if dtype == "float64" and math.isfinite(grown):
+            errors += float(Fraction(total) + Fraction(number) - Fraction(grown))
+        total = grown
+    if dtype == "float64" and math.isfinite(total):
+        total += errors
+    return rounded_float(total if divisor is None else total / divisor, dtype)
+
+
+def exact_product(column: Sequence[float], dtype: str) -> float:
+    """The true product, rounded once."""
+    sign = math.prod(math.copysign(1.0, number) for number in column)
+    if any(math.isnan(number) for number in column):
+        return math.nan
+    if any(math.isinf(number) for number in column):
+        return math.nan if 0 in column else math.copysign(math.inf, sign)
+    return math.copysign(rounded(math.prod(map(Fraction, column)), dtype), sign)
+
+
+def wide_product(column: Sequence[float], dtype: str) -> float:
+    """Multiplied in replica order in float64, rounded once."""
+    return rounded_float(reduce(lambda left, right: left * right, column), dtype)
+
+
+def left_to_right(column: Sequence[float], dtype: str, divisor: int | None = None) -> float:
+    """Added one after another, each sum rounded to the dtype; a mean divides the last one."""
+
+    def plus(left: float, right: float) -> float:
+        return exact_sum([left, right], dtype)
+
+    total = reduce(plus, column)
+    if divisor is None or not math.isfinite(total) or total == 0:
+        return total
+    return rounded(Fraction(total) / divisor, dtype)
+
+
+def in_two_halves(column: Sequence[float], dtype: str, divisor: int | None = None) -> float:
+    """The two halves added apart, then to one another, rounded at every step."""
+    half = len(column) // 2
+    parts = [left_to_right(part, dtype) for part in (column[:half], column[half:]) if part]
+    return left_to_right(parts, dtype, divisor)
+
+
+def elementwise(
+    function: Callable[..., float], replicas: Sequence[np.ndarray], dtype: str, *arguments: Any
+) -> np.ndarray:
+    """A function of a column over all columns of flat float arrays."""
+    columns = zip(*(array.tolist() for array in replicas), strict=True)
+    results = [function([float(x) for x in column], dtype, *arguments) for column in columns]
+    return np.array(results, NUMPY_DTYPES[dtype])

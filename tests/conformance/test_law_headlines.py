@@ -1,0 +1,33 @@
+"""The numbers for which narrow sums are known: small gradients next to a large one are not lost."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import crossdevice as cd
+from conformance.oracle import NUMPY_DTYPES
+from conformance.rows import LOWERINGS, components_of, each_algorithm, each_backend
+
+
+@each_backend("headlines")
+@each_algorithm("headlines")
+@pytest.mark.parametrize(("dtype", "large", "total"), [("bfloat16", 256, 264), ("float16", 2048, 2056)])
+def test_seven_ones_next_to_a_large_number_are_not_lost(row, backend, dtype, large, total):
+    for position, lowering in itertools.product(range(8), LOWERINGS):
+        numbers = [1] * 8
+        numbers[position] = large
+        value = backend.per_replica([np.full(3, number, NUMPY_DTYPES[dtype]) for number in numbers])
+        # 263 and 2055 are halfway between neighbours of their dtypes: rounded once, to even.
+        for options in (cd.CommunicationOptions(lowering=lowering), None):
+            for component in components_of(row.make().reduce("sum", value, value, options)):
+                assert component.tolist() == [total] * 3
+
+
+def test_in_native_arithmetic_all_seven_are_lost():
+    for dtype, large in (("bfloat16", 256), ("float16", 2048)):
+        value = cd.PerReplica([np.array(number, NUMPY_DTYPES[dtype]) for number in [large] + [1] * 7])
+        options = cd.CommunicationOptions(precision="fast")
+        assert float(cd.ReductionToOneDevice().reduce("sum", value, "cpu:0", options)) == large

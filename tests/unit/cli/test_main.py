@@ -1,0 +1,70 @@
+import argparse
+import subprocess
+import sys
+import types
+
+import pytest
+
+import crossdevice
+from crossdevice.cli import main as command
+from crossdevice.errors import OptionError
+
+
+@pytest.fixture
+def a_command(monkeypatch):
+    """A command that does what a test tells it to; returns the place to say so."""
+    module = types.ModuleType("crossdevice.cli.made_up")
+    module.add_arguments = lambda parser: parser.add_argument("--number", type=int, default=0)
+    module.run = lambda arguments: arguments.number
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(command.COMMANDS, "made_up", "does what it is told")
+    return module
+
+
+def test_a_command_gets_its_arguments_and_gives_the_exit_code(a_command):
+    assert command.main(["made_up", "--number", "3"]) == 3
+
+
+def test_what_crossdevice_refuses_is_one_line_and_exit_code_2(a_command, capsys):
+    def run(arguments: argparse.Namespace) -> int:
+        raise OptionError("expected something else")
+
+    a_command.run = run
+    assert command.main(["made_up"]) == 2
+    assert capsys.readouterr() == ("", "crossdevice made_up: expected something else\n")
+
+
+def test_other_errors_are_not_hidden(a_command):
+    a_command.run = lambda arguments: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        command.main(["made_up"])
+
+
+def test_an_interrupted_command_gives_the_exit_code_of_the_shell(a_command):
+    def run(arguments: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    a_command.run = run
+    assert command.main(["made_up"]) == 130
+
+
+@pytest.mark.parametrize("words", [[], ["no_such_command"]])
+def test_without_a_command_usage_is_shown(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(words)
+    assert stop.value.code == 2
+    assert "usage: crossdevice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_every_command_explains_itself(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main([name, "--help"])
+    assert stop.value.code == 0
+    assert command.COMMANDS[name].split()[0] in capsys.readouterr().out
+
+
+def test_python_m_crossdevice_is_the_command():
+    words = [sys.executable, "-m", "crossdevice", "--version"]
+    answer = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert answer.stdout == f"crossdevice {crossdevice.__version__}\n"

@@ -1,0 +1,183 @@
+"""Reducing, copying and updating under a strategy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import crossdevice as cd
+from crossdevice.errors import ConversionError, DestinationError, ReduceOpError
+
+MEAN_LIKE = ["mean", "MIN", cd.ReduceOp.MAX]
+
+
+@pytest.fixture
+def strategy():
+    return cd.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+@pytest.fixture
+def extended(strategy):
+    return strategy.extended
+
+
+@pytest.fixture(params=["numpy", "torch"])
+def value(request):
+    make = np.float32 if request.param == "numpy" else torch.tensor
+    return cd.PerReplica([make([1.0]), make([3.0])])
+
+
+def test_a_distributed_value_goes_to_where_it_is_asked_for(strategy, extended, value):
+    assert extended.reduce_to("sum", value, "cpu:5").tolist() == [4]
+    mirrored = extended.reduce_to("Mean", value, strategy.create_variable(0.0))
+    assert isinstance(mirrored, cd.Mirrored)
+    assert [component.tolist() for component in mirrored.values] == [[2], [2]]
+
+
+def test_structures_are_reduced_leaf_by_leaf(extended, value):
+    result = extended.reduce_to("mean", {"a": [value], "b": 5, "c": None}, "cpu:0")
+    assert result["a"][0].tolist() == [2]
+    assert (result["b"], result["c"]) == (5, None)
+
+
+@pytest.mark.parametrize("op", MEAN_LIKE)
+def test_what_is_the_same_everywhere_is_its_own_mean(extended, op):
+    for same in (cd.Mirrored([np.ones(1), np.ones(1)]), np.ones(2), 3, None):
+        assert extended.reduce_to(op, same, "cpu:0") is same
+        assert extended.batch_reduce_to(op, [(same, "cpu:0")])[0] is same
+
+
+@pytest.mark.parametrize("op", ["sum", "prod"])
+def test_the_sum_of_what_is_the_same_everywhere_is_refused(strategy, extended, op):
+    variable = strategy.create_variable(1.0)
+    for same in (cd.Mirrored([1.0, 1.0]), variable, np.ones(2), 3, 0.5):
+        with pytest.raises(ReduceOpError, match="PerReplica"):
+            extended.reduce_to(op, same, "cpu:0")
+        with pytest.raises(ReduceOpError, match="PerReplica"):
+            extended.batch_reduce_to(op, [(same, "cpu:0")])
+
+
+def test_the_sum_of_zeros_is_zero(extended):
+    zeros = np.zeros(3, np.int8)
+    result = extended.reduce_to("sum", zeros, "cpu:0")
+    assert result.tolist() == [0, 0, 0]
+    assert result.dtype == np.int8
+    assert not np.shares_memory(result, zeros)
+    assert extended.reduce_to("sum", 0, "cpu:0") == 0
+    assert extended.reduce_to("sum", 0.0, "cpu:0") == 0
+
+
+def test_with_one_replica_any_value_is_its_sum():
+    extended = cd.MirroredStrategy(["cpu:0"]).extended
+    assert extended.reduce_to("sum", np.float32([2]), "cpu:0").tolist() == [2]
+    assert float(extended.reduce_to("sum", 2.0, "cpu:0")) == 2
+
+
+def test_a_variable_that_is_synchronized_on_reading_is_reduced(strategy, extended):
+    counter = strategy.create_variable(
+        1.0, synchronization=cd.VariableSynchronization.ON_READ, aggregation=cd.VariableAggregation.SUM
+    )
+    assert float(extended.reduce_to("sum", counter, "cpu:0")) == 2
+
+
+@pytest.mark.parametrize("op", ["average", None, cd.VariableAggregation.SUM])
+def test_unknown_operations_are_refused(extended, op):
+    with pytest.raises(ReduceOpError):
+        extended.reduce_to(op, 1.0, "cpu:0")
+    with pytest.raises(ReduceOpError):
+        extended.batch_reduce_to(op, [])
+
+
+@pytest.mark.parametrize("destinations", [["cpu:0"], ("cpu:0",), None, "", 3])
+def test_destinations_that_are_none_are_refused(extended, destinations):
+    for call in (
+        lambda: extended.reduce_to("mean", 1.0, destinations),
+        lambda: extended.batch_reduce_to("mean", [(1.0, destinations)]),
+        lambda: extended.broadcast_to(1.0, destinations),
+    ):
+        with pytest.raises(DestinationError):
+            call()
+
+
+def test_batches_keep_their_order_and_mix_what_is_distributed_with_what_is_not(extended, value):
+    results = extended.batch_reduce_to("mean", [(value, "cpu:0"), (7, "cpu:0"), ({"x": value}, value)])
+    assert results[0].tolist() == [2]
+    assert results[1] == 7
+    assert results[2]["x"].values[1].tolist() == [2]
+    for pairs in ([value], [(value,)], [[value, "cpu:0"]]):
+        with pytest.raises(ConversionError, match="pair 0"):
+            extended.batch_reduce_to("sum", pairs)
+
+
+def test_in_a_replica_everything_is_refused(strategy, extended):
+    variable = strategy.create_variable(1.0)
+    for call in (
+        lambda: extended.reduce_to("mean", 1.0, "cpu:0"),
+        lambda: extended.batch_reduce_to("mean", [(1.0, "cpu:0")]),
+        lambda: extended.broadcast_to(1.0, "cpu:0"),
+        lambda: extended.update(variable, print),
+        lambda: strategy.reduce("mean", 1.0, axis=0),
+        lambda: strategy.create_variable(1.0),
+    ):
+        with pytest.raises(RuntimeError, match="inside replica"):
+            strategy.run(call)
+
+
+def test_broadcast_copies_arrays_and_leaves_plain_numbers_alone(strategy, extended):
+    variable = strategy.create_variable([1.0, 2.0])
+    source = np.float32([5.0])
+    copies = extended.broadcast_to(source, variable)
+    assert [copy.tolist() for copy in copies.values] == [[5], [5]]
+    assert not any(np.shares_memory(copy, source) for copy in copies.values)
+    assert variable.values[0].value.tolist() == [1, 2]  # a destination is never written
+    for number in (3, 0.5, True):
+        assert extended.broadcast_to(number, variable) is number
+    assert extended.broadcast_to(variable, "cpu:3").tolist() == [1, 2]
+
+
+def test_update_calls_a_function_on_each_copy_with_its_own_arguments(strategy, extended):
+    variable = strategy.create_variable([1.0])
+    delta = extended.broadcast_to(np.float32([2.0]), variable)
+    seen = []
+
+    def apply(copy, change, factor, *, name):
+        seen.append((copy.name, str(copy.device), change is delta.values[len(seen)], name))
+        copy.assign_add(change * factor)
+        return copy.value
+
+    result = extended.update(variable, apply, (delta, 3), {"name": "n"})
+    assert isinstance(result, cd.Mirrored)
+    assert [copy.tolist() for copy in result.values] == [[7], [7]]
+    assert seen == [("Variable", "cpu:0", True, "n"), ("Variable/replica_1", "cpu:1", True, "n")]
+
+
+def test_update_groups_results_as_asked(strategy, extended):
+    variable = strategy.create_variable([1.0])
+    shared = object()
+    assert extended.update(variable, lambda copy: shared) is shared
+    assert extended.update(variable, lambda copy: object()) is None
+    assert extended.update(variable, lambda copy: copy.name, group=False) == (
+        "Variable",
+        "Variable/replica_1",
+    )
+    assigned = extended.update(variable, lambda copy: {"new": copy.assign_add(1.0)})
+    assert [array.tolist() for array in assigned["new"].values] == [[2], [2]]
+    alone = cd.MirroredStrategy(["cpu:0"])
+    assert alone.extended.update(alone.create_variable(1.0), lambda copy: 7) == 7
+
+
+@pytest.mark.parametrize("thing", [cd.Variable(1.0), np.ones(2), cd.Mirrored([1.0, 1.0])])
+def test_update_takes_only_variables_of_a_strategy(extended, thing):
+    with pytest.raises(ConversionError, match="create_variable"):
+        extended.update(thing, print)
+
+
+def test_devices_and_containers(strategy, extended):
+    variable = strategy.create_variable(1.0)
+    assert [str(device) for device in extended.worker_devices] == ["cpu:0", "cpu:1"]
+    assert extended.parameter_devices == extended.worker_devices == variable.devices
+    for copy in variable.values:
+        assert extended.value_container(copy) is variable
+    assert extended.value_container(variable) is variable
+    assert extended.value_container(3) == 3
