@@ -31,5 +31,6 @@ for epoch in range(5):
     print(f"epoch {epoch}: loss of the last batch {float(loss):.2e}")
 
 print(
-    "weights on each device:", *(copy.value.tolist() for copy in strategy.experimental_local_results(weights))
+    "weights on each device:",
+    *(copy.value().tolist() for copy in strategy.experimental_local_results(weights)),
 )

@@ -16,6 +16,15 @@ from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.algorithms.ring_all_reduce import RingAllReduce
 from crossdevice.algorithms.tree_all_reduce import TreeAllReduce
 from crossdevice.functions import all_reduce, broadcast, gather, reduce, to_dense
+from crossdevice.strategies.current import (
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from crossdevice.strategies.mirrored import MirroredStrategy
+from crossdevice.strategies.replica_context import ReplicaContext
+from crossdevice.strategies.variables import MirroredVariable, SyncOnReadVariable
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica
 from crossdevice.values.indexed_slices import IndexedSlices
@@ -37,11 +46,15 @@ __all__ = [
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
     "Mirrored",
+    "MirroredStrategy",
+    "MirroredVariable",
     "NcclAllReduce",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
+    "ReplicaContext",
     "RingAllReduce",
+    "SyncOnReadVariable",
     "TreeAllReduce",
     "Variable",
     "VariableAggregation",
@@ -49,6 +62,10 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "gather",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
     "reduce",
     "to_dense",
 ]

@@ -33,7 +33,7 @@ def all_reduce(
     [3.0, 3.0, 3.0]
     """
     value = _per_replica(values)
-    result = _ops(algorithm).reduce(op, value, value, options, out=out)
+    result = _ops(algorithm).reduce(op, value, value, options, out=_only(out, len(value.values)))
     return list(result.values) if len(value.values) > 1 else [result]
 
 
@@ -52,6 +52,8 @@ def reduce(
     2.0
     """
     value = _per_replica(values)
+    if isinstance(destinations, (list, tuple)):
+        out = _only(out, len(destinations))
     result = _ops(algorithm).reduce(op, value, _placed(destinations), options, out=out)
     return _unwrapped(result, destinations)
 
@@ -110,6 +112,11 @@ def _placed(destinations: Any) -> Any:
         raise DestinationError("destinations is an empty list; expected at least one device")
     devices = tuple(Device.parse(device) for device in destinations)
     return PerReplica.of((None,) * len(devices), devices)
+
+
+def _only(out: Any, num_results: int) -> Any:
+    """The one array of a list of one; anything else as it is."""
+    return out[0] if num_results == 1 and isinstance(out, (list, tuple)) and len(out) == 1 else out
 
 
 def _unwrapped(result: Any, destinations: Any) -> Any:

@@ -112,7 +112,7 @@ def test_a_destination_variable_is_never_written():
             lambda ops, target: ops.gather(cd.PerReplica(ARRAYS), target),
         ):
             call(row.make(), variable)
-            assert variable.value is held
+            assert variable.value() is held
             assert held.tolist() == [7, 8, 9]
 
 

@@ -8,23 +8,24 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from crossdevice.errors import ConversionError
-from crossdevice.execution.batch import Dense, Request, checked_leaves, reduce_batch
+from crossdevice.execution.batch import Request, check_batch, checked_leaves, reduce_batch
 from crossdevice.execution.copying import copied_into, copied_to, shared_with
 from crossdevice.execution.destinations import read_destinations
 from crossdevice.execution.explaining import explained
 from crossdevice.execution.gathering import gathered
 from crossdevice.execution.intake import read_value
-from crossdevice.execution.leaf_spec import LeafSpec
+from crossdevice.execution.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.outputs import wrapped
 from crossdevice.execution.reduction import PreparedReduction
 from crossdevice.execution.remembering import RememberedCall, call_key
-from crossdevice.execution.spreading import checked_pairs, spread_outs, spread_pairs
+from crossdevice.execution.spreading import checked_outs, checked_pairs, spread_outs, spread_pairs
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationOptions, as_options
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
@@ -91,11 +92,11 @@ class CrossDeviceOps:
             A bare array for one destination device, a Mirrored for several.
         """
         chosen = experimental_hints if options is None else options
-        key = call_key(reduce_op, per_replica_value, destinations, chosen) if out is None else None
+        key = call_key(reduce_op, per_replica_value, destinations, chosen)
         known = None if key is None else self._calls.get(key)
         if known is not None:
             check_cross_replica("reduce")
-            return known(per_replica_value.values)
+            return known(per_replica_value.values, out)
         pairs = [(per_replica_value, destinations)]
         (answer,) = self._reduce(reduce_op, pairs, chosen, [out], "reduce")
         if key is not None:
@@ -113,11 +114,7 @@ class CrossDeviceOps:
     ) -> list[Any]:
         """Reduces many values at once: they share packs and passes. `out` has an entry for each pair."""
         pairs = checked_pairs(value_destination_pairs)
-        outs = [None] * len(pairs) if out is None else list(out)
-        if len(outs) != len(pairs):
-            raise ConversionError(
-                f"out has {len(outs)} entries; expected one for each of the {len(pairs)} pairs"
-            )
+        outs = [None] * len(pairs) if out is None else checked_outs(out, len(pairs))
         return self._reduce(
             reduce_op, pairs, experimental_hints if options is None else options, outs, "batch_reduce"
         )
@@ -169,8 +166,10 @@ class CrossDeviceOps:
         reduce_op: ReduceOp | str = ReduceOp.SUM,
     ) -> str:
         """What `reduce` would do with this value, as text; nothing is computed."""
-        request = Request(read_value(per_replica_value), read_destinations(destinations))
-        return explained(request, ReduceOp(reduce_op), as_options(options), self)
+        op, chosen = ReduceOp(reduce_op), as_options(options)
+        pairs, _ = spread_pairs([(per_replica_value, destinations)])
+        requests = [Request(read_value(value), read_destinations(target)) for value, target in pairs]
+        return "\n\n".join(explained(request, op, chosen, self) for request in requests)
 
     # ---------------------------------------------------------------- hooks for subclasses
 
@@ -217,7 +216,9 @@ class CrossDeviceOps:
         known = self._kept.get(key)
         if known is None:
             self._check_plannable(specs)
-            known = PreparedReduction(specs, op, options, self.packing, self.plan_pack)
+            known = PreparedReduction(
+                specs, op, options, self.packing, self.plan_pack, via=self.reduce_to_device
+            )
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()
             self._kept[key] = known
@@ -240,8 +241,9 @@ class CrossDeviceOps:
         if request.value.structure is None and isinstance(leaves[0], Dense):
             if len(self._calls) >= MAX_KEPT:
                 self._calls.clear()
-            prepared = self.prepared((leaves[0].spec,), op, chosen)
-            self._calls[key] = RememberedCall(prepared, request.destinations)
+            spec = leaves[0].spec
+            prepared = self.prepared((spec,), op, chosen)
+            self._calls[key] = RememberedCall(prepared, spec, result_dtype(spec.dtype, op))
 
     @functools.cached_property
     def _calls(self) -> dict[Any, RememberedCall]:
@@ -302,6 +304,7 @@ class CrossDeviceOps:
         call: str,
     ) -> list[Any]:
         """Hands every leaf to the overridden hook; a lone replica that stays where it is needs none."""
+        check_batch(requests, op, options)
         answers: list[Any] = [None] * len(requests)
         pairs: list[tuple[PerReplica, Any]] = []
         for number, request in enumerate(requests):

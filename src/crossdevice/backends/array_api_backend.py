@@ -86,9 +86,22 @@ class ArrayApiBackend(abc.ABC):
         raise NotImplementedError(f"{self.name} has no collective engine")
 
 
+def address_range(array: NDArray[Any]) -> tuple[int, int]:
+    """Where an ndarray's memory starts and ends; from end to end for one with strides."""
+    start: int = array.__array_interface__["data"][0]
+    if array.flags.c_contiguous:
+        return start, start + array.nbytes
+    if not array.size:
+        return start, start
+    reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    end = start + sum(step for step in reach if step > 0) + array.itemsize
+    return start + sum(step for step in reach if step < 0), end
+
+
 def check_host_device(name: str, device: Device) -> None:
-    """Refuses every device that is not a logical device of this host."""
-    if not device.is_host or device.index < 0 or (device.job, device.task) != ("localhost", 0):
+    """Refuses every device that is not a logical device of this process."""
+    here = (device.job, device.replica, device.task) == ("localhost", 0, 0)
+    if not device.is_host or device.index < 0 or not here:
         raise DeviceError(f"{device} does not exist for {name} arrays; those that do are cpu:0, cpu:1, ...")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.array_api_backend import ArrayApiBackend, check_host_device, native
+from crossdevice.backends.array_api_backend import ArrayApiBackend, address_range, check_host_device, native
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.errors import ConversionError
 from crossdevice.values.device import Device
@@ -55,6 +55,10 @@ class NumpyBackend(ArrayApiBackend):
             return array
         return native(np.asarray(array))
 
+    def address_range(self, array: NDArray[Any]) -> tuple[int, int]:
+        """The array's own."""
+        return address_range(np.asarray(array))
+
     def writable_view(self, array: NDArray[Any]) -> NDArray[Any] | None:
         """Contiguous, writable and native, or not at all."""
         if not isinstance(array, np.ndarray) or not array.dtype.isnative:
@@ -96,11 +100,15 @@ def array_of_numbers(numbers: Any) -> NDArray[Any]:
     >>> array_of_numbers([1, 2]).dtype, array_of_numbers(0.5).dtype, array_of_numbers(2**40).dtype
     (dtype('int32'), dtype('float32'), dtype('int64'))
     """
-    array = np.asarray(numbers)
+    try:
+        array = np.asarray(numbers)
+    except ValueError as error:
+        raise ConversionError(f"{numbers!r} cannot be read as an array of numbers: {error}") from None
     if array.dtype.kind not in "biufc":
         raise ConversionError(f"{numbers!r} cannot be read as an array of numbers")
     kind = {"b": bool, "i": int, "u": int, "f": float, "c": complex}[array.dtype.kind]
     narrow = np.dtype(_NUMBER_DTYPES[kind])
     if kind is int and array.size and not (array.min() >= -(2**31) and array.max() < 2**31):
         return array
-    return array.astype(narrow)
+    with np.errstate(over="ignore"):  # a number too large for float32 is infinite there
+        return array.astype(narrow)

@@ -43,6 +43,9 @@ class Backend(Protocol):
     def host_view(self, array: Array) -> NDArray[Any]:
         """A host array's elements as a flat, contiguous, native ndarray: a view, else a copy."""
 
+    def address_range(self, array: Array) -> tuple[int, int]:
+        """Where a host array's memory starts and ends, gaps between its elements included."""
+
     def writable_view(self, array: Array) -> NDArray[Any] | None:
         """The same as a view that writes to the array; None if that cannot be."""
 

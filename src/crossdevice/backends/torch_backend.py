@@ -56,6 +56,17 @@ class TorchBackend(ArrayApiBackend):
         """The elements, copied from the tensor's device."""
         return self.host_view(array.detach().cpu())
 
+    def address_range(self, array: torch.Tensor) -> tuple[int, int]:
+        """That of the tensor's view as an ndarray of bytes."""
+        plain = array.detach()
+        reach = sum((size - 1) * stride for size, stride in zip(plain.shape, plain.stride(), strict=True))
+        start = plain.data_ptr()
+        return start, start + (reach + 1) * plain.element_size() if plain.numel() else start
+
+    def concat(self, arrays: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+        """Detached, like every result."""
+        return torch.cat([array.detach() for array in arrays], dim=axis)
+
     def writable_view(self, array: torch.Tensor) -> NDArray[Any] | None:
         """Contiguous host tensors share their memory."""
         if array.device.type != "cpu" or not array.is_contiguous() or array.is_conj() or array.is_neg():
@@ -120,6 +131,8 @@ def _torch_device(device: Device) -> torch.device:
 
 @functools.cache
 def _exists(device: Device) -> bool:
+    if device.type == "meta":  # arrays without elements
+        return False
     try:
         torch.empty(0, device=_torch_device(device))
     except (RuntimeError, AssertionError):

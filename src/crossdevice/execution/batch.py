@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from crossdevice.backends.protocol import Array
+from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import OutError
 from crossdevice.execution.accumulation import accumulate
 from crossdevice.execution.intake import Leaf, Value, backend_of, check_dense
-from crossdevice.execution.leaf_spec import LeafSpec
-from crossdevice.execution.outputs import check_out, check_overlaps, read_out, wrapped
+from crossdevice.execution.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.outputs import check_out, read_out, wrapped
+from crossdevice.execution.overlaps import check_overlaps
 from crossdevice.execution.reduction import PreparedReduction
 from crossdevice.execution.sparse import SparseReduction, check_sparse, densified
 from crossdevice.values.device import Device
@@ -40,24 +41,26 @@ class Algorithm(Protocol):
         """The prepared reduction of a batch, kept from one call to the next."""
 
 
-class Dense(NamedTuple):
-    """A checked leaf of plain arrays, ready to be reduced."""
-
-    arrays: tuple[Array, ...]
-    spec: LeafSpec
-    out: Sequence[Array] | None
+def check_batch(
+    requests: Sequence[Request], op: ReduceOp, options: CommunicationOptions
+) -> list[list[Dense | SparseReduction]]:
+    """The leaves of each request after every check, also of the memory they are to be written to."""
+    checked = [checked_leaves(request, op, options) for request in requests]
+    written = [leaf for leaves in checked for leaf in leaves if isinstance(leaf, Dense)]
+    if any(leaf.out is not None for leaf in written):
+        check_overlaps(written)
+    return checked
 
 
 def reduce_batch(
     requests: Sequence[Request], op: ReduceOp, options: CommunicationOptions, algorithm: Algorithm
 ) -> list[Any]:
     """The wrapped result of each request."""
-    checked = [checked_leaves(request, op, options) for request in requests]
+    checked = check_batch(requests, op, options)
+    if algorithm.reduce_to_device is not None:
+        for backend in {_backend_of(leaf) for leaves in checked for leaf in leaves}:
+            backend.check_device(algorithm.reduce_to_device)
     dense = [leaf for leaves in checked for leaf in leaves if isinstance(leaf, Dense)]
-    if any(leaf.out is not None for leaf in dense):
-        check_overlaps(
-            [leaf.spec for leaf in dense], [leaf.arrays for leaf in dense], [leaf.out for leaf in dense]
-        )
     reduced = iter(_reduced(dense, op, options, algorithm))
     answers = []
     for request, leaves in zip(requests, checked, strict=True):
@@ -105,6 +108,10 @@ def _checked(
     if out is not None:
         check_out(out, spec, result_dtype(spec.dtype, op), leaf.path)
     return Dense(leaf.arrays, spec, out)
+
+
+def _backend_of(leaf: Dense | SparseReduction) -> Backend:
+    return leaf.spec.backend if isinstance(leaf, Dense) else leaf.backend
 
 
 def _spec_of(

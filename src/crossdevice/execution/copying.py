@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from crossdevice.backends.protocol import Array, Backend
+from crossdevice.errors import OutError
 from crossdevice.execution.intake import Leaf, one_backend, read_value
-from crossdevice.execution.leaf_spec import LeafSpec
-from crossdevice.execution.outputs import check_out, check_overlaps, read_out, wrapped
+from crossdevice.execution.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.outputs import check_out, read_out, wrapped
+from crossdevice.execution.overlaps import check_overlaps
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import Mirrored
+from crossdevice.values.distributed import DelegatingValues
 from crossdevice.values.indexed_slices import IndexedSlices
 
 
@@ -43,12 +45,16 @@ def copied_into(value: Any, destinations: tuple[Device, ...], out: Any) -> Any:
     outs = read_out(out, read, destinations)
     specs: list[LeafSpec] = []
     for leaf, arrays in zip(read.leaves, outs, strict=True):
+        if leaf.is_sparse:
+            raise OutError(f"out cannot hold IndexedSlices{leaf.at_path}: their number of rows is not known")
         backend = _checked_backend(leaf, read.devices, destinations)
         array = leaf.arrays[0]
         dtype = backend.dtype_of(array)
         specs.append(LeafSpec(backend, dtype, backend.shape_of(array), read.devices, destinations))
         check_out(arrays, specs[-1], dtype, leaf.path)
-    check_overlaps(specs, [leaf.arrays for leaf in read.leaves], outs)
+    check_overlaps(
+        [Dense(leaf.arrays, spec, out) for leaf, spec, out in zip(read.leaves, specs, outs, strict=True)]
+    )
     for spec, leaf, arrays in zip(specs, read.leaves, outs, strict=True):
         for target in arrays:
             if target is not leaf.arrays[0]:
@@ -63,7 +69,7 @@ def _device_of(spec: LeafSpec, arrays: Any, target: Array) -> Device:
 
 
 def _component(value: Any) -> Any:
-    return value.current() if isinstance(value, Mirrored) else value
+    return value.current() if isinstance(value, DelegatingValues) else value
 
 
 def _checked_backend(leaf: Leaf, devices: tuple[Device, ...], destinations: tuple[Device, ...]) -> Backend:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from crossdevice.execution.batch import Dense, Request, checked_leaves
-from crossdevice.execution.leaf_spec import LeafSpec, items_of
+from crossdevice.execution.batch import Request, checked_leaves
+from crossdevice.execution.leaf_spec import Dense, LeafSpec, items_of
 from crossdevice.plans.packing import Packing
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.rendering import render_plan

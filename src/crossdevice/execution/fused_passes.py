@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -65,48 +65,35 @@ class FusedPasses:
         self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
     ) -> dict[int, tuple[Array, ...]]:
         """The results of each leaf, in new memory or in `outs`."""
-        if len(self._specs) == 1 and outs[0] is None:
-            only = self._run_alone(columns[0])
-            if only is not None:
-                return {0: only}
+        if len(outs) == 1 and len(self._passes) == 1:
+            ((recipe, tasks),) = self._passes.items()
+            if len(tasks) == 1:
+                return {0: self._run_alone(recipe, tasks[0].stop, columns[0], outs[0])}
         inputs = {
             number: [spec.backend.host_view(array) for array in columns[number]]
             for number, spec in self._specs.items()
         }
         outputs = self._outputs(outs)
         for recipe, tasks in self._passes.items():
-            fused_batch(
-                [
-                    (
-                        [array[start:stop] for array in inputs[leaf]],
-                        [outputs[leaf][position][start:stop] for position in positions],
-                    )
-                    for leaf, start, stop, positions in tasks
-                ],
-                recipe,
-            )
+            fused_batch([made for task in tasks for made in _arrays_of(task, inputs, outputs)], recipe)
         return {number: self._adopted(number, flats, outs[number]) for number, flats in outputs.items()}
 
-    def _run_alone(self, arrays: Sequence[Array]) -> tuple[Array, ...] | None:
+    def _run_alone(
+        self, recipe: Recipe, size: int, arrays: Sequence[Array], out: Sequence[Array] | None
+    ) -> tuple[Array, ...]:
         """The short way for a single leaf in a single pass, where small calls spend their time."""
-        if len(self._passes) != 1 or 0 not in self._specs:
-            return None
-        ((recipe, tasks),) = self._passes.items()
-        if len(tasks) != 1:
-            return None
-        spec = self._specs[0]
-        num_results = 1 if self._shares_results else len(spec.destinations)
-        size, dtype = tasks[0].stop, self._dtypes[0]
-        empty = np.empty if size * dtype.itemsize < SMALLEST_POOLED_BYTES else result_pool.empty
-        flats = [empty(size, dtype) for _ in range(num_results)]
+        spec, dtype = self._specs[0], self._dtypes[0]
+        if out is None:
+            empty = np.empty if size * dtype.itemsize < SMALLEST_POOLED_BYTES else result_pool.empty
+            num_results = 1 if self._shares_results else len(spec.destinations)
+            flats = [empty(size, dtype) for _ in range(num_results)]
+        else:
+            flats = [_written(spec.backend, array) for array in out]
         fused_pass([spec.backend.host_view(array) for array in arrays], flats, recipe)
-        return self._adopted(0, flats, None)
+        return self._adopted(0, flats, out)
 
     def _add(self, task: Task, recipe: Recipe) -> None:
-        if self._shares_results:
-            task = task._replace(outputs=(0,) if 0 in task.outputs else ())
-        if task.outputs:
-            self._passes.setdefault(recipe, []).append(task)
+        self._passes.setdefault(recipe, []).append(task)
 
     def _outputs(self, outs: Sequence[Sequence[Array] | None]) -> dict[int, list[NDArray[Any]]]:
         outputs: dict[int, list[NDArray[Any]]] = {}
@@ -134,6 +121,17 @@ class FusedPasses:
             shared = [backend.from_host(flats[0], spec.shape, device) for device in spec.destinations]
             return tuple(map(backend.read_only, shared))
         return tuple(map(backend.from_host, flats, repeat(spec.shape), spec.destinations))
+
+
+def _arrays_of(
+    task: Task, inputs: Mapping[int, list[NDArray[Any]]], outputs: Mapping[int, list[NDArray[Any]]]
+) -> Iterator[tuple[list[NDArray[Any]], list[NDArray[Any]]]]:
+    """A task's ranges of inputs and outputs; nothing if it only writes to results that share another's."""
+    leaf, start, stop, positions = task
+    flats = outputs[leaf]
+    written = [flats[position][start:stop] for position in positions if position < len(flats)]
+    if written:
+        yield [array[start:stop] for array in inputs[leaf]], written
 
 
 def _written(backend: Backend, out: Array) -> NDArray[Any]:

@@ -130,16 +130,17 @@ def check_agreement(
     describe: Callable[[Any], str],
     path: str,
 ) -> None:
-    """Raises `error` unless all replicas give the same answer; the message names the odd ones out."""
-    if all(answer == answers[0] for answer in answers):
+    """Raises `error` unless all replicas that answer (not None) agree; the message names the odd ones out."""
+    given = [(replica, answer) for replica, answer in enumerate(answers) if answer is not None]
+    if all(answer == given[0][1] for _, answer in given):
         return
-    (usual, num_usual), *_ = collections.Counter(answers).most_common()
-    replica, odd = next((r, answer) for r, answer in enumerate(answers) if answer != usual)
-    num_odd = len(answers) - num_usual
+    (usual, num_usual), *_ = collections.Counter(answer for _, answer in given).most_common()
+    replica, odd = next((replica, answer) for replica, answer in given if answer != usual)
+    num_odd = len(given) - num_usual
     at_path = f" at {path}" if path else ""
     message = f"replica {replica} ({devices[replica]}) has {noun} {describe(odd)}{at_path}; "
     if num_usual == 1:
-        other = answers.index(usual)
+        other = next(replica for replica, answer in given if answer == usual)
         message += f"replica {other} ({devices[other]}) has {describe(usual)}"
     elif num_odd == 1:
         message += f"the other {num_usual} have {describe(usual)}"
@@ -165,8 +166,13 @@ def _read_leaf(column: Sequence[Any], devices: Sequence[Device], path: str, what
                 "distributed values do not nest"
             )
         if isinstance(item, Variable):
-            arrays.append(item.value)
-        elif is_number(item) or isinstance(item, (list, tuple)):
+            if item.device != devices[replica]:
+                at_path = f" at {path}" if path else ""
+                raise DeviceMismatchError(
+                    f"replica {replica} ({devices[replica]}){at_path} holds a variable on {item.device}"
+                )
+            item = item.value()
+        if is_number(item) or isinstance(item, (list, tuple)):
             arrays.append(array_of_numbers(item))
         else:
             if backend_of_type(type(item)) is not None:

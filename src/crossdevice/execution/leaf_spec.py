@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from crossdevice.backends.protocol import HOST_MEMORY, Backend
+from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend
 from crossdevice.plans.packing import Item
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES
@@ -31,6 +31,14 @@ class LeafSpec(NamedTuple):
         """Whether everything happens in the host's memory."""
         memories = {self.backend.memory_of(device) for device in (*self.devices, *self.destinations)}
         return memories == {HOST_MEMORY}
+
+
+class Dense(NamedTuple):
+    """A checked leaf of plain arrays, ready to be reduced, into `out` unless that is None."""
+
+    arrays: Sequence[Array]
+    spec: LeafSpec
+    out: Sequence[Array] | None = None
 
 
 def items_of(specs: Sequence[LeafSpec]) -> list[Item]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +26,20 @@ def wrapped(results: Sequence[Sequence[Any]], structure: Any, destinations: tupl
 
 def read_out(out: Any, value: Value, destinations: tuple[Device, ...]) -> list[tuple[Array, ...]]:
     """The arrays of `out`, for each leaf one per destination."""
+    components = out_components(out, destinations)
+    if value.structure is None:
+        return [tuple(components)]
+    columns = []
+    for component, device in zip(components, destinations, strict=True):
+        leaves, structure = flatten(component)
+        if structure != value.structure:
+            raise OutError(f"out for {device} has another structure than the value: {structure}")
+        columns.append(leaves)
+    return list(zip(*columns, strict=True))
+
+
+def out_components(out: Any, destinations: tuple[Device, ...]) -> Sequence[Any]:
+    """What `out` has for each destination."""
     if isinstance(out, DistributedValues):
         components: Sequence[Any] = out.values
     elif len(destinations) > 1 and isinstance(out, (list, tuple)):
@@ -37,15 +50,7 @@ def read_out(out: Any, value: Value, destinations: tuple[Device, ...]) -> list[t
         raise OutError(
             f"out has {len(components)} components; expected {len(destinations)}, one per destination"
         )
-    if value.structure is None:
-        return [tuple(components)]
-    columns = []
-    for component, device in zip(components, destinations, strict=True):
-        leaves, structure = flatten(component)
-        if structure != value.structure:
-            raise OutError(f"out for {device} has another structure than the value: {structure}")
-        columns.append(leaves)
-    return list(zip(*columns, strict=True))
+    return components
 
 
 def check_out(out: Sequence[Array], spec: LeafSpec, dtype: str, path: str) -> None:
@@ -65,50 +70,3 @@ def check_out(out: Sequence[Array], spec: LeafSpec, dtype: str, path: str) -> No
             raise OutError(
                 f"{where} is read-only, not contiguous or not native; copy the result into it instead"
             )
-
-
-def check_overlaps(
-    specs: Sequence[LeafSpec], columns: Sequence[Sequence[Array]], outs: Sequence[Any]
-) -> None:
-    """Refuses host outputs that overlap each other, or an input they are not exactly (in place is exact)."""
-    written: list[tuple[int, int, str]] = []
-    read: list[tuple[int, int, str]] = []
-    for number, (spec, column, out) in enumerate(zip(specs, columns, outs, strict=True)):
-        if not spec.shares_host_memory:
-            continue
-        for position, array in enumerate(out or ()):
-            written.append((*_bounds(spec.backend.writable_view(array)), f"{number}:out[{position}]"))
-        for replica, array in enumerate(column):
-            read.append((*_bounds(spec.backend.host_view(array)), f"{number}:replica {replica}"))
-    written.sort()
-    for (_, end, name), (start, _, other) in itertools.pairwise(written):
-        if start < end:
-            raise OutError(
-                f"{_place(name)} and {_place(other)} overlap in memory; expected one array per destination"
-            )
-    _check_reads(written, sorted(read))
-
-
-def _check_reads(written: Sequence[tuple[int, int, str]], read: Sequence[tuple[int, int, str]]) -> None:
-    first = 0
-    for start, end, name in written:
-        while first < len(read) and read[first][1] <= start:
-            first += 1
-        for low, high, other in read[first:]:
-            if low >= end:
-                break
-            in_place = (low, high) == (start, end) and name.partition(":")[0] == other.partition(":")[0]
-            if high > start and not in_place:
-                raise OutError(
-                    f"{_place(name)} overlaps {_place(other)} in memory without being it; "
-                    "in place means exactly the same array"
-                )
-
-
-def _place(name: str) -> str:
-    return name.partition(":")[2]
-
-
-def _bounds(view: Any) -> tuple[int, int]:
-    start = view.__array_interface__["data"][0]
-    return start, start + view.nbytes

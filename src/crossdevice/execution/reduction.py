@@ -12,6 +12,7 @@ from crossdevice.execution.stepped_packs import SteppedPacks
 from crossdevice.kernels.host.recipe import Recipe
 from crossdevice.plans.packing import Packing
 from crossdevice.plans.plan import Plan
+from crossdevice.values.device import Device
 from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
@@ -30,8 +31,10 @@ class PreparedReduction:
         options: CommunicationOptions,
         packing: Packing,
         plan_pack: PlanPack,
+        via: Device | None = None,
     ) -> None:
-        lowers = options.lowering == "auto"
+        """`via` is a device that all sums pass through, if there is one."""
+        lowers = options.lowering == "auto" and (via is None or via.is_host)
         shared = {number: spec for number, spec in enumerate(specs) if lowers and spec.shares_host_memory}
         apart = {number: spec for number, spec in enumerate(specs) if number not in shared}
         dtypes = {number: result_dtype(spec.dtype, op) for number, spec in enumerate(specs)}

@@ -8,23 +8,33 @@ from typing import Any, NamedTuple
 
 from crossdevice.backends.protocol import Array
 from crossdevice.backends.registry import backend_of_type
+from crossdevice.execution.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.outputs import check_out, out_components
+from crossdevice.execution.overlaps import check_overlaps
 from crossdevice.execution.reduction import PreparedReduction
-from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 
 
 class RememberedCall(NamedTuple):
-    """A prepared reduction of one dense leaf, with all it takes to wrap the result."""
+    """A prepared reduction of one dense leaf, with all it takes to check `out` and wrap the result."""
 
     prepared: PreparedReduction
-    destinations: tuple[Device, ...]
+    spec: LeafSpec
+    dtype: str
 
-    def __call__(self, arrays: Sequence[Array]) -> Any:
-        """Reduces one array per replica."""
-        (results,) = self.prepared.run((arrays,), (None,))
-        return results[0] if len(results) == 1 else Mirrored.of(results, self.destinations)
+    def __call__(self, arrays: Sequence[Array], out: Any) -> Any:
+        """Reduces one array per replica, into the arrays of `out` unless it is None."""
+        outs = None if out is None else self._checked(arrays, out)
+        (results,) = self.prepared.run((arrays,), (outs,))
+        return results[0] if len(results) == 1 else Mirrored.of(results, self.spec.destinations)
+
+    def _checked(self, arrays: Sequence[Array], out: Any) -> Sequence[Array]:
+        outs = out_components(out, self.spec.destinations)
+        check_out(outs, self.spec, self.dtype, "")
+        check_overlaps([Dense(arrays, self.spec, outs)])
+        return outs
 
 
 def call_key(reduce_op: Any, value: Any, destinations: Any, options: Any) -> Hashable | None:

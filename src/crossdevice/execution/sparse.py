@@ -9,6 +9,7 @@ from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import (
     ConversionError,
     DtypeMismatchError,
+    LibraryMismatchError,
     MismatchError,
     ReduceOpError,
     ShapeMismatchError,
@@ -67,16 +68,12 @@ def check_sparse(
     check_agreement(
         [shape[1:] for shape in shapes], devices, "rows of shape", ShapeMismatchError, str, leaf.path
     )
-    given = {replica: part.dense_shape for replica, part in enumerate(slices) if part.dense_shape is not None}
+    shapes_given = [part.dense_shape for part in slices if part.dense_shape is not None]
+    usual = max(shapes_given, key=shapes_given.count, default=None)
     check_agreement(
-        list(given.values()) or [None],
-        [devices[replica] for replica in given],
-        "dense_shape",
-        ShapeMismatchError,
-        str,
-        leaf.path,
+        [part.dense_shape for part in slices], devices, "dense_shape", ShapeMismatchError, str, leaf.path
     )
-    return SparseReduction(slices, backend, op, precision, next(iter(given.values()), None))
+    return SparseReduction(slices, backend, op, precision, usual)
 
 
 def densified(leaf: Leaf, devices: Sequence[Device]) -> Leaf:
@@ -116,7 +113,12 @@ def _device_or_host(slices: IndexedSlices) -> Device:
 def _check_parts(slices: Sequence[IndexedSlices], devices: Sequence[Device], path: str) -> Backend:
     values = [part.values for part in slices]
     backend = one_backend(values, devices, path)
-    one_backend([part.indices for part in slices], devices, path)
+    of_indices = one_backend([part.indices for part in slices], devices, path)
+    if of_indices is not backend:
+        raise LibraryMismatchError(
+            f"replica 0 ({devices[0]}) has values of {backend.name} and indices of {of_indices.name}"
+            f"{' at ' + path if path else ''}"
+        )
     check_agreement([backend.dtype_of(a) for a in values], devices, "dtype", DtypeMismatchError, str, path)
     for replica, part in enumerate(slices):
         where = f"replica {replica} ({devices[replica]}){' at ' + path if path else ''}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from crossdevice.errors import ConversionError
+from crossdevice.errors import ConversionError, OutError
 from crossdevice.values.distributed import DistributedValues
 from crossdevice.values.nesting import flatten, is_number_list, unflatten
 
@@ -20,6 +20,14 @@ def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ConversionError(f"pair {number} is a {type(pair).__name__}; {expected}")
     return listed
+
+
+def checked_outs(outs: Any, num_pairs: int) -> list[Any]:
+    """A list of the `out` of each pair."""
+    if not isinstance(outs, Sequence) or len(outs) != num_pairs:
+        found = f"{len(outs)} entries" if isinstance(outs, Sequence) else f"type {type(outs).__name__}"
+        raise OutError(f"out has {found}; expected a list of one for each of the {num_pairs} pairs")
+    return list(outs)
 
 
 def _is_distributed_structure(value: Any) -> bool:
@@ -72,6 +80,6 @@ def spread_outs(pairs: Sequence[tuple[Any, Any]], outs: Sequence[Any]) -> list[A
         parts, structure = flatten(value, _is_value)
         found, out_structure = ([None] * len(parts), structure) if out is None else flatten(out, _is_value)
         if out_structure != structure:
-            raise ConversionError(f"out has another structure than the value: {out_structure}")
+            raise OutError(f"out has another structure than the value: {out_structure}")
         spread += found
     return spread

@@ -32,6 +32,10 @@ class PerDevice(PerReplica):
     __slots__ = ()
 
     def __init__(self, index: Mapping[Device | str, Any]) -> None:
+        if not isinstance(index, Mapping):
+            raise ConversionError(
+                f"a PerDevice is a dict from devices to values, got a {type(index).__name__}"
+            )
         super().__init__(index.values(), list(index))
 
 

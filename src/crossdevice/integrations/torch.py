@@ -77,11 +77,12 @@ class MirroredModule:
         With shares of a batch that differ in size, divide each loss by the size of the whole batch and
         use `"sum"`: then the gradient is that of one device on the whole batch.
         """
-        if current_replica() is None:
+        context = get_replica_context()
+        if context is None or current_replica() is None:
             raise ContextError("reduce_gradients is called by every replica, inside of strategy.run")
         parameters = [p for p in self.current().parameters() if p.grad is not None]
         gradients = [p.grad for p in parameters]
-        reduced = get_replica_context().all_reduce(reduce_op, gradients, options)
+        reduced = context.all_reduce(reduce_op, gradients, options)
         for parameter, gradient in zip(parameters, reduced, strict=True):
             parameter.grad = gradient
 
@@ -240,4 +241,4 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     left, right = left.detach().cpu().contiguous(), right.detach().cpu().contiguous()
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+    return bool(torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)))

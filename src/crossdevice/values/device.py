@@ -52,6 +52,8 @@ class Device:
         if isinstance(name, str):
             return _parse(name, fallback)
         device = _from_library(name)
+        if device is None and getattr(name, "type", None) == "cpu":
+            return fallback  # PyTorch's host device, which has no number
         if device is None:
             raise DeviceError(f"{name!r} is not a device; expected a name such as 'cpu:0' or 'cuda:1'")
         return device

@@ -137,8 +137,8 @@ class Mirrored(DelegatingValues):
 
 
 def _as_array(component: Any, dtype: Any, copy: Any) -> Any:
-    asked = {name: given for name, given in (("dtype", dtype), ("copy", copy)) if given is not None}
-    return component.__array__(**asked)
+    array = component.__array__() if dtype is None else component.__array__(dtype)
+    return array.copy() if copy else array  # not every library's __array__ knows `copy`
 
 
 def _component_of(value: Any) -> Any:

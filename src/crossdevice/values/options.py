@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from datetime import timedelta
 from typing import Literal
 
@@ -83,7 +84,7 @@ def as_options(options: object) -> CommunicationOptions:
 
 
 def _checked_bytes(given: object) -> int:
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or given != given or given < 0:
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < math.inf:
         raise OptionError(f"bytes_per_pack must be a number of bytes, 0 or more; got {given!r}")
     return int(given)
 
@@ -92,7 +93,7 @@ def _checked_seconds(given: object) -> float | None:
     if given is None:
         return None
     if isinstance(given, timedelta):
-        return given.total_seconds()
+        given = given.total_seconds()
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not given >= 0:
         raise OptionError(f"timeout_seconds must be None, seconds (0 or more) or a timedelta; got {given!r}")
     return given

@@ -14,7 +14,7 @@ class Variable:
     """An array with a name and a device; as a destination it says where, and is never written.
 
     >>> counter = Variable(1.0, device="cpu:2", name="counter")
-    >>> counter.assign_add(2.0).value, counter.device
+    >>> counter.assign_add(2.0).value(), counter.device
     (3.0, Device('cpu:2'))
     """
 
@@ -34,9 +34,12 @@ class Variable:
         self.synchronization = synchronization
         self.aggregation = aggregation
 
-    @property
     def value(self) -> Any:
         """The array it holds now."""
+        return self._value
+
+    def read_value(self) -> Any:
+        """The same as `value`."""
         return self._value
 
     @property

@@ -88,7 +88,7 @@ def test_destinations_none_means_where_the_value_is(make):
 def test_destinations_may_be_variables_arrays_and_devices(make):
     variable = cd.Variable(np.float32([9, 9]), device="cpu:6")
     check_mirrored(make().reduce(SUM, per_device(), variable), [4, 6], 6)
-    assert variable.value.tolist() == [9, 9]
+    assert variable.value().tolist() == [9, 9]
     check_mirrored(make().reduce(SUM, per_device(), np.zeros(1)), [4, 6], 0)
     check_mirrored(make().reduce(SUM, per_device(), cd.Device("cpu", 3)), [4, 6], 3)
 

@@ -260,6 +260,6 @@ def test_without_a_strategy_values_are_their_own_reductions():
         strategy.extended.broadcast_to(value, "cpu:0")
     with pytest.raises(ValueError, match="list or tuple"):
         strategy.run(print, args=3)
-    assert strategy.extended.update(cd.Variable(1.0), lambda variable, x: variable.value + x, (2,)) == 3
+    assert strategy.extended.update(cd.Variable(1.0), lambda variable, x: variable.value() + x, (2,)) == 3
     with strategy.scope():
         assert not cd.has_strategy()

@@ -77,7 +77,7 @@ def test_a_per_replica_value_cannot_make_the_copies_of_a_variable_differ(method)
             strategy.extended.update(variable, lambda copy, x: copy.assign(x), arguments)
     with pytest.raises(ValueError, match="PerReplica"):
         strategy.extended.update(variable, lambda copy, x: copy.assign(x), kwargs={"x": different})
-    assert [float(copy.value) for copy in variable.values] == [1, 1]
+    assert [float(copy.value()) for copy in variable.values] == [1, 1]
 
 
 def test_an_error_or_a_second_strategy_does_not_poison_the_process():

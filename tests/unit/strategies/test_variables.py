@@ -34,7 +34,7 @@ def own_replica():
 
 
 def copies(variable):
-    return [copy.value.tolist() for copy in variable.values]
+    return [copy.value().tolist() for copy in variable.values]
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_a_write_in_replicas_follows_the_aggregation(strategy, make, aggregation
     assert [array.tolist() for array in result.values] == right
     strategy.run(lambda: variable.assign(make([1.0 + own_replica()])))
     assert copies(variable) == [[value[0] - 10] for value in right]
-    assert all(component is not variable.values[0].value for component in result.values)
+    assert all(component is not variable.values[0].value() for component in result.values)
 
 
 def test_a_sum_of_plain_numbers_is_refused_and_a_mean_is_the_number(strategy):

@@ -114,7 +114,7 @@ def test_repr_shows_each_component_with_its_device():
 def test_a_variable_keeps_its_shape():
     variable = Variable(np.zeros(2), name="w")
     variable.assign_sub(np.ones(2))
-    assert variable.value.tolist() == [-1, -1]
+    assert variable.value().tolist() == [-1, -1]
     with pytest.raises(ShapeMismatchError, match=r"variable 'w' has shape \(2,\)"):
         variable.assign(np.zeros(3))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from crossdevice.kernels.host.recipe import Order
 
 START, WITH_INPUT, WITH_LEVEL = range(3)
-"""What an instruction does to a level: starts it with an input, combines it with one, or with the level above."""
+"""What is done to a level: start it with an input, combine it with one, or with the level above it."""
 
 MAX_DEPTH = 8
 """How deep orders may nest; a tree over replicas, hosts and racks has 3 levels."""

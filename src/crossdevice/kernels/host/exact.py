@@ -179,7 +179,11 @@ def _real_product(columns: Floats, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _complex_product(inputs: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
-    result = np.array(reduce(np.multiply, inputs), dtype)
+    # Elements that are not finite are multiplied natively, in an order that only their bits decide.
+    stacked = np.stack(inputs)
+    words = stacked.view(f"u{stacked.dtype.itemsize // 2}").reshape(*stacked.shape, 2)
+    order = np.lexsort((words[..., 1], words[..., 0]), axis=0)
+    result = np.array(reduce(np.multiply, np.take_along_axis(stacked, order, axis=0)), dtype)
     parts = result.view(result.real.dtype).reshape(-1, 2)
     columns = np.stack([array.astype(np.complex128) for array in inputs])
     whole = np.isfinite(columns).all(axis=0)

@@ -15,7 +15,15 @@ from crossdevice.kernels.host.association import positions_of, program_of
 from crossdevice.kernels.host.numpy_pass import numpy_pass
 from crossdevice.kernels.host.recipe import Recipe
 from crossdevice.kernels.host.threads import num_threads, run_together
-from crossdevice.kernels.host.work_list import TUPLE_HEADER_BYTES, Task, WorkList, traffic_bytes
+from crossdevice.kernels.host.work_list import (
+    EMPTY_ROOM,
+    TUPLE_HEADER_BYTES,
+    Pieces,
+    Task,
+    WorkList,
+    pieces_in,
+    traffic_bytes,
+)
 from crossdevice.values.dtypes import FLOATS, INTEGERS, ITEM_BYTES, result_dtype
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -24,11 +32,19 @@ KERNELS = ("numba", "numpy")
 
 Arrays = Sequence[NDArray[Any]]
 
-THREADED_BYTES = 2 << 20
-"""Traffic (all that is read and written) from which a second thread is woken: waking costs 45-70 us."""
+THREADED_BYTES = 4 << 20
+"""Traffic (all that is read and written) from which a second thread is woken.
+
+Waking one costs 45-70 us, in which a thread alone moves as much from cache to cache.
+"""
 
 STREAMED_BYTES = 24 << 20
 """Traffic from which results bypass the cache; below, whoever reads them next finds them there."""
+
+RANGES_PER_THREAD = 8
+"""So many that threads end together even if one of them comes late."""
+
+NO_ROOM = array("q")
 
 MAX_INPUTS = 1 << 15
 """As many 16-bit integers are sure to have a sum of 32 bits."""
@@ -64,14 +80,18 @@ def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
         numpy_pass(inputs, outputs, recipe)
         return
     arrays, results = _as_read(inputs, prepared), _as_written(outputs, prepared)
-    if prepared.is_exact or traffic_bytes(arrays, results) >= THREADED_BYTES:
+    if traffic_bytes(arrays, results) >= THREADED_BYTES:
         _run([(arrays, results)], prepared, recipe)
         return
+    size = arrays[0].size
+    room = EMPTY_ROOM[:] if prepared.is_exact else NO_ROOM
     prepared.kernel(
         *(0, 0, 0, prepared.divisor, id(arrays) + TUPLE_HEADER_BYTES, len(arrays)),
-        *(id(results) + TUPLE_HEADER_BYTES, len(results), 0, arrays[0].size, 0, 0),
-        *_place_of(prepared.program),
+        *(id(results) + TUPLE_HEADER_BYTES, len(results), 0, size, 0, room.buffer_info()[0]),
+        *prepared.program.buffer_info(),
     )
+    if room and room[0]:
+        _run_pieces(arrays, results, pieces_in(room, size), recipe)
 
 
 def fused_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe) -> None:
@@ -91,9 +111,7 @@ def fused_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe) -> None:
 def select_kernels(name: str | None) -> None:
     """Chooses "numba" or "numpy"; None goes back to CROSSDEVICE_KERNELS, or numba where it can be had."""
     global _kernels
-    if name is not None and name not in KERNELS:
-        raise OptionError(f"kernels must be one of {', '.join(KERNELS)}; got {name!r}")
-    _kernels = name
+    _kernels = None if name is None else _checked_kernels(name, "the name of kernels")
     _prepared.clear()
 
 
@@ -101,21 +119,21 @@ def selected_kernels() -> str:
     """Which kernels are in use: "numba" or "numpy"."""
     global _kernels
     if _kernels is None:
-        _kernels = _kernels_by_environment()
+        _kernels = _checked_kernels(os.environ.get(VARIABLE) or None, VARIABLE)
     return _kernels
 
 
-def _kernels_by_environment() -> str:
-    given = os.environ.get(VARIABLE) or None
+def _checked_kernels(given: str | None, source: str) -> str:
     if given not in (None, *KERNELS):
-        raise OptionError(f"{VARIABLE} must be one of {', '.join(KERNELS)}; got {given!r}")
+        raise OptionError(f"{source} must be one of {', '.join(KERNELS)}; got {given!r}")
     if given == "numpy":
         return given
     try:
+        # Only now, on first use: importing numba takes up to a second.
         from crossdevice.kernels.host import numba_pass
     except ImportError as error:
         if given == "numba":
-            raise OptionError(f"{VARIABLE} is numba, which cannot be imported: {error}") from error
+            raise OptionError(f"{source} is numba, which cannot be imported: {error}") from error
         return "numpy"
     return "numba" if numba_pass.can_run_here() else "numpy"
 
@@ -130,7 +148,6 @@ def _prepared_for(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> 
 
 
 def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prepared | None:
-    # Only now, on first use: importing numba takes up to a second.
     from crossdevice.kernels.host import numba_pass
 
     part = None
@@ -170,7 +187,7 @@ def _family(recipe: Recipe, dtype: str, into: str) -> str | None:
         return "wide" if recipe.precision == "accurate" else None
     if recipe.precision == "exact":
         return "enclosed" if dtype == "float64" else "exact"
-    return "compensated" if dtype == "float64" else "wide"
+    return {"float64": "compensated", "bfloat16": "exact_in_single"}.get(dtype, "wide")
 
 
 def _family_of_integers(recipe: Recipe, dtype: str) -> str | None:
@@ -207,23 +224,28 @@ def _as_written(outputs: Arrays, prepared: _Prepared) -> tuple[NDArray[Any], ...
 def _run(tasks: Sequence[Task], prepared: _Prepared, recipe: Recipe) -> None:
     """Lets threads take the work of all tasks, and does what the kernel is not certain of in NumPy."""
     traffic = sum(traffic_bytes(*task) for task in tasks)
-    is_streamed = traffic >= STREAMED_BYTES
-    work_list = WorkList(tasks, is_streamed=is_streamed, may_leave_pieces=prepared.is_exact)
-    arguments = *work_list.place, prepared.divisor, *([0] * 8), *_place_of(prepared.program)
+    participants = 1 if traffic < THREADED_BYTES else min(num_threads(), 2 * traffic // THREADED_BYTES)
+    work_list = WorkList(
+        tasks,
+        range_bytes=traffic // (RANGES_PER_THREAD * participants),
+        is_streamed=traffic >= STREAMED_BYTES,
+        may_leave_pieces=prepared.is_exact,
+    )
 
     def work() -> None:
-        prepared.kernel(*arguments)
+        # Through the list, so that its arrays live for as long as any thread works on them.
+        prepared.kernel(*work_list.place, prepared.divisor, *([0] * 8), *prepared.program.buffer_info())
 
-    if traffic < THREADED_BYTES:
+    if participants == 1:
         work()
     else:
-        run_together(work, min(num_threads(), work_list.num_rows, 2 * traffic // THREADED_BYTES))
+        run_together(work, participants)
     if prepared.is_exact:
         for (inputs, outputs), pieces in work_list.pieces_left():
             _run_pieces(inputs, outputs, pieces, recipe)
 
 
-def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Sequence[tuple[int, int]], recipe: Recipe) -> None:
+def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe) -> None:
     """Gathers pieces of the inputs, combines them in NumPy and scatters the results."""
     gathered = [np.concatenate([item[start:stop] for start, stop in pieces]) for item in inputs]
     result = np.empty(gathered[0].size, outputs[0].dtype)
@@ -233,7 +255,3 @@ def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Sequence[tuple[int, int
         for item in outputs:
             item[start:stop] = result[first : first + stop - start]
         first += stop - start
-
-
-def _place_of(words: array[int]) -> tuple[int, int]:
-    return words.buffer_info() if words else (0, 0)

@@ -14,8 +14,6 @@ import llvmlite.binding
 import numpy as np
 from numba import njit
 
-from crossdevice.kernels.host import vector_arithmetic, vector_code
-from crossdevice.kernels.host.vector_arithmetic import FORMATS, arithmetic_named
 from crossdevice.kernels.host.vector_code import (
     LINE_BYTES,
     OBJECT_HEADER_BYTES,
@@ -26,7 +24,8 @@ from crossdevice.kernels.host.vector_code import (
     take_number,
     word_at,
 )
-
+from crossdevice.kernels.host.vector_families import arithmetic_named
+from crossdevice.kernels.host.vector_lanes import FORMATS
 from crossdevice.kernels.host.work_list import MAX_PIECES_LEFT, ROW_WORDS, TUPLE_HEADER_BYTES, WORD_BYTES
 
 SIGNATURE = "void(int64,int64,int64,float64,int64,int64,int64,int64,int64,int64,int64,int64,int64,int64)"
@@ -34,11 +33,13 @@ SIGNATURE = "void(int64,int64,int64,float64,int64,int64,int64,int64,int64,int64,
 Kernel = Callable[..., None]
 
 
+@functools.cache
 def _code_version() -> int:
     """A digest of all code that is compiled in: numba itself looks at the kernel's own file only."""
     version = 0
-    for module in (vector_arithmetic, vector_code, sys.modules[__name__]):
-        version = zlib.crc32(Path(str(module.__file__)).read_bytes(), version)
+    for pattern in ("association.py", "numba_pass.py", "vector_*.py", "work_list.py"):
+        for path in sorted(Path(__file__).parent.glob(pattern)):
+            version = zlib.crc32(path.read_bytes(), version)
     return version
 
 
@@ -56,7 +57,7 @@ def can_run_here() -> bool:
 
 @functools.cache
 def has_half_conversions() -> bool:
-    """Whether float16 is converted by the machine; where it is not, LLVM would call functions not linked here."""
+    """Whether the machine converts float16; where it does not, LLVM would call functions not linked here."""
     if platform.machine().lower() in ("arm64", "aarch64"):
         return True
     return bool(llvmlite.binding.get_host_cpu_features().get("f16c", False))
@@ -84,16 +85,27 @@ def compiled_kernel(name: str) -> Kernel:
 
 
 def lanes_of(name: str) -> int:
-    """How many elements are combined at a time: whole lines of the result, and few enough for registers."""
-    shape, family, *_ = name.split(" ")
+    """How many elements are combined at a time: up to four lines of results, in at most half the registers.
+
+    Four lines from one input and then four from the next measured best, and least sensitive to addresses
+    that are nearly equal modulo 4096. Beyond 64 widened elements, conversions get in each other's way.
+    """
     arithmetic = arithmetic_named(name.partition(" ")[2])
     line = LINE_BYTES // FORMATS[arithmetic.result_dtype].item_bytes
-    # Four lines at a time measured best, two for accumulators that are wider than the elements.
-    if family in ("native", "extreme", "wrapping") and shape == "chain":
-        return 4 * line
-    if family in ("exact", "enclosed") or FORMATS[arithmetic.dtype].item_bytes <= 2:
-        return max(line, 32)
-    return 2 * line if shape == "tree" else 4 * line
+    widened_bytes = arithmetic.bytes_per_lane
+    lanes = 4 * line
+    while lanes > line and (
+        (widened_bytes and lanes > 64)
+        or lanes * (widened_bytes or FORMATS[arithmetic.dtype].item_bytes) > _register_bytes() // 2
+    ):
+        lanes //= 2
+    return lanes
+
+
+@functools.cache
+def _register_bytes() -> int:
+    """32 registers of 64 bytes, or 16 of 32 (which is also 32 of 16)."""
+    return 2048 if llvmlite.binding.get_host_cpu_features().get("avx512f", False) else 512
 
 
 def _kernel_function(name: str) -> Kernel:
@@ -101,21 +113,21 @@ def _kernel_function(name: str) -> Kernel:
     result_bytes = FORMATS[arithmetic_named(name.partition(" ")[2]).result_dtype].item_bytes
 
     def kernel(
-        rows,
-        num_rows,
-        counter,
-        divisor,
-        inputs,
-        num_inputs,
-        outputs,
-        num_outputs,
-        start,
-        stop,
-        is_nontemporal,
-        room,
-        program,
-        program_length,
-    ):
+        rows: int,
+        num_rows: int,
+        counter: int,
+        divisor: float,
+        inputs: int,
+        num_inputs: int,
+        outputs: int,
+        num_outputs: int,
+        start: int,
+        stop: int,
+        is_nontemporal: int,
+        room: int,
+        program: int,
+        program_length: int,
+    ) -> None:
         while True:
             if num_rows:
                 number = take_number(counter)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from crossdevice.errors import OptionError
+from crossdevice.kernels.host.control_groups import words_of_groups
 
 VARIABLE = "CROSSDEVICE_POOL_BYTES"
 
@@ -61,7 +62,12 @@ class _Lease:
         # On a page's first byte: streams slow down to a third where output - input is 64 to 256 modulo
         # 4096, and inputs start at 0, 16 (the C library) or 64 (PyTorch), so that it is 0 or less here.
         start = address + -address % PAGE_BYTES
-        self.__array_interface__ = {"data": (start, False), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
+        self.__array_interface__ = {
+            "data": (start, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
     def __del__(self) -> None:
         self._pool.take_back(self._block)
@@ -195,7 +201,7 @@ class Pool:
 
 
 def _size_class(num_bytes: int) -> int:
-    """Rounded up by at most an eighth, so that nearly equal sizes share blocks; untouched pages cost nothing."""
+    """Rounded up by an eighth at most, so that nearly equal sizes share blocks; unused pages cost nothing."""
     step = max(PAGE_BYTES, 1 << (num_bytes.bit_length() - 4))
     return -(-num_bytes // step) * step
 
@@ -225,10 +231,14 @@ def _default_limit() -> int:
 
 
 def _memory_bytes() -> int:
+    """What the machine has, or what control groups leave of it."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     except (AttributeError, ValueError, OSError):
-        return 8 << 30
+        limits = [8 << 30]
+    for words in words_of_groups("memory", ["memory.max"], ["memory.limit_in_bytes"]):
+        limits += [int(word) for word in words if word.isdigit()]
+    return min(limits)
 
 
 result_pool = Pool()

@@ -6,10 +6,10 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from queue import SimpleQueue
 
 from crossdevice.errors import OptionError
+from crossdevice.kernels.host.control_groups import words_of_groups
 
 VARIABLE = "CROSSDEVICE_NUM_THREADS"
 
@@ -68,7 +68,7 @@ class _Invitation:
             return
         try:
             self._call()
-        except BaseException as failure:  # noqa: BLE001 - raised again in the caller
+        except BaseException as failure:
             self._failure = failure
         finally:
             self._running.release()
@@ -133,41 +133,17 @@ def _checked(given: object, name: str) -> int:
 
 
 def _granted_processors() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        usable = len(os.sched_getaffinity(0))
-    else:
-        usable = os.cpu_count() or 1
-    return max(1, math.ceil(min(usable, _control_group_share())))
+    knows_affinity = hasattr(os, "sched_getaffinity")
+    usable = len(os.sched_getaffinity(0)) if knows_affinity else os.cpu_count() or 1
+    return max(1, math.ceil(min(usable, _share())))
 
 
-def _control_group_share(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
-    """Processors' worth of time that control groups, of either version, grant; infinite if they don't say."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return math.inf
-    shares = [math.inf]
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root, ("cpu.max",)
-        elif "cpu" in controllers.split(","):
-            base, names = root / "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        else:
-            continue
-        group = base / path.lstrip("/")
-        # A limit on any group above counts too; in a container, the path may be the host's and not exist.
-        shares += [_share_of(level, names) for level in (group, *group.parents) if level.is_relative_to(base)]
-    return min(shares)
-
-
-def _share_of(group: Path, names: tuple[str, ...]) -> float:
-    try:
-        words = " ".join((group / name).read_text() for name in names).split()
-        quota, period = (float(word) for word in words)
-    except (OSError, ValueError):
-        return math.inf
-    return quota / period if quota > 0 and period > 0 else math.inf
+def _share() -> float:
+    """Processors' worth of time that control groups grant; infinite if they don't say."""
+    groups = words_of_groups("cpu", ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"])
+    # "max" and -1 are no limits.
+    limits = (words for words in groups if all(word.isdigit() for word in words))
+    return min((int(quota) / int(period) for quota, period in limits), default=math.inf)
 
 
 _crew = _Crew()

@@ -5,6 +5,8 @@ emit the vector instructions themselves, through llvmlite. The numbers of inputs
 only when the code runs, so one kernel serves all of them.
 """
 
+# ruff: noqa: ARG001 - numba fixes the parameters of intrinsics and of the functions that emit them
+
 from __future__ import annotations
 
 import platform
@@ -16,22 +18,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from crossdevice.kernels.host.association import MAX_DEPTH, START, WITH_LEVEL
-from crossdevice.kernels.host.vector_arithmetic import (
-    FORMATS,
-    INT32,
-    INT64,
-    Arithmetic,
-    Builder,
-    Lanes,
-    State,
-    Value,
-    arithmetic_named,
-)
+from crossdevice.kernels.host.vector_arithmetic import Arithmetic
+from crossdevice.kernels.host.vector_families import arithmetic_named
+from crossdevice.kernels.host.vector_lanes import FORMATS, INT32, INT64, Builder, Lanes, State, Value
+from crossdevice.kernels.host.work_list import WORD_BYTES
 
 LINE_BYTES = 64
-WORD_BYTES = 8
 OBJECT_HEADER_BYTES = object.__basicsize__
-"""What precedes the data pointer of an ndarray: PyArrayObject_fields is PyObject_HEAD and then `char *data`."""
+"""What precedes the data pointer of an ndarray: its C struct is PyObject_HEAD and then `char *data`."""
 
 
 @intrinsic(prefer_literal=True)
@@ -62,25 +56,27 @@ def combine_lanes(
 
     def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         arithmetic = arithmetic_named(arithmetic_name)
-        reader = _Reader(Lanes(builder, count), arithmetic, arguments[2], arguments[6])
+        reader = _Reader(Lanes(builder, count), arithmetic.dtype, arguments[2], arguments[6])
         if shape == "tree":
-            state = reader.combined_by_program(arguments[9], arguments[10])
+            state = reader.combined_by_program(arithmetic, arguments[9], arguments[10])
         else:
             state = reader.combined_in_order(arithmetic, arguments[3])
         divisor, writes = arguments[7], (*arguments[4:7], arguments[8])
         result = arithmetic.finished(reader.lanes, state, divisor)
-        doubted = arithmetic.doubted(reader.lanes, state, divisor)
+        doubted = arithmetic.doubted(reader.lanes, state, divisor, arguments[3])
         if doubted is None:
             _write(reader.lanes, arithmetic, result, *writes)
             return ir.Constant(INT64, 0)
         place = cgutils.alloca_once_value(builder, result)
-        doubt = cgutils.alloca_once_value(builder, _is_any(reader.lanes, doubted))
+        doubt = cgutils.alloca_once_value(builder, reader.lanes.is_any(doubted))
         second = arithmetic.fallback()
         if second is not None:
             with builder.if_then(builder.load(doubt), likely=False):
                 state = reader.combined_in_order(second, arguments[3])
                 builder.store(second.finished(reader.lanes, state, divisor), place)
-                builder.store(_is_any(reader.lanes, second.doubted(reader.lanes, state, divisor)), doubt)
+                doubted = second.doubted(reader.lanes, state, divisor, arguments[3])
+                is_any = ir.Constant(ir.IntType(1), 0) if doubted is None else reader.lanes.is_any(doubted)
+                builder.store(is_any, doubt)
         with builder.if_then(builder.not_(builder.load(doubt)), likely=True):
             _write(reader.lanes, arithmetic, builder.load(place), *writes)
         return builder.zext(builder.load(doubt), INT64)
@@ -91,26 +87,26 @@ def combine_lanes(
 class _Reader:
     """Reads vectors at one position of all inputs, and combines them."""
 
-    def __init__(self, lanes: Lanes, arithmetic: Arithmetic, inputs: Value, position: Value) -> None:
+    def __init__(self, lanes: Lanes, dtype: str, inputs: Value, position: Value) -> None:
         self.lanes = lanes
-        self._arithmetic = arithmetic
+        self._dtype = dtype
         self._inputs = inputs
-        self._offset = _offset(lanes.build, position, arithmetic.dtype)
+        self._offset = _offset(lanes.build, position, dtype)
 
     def combined_in_order(self, arithmetic: Arithmetic, num_inputs: Value) -> State:
         build = self.lanes.build
-        first = arithmetic.started(self.lanes, self._element(ir.Constant(INT64, 0)))
+        first = arithmetic.started(self.lanes, self._element(arithmetic, ir.Constant(INT64, 0)))
         places = [cgutils.alloca_once_value(build, part) for part in first]
         with cgutils.for_range(build, num_inputs, start=ir.Constant(INT64, 1)) as loop:
             state = tuple(build.load(place) for place in places)
-            grown = arithmetic.combined(self.lanes, state, self._element(loop.index))
+            grown = arithmetic.combined(self.lanes, state, self._element(arithmetic, loop.index))
             for part, place in zip(grown, places, strict=True):
                 build.store(part, place)
         return tuple(build.load(place) for place in places)
 
-    def combined_by_program(self, program: Value, length: Value) -> State:
+    def combined_by_program(self, arithmetic: Arithmetic, program: Value, length: Value) -> State:
         build, lanes = self.lanes.build, self.lanes
-        first = self._element(ir.Constant(INT64, 0))
+        first = self._element(arithmetic, ir.Constant(INT64, 0))
         with build.goto_entry_block():
             levels = build.alloca(first.type, MAX_DEPTH + 1)
         with cgutils.for_range(build, length) as loop:
@@ -118,24 +114,27 @@ class _Reader:
             kind = build.and_(word, ir.Constant(INT64, 0xFF))
             level = build.and_(build.lshr(word, ir.Constant(INT64, 8)), ir.Constant(INT64, 0xFF))
             here = build.gep(levels, [level])
-            with build.if_else(build.icmp_signed("==", kind, ir.Constant(INT64, WITH_LEVEL))) as (joins, reads):
+            with build.if_else(build.icmp_signed("==", kind, ir.Constant(INT64, WITH_LEVEL))) as (
+                joins,
+                reads,
+            ):
                 with joins:
                     above = build.load(build.gep(levels, [build.add(level, ir.Constant(INT64, 1))]))
-                    build.store(self._arithmetic.of_two(lanes, build.load(here), above), here)
+                    build.store(arithmetic.of_two(lanes, build.load(here), above), here)
                 with reads:
-                    element = self._element(build.lshr(word, ir.Constant(INT64, 16)))
+                    element = self._element(arithmetic, build.lshr(word, ir.Constant(INT64, 16)))
                     starts = build.icmp_signed("==", kind, ir.Constant(INT64, START))
                     with build.if_else(starts) as (start, go_on):
                         with start:
                             build.store(element, here)
                         with go_on:
-                            build.store(self._arithmetic.of_two(lanes, build.load(here), element), here)
+                            build.store(arithmetic.of_two(lanes, build.load(here), element), here)
         return (build.load(levels),)
 
-    def _element(self, index: Value) -> Value:
+    def _element(self, arithmetic: Arithmetic, index: Value) -> Value:
         address = self.lanes.build.add(_data_of(self.lanes.build, self._inputs, index), self._offset)
-        stored = self.lanes.load(address, FORMATS[self._arithmetic.dtype].stored)
-        return self._arithmetic.widened(self.lanes, stored)
+        stored = self.lanes.load(address, FORMATS[self._dtype].stored)
+        return arithmetic.widened(self.lanes, stored)
 
 
 def _write(
@@ -167,13 +166,6 @@ def _write(
             write_all(LINE_BYTES)
         with caches:
             write_all(1)
-
-
-def _is_any(lanes: Lanes, mask: Value) -> Value:
-    if lanes.count == 1:
-        return lanes.build.extract_element(mask, ir.Constant(INT32, 0))
-    integer = lanes.build.bitcast(mask, ir.IntType(lanes.count))
-    return lanes.build.icmp_unsigned("!=", integer, ir.Constant(integer.type, 0))
 
 
 def _offset(build: Builder, position: Value, dtype: str) -> Value:
@@ -236,7 +228,7 @@ def take_number(typing_context: Any, counter: Any) -> Any:
 
 @intrinsic
 def finish_streaming(typing_context: Any) -> Any:
-    """Makes non-temporal stores visible before whatever this thread does next; other machines order them."""
+    """Makes non-temporal stores visible before whatever this thread does next; only x86 must be told."""
 
     def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         if platform.machine().lower() in ("x86_64", "amd64"):

@@ -1,0 +1,54 @@
+"""Memory that is written to must not be read or written by others, except exactly in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from crossdevice.errors import OutError
+from crossdevice.execution.leaf_spec import Dense
+
+
+class _Range(NamedTuple):
+    """Addresses `start` to `end`, of an input or an output of a leaf."""
+
+    start: int
+    end: int
+    is_written: bool
+    leaf: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"out[{self.number}]" if self.is_written else f"replica {self.number}"
+
+
+def check_overlaps(leaves: Sequence[Dense]) -> None:
+    """Refuses host outputs that overlap each other, or an input they are not exactly (in place is exact)."""
+    active: list[_Range] = []
+    for current in sorted(_ranges(leaves)):
+        active = [other for other in active if other.end > current.start]
+        for other in active:
+            if current.is_written and other.is_written:
+                raise OutError(f"{other} and {current} overlap in memory; expected one array per destination")
+            if current.is_written != other.is_written and not _is_in_place(current, other):
+                written, read = (current, other) if current.is_written else (other, current)
+                raise OutError(
+                    f"{written} overlaps {read} in memory without being it; "
+                    "in place means exactly the same array"
+                )
+        if current.end > current.start:
+            active.append(current)
+
+
+def _ranges(leaves: Sequence[Dense]) -> list[_Range]:
+    ranges: list[_Range] = []
+    for leaf, (arrays, spec, out) in enumerate(leaves):
+        if spec.shares_host_memory:
+            bounds = spec.backend.address_range
+            ranges += [_Range(*bounds(array), False, leaf, number) for number, array in enumerate(arrays)]
+            ranges += [_Range(*bounds(array), True, leaf, number) for number, array in enumerate(out or ())]
+    return ranges
+
+
+def _is_in_place(one: _Range, other: _Range) -> bool:
+    return (one.start, one.end, one.leaf) == (other.start, other.end, other.leaf)

@@ -1,0 +1,39 @@
+"""Every kind of arithmetic by its name: a string can be compiled in, and be part of a cache's key."""
+
+from __future__ import annotations
+
+from crossdevice.kernels.host.vector_arithmetic import (
+    Arithmetic,
+    Compensated,
+    Extreme,
+    RoundedHalves,
+    TrueMean,
+    Wide,
+    Wrapping,
+    WrappingMean,
+)
+from crossdevice.kernels.host.vector_exact import Enclosed, Exact, ExactInSingle
+
+FAMILIES: dict[str, type[Arithmetic]] = {
+    "native": Arithmetic,
+    "rounded": RoundedHalves,
+    "wide": Wide,
+    "compensated": Compensated,
+    "extreme": Extreme,
+    "wrapping": Wrapping,
+    "wrapping_mean": WrappingMean,
+    "true_mean": TrueMean,
+    "exact": Exact,
+    "exact_in_single": ExactInSingle,
+    "enclosed": Enclosed,
+}
+
+
+def arithmetic_named(name: str) -> Arithmetic:
+    """The arithmetic that a name of family, operation and dtype stands for.
+
+    >>> arithmetic_named("wide SUM float32").result_dtype
+    'float32'
+    """
+    family, op, dtype = name.split(" ")
+    return FAMILIES[family](op, dtype)

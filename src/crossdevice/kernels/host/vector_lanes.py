@@ -1,0 +1,249 @@
+"""Operations on vectors of elements, emitted as LLVM code, and conversions between dtypes.
+
+All of it is portable LLVM: a vector longer than the machine's registers is split, whatever the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba.core import cgutils
+
+Value = Any
+"""A value of llvmlite's intermediate representation."""
+
+Builder = Any
+
+State = tuple[Value, ...]
+"""The vectors that an accumulator consists of."""
+
+INT16, INT32, INT64 = (ir.IntType(bits) for bits in (16, 32, 64))
+HALF, SINGLE, DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+
+
+class Lanes:
+    """Emits operations on vectors of `count` elements."""
+
+    def __init__(self, builder: Builder, count: int) -> None:
+        self.build = builder
+        self.count = count
+
+    def vector(self, scalar: Any) -> Any:
+        """The vector type with elements of type `scalar`."""
+        return ir.VectorType(scalar, self.count)
+
+    def constant(self, scalar: Any, value: float) -> Value:
+        """The same constant in all lanes."""
+        return ir.Constant(self.vector(scalar), [value] * self.count)
+
+    def spread(self, value: Value) -> Value:
+        """A scalar in all lanes."""
+        first = self.build.insert_element(
+            ir.Constant(self.vector(value.type), ir.Undefined), value, ir.Constant(INT32, 0)
+        )
+        picks = ir.Constant(ir.VectorType(INT32, self.count), [0] * self.count)
+        return self.build.shuffle_vector(first, first, picks)
+
+    def load(self, address: Value, scalar: Any) -> Value:
+        """Elements from any address: 1 is the only alignment that views of bytes promise."""
+        loaded = self.build.load(self.build.inttoptr(address, self.vector(scalar).as_pointer()))
+        loaded.align = 1
+        return loaded
+
+    def bits(self, value: Value) -> Value:
+        """Floats as the integers that have their bits."""
+        width = {HALF: INT16, SINGLE: INT32, DOUBLE: INT64}[value.type.element]
+        return self.build.bitcast(value, self.vector(width))
+
+    def magnitude(self, value: Value) -> Value:
+        """Absolute values of floats."""
+        bits = self.bits(value)
+        mask = self.constant(bits.type.element, (1 << (bits.type.element.width - 1)) - 1)
+        return self.build.bitcast(self.build.and_(bits, mask), value.type)
+
+    def fused_multiply_add(self, left: Value, right: Value, addend: Value) -> Value:
+        """left * right + addend, rounded once."""
+        name = f"llvm.fma.v{self.count}f64"
+        function_type = ir.FunctionType(left.type, [left.type] * 3)
+        function = cgutils.get_or_insert_function(self.build.module, function_type, name)
+        return self.build.call(function, [left, right, addend])
+
+    def two_sum(self, left: Value, right: Value) -> tuple[Value, Value]:
+        """The rounded sum and its error (Knuth)."""
+        build = self.build
+        total = build.fadd(left, right)
+        of_right = build.fsub(total, left)
+        of_left = build.fsub(total, of_right)
+        return total, build.fadd(build.fsub(left, of_left), build.fsub(right, of_right))
+
+    def is_finite(self, value: Value) -> Value:
+        """Neither infinite nor NaN."""
+        infinity = self.constant(value.type.element, float("inf"))
+        return self.build.fcmp_ordered("<", self.magnitude(value), infinity)
+
+    def is_nan(self, value: Value) -> Value:
+        """Unordered with itself."""
+        return self.build.fcmp_unordered("uno", value, value)
+
+    def with_one_nan(self, value: Value) -> Value:
+        """Every NaN as the positive quiet one, so bits are defined."""
+        return self.build.select(self.is_nan(value), self.constant(value.type.element, float("nan")), value)
+
+    def divided(self, value: Value, divisor: Value) -> Value:
+        """value / divisor; a sum has divisor 1, and skips the division, which is slow in cache."""
+        (result,) = self.unless_one(
+            divisor, (value,), lambda: (self.build.fdiv(value, self.spread(divisor)),)
+        )
+        return result
+
+    def unless_one(self, divisor: Value, values: State, quotients: Callable[[], State]) -> State:
+        """`values` if the divisor is 1, else the quotients."""
+        places = [cgutils.alloca_once_value(self.build, value) for value in values]
+        with self.build.if_then(self.build.fcmp_ordered("!=", divisor, ir.Constant(divisor.type, 1.0))):
+            for quotient, place in zip(quotients(), places, strict=True):
+                self.build.store(quotient, place)
+        return tuple(self.build.load(place) for place in places)
+
+    def rounded_to_odd(self, value: Value, rest: Value) -> Value:
+        """`value` + `rest`, where value is nearest, with a last bit that says whether anything was lost.
+
+        Rounding that to a format with two bits less is rounding once (Boldo, Melquiond).
+        """
+        build, bits = self.build, self.bits(value)
+        integer = bits.type.element
+        zero = self.constant(rest.type.element, 0.0)
+        lost = build.fcmp_ordered("!=", rest, zero)
+        opposite = build.icmp_signed(
+            "<", build.xor(bits, self.bits(rest)), ir.Constant(bits.type, [0] * self.count)
+        )
+        too_far = build.zext(build.and_(lost, opposite), bits.type)
+        odd = build.or_(build.sub(bits, too_far), build.zext(lost, self.vector(integer)))
+        return build.bitcast(odd, value.type)
+
+    def odd_single(self, wide: Value) -> Value:
+        """float64 to float32, rounded to odd, subnormal numbers aside: those are rounded to nearest."""
+        build, bits = self.build, self.bits(wide)
+        lower = (1 << 29) - 1
+        cut = build.and_(bits, self.constant(INT64, ~lower))
+        lost = build.icmp_unsigned(
+            "!=", build.and_(bits, self.constant(INT64, lower)), self.constant(INT64, 0)
+        )
+        odd = build.select(lost, build.or_(cut, self.constant(INT64, lower + 1)), cut)
+        # Its 24 bits fit; NaN stays NaN, as it keeps one of its bits.
+        return build.fptrunc(build.bitcast(odd, wide.type), self.vector(SINGLE))
+
+    def odd_single_or_subnormal(self, wide: Value) -> Value:
+        """float64 to float32, rounded to odd, whatever it is."""
+        build = self.build
+        single = self.odd_single(wide)
+        place = cgutils.alloca_once_value(build, single)
+        magnitude = build.and_(self.bits(single), self.constant(INT32, 0x7FFFFFFF))
+        # Zero counts as large here: one less than it is the largest integer of all.
+        below = build.sub(magnitude, self.constant(INT32, 1))
+        is_subnormal = build.icmp_unsigned("<", below, self.constant(INT32, 0x7FFFFF))
+        # What was rounded up to a normal number or down to zero is far from any tie, and needs no oddness.
+        with build.if_then(self.is_any(is_subnormal), likely=False):
+            build.store(self._odd_by_comparison(wide), place)
+        return build.load(place)
+
+    def is_any(self, mask: Value) -> Value:
+        """Whether the mask is set in any lane."""
+        if self.count == 1:
+            return self.build.extract_element(mask, ir.Constant(INT32, 0))
+        integer = self.build.bitcast(mask, ir.IntType(self.count))
+        return self.build.icmp_unsigned("!=", integer, ir.Constant(integer.type, 0))
+
+    def _odd_by_comparison(self, wide: Value) -> Value:
+        build = self.build
+        near = build.fptrunc(wide, self.vector(SINGLE))
+        back = build.fpext(near, wide.type)
+        bits = self.bits(near)
+        too_far = build.fcmp_ordered(">", self.magnitude(back), self.magnitude(wide))
+        lost = build.fcmp_ordered("!=", back, wide)
+        odd = build.or_(build.sub(bits, build.zext(too_far, bits.type)), build.zext(lost, bits.type))
+        return build.bitcast(odd, near.type)
+
+
+class Format(NamedTuple):
+    """How one dtype is stored, widened and rounded to."""
+
+    stored: Any
+    item_bytes: int
+
+
+FORMATS = {
+    "float16": Format(HALF, 2),
+    "bfloat16": Format(INT16, 2),
+    "float32": Format(SINGLE, 4),
+    "float64": Format(DOUBLE, 8),
+    **{
+        f"{sign}int{bits}": Format(ir.IntType(bits), bits // 8)
+        for sign in ("", "u")
+        for bits in (8, 16, 32, 64)
+    },
+}
+
+
+def as_single(lanes: Lanes, stored: Value, dtype: str) -> Value:
+    """float16 or bfloat16 as float32, exactly; of bfloat16 first every other element, then those between."""
+    build = lanes.build
+    if dtype == "float16":
+        return build.fpext(stored, lanes.vector(SINGLE))
+    if lanes.count == 1:
+        upper = build.shl(build.zext(stored, lanes.vector(INT32)), lanes.constant(INT32, 16))
+        return build.bitcast(upper, lanes.vector(SINGLE))
+    # Neighbours in one word are parted by a shift and a mask; extending each would have to shuffle lanes.
+    half = Lanes(build, lanes.count // 2)
+    pairs = build.bitcast(stored, half.vector(INT32))
+    even = build.shl(pairs, half.constant(INT32, 16))
+    odd = build.and_(pairs, half.constant(INT32, 0xFFFF0000))
+    both = ir.Constant(lanes.vector(INT32), list(range(lanes.count)))
+    return build.bitcast(build.shuffle_vector(even, odd, both), lanes.vector(SINGLE))
+
+
+def as_double(lanes: Lanes, stored: Value, dtype: str) -> Value:
+    """Any float as float64, exactly."""
+    if dtype == "float64":
+        return stored
+    single = stored if dtype == "float32" else as_single(lanes, stored, dtype)
+    return lanes.build.fpext(single, lanes.vector(DOUBLE))
+
+
+def from_single(lanes: Lanes, single: Value, dtype: str) -> Value:
+    """float32 rounded to nearest even into float16 or bfloat16; a bfloat16 NaN is the quiet one."""
+    build = lanes.build
+    if dtype == "float16":
+        return build.fptrunc(single, lanes.vector(HALF))
+    bits = lanes.bits(single)
+    sixteen = lanes.constant(INT32, 16)
+    last = build.and_(build.lshr(bits, sixteen), lanes.constant(INT32, 1))
+    carried = build.add(bits, build.add(last, lanes.constant(INT32, 0x7FFF)))
+    rounded = build.select(lanes.is_nan(single), lanes.constant(INT32, 0x7FC00000), carried)
+    if lanes.count == 1:
+        return build.trunc(build.lshr(rounded, sixteen), lanes.vector(INT16))
+    half = Lanes(build, lanes.count // 2)
+    even, odd = (
+        build.shuffle_vector(
+            rounded, rounded, ir.Constant(half.vector(INT32), list(range(start, start + half.count)))
+        )
+        for start in (0, half.count)
+    )
+    even = build.lshr(even, half.constant(INT32, 16))
+    pairs = build.or_(even, build.and_(odd, half.constant(INT32, 0xFFFF0000)))
+    return build.bitcast(pairs, lanes.vector(INT16))
+
+
+def from_double(lanes: Lanes, wide: Value, dtype: str) -> Value:
+    """float64 rounded once, to nearest even, into any float; NaNs become the quiet one."""
+    match dtype:
+        case "float64":
+            return lanes.with_one_nan(wide)
+        case "float32":
+            return lanes.with_one_nan(lanes.build.fptrunc(wide, lanes.vector(SINGLE)))
+        case "float16":
+            # A float32 that is subnormal is zero as a float16, rounded as it may be.
+            return from_single(lanes, lanes.with_one_nan(lanes.odd_single(wide)), dtype)
+        case _:
+            return from_single(lanes, lanes.odd_single_or_subnormal(wide), dtype)

@@ -1,0 +1,1 @@
+"""What users hold: a strategy runs one function on several devices and keeps variables in step."""

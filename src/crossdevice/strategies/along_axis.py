@@ -1,0 +1,113 @@
+"""Reducing over replicas and over axes of their arrays at once."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.backends.protocol import Array, Backend
+from crossdevice.errors import ConversionError
+from crossdevice.execution.intake import Leaf, one_backend, read_value
+from crossdevice.values.device import Device
+from crossdevice.values.distributed import PerReplica
+from crossdevice.values.dtypes import COMPLEXES, FLOATS, check_reducible, result_dtype
+from crossdevice.values.nesting import unflatten
+from crossdevice.values.reduce_op import ReduceOp
+
+_ARRAY_FUNCTIONS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.MEAN: "sum",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.PROD: "prod",
+}
+
+
+def reduce_along_axis(
+    op: ReduceOp, value: PerReplica, axis: int | Sequence[int], to: Device, ops: CrossDeviceOps
+) -> Any:
+    """One array from all elements along the axes of all replicas, each element counting once.
+
+    Replicas may differ in length along the axes, and be empty there: a mean divides by the number of
+    elements there really are. Floats are added up in float64 and rounded once.
+    """
+    read = read_value(value)
+    leaves = [_reduced(op, leaf, read.devices, axis, to, ops) for leaf in read.leaves]
+    return leaves[0] if read.structure is None else unflatten(read.structure, leaves)
+
+
+def _reduced(
+    op: ReduceOp,
+    leaf: Leaf,
+    devices: Sequence[Device],
+    axis: int | Sequence[int],
+    to: Device,
+    ops: CrossDeviceOps,
+) -> Array:
+    if leaf.is_sparse:
+        raise ConversionError(
+            f"IndexedSlices{leaf.at_path} have no axis to reduce along; make them dense first"
+        )
+    backend = one_backend(leaf.arrays, devices, leaf.path)
+    dtype = backend.dtype_of(leaf.arrays[0])
+    check_reducible(dtype, op, f"replica 0 ({devices[0]}){leaf.at_path}")
+    shapes = [backend.shape_of(array) for array in leaf.arrays]
+    axes = _checked_axes(axis, len(shapes[0]), leaf)
+    counts = [math.prod(shape[number] for number in axes) for shape in shapes]
+    counted = [replica for replica, count in enumerate(counts) if count] or [0]
+    locally = PerReplica.of(
+        tuple(_local(op, leaf.arrays[replica], axes, backend, dtype) for replica in counted),
+        tuple(devices[replica] for replica in counted),
+    )
+    over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    total = ops.reduce(over_replicas, locally, to)
+    if op is ReduceOp.MEAN:
+        total = _divided(total, sum(counts), backend)
+    return _rounded(total, backend, result_dtype(dtype, op))
+
+
+def _local(op: ReduceOp, array: Array, axes: tuple[int, ...], backend: Backend, dtype: str) -> Array:
+    """The reduction inside one replica, kept wide for those that round."""
+    function = getattr(backend.namespace(), _ARRAY_FUNCTIONS[op])
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return function(array, axis=axes)
+    wide = backend.cast(array, _wide(dtype))
+    if op is ReduceOp.PROD:
+        for axis in sorted(axes, reverse=True):  # PyTorch multiplies along one axis at a time
+            wide = function(wide, axis=axis)
+        return wide
+    return function(wide, axis=axes)
+
+
+def _wide(dtype: str) -> str:
+    return "complex128" if dtype in COMPLEXES else "float64" if dtype in FLOATS else dtype
+
+
+def _divided(total: Array, count: int, backend: Backend) -> Array:
+    if backend.dtype_of(total) not in (*FLOATS, *COMPLEXES):
+        total = backend.cast(total, "float64")
+    return total / count if count else total * math.nan
+
+
+def _rounded(total: Array, backend: Backend, dtype: str) -> Array:
+    found = backend.dtype_of(total)
+    if found == dtype:
+        return total
+    return backend.round_once(total, dtype) if found in (*FLOATS, *COMPLEXES) else backend.cast(total, dtype)
+
+
+def _checked_axes(axis: int | Sequence[int], rank: int, leaf: Leaf) -> tuple[int, ...]:
+    asked = tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
+    axes = []
+    for one in asked:
+        try:
+            number = operator.index(one)
+        except TypeError:
+            raise TypeError(f"axis must be an integer or several, got {axis!r}") from None
+        if not -rank <= number < rank:
+            raise ConversionError(f"axis {number} is out of range for {rank} dimensions{leaf.at_path}")
+        axes.append(number % rank)
+    return tuple(sorted(set(axes)))

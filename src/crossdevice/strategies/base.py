@@ -1,0 +1,138 @@
+"""What all strategies offer; each says in its own file how replicas are run."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from crossdevice.strategies.along_axis import reduce_along_axis
+from crossdevice.strategies.extended import StrategyExtended
+from crossdevice.strategies.input import (
+    DealtDataset,
+    DistributedDataset,
+    InputContext,
+    ValueContext,
+    batches_of,
+)
+from crossdevice.strategies.place import scope_of
+from crossdevice.strategies.regrouping import distributed_leaves, map_structure, regroup, select_replica
+from crossdevice.strategies.variables import MirroredVariable, SyncOnReadVariable, create_variable
+from crossdevice.values.device import host_device
+from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
+from crossdevice.values.replica_scope import check_cross_replica
+
+
+class Strategy(abc.ABC):
+    """Runs one function as several replicas, and combines what they return."""
+
+    def __init__(self, extended: StrategyExtended) -> None:
+        self._extended = extended
+
+    @abc.abstractmethod
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Calls `fn` once per replica; distributed arguments arrive as the replica's own components."""
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The calls for those who write optimizers and loops."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas run together."""
+        return len(self._extended.worker_devices)
+
+    def scope(self) -> AbstractContextManager[Strategy]:
+        """Makes this the current strategy for a `with` block, which may be entered again inside itself."""
+        return scope_of(self)
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
+        """Combines a value over replicas, and over axes of their arrays if any are given; on `cpu:0`.
+
+        With an axis every element counts once, however unevenly replicas share them.
+        """
+        op = ReduceOp(reduce_op)
+        if axis is None:
+            return self._extended.reduce_to(op, value, host_device(0))
+        check_cross_replica("reduce")
+        devices = self._extended.worker_devices
+
+        def reduced(leaf: Any) -> Any:
+            if not isinstance(leaf, DistributedValues):
+                leaf = PerReplica([leaf] * len(devices))
+            return reduce_along_axis(op, leaf, axis, host_device(0), self._extended.cross_device_ops)
+
+        return map_structure(reduced, value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Every replica's array end to end along `axis`, in which they may differ; on `cpu:0`."""
+        check_cross_replica("gather")
+        if not distributed_leaves(value):
+            return value
+        return self._extended.cross_device_ops.gather(value, host_device(0), axis)
+
+    def create_variable(
+        self,
+        initial_value: Any,
+        name: str = "Variable",
+        dtype: Any = None,
+        trainable: bool | None = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+    ) -> MirroredVariable | SyncOnReadVariable:
+        """A variable with a copy on each device; it does not matter whether this is in the scope.
+
+        Args:
+            initial_value: an array or number, or a function that makes it, called once.
+            synchronization: ON_READ gives a SyncOnReadVariable, anything else a MirroredVariable.
+            trainable: None means yes, except ON_READ.
+        """
+        return create_variable(self, initial_value, name, dtype, trainable, synchronization, aggregation)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """What each replica holds of a value, as a tuple; one entry for a value that is not distributed."""
+        if isinstance(value, DistributedValues):
+            return value.values
+        if not distributed_leaves(value):
+            return (value,)
+        return tuple(select_replica(replica, value) for replica in range(self.num_replicas_in_sync))
+
+    def experimental_distribute_dataset(
+        self,
+        dataset: Iterable[Any],
+        options: Any = None,  # noqa: ARG002 - TensorFlow's argument
+        *,
+        batch_size: int | None = None,
+    ) -> Iterable[Any]:
+        """Global batches, cut up along their first axis so that every example goes to one replica.
+
+        Args:
+            dataset: any iterable of batches, a PyTorch DataLoader for one; or, with `batch_size`, an
+                array or a structure of arrays.
+        """
+        return DistributedDataset(batches_of(dataset, batch_size), self._extended.worker_devices)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        options: Any = None,  # noqa: ARG002 - TensorFlow's argument
+    ) -> Iterable[Any]:
+        """Batches of one replica each, which `dataset_fn(InputContext)` makes, dealt out in turn."""
+        batches = dataset_fn(InputContext(num_replicas_in_sync=self.num_replicas_in_sync))
+        return DealtDataset(batches_of(batches, None), self._extended.worker_devices)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """A PerReplica (or a structure of them) of what `value_fn(ValueContext)` returns for each replica."""
+        number = self.num_replicas_in_sync
+        values = [value_fn(ValueContext(replica, number)) for replica in range(number)]
+        return regroup(values, self._extended.worker_devices, always_wrap=True)

@@ -1,0 +1,29 @@
+"""Asking where one is: under which strategy, in which replica."""
+
+from __future__ import annotations
+
+from crossdevice.strategies.base import Strategy
+from crossdevice.strategies.default_strategy import DEFAULT_CONTEXT, DEFAULT_STRATEGY
+from crossdevice.strategies.place import current_place
+from crossdevice.strategies.replica_context import ReplicaContext
+
+
+def get_strategy() -> Strategy:
+    """The current strategy; outside of any, one that acts as a single replica."""
+    return current_place().strategy or DEFAULT_STRATEGY
+
+
+def has_strategy() -> bool:
+    """Whether a strategy was entered, by its `scope` or its `run`."""
+    return current_place().strategy not in (None, DEFAULT_STRATEGY)
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The running replica; None in the cross-replica context, a lone replica outside of any strategy."""
+    place = current_place()
+    return DEFAULT_CONTEXT if place.strategy is None else place.context
+
+
+def in_cross_replica_context() -> bool:
+    """Whether the code speaks for all replicas: in a strategy's scope and in merge functions."""
+    return get_replica_context() is None

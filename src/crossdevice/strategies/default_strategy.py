@@ -1,0 +1,115 @@
+"""What code without a strategy gets: one replica, which meets nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
+from crossdevice.errors import ConversionError
+from crossdevice.strategies.base import Strategy
+from crossdevice.strategies.extended import StrategyExtended
+from crossdevice.strategies.place import outside_of_replicas
+from crossdevice.strategies.replica_context import ReplicaContext
+from crossdevice.values.device import host_device
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+
+
+class DefaultExtended(StrategyExtended):
+    """With one replica, values are their own reductions."""
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,  # noqa: ARG002
+        options: CommunicationOptions | None = None,  # noqa: ARG002
+    ) -> Any:
+        """The value, untouched."""
+        ReduceOp(reduce_op)
+        return value
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,  # noqa: ARG002
+    ) -> list[Any]:
+        """The values, untouched."""
+        ReduceOp(reduce_op)
+        return [value for value, _ in value_destination_pairs]
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """There is nowhere else to copy to."""
+        raise NotImplementedError("broadcast_to needs a strategy; use crossdevice.broadcast without one")
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls `fn` on the variable itself."""
+        result = fn(var, *args, **(kwargs or {}))
+        return result if group else (result,)
+
+
+class DefaultStrategy(Strategy):
+    """One replica in the calling thread; `get_strategy()` returns it where no strategy was entered."""
+
+    def __init__(self) -> None:
+        super().__init__(DefaultExtended((host_device(0),), ReductionToOneDevice()))
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: CommunicationOptions | None = None,  # noqa: ARG002
+    ) -> Any:
+        """Calls the function."""
+        if not isinstance(args, (list, tuple)):
+            raise ConversionError(f"args must be a list or tuple, got a {type(args).__name__}")
+        return fn(*args, **(kwargs or {}))
+
+    def __repr__(self) -> str:
+        return "the default strategy"
+
+
+class LoneReplicaContext(ReplicaContext):
+    """The context of the one replica: its calls return at once."""
+
+    __slots__ = ()
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._replica = 0
+        self._device = host_device(0)
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,  # noqa: ARG002
+    ) -> Any:
+        """The value, untouched."""
+        ReduceOp(reduce_op)
+        return value
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:  # noqa: ARG002
+        """The value, untouched."""
+        return value
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls `merge_fn(strategy, ...)` at once."""
+        with outside_of_replicas(self._strategy):
+            return merge_fn(self._strategy, *args, **(kwargs or {}))
+
+
+DEFAULT_STRATEGY = DefaultStrategy()
+DEFAULT_CONTEXT = LoneReplicaContext(DEFAULT_STRATEGY)

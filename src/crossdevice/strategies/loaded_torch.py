@@ -1,0 +1,62 @@
+"""What PyTorch knows that strategies need, asked only if the program has imported it already."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from crossdevice.values.device import Device
+
+ThreadState = Callable[[Device], AbstractContextManager[Any]]
+"""Enters, on another thread and for a replica's device, the state that was read on this one."""
+
+_AUTOCAST_TYPES = ("cpu", "cuda")
+
+
+def is_loaded() -> bool:
+    """Whether the program uses PyTorch."""
+    return _loaded() is not None
+
+
+def num_gpus() -> int:
+    """How many GPUs PyTorch sees; 0 if the program does not use it."""
+    torch = _loaded()
+    return 0 if torch is None else int(torch.cuda.device_count())
+
+
+def thread_state(devices: Sequence[Device]) -> ThreadState | None:
+    """What PyTorch keeps per thread and replicas inherit: grad and inference mode, autocast.
+
+    A replica on a GPU also has that GPU as its current one, so that `"cuda"` means its own.
+    None if there is nothing to inherit.
+    """
+    torch = _loaded()
+    if torch is None:
+        return None
+    records, infers = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    dtypes = {
+        kind: torch.get_autocast_dtype(kind) for kind in _AUTOCAST_TYPES if torch.is_autocast_enabled(kind)
+    }
+    if records and not infers and not dtypes and all(device.type != "cuda" for device in devices):
+        return None
+
+    def enter(device: Device) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device.index))
+        if infers:
+            stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.set_grad_enabled(records))
+        for kind, dtype in dtypes.items():
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        return stack
+
+    return enter
+
+
+def _loaded() -> Any:
+    """PyTorch if it is completely imported, else None."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "set_grad_enabled") else None

@@ -1,0 +1,173 @@
+"""The strategy for one process: one replica on each device, in a thread of its own."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.backends.registry import backend_named
+from crossdevice.errors import ConversionError, DeviceError, OptionError
+from crossdevice.strategies import loaded_torch
+from crossdevice.strategies.algorithm_choice import Choice, choose_algorithm
+from crossdevice.strategies.base import Strategy
+from crossdevice.strategies.extended import StrategyExtended
+from crossdevice.strategies.place import enter_replica_context, enter_run, leave_run
+from crossdevice.strategies.regrouping import regroup, spread
+from crossdevice.strategies.rendezvous import Deadline, Rendezvous
+from crossdevice.strategies.replica_context import ReplicaContext
+from crossdevice.strategies.replica_threads import ReplicaThreads
+from crossdevice.values.device import Device, host_device
+from crossdevice.values.options import CommunicationOptions, as_options
+
+logger = logging.getLogger("crossdevice")
+
+
+class MirroredStrategy(Strategy):
+    """Runs a function on several devices at once, in threads of this process, and keeps variables in step.
+
+    Args:
+        devices: names of devices, one replica for each; a name given twice gets two replicas. None means
+            all GPUs that PyTorch sees, if the program has imported it, else one logical host device
+            for each core this process may use.
+        cross_device_ops: the algorithm of all reductions; None chooses one, and `explain` says why.
+
+    >>> from crossdevice.strategies.current import get_replica_context
+    >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+    >>> squares = strategy.run(lambda: get_replica_context().replica_id_in_sync_group + 1.0)
+    >>> float(strategy.reduce("sum", squares, axis=None))
+    3.0
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device | str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+            raise OptionError(
+                f"cross_device_ops must be a CrossDeviceOps or None, got {type(cross_device_ops).__name__}"
+            )
+        self._devices = _checked_devices(devices) if devices else _default_devices()
+        self._choice = (
+            choose_algorithm(self._devices)
+            if cross_device_ops is None
+            else Choice(cross_device_ops, "given to the strategy")
+        )
+        self._idle: list[ReplicaThreads] = []
+        super().__init__(StrategyExtended(self._devices, self._choice.cross_device_ops))
+        logger.info("%s", self.explain())
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Calls `fn` once per replica, all at once, each in the thread of its device.
+
+        Distributed arguments arrive as the replica's own components; results come back as PerReplica,
+        and bare if there is one replica. An exception in one replica stops the others where they next
+        meet, and is raised here. Contextvars and PyTorch's grad mode are those of the caller.
+
+        Args:
+            options: only `timeout_seconds` is used, a deadline for the whole run.
+
+        Raises:
+            ReplicaError: replicas make different numbers of calls.
+            DeadlineError: replicas had not finished, or not met, in time.
+        """
+        if not isinstance(args, (list, tuple)):
+            raise ConversionError(f"args must be a list or tuple, got a {type(args).__name__}")
+        deadline = Deadline.after(as_options(options).timeout_seconds)
+        token = enter_run(self)
+        try:
+            threads = self._take_threads()
+            rendezvous = Rendezvous(self._devices, threads, deadline)
+            results = rendezvous.lead(self._functions(fn, (tuple(args), dict(kwargs or {})), rendezvous))
+        finally:
+            leave_run(token)
+        # Only threads of a run that went well are kept; those of any other are gone or on their way.
+        self._idle.append(threads)
+        return regroup(results, self._devices)
+
+    def explain(self) -> str:
+        """Which devices there are, how values are reduced over them, and why so.
+
+        >>> print(MirroredStrategy(["cpu:0"]).explain())
+        MirroredStrategy over 1 replica: cpu:0
+        ReductionToOneDevice: one replica, so values are only copied
+        """
+        ops, reason = self._choice
+        number = len(self._devices)
+        replicas = "1 replica" if number == 1 else f"{number} replicas"
+        names = ", ".join(map(str, self._devices))
+        return f"MirroredStrategy over {replicas}: {names}\n{type(ops).__name__}: {reason}"
+
+    def _functions(
+        self, fn: Callable[..., Any], arguments: Any, rendezvous: Rendezvous
+    ) -> list[Callable[[], Any]]:
+        """The call of each replica, in its own copy of the caller's contextvars."""
+        enter = loaded_torch.thread_state(self._devices)
+        spread_out = spread(arguments, self._devices) if any(arguments) else [arguments] * len(self._devices)
+        return [
+            functools.partial(
+                contextvars.copy_context().run,
+                _call_as_replica,
+                ReplicaContext(self, replica, device, rendezvous),
+                enter,
+                fn,
+                *own,
+            )
+            for replica, (device, own) in enumerate(zip(self._devices, spread_out, strict=True))
+        ]
+
+    def _take_threads(self) -> ReplicaThreads:
+        """Waiting threads, or new ones: at first, after a fork or a failure, and beside another run."""
+        while self._idle:
+            threads = self._idle.pop()
+            if threads.survived_fork:
+                return threads
+        return ReplicaThreads(self._devices)
+
+    def __repr__(self) -> str:
+        return f"MirroredStrategy({[str(device) for device in self._devices]})"
+
+
+def _call_as_replica(
+    context: ReplicaContext,
+    enter: loaded_torch.ThreadState | None,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    enter_replica_context(context)
+    if enter is None:
+        return fn(*args, **kwargs)
+    with enter(*context.devices):
+        return fn(*args, **kwargs)
+
+
+def _default_devices() -> tuple[Device, ...]:
+    num_gpus = loaded_torch.num_gpus()
+    if num_gpus:
+        return tuple(Device("cuda", index) for index in range(num_gpus))
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
+    num_cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return tuple(host_device(index) for index in range(num_cores))
+
+
+def _checked_devices(devices: Sequence[Device | str]) -> tuple[Device, ...]:
+    if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
+        raise DeviceError(f"devices must be a list of device names, got {devices!r}")
+    read = tuple(Device.parse(device) for device in devices)
+    library = "torch" if loaded_torch.is_loaded() else "numpy"
+    for device in read:
+        if device.is_host or loaded_torch.is_loaded():
+            backend_named(library).check_device(device)
+    return read

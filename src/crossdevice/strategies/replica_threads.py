@@ -1,0 +1,75 @@
+"""The threads of replicas: one each, kept from run to run because starting them is slow."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from crossdevice.values.device import Device
+
+Work = Callable[[], None]
+
+
+class ReplicaThreads:
+    """One thread per replica, each waiting for work in its inbox; None in it sends the thread away.
+
+    An inbox costs a tenth of a `Condition`, needs no lock of ours and can be filled from a finalizer.
+    While a thread works, its inbox carries the answers to the calls the work makes.
+
+    Idle threads hold on to nothing but their inboxes, so they leave when this object is collected;
+    they are daemons, so they never keep the interpreter from exiting.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self.inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
+        self._process_id = os.getpid()
+        self._send_away = weakref.finalize(self, _send_away, self.inboxes)
+        self._send_away.atexit = False
+        self._threads = [
+            threading.Thread(target=_serve, args=(inbox,), name=f"replica {replica} ({device})", daemon=True)
+            for replica, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def survived_fork(self) -> bool:
+        """Whether this is still the process that started the threads: a fork does not copy them."""
+        return self._process_id == os.getpid()
+
+    def send_away(self, patience_seconds: float) -> list[int]:
+        """Ends all threads; returns the replicas whose threads were still busy when patience ran out.
+
+        Python cannot end a busy thread from outside: it leaves by itself once its work is done.
+        """
+        self._send_away()
+        out_of_patience = time.monotonic() + patience_seconds
+        for thread in self._threads:
+            thread.join(max(0.0, out_of_patience - time.monotonic()))
+        return [replica for replica, thread in enumerate(self._threads) if thread.is_alive()]
+
+    def place_of(self, replica: int) -> str:
+        """The line a replica's thread is executing, for messages; empty if that cannot be told."""
+        frames: dict[Any, Any] = getattr(sys, "_current_frames", dict)()  # not every Python has it
+        frame = frames.get(self._threads[replica].ident)
+        if frame is None:
+            return ""
+        code = frame.f_code
+        return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+
+
+def _serve(inbox: SimpleQueue[Work | None]) -> None:
+    while (work := inbox.get()) is not None:
+        work()
+        del work  # an idle thread must not keep the last run's arrays alive
+
+
+def _send_away(inboxes: Sequence[SimpleQueue[Any]]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
