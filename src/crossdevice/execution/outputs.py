@@ -56,17 +56,22 @@ def out_components(out: Any, destinations: tuple[Device, ...]) -> Sequence[Any]:
 def check_out(out: Sequence[Array], spec: LeafSpec, dtype: str, path: str) -> None:
     """Refuses arrays of another shape, dtype, library or device, and memory that cannot be written."""
     for position, (array, device) in enumerate(zip(out, spec.destinations, strict=True)):
-        where = f"out[{position}] ({device}){' at ' + path if path else ''}"
-        if not hasattr(array, "dtype") or backend_of_type(type(array)) is not spec.backend:
-            raise OutError(f"{where} is a {type(array).__name__}; expected an array of {spec.backend.name}")
-        if spec.backend.shape_of(array) != spec.shape:
-            raise OutError(f"{where} has shape {spec.backend.shape_of(array)}; expected {spec.shape}")
-        if spec.backend.dtype_of(array) != dtype:
-            raise OutError(f"{where} has dtype {spec.backend.dtype_of(array)}; expected {dtype}")
-        own = device_of(array)
-        if (own is not None and own != device) or (own is None and not device.is_host):
-            raise OutError(f"{where} is on {own or 'the host'}")
-        if spec.backend.memory_of(device) == HOST_MEMORY and spec.backend.writable_view(array) is None:
-            raise OutError(
-                f"{where} is read-only, not contiguous or not native; copy the result into it instead"
-            )
+        problem = _problem_of(array, spec, dtype, device)
+        if problem is not None:
+            raise OutError(f"out[{position}] ({device}){' at ' + path if path else ''} {problem}")
+
+
+def _problem_of(array: Any, spec: LeafSpec, dtype: str, device: Device) -> str | None:
+    backend = spec.backend
+    if not hasattr(array, "dtype") or backend_of_type(type(array)) is not backend:
+        return f"is a {type(array).__name__}; expected an array of {backend.name}"
+    if backend.shape_of(array) != spec.shape:
+        return f"has shape {backend.shape_of(array)}; expected {spec.shape}"
+    if backend.dtype_of(array) != dtype:
+        return f"has dtype {backend.dtype_of(array)}; expected {dtype}"
+    own = device_of(array)
+    if (own is not None and own != device) or (own is None and not device.is_host):
+        return f"is on {own or 'the host'}"
+    if backend.memory_of(device) == HOST_MEMORY and backend.writable_view(array) is None:
+        return "is read-only, not contiguous or not native; copy the result into it instead"
+    return None
