@@ -87,4 +87,4 @@ def _compensated(xp: Any, arrays: Sequence[Array]) -> Array:
         of_array = grown - total
         errors = errors + ((total - (grown - of_array)) + (array - of_array))
         total = grown
-    return xp.where(xp.isfinite(total), total + errors, total)
+    return xp.where(xp.abs(errors) > 0, total + errors, total)

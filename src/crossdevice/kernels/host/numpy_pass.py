@@ -96,8 +96,8 @@ def _compensated_sum(inputs: Sequence[Block]) -> Block:
         of_array = grown - total
         errors += (total - (grown - of_array)) + (array - of_array)
         total = grown
-    # An infinity makes its "error" NaN; the plain sum already says what IEEE asks for.
-    return np.where(np.isfinite(total), total + errors, total)
+    # Not if they are 0, which would turn -0 into +0, nor NaN, which is what infinities leave there.
+    return np.where(np.abs(errors) > 0, total + errors, total)
 
 
 def _combined_integers(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:

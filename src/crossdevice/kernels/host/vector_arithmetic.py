@@ -113,7 +113,9 @@ class Compensated(Arithmetic):
     def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
         total, errors = state
         build = lanes.build
-        total = build.select(lanes.is_finite(total), build.fadd(total, errors), total)
+        # Not if they are 0, which would turn -0 into +0, nor NaN, which is what infinities leave there.
+        counts = build.fcmp_ordered("!=", errors, lanes.constant(DOUBLE, 0.0))
+        total = build.select(counts, build.fadd(total, errors), total)
         return lanes.with_one_nan(lanes.divided(total, divisor))
 
 

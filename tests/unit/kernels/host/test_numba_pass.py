@@ -267,3 +267,16 @@ def test_numba_is_imported_on_first_use_only():
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert selected_kernels() == "numba"
+
+
+@pytest.mark.parametrize("kernels", ["numba", "numpy"])
+def test_a_sum_of_negative_zeros_is_negative_zero_in_every_precision(kernels):
+    select_kernels(kernels)
+    try:
+        for dtype in ("float16", "float32", "float64"):
+            for precision in ("fast", "accurate", "exact"):
+                output = np.empty(3, dtype)
+                fused_pass([np.full(3, -0.0, dtype)] * 3, [output], Recipe(ReduceOp.SUM, precision))
+                assert np.signbit(output).all(), (dtype, precision)
+    finally:
+        select_kernels(None)
