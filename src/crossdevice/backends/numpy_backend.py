@@ -58,7 +58,7 @@ class NumpyBackend(ArrayApiBackend):
 
     def address_range(self, array: NDArray[Any]) -> tuple[int, int]:
         """The array's own."""
-        return address_range(np.asarray(array))
+        return address_range(array if isinstance(array, np.ndarray) else np.asarray(array))
 
     def writable_view(self, array: NDArray[Any]) -> NDArray[Any] | None:
         """Contiguous, writable and native, or not at all."""

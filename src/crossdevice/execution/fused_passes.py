@@ -129,6 +129,9 @@ def _arrays_of(
     """A task's ranges of inputs and outputs; nothing if it only writes to results that share another's."""
     leaf, start, stop, positions = task
     flats = outputs[leaf]
+    if stop - start == flats[0].size and len(positions) >= len(flats):
+        yield inputs[leaf], flats
+        return
     written = [flats[position][start:stop] for position in positions if position < len(flats)]
     if written:
         yield [array[start:stop] for array in inputs[leaf]], written

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,8 +14,13 @@ from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES
 
 
-class LeafSpec(NamedTuple):
-    """Arrays of one library, dtype and shape on `devices`, wanted on `destinations`."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class LeafSpec:
+    """Arrays of one library, dtype and shape on `devices`, wanted on `destinations`.
+
+    Compared by identity: equal leaves get the same spec, so that looking up what was prepared for a batch
+    of hundreds costs nothing.
+    """
 
     backend: Backend
     dtype: str
@@ -21,12 +28,12 @@ class LeafSpec(NamedTuple):
     devices: tuple[Device, ...]
     destinations: tuple[Device, ...]
 
-    @property
+    @functools.cached_property
     def num_elements(self) -> int:
         """Elements of one replica's array."""
         return math.prod(self.shape)
 
-    @property
+    @functools.cached_property
     def shares_host_memory(self) -> bool:
         """Whether everything happens in the host's memory."""
         memories = {self.backend.memory_of(device) for device in (*self.devices, *self.destinations)}

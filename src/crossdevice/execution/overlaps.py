@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,8 +25,11 @@ class _Range(NamedTuple):
 
 def check_overlaps(leaves: Sequence[Dense]) -> None:
     """Refuses host outputs that overlap each other, or an input they are not exactly (in place is exact)."""
+    ranges = sorted(_ranges(leaves))
+    if all(left[1] <= right[0] for left, right in itertools.pairwise(ranges)):
+        return
     active: list[_Range] = []
-    for current in sorted(_ranges(leaves)):
+    for current in itertools.starmap(_Range, ranges):
         active = [other for other in active if other.end > current.start]
         for other in active:
             if current.is_written and other.is_written:
@@ -40,13 +44,19 @@ def check_overlaps(leaves: Sequence[Dense]) -> None:
             active.append(current)
 
 
-def _ranges(leaves: Sequence[Dense]) -> list[_Range]:
-    ranges: list[_Range] = []
+def _ranges(leaves: Sequence[Dense]) -> list[tuple[int, int, bool, int, int]]:
+    """The fields of a `_Range` for each array, but for inputs that are one of their leaf's own outputs."""
+    ranges: list[tuple[int, int, bool, int, int]] = []
     for leaf, (arrays, spec, out) in enumerate(leaves):
         if spec.shares_host_memory:
-            bounds = spec.backend.address_range
-            ranges += [_Range(*bounds(array), False, leaf, number) for number, array in enumerate(arrays)]
-            ranges += [_Range(*bounds(array), True, leaf, number) for number, array in enumerate(out or ())]
+            bounds, outs = spec.backend.address_range, out or ()
+            replaced = set(map(id, outs))
+            ranges += [(*bounds(array), True, leaf, number) for number, array in enumerate(outs)]
+            ranges += [
+                (*bounds(array), False, leaf, number)
+                for number, array in enumerate(arrays)
+                if id(array) not in replaced
+            ]
     return ranges
 
 
