@@ -158,7 +158,7 @@ def accurate_sum(column: Sequence[float], dtype: str, divisor: int | None = None
             errors += float(Fraction(total) + Fraction(number) - Fraction(grown))
         total = grown
     if dtype == "float64" and math.isfinite(total):
-        total += errors
+        total = total + errors if errors else total  # -0.0 + 0.0 would be 0.0
     return rounded_float(total if divisor is None else total / divisor, dtype)
 
 
