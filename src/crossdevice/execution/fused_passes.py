@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend, dtype_named
+from crossdevice.errors import OutError
 from crossdevice.execution.leaf_spec import LeafSpec
 from crossdevice.execution.lowering import lower
 from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass
@@ -84,9 +85,11 @@ class FusedPasses:
         """The short way for a single leaf in a single pass, where small calls spend their time."""
         spec, dtype = self._specs[0], self._dtypes[0]
         if out is None:
-            empty = np.empty if size * dtype.itemsize < SMALLEST_POOLED_BYTES else result_pool.empty
             num_results = 1 if self._shares_results else len(spec.destinations)
-            flats = [empty(size, dtype) for _ in range(num_results)]
+            if size * dtype.itemsize * num_results < SMALLEST_POOLED_BYTES:
+                flats = [np.empty(size, dtype) for _ in range(num_results)]
+            else:
+                flats = result_pool.empty_batch([(size, dtype)] * num_results)
         else:
             flats = [_written(spec.backend, array) for array in out]
         fused_pass([spec.backend.host_view(array) for array in arrays], flats, recipe)
@@ -139,5 +142,6 @@ def _arrays_of(
 
 def _written(backend: Backend, out: Array) -> NDArray[Any]:
     view = backend.writable_view(out)
-    assert view is not None, "outs are checked before they get here"
+    if view is None:  # checked before, but arrays can be made read-only at any time
+        raise OutError("out has become read-only since it was last written to")
     return view

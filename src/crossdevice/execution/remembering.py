@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 from crossdevice.backends.protocol import Array
 from crossdevice.backends.registry import backend_of_type
@@ -17,23 +18,33 @@ from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 
 
-class RememberedCall(NamedTuple):
+class RememberedCall:
     """A prepared reduction of one dense leaf, with all it takes to check `out` and wrap the result."""
 
-    prepared: PreparedReduction
-    spec: LeafSpec
-    dtype: str
+    __slots__ = ("_dtype", "_prepared", "_seen", "_spec")
+
+    def __init__(self, prepared: PreparedReduction, spec: LeafSpec, dtype: str) -> None:
+        self._prepared = prepared
+        self._spec = spec
+        self._dtype = dtype
+        self._seen: tuple[weakref.ref[Any], ...] = ()
 
     def __call__(self, arrays: Sequence[Array], out: Any) -> Any:
         """Reduces one array per replica, into the arrays of `out` unless it is None."""
         outs = None if out is None else self._checked(arrays, out)
-        (results,) = self.prepared.run((arrays,), (outs,))
-        return results[0] if len(results) == 1 else Mirrored.of(results, self.spec.destinations)
+        (results,) = self._prepared.run((arrays,), (outs,))
+        return results[0] if len(results) == 1 else Mirrored.of(results, self._spec.destinations)
 
     def _checked(self, arrays: Sequence[Array], out: Any) -> Sequence[Array]:
-        outs = out_components(out, self.spec.destinations)
-        check_out(outs, self.spec, self.dtype, "")
-        check_overlaps([Dense(arrays, self.spec, outs)])
+        """The arrays of `out`; the very arrays of the last call, as in a loop, need no second look."""
+        outs = out_components(out, self._spec.destinations)
+        together = (*arrays, *outs)
+        if len(together) != len(self._seen) or any(
+            known() is not array for known, array in zip(self._seen, together, strict=True)
+        ):
+            check_out(outs, self._spec, self._dtype, "")
+            check_overlaps([Dense(arrays, self._spec, outs)])
+            self._seen = tuple(map(weakref.ref, together))
         return outs
 
 

@@ -15,7 +15,7 @@ import pytest
 from crossdevice.errors import OptionError
 from crossdevice.kernels.host import control_groups
 from crossdevice.kernels.host import pool as module
-from crossdevice.kernels.host.pool import Pool
+from crossdevice.kernels.host.pool import SMALLEST_POOLED_BYTES, Pool
 
 LARGE = 2 << 20
 """Elements of a float32 that is just large enough to be pooled."""
@@ -68,7 +68,7 @@ def test_nearly_equal_sizes_and_any_dtype_share_blocks():
 
 def test_small_results_are_not_pooled():
     pool = Pool()
-    assert pool.empty(LARGE - 1, np.float32).base is None
+    assert pool.empty(SMALLEST_POOLED_BYTES // 4 - 1, np.float32).base is None
     assert pool.statistics() == (0, 0, pool.statistics().limit_bytes, 0, 0)
 
 
