@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/algorithms tests/unit/execution \
+	tests/unit/test_architecture.py tests/unit/test_documentation.py
+
 .PHONY: test check demo format clean
 .DEFAULT_GOAL := test
 
@@ -29,7 +32,7 @@ check: $(VENV)/installed  ## Format, lint, types, layers and the fast tests: und
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -m "not slow" tests/unit src
+	$(BIN)/python -m pytest -q -n auto $(FAST_TESTS)
 
 test: $(VENV)/installed  ## Everything that can run on this machine.
 	$(BIN)/python -m pytest -q -n auto
