@@ -79,7 +79,7 @@ class TorchBackend(ArrayApiBackend):
             tensor = torch.from_numpy(flat.view("int16")).view(torch.bfloat16)
         else:
             tensor = torch.from_numpy(flat)
-        return tensor.reshape(shape).to(_torch_device(device))
+        return tensor.reshape(shape).to(torch_device(device))
 
     def read_only(self, array: torch.Tensor) -> torch.Tensor:
         """PyTorch has no such mark: only the memory is shared."""
@@ -91,7 +91,7 @@ class TorchBackend(ArrayApiBackend):
 
     def copy(self, array: torch.Tensor, device: Device) -> torch.Tensor:
         """New, contiguous memory on the device."""
-        return array.detach().to(_torch_device(device), copy=True, memory_format=torch.contiguous_format)
+        return array.detach().to(torch_device(device), copy=True, memory_format=torch.contiguous_format)
 
     def round_once(self, wide: torch.Tensor, dtype: str) -> torch.Tensor:
         """PyTorch goes to 16 bits through float32: rounding to odd there keeps it one rounding."""
@@ -125,7 +125,8 @@ class TorchBackend(ArrayApiBackend):
         return results
 
 
-def _torch_device(device: Device) -> torch.device:
+def torch_device(device: Device) -> torch.device:
+    """PyTorch's name of a device; it has one host device for all of ours."""
     return torch.device("cpu") if device.is_host else torch.device(device.type, device.index)
 
 
@@ -134,7 +135,7 @@ def _exists(device: Device) -> bool:
     if device.type == "meta":  # arrays without elements
         return False
     try:
-        torch.empty(0, device=_torch_device(device))
+        torch.empty(0, device=torch_device(device))
     except (RuntimeError, AssertionError):
         return False
     return True

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import ContextError, MismatchError
 from crossdevice.strategies.current import get_replica_context
 from crossdevice.strategies.mirrored import MirroredStrategy
@@ -218,11 +219,6 @@ class _MirroredParameters(torch.autograd.Function):
             ]
             pairs.append((PerReplica.of(tuple(column), tuple(ctx.devices)), ctx.devices[0]))
         return None, None, *ctx.ops.batch_reduce(ReduceOp.SUM, pairs)
-
-
-def torch_device(device: Device) -> torch.device:
-    """PyTorch's name of a device; it has one host device for all of ours."""
-    return torch.device("cpu") if device.is_host else torch.device(device.type, device.index)
 
 
 def _moved(leaf: Any, device: Device) -> Any:
