@@ -31,12 +31,16 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> None:
         self.packing = Packing(num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
         self.all_reduce_alg = all_reduce_alg
-        self._algorithm: CrossDeviceOps = ALGORITHMS.load(all_reduce_alg)()
+        self._algorithm()
 
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:
         """Why the named algorithm cannot run on these devices; None if it can."""
-        return self._algorithm.fallback_reason(devices)
+        return self._algorithm().fallback_reason(devices)
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
         """The named algorithm's plan."""
-        return self._algorithm.plan_sum(build, destinations)
+        return self._algorithm().plan_sum(build, destinations)
+
+    def _algorithm(self) -> CrossDeviceOps:
+        algorithm: CrossDeviceOps = ALGORITHMS.load(self.all_reduce_alg)()
+        return algorithm

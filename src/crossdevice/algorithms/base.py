@@ -26,7 +26,7 @@ from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, PerReplica
 from crossdevice.values.dtypes import result_dtype
-from crossdevice.values.options import CommunicationOptions, as_options
+from crossdevice.values.options import CommunicationOptions, Precision, as_options
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
 
@@ -56,6 +56,10 @@ class CrossDeviceOps:
         if not name.startswith("_"):
             self.__dict__.pop("_kept", None)
             self.__dict__.pop("_calls", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its settings; what was prepared is prepared again."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_calls")}
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
         """Plans one pack: a buffer on each destination that holds the sum of all `build.inputs`."""
@@ -224,9 +228,10 @@ class CrossDeviceOps:
             self._kept[key] = known
         return known
 
-    def plan_pack(self, spec: LeafSpec, num_elements: int, pack_number: int) -> Plan:
+    def plan_pack(self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision) -> Plan:
         """The plan for one pack; a lone replica is copied, whatever the algorithm."""
-        build = PlanBuilder(spec.devices, num_elements, pack_number)
+        keeps_order = precision != "fast"
+        build = PlanBuilder(spec.devices, num_elements, pack_number, keeps_replica_order=keeps_order)
         if len(spec.devices) == 1:
             return build.plan([build.copy(build.inputs[0], to=device) for device in spec.destinations])
         return build.plan(self.plan_sum(build, spec.destinations))

@@ -27,9 +27,5 @@ class DirectAllReduce(CrossDeviceOps):
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
         """Replica c sums shard c, in replica order."""
-        shards = [build.split(buffer, len(build.inputs)) for buffer in build.inputs]
-        sums = [
-            build.add(contributions, at=owner.device)
-            for contributions, owner in zip(zip(*shards, strict=True), build.inputs, strict=True)
-        ]
+        sums = build.add_by_shards()
         return [build.join(sums, at=device) for device in destinations]

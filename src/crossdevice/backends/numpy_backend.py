@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,9 +62,11 @@ class NumpyBackend(ArrayApiBackend):
 
     def writable_view(self, array: NDArray[Any]) -> NDArray[Any] | None:
         """Contiguous, writable and native, or not at all."""
-        if not isinstance(array, np.ndarray) or not array.dtype.isnative:
+        if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
             return None
-        return array.reshape(-1) if array.flags.c_contiguous and array.flags.writeable else None
+        if not (array.dtype.isnative and array.flags.c_contiguous and array.flags.writeable):
+            return None
+        return np.asarray(array).reshape(-1)
 
     def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> NDArray[Any]:  # noqa: ARG002
         """The same memory in shape."""
@@ -99,6 +101,18 @@ class NumpyBackend(ArrayApiBackend):
 def _name_of(dtype: np.dtype[Any]) -> str:
     """NumPy puts the name together anew each time, which takes 4 us."""
     return str(dtype.name)
+
+
+def arrays_of_numbers(column: Sequence[Any]) -> list[NDArray[Any]]:
+    """The numbers of all replicas as arrays; integers are int64 on all if they are on one.
+
+    >>> [array.dtype.name for array in arrays_of_numbers([5, 2**40])]
+    ['int64', 'int64']
+    """
+    arrays = [array_of_numbers(numbers) for numbers in column]
+    if {array.dtype.name for array in arrays} == {"int32", "int64"}:
+        return [array.astype(np.int64) for array in arrays]
+    return arrays
 
 
 def array_of_numbers(numbers: Any) -> NDArray[Any]:

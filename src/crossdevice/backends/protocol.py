@@ -88,6 +88,9 @@ class Backend(Protocol):
     def scatter_rows(self, rows: Array, indices: Array, shape: tuple[int, ...]) -> Array:
         """Zeros of `shape` with each row added at its index."""
 
+    def mark_written(self, out: Array) -> None:
+        """Tells the library that an array's memory was written to, where it keeps count of that."""
+
     def write(self, out: Array, value: Array) -> None:
         """Copies values into an existing array."""
 

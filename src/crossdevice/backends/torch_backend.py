@@ -113,6 +113,10 @@ class TorchBackend(ArrayApiBackend):
         dense = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
         return dense.index_add_(0, indices, rows.detach())
 
+    def mark_written(self, out: torch.Tensor) -> None:
+        """So that a backward pass that saved the old values refuses the new ones."""
+        torch.autograd.graph.increment_version(out)
+
     def write(self, out: torch.Tensor, value: torch.Tensor) -> None:
         """In place, past automatic differentiation."""
         out.detach().copy_(value)

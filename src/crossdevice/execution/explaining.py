@@ -12,7 +12,7 @@ from crossdevice.plans.plan import Plan
 from crossdevice.plans.rendering import render_plan
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES
-from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.options import CommunicationOptions, Precision
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -24,7 +24,7 @@ class PlanningAlgorithm(Protocol):
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:
         """Why the algorithm's own means cannot be used; None if they can."""
 
-    def plan_pack(self, spec: LeafSpec, num_elements: int, pack_number: int) -> Plan:
+    def plan_pack(self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision) -> Plan:
         """The plan for one pack."""
 
 
@@ -47,7 +47,9 @@ def explained(
         lines.append("all devices share the host's memory: the plan below is lowered to one fused pass")
     for number, pack in enumerate(algorithm.packing.packs(items_of(specs), options.bytes_per_pack)):
         spec = specs[pack[0].item]
-        plan = algorithm.plan_pack(spec, sum(segment.stop - segment.start for segment in pack), number)
+        plan = algorithm.plan_pack(
+            spec, sum(stop - start for _, start, stop in pack), number, options.precision
+        )
         lines.append(
             f"pack {number} ({len(pack)} values of {spec.dtype}): {render_plan(plan, ITEM_BYTES[spec.dtype])}"
         )

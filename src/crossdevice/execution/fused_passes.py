@@ -42,6 +42,7 @@ class FusedPasses:
         self._dtypes = {number: dtype_named(name) for number, name in dtypes.items()}
         self._shares_results = shares_results
         self._passes: dict[Recipe, list[Task]] = {}
+        self._read_twice: set[int] = set()
 
     def add_leaf(self, number: int, recipe: Recipe) -> None:
         """A whole leaf in one pass, its replicas in order."""
@@ -52,6 +53,9 @@ class FusedPasses:
         """A pack in the order of its plan: the plan's pieces, mapped to ranges of the leaves in the pack."""
         offset = 0
         pieces = lower(plan)
+        if sum(piece.stop - piece.start for piece in pieces) > plan.num_elements:
+            # Some destinations get another order than others: no pass may overwrite what the next one reads.
+            self._read_twice.update(segment.item for segment in pack)
         for segment in pack:
             length = segment.stop - segment.start
             shift = segment.start - offset
@@ -103,7 +107,7 @@ class FusedPasses:
         wanted: list[tuple[int, tuple[int, np.dtype[Any]]]] = []
         for number, spec in self._specs.items():
             out = outs[number]
-            if out is None:
+            if out is None or number in self._read_twice:
                 num_results = 1 if self._shares_results else len(spec.destinations)
                 wanted += [(number, (spec.num_elements, self._dtypes[number]))] * num_results
             else:
@@ -119,6 +123,11 @@ class FusedPasses:
         spec = self._specs[number]
         backend = spec.backend
         if out is not None:
+            if number in self._read_twice:
+                for target, flat in zip(out, flats, strict=True):
+                    _written(backend, target)[:] = flat
+            for array in out:
+                backend.mark_written(array)
             return tuple(out)
         if self._shares_results:
             shared = [backend.from_host(flats[0], spec.shape, device) for device in spec.destinations]

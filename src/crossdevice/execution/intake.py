@@ -6,7 +6,7 @@ import collections
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from crossdevice.backends.numpy_backend import array_of_numbers
+from crossdevice.backends.numpy_backend import arrays_of_numbers
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.backends.registry import BACKENDS, backend_of_type
 from crossdevice.errors import (
@@ -159,6 +159,7 @@ def _is_leaf(node: Any) -> bool:
 
 def _read_leaf(column: Sequence[Any], devices: Sequence[Device], path: str, what: str) -> Leaf:
     arrays: list[Any] = []
+    numbers: dict[int, Any] = {}
     for replica, item in enumerate(column):
         if isinstance(item, DistributedValues):
             raise ConversionError(
@@ -173,11 +174,14 @@ def _read_leaf(column: Sequence[Any], devices: Sequence[Device], path: str, what
                 )
             item = item.value()
         if is_number(item) or isinstance(item, (list, tuple)):
-            arrays.append(array_of_numbers(item))
+            numbers[replica] = item
+            arrays.append(item)
         else:
             if backend_of_type(type(item)) is not None:
                 _array_types.add(type(item))
             arrays.append(item)
+    for replica, array in zip(numbers, arrays_of_numbers(list(numbers.values())), strict=True):
+        arrays[replica] = array
     return Leaf(tuple(arrays), path)
 
 

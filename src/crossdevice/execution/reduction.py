@@ -14,11 +14,11 @@ from crossdevice.plans.packing import Packing
 from crossdevice.plans.plan import Plan
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import result_dtype
-from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.options import CommunicationOptions, Precision
 from crossdevice.values.reduce_op import ReduceOp
 
-PlanPack: TypeAlias = Callable[[LeafSpec, int, int], Plan]
-"""The plan for (a leaf's devices and destinations, elements in the pack, number of the pack)."""
+PlanPack: TypeAlias = Callable[[LeafSpec, int, int, Precision], Plan]
+"""The plan for (a leaf's devices and destinations, elements in the pack, number of the pack, precision)."""
 
 
 class PreparedReduction:
@@ -46,7 +46,9 @@ class PreparedReduction:
         if options.precision == "fast" or apart:
             for number, pack in enumerate(packing.packs(items_of(specs), options.bytes_per_pack)):
                 leaf = pack[0].item
-                plan = plan_pack(specs[leaf], sum(stop - start for _, start, stop in pack), number)
+                plan = plan_pack(
+                    specs[leaf], sum(stop - start for _, start, stop in pack), number, options.precision
+                )
                 if leaf in apart:
                     self._packs.add_pack(pack, plan, recipes[leaf])
                 elif options.precision == "fast":

@@ -14,7 +14,7 @@ import torch
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
-from crossdevice.errors import ContextError, MismatchError
+from crossdevice.errors import ContextError, ConversionError, MismatchError
 from crossdevice.strategies.current import get_replica_context
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.values.device import Device
@@ -26,7 +26,7 @@ from crossdevice.values.replica_scope import current_replica
 
 
 class MirroredModule:
-    """A module with one copy on each device of a strategy, all of them kept bit for bit the same.
+    """A module with one copy on each device of a strategy, whose parameters are kept bit for bit the same.
 
     In a replica function, calling it (or reading any attribute) means the replica's own copy;
     outside of one, the first. Replica k's copy is `replicas[k]`; `optimizers(make)` gives each an optimizer.
@@ -81,11 +81,11 @@ class MirroredModule:
         context = get_replica_context()
         if context is None or current_replica() is None:
             raise ContextError("reduce_gradients is called by every replica, inside of strategy.run")
-        parameters = [p for p in self.current().parameters() if p.grad is not None]
-        gradients = [p.grad for p in parameters]
-        reduced = context.all_reduce(reduce_op, gradients, options)
-        for parameter, gradient in zip(parameters, reduced, strict=True):
-            parameter.grad = gradient
+        # By name: replicas in which other parameters took part are an error, never added to each other.
+        parameters = {name: p for name, p in self.current().named_parameters() if p.grad is not None}
+        gradients = {name: p.grad for name, p in parameters.items()}
+        for name, gradient in context.all_reduce(reduce_op, gradients, options).items():
+            parameters[name].grad = gradient
 
     def synchronize_buffers(self) -> None:
         """Copies the first replica's buffers (such as running statistics) to all others."""
@@ -95,21 +95,44 @@ class MirroredModule:
                 for source, target in zip(first, buffers, strict=True):
                     target.copy_(source)
 
-    def check_in_step(self) -> None:
-        """Raises MismatchError unless all copies hold the same bits, naming the first that does not."""
-        first = self.replicas[0].state_dict()
-        for replica, module in enumerate(self.replicas[1:], start=1):
-            for name, tensor in module.state_dict().items():
+    def check_in_step(self, *, buffers: bool = False) -> None:
+        """Raises MismatchError unless all copies' parameters (and buffers) hold the same bits."""
+        first, *others = (_named_tensors(replica, buffers=buffers) for replica in self.replicas)
+        for replica, tensors in enumerate(others, start=1):
+            for name, tensor in tensors.items():
                 if not _same_bits(tensor, first[name]):
                     raise MismatchError(f"replica {replica} differs from replica 0 in {name!r}")
+
+    def train(self, mode: bool = True) -> MirroredModule:
+        """Sets all copies to training, or to evaluation."""
+        for replica in self.replicas:
+            replica.train(mode)
+        return self
+
+    def eval(self) -> MirroredModule:
+        """Sets all copies to evaluation."""
+        return self.train(False)
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> None:
+        """Loads the same state into all copies."""
+        for replica in self.replicas:
+            replica.load_state_dict(state, strict=strict)
+
+    def requires_grad_(self, requires_grad: bool = True) -> MirroredModule:
+        """Switches gradients of all copies' parameters on or off."""
+        for replica in self.replicas:
+            replica.requires_grad_(requires_grad)
+        return self
 
 
 class DataParallel(torch.nn.Module):
     """A module whose batches are shared among devices: in place of `torch.nn.DataParallel`, on any devices.
 
     `devices` may be logical CPU devices, GPUs, or one GPU several times. The gradients of the copies are
-    summed in one batch, wide and in replica order. Results are gathered on the first device. Only the first
-    copy's buffers are kept, as in `torch.nn.DataParallel`.
+    summed in one batch, wide and in replica order. Results are gathered on the first device. As in
+    `torch.nn.DataParallel`, copies are made anew for every call and only the first one's buffers are kept.
+    Gradients of gradients and sparse gradients are refused. Random numbers (dropout) come from
+    PyTorch's one generator per device, for which replicas on one device race.
 
     >>> model = DataParallel(torch.nn.Linear(3, 1), devices=["cpu:0", "cpu:1"])
     >>> model(torch.ones(5, 3)).shape
@@ -128,43 +151,30 @@ class DataParallel(torch.nn.Module):
         self.devices = self.strategy.extended.worker_devices
         self.dim = dim
         self.module = module.to(torch_device(self.devices[0]))
-        # Calls with other parameters are made one at a time on one module object, so every further
-        # replica has an object of its own: a shell, whose parameters take no memory.
-        self._shells = [copy.deepcopy(module).to("meta") for _ in self.devices[1:]]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Cuts up the tensors among the arguments, runs all replicas at once, joins their results."""
         shares = self._shares((inputs, kwargs))
-        names, parameters = zip(*self.module.named_parameters(), strict=True)
-        copies = _MirroredParameters.apply(
-            self.strategy.extended.cross_device_ops, self.devices[: len(shares)], *parameters
-        )
-        states = [
-            dict(zip(names, copies[start : start + len(names)], strict=True))
-            for start in range(0, len(copies), len(names))
-        ]
-        states[0].update(self.module.named_buffers())
-        for state, device in zip(states[1:], self.devices[1:], strict=False):
-            buffers = self.module.named_buffers()
-            state.update((name, buffer.to(torch_device(device), copy=True)) for name, buffer in buffers)
-        modules = [self.module, *self._shells]
-        for shell in self._shells:
-            for own, original in zip(shell.modules(), self.module.modules(), strict=True):
-                own.training = original.training
-        calls: list[Any] = [
-            (module, state, *share) for module, state, share in zip(modules, states, shares, strict=False)
-        ]
+        replicas = self._replicas(self.devices[: len(shares)])
+        calls: list[Any] = [(replica, *share) for replica, share in zip(replicas, shares, strict=True)]
         calls += [None] * (len(self.devices) - len(shares))
-        results = self.strategy.run(self._run_copy, args=(PerReplica.of(tuple(calls), self.devices),))
+        results = self.strategy.run(_run_replica, args=(PerReplica.of(tuple(calls), self.devices),))
         outputs = self.strategy.experimental_local_results(results)[: len(shares)]
         return self._joined(outputs)
 
-    @staticmethod
-    def _run_copy(call: Any) -> Any:
-        if call is None:
-            return None
-        module, state, inputs, kwargs = call
-        return torch.func.functional_call(module, state, inputs, kwargs)
+    def _replicas(self, devices: Sequence[Device]) -> list[torch.nn.Module]:
+        """Modules that share everything with the original but for parameters and buffers, one per device."""
+        parameters = list(self.module.parameters())
+        ops = self.strategy.extended.cross_device_ops
+        copies = _MirroredParameters.apply(ops, devices, *parameters) if parameters else ()
+        replicas = []
+        for number, device in enumerate(devices):
+            own = copies[number * len(parameters) : (number + 1) * len(parameters)]
+            tensors = dict(zip(map(id, parameters), own, strict=True))
+            for buffer in self.module.buffers():
+                tensors[id(buffer)] = buffer if number == 0 else buffer.to(torch_device(device), copy=True)
+            replicas.append(_replica_with(self.module, tensors))
+        return replicas
 
     def _shares(self, arguments: Any) -> list[Any]:
         """Each replica's part of the tensors, and all of everything else; no more parts than examples."""
@@ -185,12 +195,45 @@ class DataParallel(torch.nn.Module):
 
     def _joined(self, outputs: Sequence[Any]) -> Any:
         flattened = [flatten(output) for output in outputs]
-        target = torch_device(self.devices[0])
         columns = zip(*(leaves for leaves, _ in flattened), strict=True)
-        joined = [
-            torch.cat([_at_least_1d(part).to(target) for part in column], self.dim) for column in columns
-        ]
-        return unflatten(flattened[0][1], joined)
+        return unflatten(flattened[0][1], [self._joined_leaf(column) for column in columns])
+
+    def _joined_leaf(self, column: Sequence[Any]) -> Any:
+        if all(isinstance(part, torch.Tensor) for part in column):
+            target = torch_device(self.devices[0])
+            return torch.cat([_at_least_1d(part).to(target) for part in column], self.dim)
+        if any(part != column[0] for part in column):
+            raise MismatchError(
+                f"replicas returned different values that are no tensors and cannot be joined: {list(column)}"
+            )
+        return column[0]
+
+
+def _run_replica(call: Any) -> Any:
+    if call is None:
+        return None
+    module, inputs, kwargs = call
+    return module(*inputs, **kwargs)
+
+
+def _replica_with(module: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> torch.nn.Module:
+    """A shallow copy of all submodules in which each parameter and buffer is its entry in `tensors`, by id.
+
+    So tied weights stay tied, and hooks, flags and attributes are those of the original. Copied
+    parameters are plain attributes, since tensors with a history cannot be parameters.
+    """
+    replicas = {original: original._replicate_for_data_parallel() for original in module.modules()}
+    for original, replica in replicas.items():
+        for name, child in original._modules.items():
+            replica._modules[name] = None if child is None else replicas[child]
+        for name, parameter in original._parameters.items():
+            if parameter is None:
+                replica._parameters[name] = None
+            else:
+                setattr(replica, name, tensors[id(parameter)])
+        for name, buffer in original._buffers.items():
+            replica._buffers[name] = None if buffer is None else tensors[id(buffer)]
+    return replicas[module]
 
 
 class _MirroredParameters(torch.autograd.Function):
@@ -200,8 +243,8 @@ class _MirroredParameters(torch.autograd.Function):
     def forward(
         ctx: Any, ops: CrossDeviceOps, devices: Sequence[Device], *parameters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.ops, ctx.devices = ops, devices
-        ctx.shapes = [(parameter.shape, parameter.dtype) for parameter in parameters]
+        ctx.ops, ctx.devices, ctx.count = ops, tuple(devices), len(parameters)
+        ctx.set_materialize_grads(False)
         return tuple(
             parameter.detach().to(torch_device(device), copy=True)
             for device in devices
@@ -209,16 +252,29 @@ class _MirroredParameters(torch.autograd.Function):
         )
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        count = len(ctx.shapes)
+        sums: list[Any] = [None] * ctx.count
         pairs = []
-        for position, (shape, dtype) in enumerate(ctx.shapes):
-            column = [
-                torch.zeros(shape, dtype=dtype, device=torch_device(device)) if own is None else own
-                for own, device in zip(gradients[position::count], ctx.devices, strict=True)
+        used = []
+        for position in range(ctx.count):
+            column = gradients[position :: ctx.count]
+            given = next((gradient for gradient in column if gradient is not None), None)
+            if given is None:
+                continue  # a parameter that no replica used has no gradient
+            if given.is_sparse:
+                raise ConversionError(
+                    "sparse gradients cannot be summed here; make the layer with sparse=False"
+                )
+            own = [
+                torch.zeros_like(given, device=torch_device(device)) if gradient is None else gradient
+                for gradient, device in zip(column, ctx.devices, strict=True)
             ]
-            pairs.append((PerReplica.of(tuple(column), tuple(ctx.devices)), ctx.devices[0]))
-        return None, None, *ctx.ops.batch_reduce(ReduceOp.SUM, pairs)
+            used.append(position)
+            pairs.append((PerReplica.of(tuple(own), ctx.devices), ctx.devices[0]))
+        for position, total in zip(used, ctx.ops.batch_reduce(ReduceOp.SUM, pairs), strict=True):
+            sums[position] = total
+        return None, None, *sums
 
 
 def _moved(leaf: Any, device: Device) -> Any:
@@ -231,6 +287,10 @@ def _is_in(leaf: Any, tensors: Sequence[torch.Tensor]) -> bool:
 
 def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(1) if tensor.ndim == 0 else tensor
+
+
+def _named_tensors(module: torch.nn.Module, *, buffers: bool) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **(dict(module.named_buffers()) if buffers else {})}
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -30,8 +30,17 @@ class PlanBuilder:
     itself before it is copied, joined or returned: an algorithm only says where sums are made.
     """
 
-    def __init__(self, devices: Sequence[Device], num_elements: int, pack_number: int = 0) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        num_elements: int,
+        pack_number: int = 0,
+        *,
+        keeps_replica_order: bool = False,
+    ) -> None:
+        """`keeps_replica_order` says that sums must be made in replica order, which no engine promises."""
         self.pack_number = pack_number
+        self.keeps_replica_order = keeps_replica_order
         self._num_buffers = 0
         self._steps: list[Step] = []
         self._all_replicas = (1 << len(devices)) - 1
@@ -80,6 +89,14 @@ class PlanBuilder:
         target = self._buffer(at, first.start, last.stop, first.replicas, first.is_finished)
         self._steps.append(Join(sources, target))
         return target
+
+    def add_by_shards(self) -> list[Buffer]:
+        """The sum of all inputs in shards: replica c's device sums shard c of everyone, in replica order."""
+        shards = [self.split(buffer, len(self.inputs)) for buffer in self.inputs]
+        return [
+            self.add(contributions, at=owner.device)
+            for contributions, owner in zip(zip(*shards, strict=True), self.inputs, strict=True)
+        ]
 
     def deliver(self, results: Sequence[Buffer], destinations: Sequence[Device]) -> list[Buffer]:
         """For each destination a result that is there already, each used once; else a copy of the first."""

@@ -160,6 +160,12 @@ class StrategyExtended:
 
     def _same_everywhere(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
         if op in _IDEMPOTENT:
+            if (
+                len(self._devices) == 1
+                and hasattr(value, "dtype")
+                and not isinstance(value, DistributedValues)
+            ):
+                return self._cross_device_ops.reduce(op, value, destinations)  # as one replica's contribution
             return value
         if isinstance(value, Mirrored):
             raise ReduceOpError(

@@ -129,11 +129,17 @@ class MirroredStrategy(Strategy):
 
     def _take_threads(self) -> ReplicaThreads:
         """Waiting threads, or new ones: at first, after a fork or a failure, and beside another run."""
-        while self._idle:
-            threads = self._idle.pop()
+        while True:
+            try:
+                threads = self._idle.pop()
+            except IndexError:  # or another caller took the last
+                return ReplicaThreads(self._devices)
             if threads.survived_fork:
                 return threads
-        return ReplicaThreads(self._devices)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the threads, of which a copy makes its own."""
+        return {**self.__dict__, "_idle": []}
 
     def __repr__(self) -> str:
         return f"MirroredStrategy({[str(device) for device in self._devices]})"

@@ -38,6 +38,10 @@ class Device:
         known: int = self.__dict__["_hash"]
         return known
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Hashes of strings differ from process to process, so a pickled device makes its own anew."""
+        return Device, (self.type, self.index, self.job, self.replica, self.task)
+
     @staticmethod
     def parse(name: object, default: object = None) -> Device:
         """Reads a device name; parts it lacks come from `default`, then from `cpu:0` of this process.

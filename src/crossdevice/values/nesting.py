@@ -1,4 +1,4 @@
-"""Nested structures (dicts, lists, tuples, dataclasses, ...) of values, through optree.
+"""Nested structures (dicts, lists, tuples, whatever optree knows) of values.
 
 A list of plain numbers is one array, as it is for NumPy; a list that holds arrays is a structure.
 None inside a structure is part of the structure, not a value.

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import math
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from crossdevice.errors import OptionError
 
@@ -61,6 +61,10 @@ class CommunicationOptions:
     def __hash__(self) -> int:
         known: int = self.__dict__["_hash"]
         return known
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Hashes of strings differ from process to process, so pickled options make their own anew."""
+        return CommunicationOptions, dataclasses.astuple(self)
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
         """A new object in which the fields of `other` that differ from their defaults win."""

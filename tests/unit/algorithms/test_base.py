@@ -1,5 +1,7 @@
 """Facts about CrossDeviceOps itself: hooks, memory of earlier calls, explanations."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -146,3 +148,37 @@ def test_explain_says_what_would_happen():
     assert second.startswith("pack 0 (2 values of float64): ")
     assert "pack 1" in text
     assert "fused" not in text
+
+
+class Rotated(CrossDeviceOps):
+    """Each destination sums in an order of its own."""
+
+    def plan_sum(self, build, destinations):
+        turned = [build.inputs[turn:] + build.inputs[:turn] for turn in range(len(destinations))]
+        return [build.add(inputs, at=device) for inputs, device in zip(turned, destinations, strict=True)]
+
+
+def test_in_place_is_right_even_if_destinations_are_summed_in_different_orders():
+    value = values(1, 10, 100)
+    Rotated().reduce("sum", value, value, CommunicationOptions(precision="fast"), out=value)
+    assert [part.tolist() for part in value.values] == [[111]] * 3
+
+
+def test_objects_can_be_pickled_and_found_again_after_calls():
+    ops, value = RingAllReduce(), values(1, 2)
+    ops.reduce("sum", value, value, out=value)
+    again = pickle.loads(pickle.dumps(ops))
+    assert again.reduce("sum", values(1, 2), "cpu:0") == [3]
+    device, options = pickle.loads(pickle.dumps((value.devices[1], CommunicationOptions(precision="fast"))))
+    assert device in {value.devices[1]}
+    assert options in {CommunicationOptions(precision="fast")}
+
+
+def test_out_that_changed_its_memory_is_looked_at_again():
+    ops, value = DirectAllReduce(), values(1, 2)
+    out = [np.zeros(1, np.float32), np.zeros(1, np.float32)]
+    for _ in range(2):
+        ops.reduce("sum", value, value, out=out)
+    out[1].resize((4,), refcheck=False)
+    with pytest.raises(ValueError, match=r"out\[1\] \(cpu:1\) has shape \(4,\)"):
+        ops.reduce("sum", value, value, out=out)

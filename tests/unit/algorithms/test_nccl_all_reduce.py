@@ -3,6 +3,8 @@ import logging
 import numpy as np
 
 from crossdevice import Device, NcclAllReduce, PerReplica
+from crossdevice.execution.lowering import lower
+from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.ledger import check_plan
 from crossdevice.plans.steps import EngineAllReduce
 from crossdevice.values.device import host_device
@@ -41,3 +43,11 @@ def test_several_replicas_on_one_gpu_are_the_other_reason():
     reason = NcclAllReduce().fallback_reason([GPUS[0], GPUS[0], GPUS[1]])
     assert reason == "NCCL takes one replica per GPU, and several are on cuda:0"
     assert NcclAllReduce().fallback_reason(GPUS) is None
+
+
+def test_where_the_order_of_replicas_counts_shards_are_summed_in_it():
+    build = PlanBuilder(GPUS, 640, keeps_replica_order=True)
+    plan = build.plan(NcclAllReduce().plan_sum(build, GPUS))
+    check_plan(plan)
+    assert not any(isinstance(step, EngineAllReduce) for step in plan.steps)
+    assert {piece.order for piece in lower(plan)} == {(0, 1, 2, 3)}

@@ -120,10 +120,11 @@ def test_buffers_are_brought_into_step():
     strategy = MirroredStrategy(["cpu:0", "cpu:1"])
     model = MirroredModule(torch.nn.BatchNorm1d(6), strategy)
     strategy.run(lambda x: model(x), args=(PerReplica([batch(4, 1)[0], batch(4, 2)[0]]),))
-    with pytest.raises(MismatchError):
-        model.check_in_step()
-    model.synchronize_buffers()
     model.check_in_step()
+    with pytest.raises(MismatchError, match="running_mean"):
+        model.check_in_step(buffers=True)
+    model.synchronize_buffers()
+    model.check_in_step(buffers=True)
 
 
 def test_gradients_are_reduced_by_replicas_and_options_are_passed_on():
@@ -152,3 +153,75 @@ def test_gradients_that_only_some_replicas_have_are_an_error():
 
     with pytest.raises(ValueError, match="replica"):
         strategy.run(step, args=(PerReplica([True, False]),))
+
+
+def test_gradients_of_different_parameters_are_never_added():
+    strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+    model = MirroredModule(torch.nn.ParameterDict({"a": torch.zeros(1), "b": torch.zeros(1)}), strategy)
+
+    def step(name):
+        model.current()[name].grad = torch.ones(1)
+        model.reduce_gradients("sum")
+
+    with pytest.raises(ValueError, match=r"replica \d.*'[ab]'"):
+        strategy.run(step, args=(PerReplica(["a", "b"]),))
+
+
+def test_modes_and_states_reach_all_copies():
+    model = MirroredModule(torch.nn.Linear(2, 2), MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]))
+    model.eval()
+    assert [replica.training for replica in model.replicas] == [False] * 3
+    model.train()
+    model.load_state_dict({"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    model.requires_grad_(False)
+    model.check_in_step()
+    assert [replica.weight.requires_grad for replica in model.replicas] == [False] * 3
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(3, 3, bias=False)
+        self.b = torch.nn.Linear(3, 3, bias=False)
+        self.b.weight = self.a.weight
+        self.unused = torch.nn.Parameter(torch.ones(2))
+        self.scale = 1.0
+
+    def forward(self, x):
+        return self.b(self.a(x)) * self.scale, "a word"
+
+
+def test_data_parallel_keeps_ties_attributes_and_hooks_and_leaves_unused_parameters_alone():
+    torch.manual_seed(0)
+    original = Tied()
+    model = DataParallel(original, devices=["cpu:0", "cpu:1"])
+    calls = []
+    original.a.register_forward_hook(lambda *_: calls.append(1))
+    original.scale = 2.0
+    x = torch.randn(4, 3)
+    result, word = model(x)
+    assert word == "a word"
+    assert len(calls) == 2
+    torch.testing.assert_close(result, original(x)[0])
+    result.sum().backward()
+    found = original.a.weight.grad.clone()
+    assert original.unused.grad is None
+    original.zero_grad()
+    original(x)[0].sum().backward()
+    torch.testing.assert_close(found, original.a.weight.grad)
+
+
+def test_data_parallel_takes_modules_without_parameters_and_can_be_copied_after_a_call():
+    model = DataParallel(torch.nn.ReLU(), devices=["cpu:0", "cpu:1"])
+    assert model(torch.tensor([-1.0, 2.0])).tolist() == [0, 2]
+    again = copy.deepcopy(model)
+    assert again(torch.tensor([-1.0, 2.0])).tolist() == [0, 2]
+
+
+def test_data_parallel_refuses_gradients_of_gradients():
+    model = DataParallel(network(), devices=["cpu:0", "cpu:1"])
+    (gradient, *_) = torch.autograd.grad(
+        model(batch(4)[0]).sum(), list(model.parameters()), create_graph=True
+    )
+    with pytest.raises(RuntimeError):
+        gradient.square().sum().backward()

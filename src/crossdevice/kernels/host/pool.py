@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ LINE_BYTES = 64
 
 SMALLEST_PAGED_BYTES = 64 << 10
 """In a shared block, arrays from this size on start on a page too: it costs them at most a sixteenth."""
+
+SMALLEST_SHARING_BYTES = 64 << 10
 
 ARENA_BYTES = 32 << 20
 """How much of a batch of results shares one block: one array kept alive keeps no more than that."""
@@ -109,19 +111,27 @@ class Pool:
     def empty_batch(self, sizes: Sequence[tuple[int, DTypeLike]]) -> list[NDArray[Any]]:
         """One flat array for each (size, dtype); neighbours share blocks, each on lines of its own.
 
-        So even small results of a large batch are recycled, and start where lines do.
+        Only tiny ones do not share: a loss that someone keeps would keep a whole block.
         """
         elements = [(size, np.dtype(dtype)) for size, dtype in sizes]
         lengths = [size * element.itemsize for size, element in elements]
         if sum(lengths) < SMALLEST_POOLED_BYTES:
             return [np.empty(size, element) for size, element in elements]
-        arrays: list[NDArray[Any]] = []
+        shared = [length for length in lengths if length >= SMALLEST_SHARING_BYTES]
+        placed = iter(self._placed(shared))
+        return [
+            np.empty(size, element) if length < SMALLEST_SHARING_BYTES else next(placed).view(element)
+            for (size, element), length in zip(elements, lengths, strict=True)
+        ]
+
+    def _placed(self, lengths: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+        """Memory of these lengths, in as few blocks as may be."""
+        left = iter(lengths)
         for starts in _arenas(lengths):
-            here = slice(len(arrays), len(arrays) + len(starts))
-            arena = self._leased(max(1, starts[-1] + lengths[here.stop - 1]))
-            for start, length, (_, element) in zip(starts, lengths[here], elements[here], strict=True):
-                arrays.append(arena[start : start + length].view(element))
-        return arrays
+            here = [next(left) for _ in starts]
+            arena = self._leased(starts[-1] + here[-1])
+            for start, length in zip(starts, here, strict=True):
+                yield arena[start : start + length]
 
     def take_back(self, block: _Block) -> None:
         """Makes a block available again; called when a lease ends, in any thread, at any moment."""

@@ -15,7 +15,7 @@ import pytest
 from crossdevice.errors import OptionError
 from crossdevice.kernels.host import control_groups
 from crossdevice.kernels.host import pool as module
-from crossdevice.kernels.host.pool import SMALLEST_POOLED_BYTES, Pool
+from crossdevice.kernels.host.pool import SMALLEST_POOLED_BYTES, SMALLEST_SHARING_BYTES, Pool
 
 LARGE = 2 << 20
 """Elements of a float32 that is just large enough to be pooled."""
@@ -132,7 +132,7 @@ def test_a_batch_shares_blocks_but_no_lines():
     assert [(array.size, array.dtype) for array in arrays] == [
         (size, np.dtype(dtype)) for size, dtype in sizes
     ]
-    assert all(address(array) % 64 == 0 for array in arrays if array.size)
+    assert all(address(array) % 64 == 0 for array in arrays if array.nbytes >= SMALLEST_SHARING_BYTES)
     assert all(address(array) % 4096 == 0 for array in arrays if array.nbytes >= 1 << 16)
     for number, array in enumerate(arrays):
         array[:] = number
@@ -228,3 +228,12 @@ def test_a_fork_while_the_lock_is_held_leaves_the_child_a_working_pool():
         [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "done\n"
+
+
+def test_a_batch_may_begin_with_nothing_and_tiny_results_keep_no_block():
+    pool = Pool()
+    empty, tiny, large = pool.empty_batch([(0, "float32"), (1, "float32"), (1 << 20, "float32")])
+    assert (empty.size, tiny.size, large.size) == (0, 1, 1 << 20)
+    assert tiny.base is None
+    del large
+    assert pool.statistics().leased_bytes == 0
