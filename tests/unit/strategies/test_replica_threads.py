@@ -36,6 +36,14 @@ def own_replica():
 
 
 def replica_threads():
+    """The threads of replicas that are still there after all had the time to leave."""
+    give_up = time.monotonic() + 5
+    while (found := running_threads()) and time.monotonic() < give_up:
+        time.sleep(0.001)
+    return found
+
+
+def running_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("replica ")]
 
 
@@ -45,11 +53,11 @@ def notes_of(error):
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
-    before = set(replica_threads())
+    before = set(running_threads())
     yield
     gc.collect()
     give_up = time.monotonic() + 10
-    while (left := set(replica_threads()) - before) and time.monotonic() < give_up:
+    while (left := set(running_threads()) - before) and time.monotonic() < give_up:
         time.sleep(0.01)
     assert not left
 
@@ -291,7 +299,7 @@ def test_a_replica_that_sleeps_for_ever_is_named_within_two_seconds_of_the_deadl
     assert str(caught.value).endswith("in wait: replica 1 (cpu:1)")
     assert "waiting at call 1, all_reduce(SUM): replica 0 (cpu:0), replica 2 (cpu:2)" in str(caught.value)
     assert isinstance(caught.value, TimeoutError)
-    assert [thread.name for thread in replica_threads()] == ["replica 1 (cpu:1)"]  # Python cannot end it
+    assert [thread.name for thread in running_threads()] == ["replica 1 (cpu:1)"]  # Python cannot end it
 
     assert strategy.run(own_replica).values == (0, 1, 2, 3)  # a new thread has taken its place
     wakes.set()
@@ -414,10 +422,10 @@ def test_threads_are_kept_from_run_to_run_and_leave_with_the_strategy():
     assert not replica_threads()
     first, second = (strategy.run(threading.get_ident) for _ in range(2))
     assert first.values == second.values
-    assert len(replica_threads()) == 2
+    assert len(running_threads()) == 2
     del strategy
     give_up = time.monotonic() + 10
-    while replica_threads() and time.monotonic() < give_up:
+    while running_threads() and time.monotonic() < give_up:
         time.sleep(0.001)
     assert not replica_threads()
 
@@ -428,21 +436,18 @@ def test_threads_of_a_failed_run_are_gone(strategy):
     assert not replica_threads()
 
 
-def test_a_failed_run_leaves_no_cycles_that_keep_the_strategy_alive():
-    gc.disable()
-    try:
-        strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
-        alive = weakref.ref(strategy)
-        with contextlib.suppress(LookupError):
-            strategy.run(lambda: context().merge_call(print) if own_replica() else {}["missing"])
-        strategy.run(own_replica)
-        del strategy
-        give_up = time.monotonic() + 10
-        while alive() is not None and time.monotonic() < give_up:
-            time.sleep(0.001)  # the last replica reports just before it lets go
-        assert alive() is None
-    finally:
-        gc.enable()
+def test_a_failed_run_does_not_keep_the_strategy_alive():
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    alive = weakref.ref(strategy)
+    with contextlib.suppress(LookupError):
+        strategy.run(lambda: context().merge_call(print) if own_replica() else {}["missing"])
+    strategy.run(own_replica)
+    del strategy
+    give_up = time.monotonic() + 10
+    while alive() is not None and time.monotonic() < give_up:
+        time.sleep(0.001)  # the last replica reports just before it lets go
+        gc.collect()
+    assert alive() is None
 
 
 def test_idle_threads_keep_nothing_of_the_last_run():
