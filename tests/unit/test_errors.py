@@ -32,6 +32,7 @@ from crossdevice.errors import (
     ReduceOpError,
     ShapeMismatchError,
     StructureMismatchError,
+    TopologyError,
 )
 from crossdevice.values.replica_scope import replica_scope
 
@@ -335,6 +336,7 @@ reduces(
 reduces(
     "one structure of three",
     StructureMismatchError,
+    TopologyError,
     ValueError,
     cd.PerReplica([{"a": f32(1)}, {"a": f32(1)}, {"b": f32(1)}]),
     "replica 2 (cpu:2) has structure",
@@ -345,6 +347,7 @@ reduces(
 reduces(
     "an array next to a list of one",
     StructureMismatchError,
+    TopologyError,
     ValueError,
     cd.PerReplica([f32(1), [f32(1)], f32(1)]),
     "replica 1 (cpu:1) has structure",
@@ -353,6 +356,7 @@ reduces(
 reduces(
     "None in the place of a leaf",
     StructureMismatchError,
+    TopologyError,
     ValueError,
     cd.PerReplica([{"a": f32(1)}, {"a": None}, {"a": f32(1)}]),
     "replica 1 (cpu:1)",
@@ -394,6 +398,7 @@ for name, call, parts in [
 refuses(
     "more devices than components",
     StructureMismatchError,
+    TopologyError,
     ValueError,
     lambda _: cd.PerReplica([f32(1)], ["cpu:0", "cpu:1"]),
     "1 components were given 2 devices",
@@ -627,6 +632,15 @@ refuses(
         "sum", cd.PerReplica([f32(1)] * 3), "cpu:0", cd.CommunicationOptions(lowering="off")
     ),
     "output 0 lacks replicas",
+)
+
+refuses(
+    "a topology that does not exist",
+    TopologyError,
+    ValueError,
+    lambda _: cd.read_topology("dgx9"),
+    "'dgx9' is no topology; expected a file that ends in .toml, or one of",
+    "dgx1v",
 )
 
 CLASSES = [thing for thing in vars(errors).values() if inspect.isclass(thing)]
