@@ -336,7 +336,6 @@ reduces(
 reduces(
     "one structure of three",
     StructureMismatchError,
-    TopologyError,
     ValueError,
     cd.PerReplica([{"a": f32(1)}, {"a": f32(1)}, {"b": f32(1)}]),
     "replica 2 (cpu:2) has structure",
@@ -347,7 +346,6 @@ reduces(
 reduces(
     "an array next to a list of one",
     StructureMismatchError,
-    TopologyError,
     ValueError,
     cd.PerReplica([f32(1), [f32(1)], f32(1)]),
     "replica 1 (cpu:1) has structure",
@@ -356,7 +354,6 @@ reduces(
 reduces(
     "None in the place of a leaf",
     StructureMismatchError,
-    TopologyError,
     ValueError,
     cd.PerReplica([{"a": f32(1)}, {"a": None}, {"a": f32(1)}]),
     "replica 1 (cpu:1)",
@@ -398,7 +395,6 @@ for name, call, parts in [
 refuses(
     "more devices than components",
     StructureMismatchError,
-    TopologyError,
     ValueError,
     lambda _: cd.PerReplica([f32(1)], ["cpu:0", "cpu:1"]),
     "1 components were given 2 devices",

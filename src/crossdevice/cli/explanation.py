@@ -37,7 +37,9 @@ class Explanation:
     @property
     def reason(self) -> str:
         """Why one would choose it here, or would not."""
-        ranked = sorted(self.others.items(), key=lambda item: item[1].seconds)
+        # Engines sum in their own way: they are listed, but not held against what keeps every bit.
+        rivals = [(name, parts) for name, parts in self.others.items() if name not in ENGINES]
+        ranked = sorted(rivals, key=lambda item: item[1].seconds)
         if self.topology.shares_memory:
             return "all devices share one memory: every algorithm becomes the same fused pass"
         if not ranked:

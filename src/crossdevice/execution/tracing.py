@@ -72,16 +72,23 @@ class FlightRecorder:
     def __init__(self) -> None:
         self.events: collections.deque[Event] = collections.deque(maxlen=MAX_RECORDED)
         self._num_dumps = itertools.count()
+        self._last_dumped: BaseException | None = None
 
     def dump_after(self, error: BaseException) -> None:
         """Writes the record to the folder that the environment names, and says so in the error."""
         folder = os.environ.get(FOLDER_VARIABLE)
-        if folder and not getattr(error, "_is_dumped", False):
-            path = Path(folder) / f"crossdevice-{os.getpid()}-{next(self._num_dumps)}.json"
+        if not folder or self._last_dumped is error:
+            return
+        self._last_dumped = error
+        path = Path(folder) / f"crossdevice-{os.getpid()}-{next(self._num_dumps)}.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_trace(path, list(self.events))
-            error._is_dumped = True  # type: ignore[attr-defined]
-            if hasattr(error, "add_note"):  # Python 3.11 and later
-                error.add_note(f"crossdevice wrote what ran before to {path}")
+            note = f"crossdevice wrote what ran before to {path}"
+        except OSError as failure:  # must not take the place of the error itself
+            note = f"crossdevice could not write what ran before to {path}: {failure.strerror}"
+        if hasattr(error, "add_note"):  # Python 3.11 and later
+            error.add_note(note)
 
 
 flight_recorder = FlightRecorder()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import numpy as np
 import pytest
@@ -131,6 +132,22 @@ def test_an_error_that_escapes_leaves_a_file_and_a_note(tmp_path, monkeypatch):
     assert "RingAllReduce SUM" in path.read_text()
     if hasattr(caught.value, "__notes__"):
         assert str(path) in caught.value.__notes__[0]
+
+
+def test_a_deadline_that_passes_leaves_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv(tracing.FOLDER_VARIABLE, str(tmp_path / "new"))
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with pytest.raises(TimeoutError):
+        strategy.run(lambda: time.sleep(0.3), options=cd.CommunicationOptions(timeout_seconds=0.05))
+    assert len(list((tmp_path / "new").glob("crossdevice-*.json"))) == 1
+
+
+def test_a_folder_that_cannot_be_written_does_not_hide_the_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(tracing.FOLDER_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setattr("crossdevice.execution.stepped_packs.execute", fail)
+    with pytest.raises(Broken):
+        cd.RingAllReduce().reduce("sum", value_on(2), "cpu:0", STEPWISE)
 
 
 def test_without_a_folder_nothing_is_written_and_a_trace_is_written_all_the_same(tmp_path, monkeypatch):
