@@ -21,8 +21,8 @@ from crossdevice.plans.timing import Parts
 from crossdevice.values.options import PRECISIONS
 from crossdevice.values.topology_files import read_topology, topology_names
 
-MOST_LINES = 60
-"""Longer plans lose their middle, unless --all."""
+MOST_LINES, MOST_COLUMNS, MOST_ROWS = 60, 160, 24
+"""Longer plans lose their middle, longer lines and tables their end, unless --all."""
 
 _ALIASES = {"hierarchical": "hierarchical_copy"}
 
@@ -70,17 +70,27 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(explanation.as_json(), indent=2))
         return 0
-    lines = explanation.steps()
-    if len(lines) > MOST_LINES and not arguments.all:
-        left_out = len(lines) - MOST_LINES
-        lines = [
-            *lines[: MOST_LINES - 10],
-            f"  ... {left_out} more lines (--all shows them) ...",
-            *lines[-10:],
-        ]
+    lines, sections = explanation.steps(), list(_sections(explanation))
+    if not arguments.all:
+        lines, sections = _abbreviated(lines), list(map(_shortened, sections))
     show = _show_rich if sys.stdout.isatty() and importlib.util.find_spec("rich") else _show_plain
-    show(_headline(explanation), list(_sections(explanation)), lines)
+    show(_headline(explanation), sections, lines)
     return 0
+
+
+def _abbreviated(lines: list[str]) -> list[str]:
+    if len(lines) > MOST_LINES:
+        left_out = f"  ... {len(lines) - MOST_LINES} more lines (--all shows them) ..."
+        lines = [*lines[: MOST_LINES - 10], left_out, *lines[-10:]]
+    return [line if len(line) <= MOST_COLUMNS else f"{line[: MOST_COLUMNS - 4]} ..." for line in lines]
+
+
+def _shortened(section: Section) -> Section:
+    if len(section.rows) <= MOST_ROWS:
+        return section
+    more = f"... {len(section.rows) - MOST_ROWS} more"
+    rest = [""] * (len(section.headings) - 1)
+    return section._replace(rows=[*section.rows[:MOST_ROWS], [more, *rest]])
 
 
 def _headline(explanation: Explanation) -> list[str]:
@@ -112,7 +122,7 @@ def _sections(explanation: Explanation) -> Iterator[Section]:
             [(str(device), size_text(size)) for device, size in peaks],
         )
     rows = [
-        (name, _time(parts.seconds), f"{parts.seconds / explanation.parts.seconds:.2f}", _split(parts))
+        (name, _time(parts.seconds), f"{parts.seconds / explanation.parts.seconds:.3g}", _split(parts))
         for name, parts in explanation.others.items()
     ]
     yield Section("what the others would cost", ("algorithm", "time", "times", "parts"), rows)

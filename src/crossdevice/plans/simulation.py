@@ -13,6 +13,7 @@ from typing_extensions import assert_never
 
 from crossdevice.errors import TopologyError
 from crossdevice.plans.engine_timing import engine_parts
+from crossdevice.plans.memory import peak_bytes
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.steps import (
     Add,
@@ -73,7 +74,10 @@ def simulate(plan: Plan, topology: Topology, item_bytes: int = 4, *, unsummed: b
         num_bytes = plan.num_elements * item_bytes
         parts = fused_pass_parts(len(plan.inputs), len(plan.outputs), num_bytes, topology)
     return Simulation(
-        parts, dict(run.link_bytes), peak_bytes(plan, item_bytes), tuple(sorted(run.spans.values()))
+        parts,
+        dict(run.link_bytes),
+        peak_bytes(plan, item_bytes, unsummed=unsummed),
+        tuple(sorted(run.spans.values())),
     )
 
 
@@ -82,30 +86,6 @@ def places_of(plan: Plan) -> dict[Device, int]:
     devices = [buffer.device for buffer in plan.inputs]
     devices += [buffer.device for step in plan.steps for buffer in targets_of(step)]
     return {device: number for number, device in enumerate(dict.fromkeys(devices))}
-
-
-def peak_bytes(plan: Plan, item_bytes: int) -> dict[Device, int]:
-    """The most memory that buffers take on each device when steps run in order, inputs included."""
-    held: collections.Counter[Device] = collections.Counter()
-    sizes = {buffer.number: (buffer.device, buffer.length * item_bytes) for buffer in plan.inputs}
-    for device, size in sizes.values():
-        held[device] += size
-    peak = collections.Counter(held)
-    for step, last_uses in zip(plan.steps, plan.last_uses, strict=True):
-        made = {buffer.number: (buffer.device, buffer.length * item_bytes) for buffer in targets_of(step)}
-        if isinstance(step, (Split, Finish)):
-            # Parts are views of the whole, and results are rounded where they are: nothing is made.
-            for number in {step.source.number} & set(last_uses):
-                device, size = sizes.pop(number)
-                held[device] -= size
-        for device, size in made.values():
-            held[device] += size
-            peak[device] = max(peak[device], held[device])
-        sizes.update(made)
-        for number in last_uses:
-            device, size = sizes.pop(number, (plan.inputs[0].device, 0))
-            held[device] -= size
-    return dict(peak)
 
 
 @dataclasses.dataclass

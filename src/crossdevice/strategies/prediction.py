@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.nccl_all_reduce import NcclAllReduce
 from crossdevice.plans.builder import PlanBuilder
+from crossdevice.plans.engine_timing import engine_parts
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.rounds import rounds_parts
 from crossdevice.plans.simulation import simulate
@@ -51,6 +53,12 @@ def predicted(
     count = topology.num_devices
     if topology.shares_memory:
         return fused_pass_parts(count, count, num_bytes, topology)
+    if (
+        topology.engine is not None
+        and isinstance(algorithm, NcclAllReduce)
+        and algorithm.fallback_reason(devices_of(topology)) is None
+    ):
+        return engine_parts(topology, num_bytes)
     unsummed = precision != "fast"
     rounds = algorithm.plan_rounds(topology, num_bytes) if count > MOST_PLANNED_DEVICES else None
     if rounds is not None:
