@@ -37,6 +37,8 @@ FOLDER_VARIABLE = "CROSSDEVICE_FLIGHT_RECORDER"
 
 MICRO = 1e6
 
+_DUMPED = "_crossdevice_has_dumped"
+
 
 class Work(NamedTuple):
     """Something that is done on devices together: described once, recorded many times."""
@@ -72,14 +74,14 @@ class FlightRecorder:
     def __init__(self) -> None:
         self.events: collections.deque[Event] = collections.deque(maxlen=MAX_RECORDED)
         self._num_dumps = itertools.count()
-        self._last_dumped: BaseException | None = None
 
     def dump_after(self, error: BaseException) -> None:
         """Writes the record to the folder that the environment names, and says so in the error."""
         folder = os.environ.get(FOLDER_VARIABLE)
-        if not folder or self._last_dumped is error:
+        if not folder or _DUMPED in error.__dict__:
             return
-        self._last_dumped = error
+        # A mark on the error, not a reference to it: tracebacks keep arrays alive.
+        error.__dict__[_DUMPED] = True
         path = Path(folder) / f"crossdevice-{os.getpid()}-{next(self._num_dumps)}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
