@@ -63,6 +63,7 @@ class PreparedReduction:
         self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
     ) -> list[tuple[Array, ...]]:
         """For each leaf its result on each destination, written to `outs` where given."""
+        # Not `with recorded(...)`: small calls spend their time here.
         started = now()
         try:
             results = self._passes.run(columns, outs)

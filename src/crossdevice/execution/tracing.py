@@ -96,6 +96,23 @@ class FlightRecorder:
 flight_recorder = FlightRecorder()
 
 
+class recorded:  # noqa: N801 - read like the function it is used as
+    """Records the block as one piece of work, also when an error leaves it."""
+
+    __slots__ = ("_started", "_work")
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def __enter__(self) -> None:
+        self._started = now()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        flight_recorder.events.append((self._work, self._started, now(), 1))
+        if error is not None:
+            flight_recorder.dump_after(error)
+
+
 def flight_record() -> list[Record]:
     """What ran last, oldest first; bounded, and always there to ask when something went wrong."""
     return [_record(*event) for event in list(flight_recorder.events)]
@@ -133,7 +150,7 @@ def _chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
     rows: dict[Device, int] = {}
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": "crossdevice"}}
     for number, (done, record) in enumerate(records):
-        for device in record.devices:
+        for device in dict.fromkeys(record.devices):
             if device not in rows:
                 rows[device] = len(rows) + 1
                 name = {"ph": "M", "pid": process, "tid": rows[device]}

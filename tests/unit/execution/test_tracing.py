@@ -100,6 +100,15 @@ def test_the_recorder_is_always_on_and_bounded():
     assert last.plan == "accurate, 1 fused, 0 step by step"
 
 
+def test_broadcasts_and_gathers_are_recorded_too():
+    cd.RingAllReduce().broadcast(np.ones(3), value_on(2))
+    cd.RingAllReduce().gather(value_on(2), "cpu:5")
+    assert [(record.phase, record.what) for record in cd.flight_record()[-2:]] == [
+        ("copy", "broadcast"),
+        ("copy", "gather"),
+    ]
+
+
 def test_traces_nest_and_end_in_the_record(tmp_path):
     value = value_on(2)
     with cd.trace(tmp_path / "outer.json"):
