@@ -3,8 +3,11 @@
     python benchmarks/published_curves.py [--fit]
 
 Exits with 1 if a machine misses its bounds. Each machine has one measured number, `engine.call_microseconds`
-in its topology file; `--fit` finds the one with the least mean error. Everything else in the model comes
-from NCCL's source. Sizes are powers of two, GB/s are 10^9, as nccl-tests prints them.
+in its topology file; `--fit` finds the one with the least mean error. The other constants come from
+NCCL's source; the form of the model (which of its hop latencies fills the pipe, four hops and (n - 1) / n of
+the links' efficiency for a switch that adds) was chosen with these curves in view, and the number is fitted
+to the same points, so this shows how well they are described, not how well others are foretold.
+Sizes are powers of two, GB/s are 10^9, as nccl-tests prints them.
 """
 
 from __future__ import annotations
