@@ -15,7 +15,9 @@ from crossdevice.algorithms.nccl_all_reduce import NcclAllReduce
 from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.algorithms.ring_all_reduce import RingAllReduce
 from crossdevice.algorithms.tree_all_reduce import TreeAllReduce
+from crossdevice.execution.tracing import flight_record, trace
 from crossdevice.functions import all_reduce, broadcast, gather, reduce, to_dense
+from crossdevice.strategies.choosing import choose
 from crossdevice.strategies.current import (
     get_replica_context,
     get_strategy,
@@ -30,6 +32,8 @@ from crossdevice.values.distributed import DistributedValues, Mirrored, PerRepli
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
+from crossdevice.values.topology import Topology
+from crossdevice.values.topology_files import read_topology
 from crossdevice.values.variable import Variable
 
 __version__ = "0.1.0"
@@ -55,17 +59,22 @@ __all__ = [
     "ReplicaContext",
     "RingAllReduce",
     "SyncOnReadVariable",
+    "Topology",
     "TreeAllReduce",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
     "all_reduce",
     "broadcast",
+    "choose",
+    "flight_record",
     "gather",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "read_topology",
     "reduce",
     "to_dense",
+    "trace",
 ]

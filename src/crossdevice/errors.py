@@ -74,5 +74,9 @@ class DeadlineError(CrossDeviceError, TimeoutError):
     """A deadline that has passed; the message names the replicas that were missing."""
 
 
+class TopologyError(CrossDeviceError, ValueError):
+    """A topology that cannot be read, or that lacks what was asked of it."""
+
+
 class PlanError(CrossDeviceError, AssertionError):
     """A plan that does not add up: the algorithm that emitted it is wrong."""

@@ -32,6 +32,7 @@ from crossdevice.errors import (
     ReduceOpError,
     ShapeMismatchError,
     StructureMismatchError,
+    TopologyError,
 )
 from crossdevice.values.replica_scope import replica_scope
 
@@ -627,6 +628,15 @@ refuses(
         "sum", cd.PerReplica([f32(1)] * 3), "cpu:0", cd.CommunicationOptions(lowering="off")
     ),
     "output 0 lacks replicas",
+)
+
+refuses(
+    "a topology that does not exist",
+    TopologyError,
+    ValueError,
+    lambda _: cd.read_topology("dgx9"),
+    "'dgx9' is no topology; expected a file that ends in .toml, or one of",
+    "dgx1v",
 )
 
 CLASSES = [thing for thing in vars(errors).values() if inspect.isclass(thing)]

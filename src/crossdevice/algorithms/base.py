@@ -22,6 +22,7 @@ from crossdevice.execution.spreading import checked_outs, checked_pairs, spread_
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
 from crossdevice.plans.plan import Plan
+from crossdevice.plans.rounds import Round
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, PerReplica
@@ -29,6 +30,7 @@ from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationOptions, Precision, as_options
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
+from crossdevice.values.topology import Topology
 
 logger = logging.getLogger("crossdevice")
 
@@ -66,6 +68,10 @@ class CrossDeviceOps:
         raise NotImplementedError(
             f"{type(self).__name__} overrides neither plan_sum nor reduce_implementation"
         )
+
+    def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round] | None:  # noqa: ARG002
+        """An all-reduce on all of a topology as rounds, to time thousands of devices; None if unknown."""
+        return None
 
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:  # noqa: ARG002
         """Why values on these devices are not reduced by this algorithm's own means; None if they are."""
@@ -221,7 +227,13 @@ class CrossDeviceOps:
         if known is None:
             self._check_plannable(specs)
             known = PreparedReduction(
-                specs, op, options, self.packing, self.plan_pack, via=self.reduce_to_device
+                specs,
+                op,
+                options,
+                self.packing,
+                self.plan_pack,
+                via=self.reduce_to_device,
+                name=type(self).__name__,
             )
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
+from crossdevice.plans.rounds import Round
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
+from crossdevice.values.topology import Topology
 
 
 class DirectAllReduce(CrossDeviceOps):
@@ -29,3 +31,15 @@ class DirectAllReduce(CrossDeviceOps):
         """Replica c sums shard c, in replica order."""
         sums = build.add_by_shards()
         return [build.join(sums, at=device) for device in destinations]
+
+    def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round]:
+        """Everyone to everyone, twice."""
+        count = topology.num_devices
+        transfers = [
+            (source, target)
+            for source in topology.typical_devices
+            for target in range(count)
+            if source != target
+        ]
+        shard = num_bytes / count
+        return [Round(transfers, shard, num_added=count), Round(transfers, shard)]

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
+from crossdevice.plans.rounds import Round
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
+from crossdevice.values.topology import Topology
 
 
 class HalvingDoublingAllReduce(CrossDeviceOps):
@@ -43,6 +45,26 @@ class HalvingDoublingAllReduce(CrossDeviceOps):
             build.copy(results[pair], to=build.inputs[2 * pair + 1].device) for pair in range(num_folded)
         ]
         return build.deliver([*results, *folded], destinations)
+
+    def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round]:
+        """Partners far to near, then near to far, between a fold and its service if there is a surplus."""
+        count = topology.num_devices
+        num_members = 1 << (count.bit_length() - 1)
+        num_folded = count - num_members
+        members = [2 * pair for pair in range(num_folded)] + list(range(2 * num_folded, count))
+        folds = [(2 * pair + 1, 2 * pair) for pair in range(num_folded)]
+        rounds = [Round(folds, num_bytes, num_added=2)]
+        typical = range(num_members) if num_folded else topology.typical_devices
+        distance = num_members // 2
+        while distance:
+            pairs = [(members[member], members[member ^ distance]) for member in typical]
+            share = num_members // (2 * distance)
+            held = share * (2 if num_folded else 1)
+            rounds.append(Round(pairs, num_bytes / (2 * share), num_added=2, num_contributions=held))
+            distance //= 2
+        shares = [Round(each.transfers, each.num_bytes) for each in reversed(rounds)]
+        shares[-1] = Round([(target, source) for source, target in folds], num_bytes)
+        return [*rounds, *shares]
 
 
 def _halved(build: PlanBuilder, held: list[Buffer]) -> list[Buffer]:

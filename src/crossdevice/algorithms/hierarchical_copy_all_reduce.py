@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
+from crossdevice.plans.rounds import Round
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
+from crossdevice.values.topology import Topology
 
 
 class HierarchicalCopyAllReduce(CrossDeviceOps):
@@ -42,4 +44,20 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         far_devices = {buffer.device for buffer in far}
         return [
             build.copy(far_total if device in far_devices else total, to=device) for device in destinations
+        ]
+
+    def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round]:
+        """To the roots, across, back across while the near half is served, and to the far half."""
+        count = topology.num_devices
+        if count == 1:
+            return []
+        far = count // 2
+        members = [(near, 0) for near in range(1, far)] + [(other, far) for other in range(far + 1, count)]
+        across = Round([(far, 0)], num_bytes, num_added=2, num_contributions=count - far)
+        back = [(0, near) for near in range(1, far + 1)]
+        return [
+            Round(members, num_bytes, num_added=count - far),
+            across,
+            Round(back, num_bytes),
+            Round([(far, other) for other in range(far + 1, count)], num_bytes),
         ]

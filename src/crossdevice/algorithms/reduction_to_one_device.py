@@ -7,8 +7,10 @@ from typing import Any
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.plans.builder import PlanBuilder
+from crossdevice.plans.rounds import Round
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
+from crossdevice.values.topology import Topology
 
 
 class ReductionToOneDevice(CrossDeviceOps):
@@ -37,3 +39,11 @@ class ReductionToOneDevice(CrossDeviceOps):
         """Adds at one device, copies out."""
         total = build.add(build.inputs, at=self.reduce_to_device or destinations[0])
         return [build.copy(total, to=device) for device in destinations]
+
+    def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round]:
+        """In, and out."""
+        others = range(1, topology.num_devices)
+        return [
+            Round([(other, 0) for other in others], num_bytes, num_added=topology.num_devices),
+            Round([(0, other) for other in others], num_bytes),
+        ]

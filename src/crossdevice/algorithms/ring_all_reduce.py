@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
+from crossdevice.plans.rounds import Round
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
+from crossdevice.values.topology import Topology
 
 
 class RingAllReduce(CrossDeviceOps):
@@ -46,3 +48,12 @@ class RingAllReduce(CrossDeviceOps):
             for replica, device in enumerate(devices)
         ]
         return build.deliver(joined, destinations)
+
+    def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round]:
+        """One round, to the next in the ring, again and again."""
+        count = topology.num_devices
+        transfers = [(replica, (replica + 1) % count) for replica in topology.typical_devices]
+        shard, hops = num_bytes / count, count - 1
+        # Hop k carries k contributions: count / 2 on average.
+        summing = Round(transfers, shard, 2, hops, num_contributions=count / 2, is_ring=True)
+        return [summing, Round(transfers, shard, 0, hops, is_ring=True)]

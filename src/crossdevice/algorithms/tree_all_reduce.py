@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
+from crossdevice.plans.rounds import Round
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
+from crossdevice.values.topology import Topology
 
 
 class TreeAllReduce(CrossDeviceOps):
@@ -42,6 +44,26 @@ class TreeAllReduce(CrossDeviceOps):
             for parts, device in zip(zip(*shared, strict=True), devices, strict=True)
         ]
         return build.deliver(joined, destinations)
+
+    def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round]:
+        """One round for each level of both trees, up and then down."""
+        count = topology.num_devices
+        levels: dict[int, list[tuple[int, int]]] = {}
+        for second in (False, True):
+            depth = [0] * count
+            for child, parent in _parents(count, second=second).items():
+                depth[child] = depth[parent] + 1
+                levels.setdefault(depth[child], []).append((child, parent))
+        rising = [
+            # A family is at most two children and their parent; below a child at depth d are 2^-d of all.
+            Round(levels[depth], num_bytes / 2, 2 if depth == 1 else 3, num_contributions=count / 2**depth)
+            for depth in sorted(levels, reverse=True)
+        ]
+        falling = [
+            Round([(parent, child) for child, parent in levels[depth]], num_bytes / 2)
+            for depth in sorted(levels)
+        ]
+        return [*rising, *falling]
 
 
 def _parents(num_replicas: int, *, second: bool) -> dict[int, int]:

@@ -14,11 +14,14 @@ from crossdevice.execution.outputs import check_out, read_out, wrapped
 from crossdevice.execution.overlaps import check_overlaps
 from crossdevice.execution.reduction import PreparedReduction
 from crossdevice.execution.sparse import SparseReduction, check_sparse, densified
+from crossdevice.execution.tracing import CALLER, Work, flight_recorder, now
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import check_reducible, result_dtype
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
+
+READING = Work("queue", "read and check", CALLER)
 
 
 class Request(NamedTuple):
@@ -56,7 +59,9 @@ def reduce_batch(
     requests: Sequence[Request], op: ReduceOp, options: CommunicationOptions, algorithm: Algorithm
 ) -> list[Any]:
     """The wrapped result of each request."""
+    started = now()
     checked = check_batch(requests, op, options)
+    flight_recorder.events.append((READING, started, now(), 1))
     if algorithm.reduce_to_device is not None:
         for backend in {_backend_of(leaf) for leaves in checked for leaf in leaves}:
             backend.check_device(algorithm.reduce_to_device)

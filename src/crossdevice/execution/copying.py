@@ -11,6 +11,7 @@ from crossdevice.execution.intake import Leaf, one_backend, read_value
 from crossdevice.execution.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.outputs import check_out, read_out, wrapped
 from crossdevice.execution.overlaps import check_overlaps
+from crossdevice.execution.tracing import Work, recorded
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DelegatingValues
 from crossdevice.values.indexed_slices import IndexedSlices
@@ -32,10 +33,11 @@ def _on_each(
     read = read_value(_component(value))
     (source,) = read.devices
     backends = [_checked_backend(leaf, read.devices, destinations) for leaf in read.leaves]
-    results = [
-        [_placed(place, backend, leaf.arrays[0], source, device) for device in destinations]
-        for leaf, backend in zip(read.leaves, backends, strict=True)
-    ]
+    with recorded(Work("copy", "broadcast", (source, *destinations))):
+        results = [
+            [_placed(place, backend, leaf.arrays[0], source, device) for device in destinations]
+            for leaf, backend in zip(read.leaves, backends, strict=True)
+        ]
     return wrapped(results, read.structure, destinations)
 
 

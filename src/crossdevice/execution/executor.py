@@ -9,6 +9,7 @@ from typing_extensions import assert_never
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.execution.combining import combine
+from crossdevice.execution.tracing import flight_recorder, now
 from crossdevice.kernels.host.recipe import Recipe
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.steps import (
@@ -22,6 +23,7 @@ from crossdevice.plans.steps import (
     sources_of,
     targets_of,
 )
+from crossdevice.values.dtypes import ITEM_BYTES
 
 Held: TypeAlias = "tuple[tuple[int, Array], ...]"
 """What a buffer holds: arrays with the replica each came from, in replica order.
@@ -37,11 +39,14 @@ def execute(plan: Plan, inputs: Sequence[Array], backend: Backend, recipe: Recip
         buffer.number: ((replica, array),)
         for replica, (buffer, array) in enumerate(zip(plan.inputs, inputs, strict=True))
     }
+    record, item_bytes = flight_recorder.events.append, ITEM_BYTES[dtype]
     for step, last_uses in zip(plan.steps, plan.last_uses, strict=True):
+        started = now()
         results = _run(step, [held[buffer.number] for buffer in sources_of(step)], backend, recipe, dtype)
         held.update(zip((buffer.number for buffer in targets_of(step)), results, strict=True))
         for number in last_uses:
             del held[number]
+        record((step, started, now(), item_bytes))
     return [held[buffer.number][0][1] for buffer in plan.outputs]
 
 

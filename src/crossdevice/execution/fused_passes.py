@@ -13,6 +13,7 @@ from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.errors import OutError
 from crossdevice.execution.leaf_spec import LeafSpec
 from crossdevice.execution.lowering import lower
+from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass
 from crossdevice.kernels.host.pool import SMALLEST_POOLED_BYTES, result_pool
 from crossdevice.kernels.host.recipe import Recipe
@@ -43,6 +44,10 @@ class FusedPasses:
         self._shares_results = shares_results
         self._passes: dict[Recipe, list[Task]] = {}
         self._read_twice: set[int] = set()
+        devices = tuple(dict.fromkeys(device for spec in specs.values() for device in spec.devices))
+        self._packing = Work("pack", "views of inputs, memory for results", devices)
+        self._reducing = Work("reduce", "fused passes", devices)
+        self._unpacking = Work("unpack", "results as arrays", devices)
 
     def add_leaf(self, number: int, recipe: Recipe) -> None:
         """A whole leaf in one pass, its replicas in order."""
@@ -74,14 +79,23 @@ class FusedPasses:
             ((recipe, tasks),) = self._passes.items()
             if len(tasks) == 1:
                 return {0: self._run_alone(recipe, tasks[0].stop, columns[0], outs[0])}
+        started = now()
         inputs = {
             number: [spec.backend.host_view(array) for array in columns[number]]
             for number, spec in self._specs.items()
         }
         outputs = self._outputs(outs)
+        packed = now()
         for recipe, tasks in self._passes.items():
             fused_batch([made for task in tasks for made in _arrays_of(task, inputs, outputs)], recipe)
-        return {number: self._adopted(number, flats, outs[number]) for number, flats in outputs.items()}
+        reduced = now()
+        adopted = {number: self._adopted(number, flats, outs[number]) for number, flats in outputs.items()}
+        if self._specs:
+            record = flight_recorder.events.append
+            record((self._packing, started, packed, 1))
+            record((self._reducing, packed, reduced, 1))
+            record((self._unpacking, reduced, now(), 1))
+        return adopted
 
     def _run_alone(
         self, recipe: Recipe, size: int, arrays: Sequence[Array], out: Sequence[Array] | None

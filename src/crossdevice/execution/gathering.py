@@ -10,6 +10,7 @@ from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import ConversionError, DtypeMismatchError, ShapeMismatchError
 from crossdevice.execution.intake import Leaf, check_agreement, one_backend, read_value
 from crossdevice.execution.outputs import wrapped
+from crossdevice.execution.tracing import Work, recorded
 from crossdevice.values.device import Device
 
 
@@ -40,7 +41,8 @@ def gathered(value: Any, destinations: tuple[Device, ...], axis: int) -> Any:
     for gathering in gatherings:
         for device in destinations:
             gathering.backend.check_device(device)
-    results = [gathering.run(read.devices, destinations) for gathering in gatherings]
+    with recorded(Work("copy", "gather", (*read.devices, *destinations))):
+        results = [gathering.run(read.devices, destinations) for gathering in gatherings]
     return wrapped(results, read.structure, destinations)
 
 

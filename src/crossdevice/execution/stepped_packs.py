@@ -9,6 +9,7 @@ from typing import NamedTuple
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.execution.executor import execute
 from crossdevice.execution.leaf_spec import LeafSpec
+from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.host.recipe import Recipe
 from crossdevice.plans.packing import Pack
 from crossdevice.plans.plan import Plan
@@ -41,7 +42,11 @@ class SteppedPacks:
         parts: dict[int, list[tuple[int, list[Array]]]] = {}
         for pack, plan, recipe in self._packs:
             spec, dtype = self._specs[pack[0].item], self._dtypes[pack[0].item]
-            results = execute(plan, _packed(pack, columns, spec.backend), spec.backend, recipe, dtype)
+            started = now()
+            inputs = _packed(pack, columns, spec.backend)
+            packing = Work("pack", f"pack of {len(pack)} values", spec.devices)
+            flight_recorder.events.append((packing, started, now(), 1))
+            results = execute(plan, inputs, spec.backend, recipe, dtype)
             offset = 0
             for item, start, stop in pack:
                 end = offset + stop - start
@@ -51,7 +56,12 @@ class SteppedPacks:
                 ]
                 parts.setdefault(item, []).append((start, pieces))
                 offset = end
-        return {item: self._assembled(item, pieces, outs[item]) for item, pieces in parts.items()}
+        started = now()
+        assembled = {item: self._assembled(item, pieces, outs[item]) for item, pieces in parts.items()}
+        devices = dict.fromkeys(device for item in parts for device in self._specs[item].destinations)
+        unpacking = Work("unpack", f"unpack {len(parts)} values", tuple(devices))
+        flight_recorder.events.append((unpacking, started, now(), 1))
+        return assembled
 
     def _assembled(
         self, item: int, parts: list[tuple[int, list[Array]]], out: Sequence[Array] | None

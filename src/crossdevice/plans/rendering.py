@@ -19,11 +19,11 @@ from crossdevice.plans.steps import (
 
 def render_plan(plan: Plan, item_bytes: int) -> str:
     """One line per step: what it does, where, with which buffers, and how many bytes cross a link."""
-    size = _size(plan.num_elements * item_bytes)
+    size = size_text(plan.num_elements * item_bytes)
     lines = [
         f"{len(plan.inputs)} replicas of {plan.num_elements} elements ({size}), "
         f"{len(plan.outputs)} results, {plan.num_rounds} rounds, "
-        f"{_size(plan.total_traffic() * item_bytes)} between devices"
+        f"{size_text(plan.total_traffic() * item_bytes)} between devices"
     ]
     lines += [f"  b{buffer.number} = replica {i} on {buffer.device}" for i, buffer in enumerate(plan.inputs)]
     lines += [f"  {_line(step, item_bytes)}" for step in plan.steps]
@@ -34,7 +34,7 @@ def render_plan(plan: Plan, item_bytes: int) -> str:
 def _line(step: Step, item_bytes: int) -> str:
     sources = " ".join(_name(buffer) for buffer in sources_of(step))
     targets = " ".join(_name(buffer) for buffer in targets_of(step))
-    size = _size(sum(buffer.length for buffer in targets_of(step)) * item_bytes)
+    size = size_text(sum(buffer.length for buffer in targets_of(step)) * item_bytes)
     match step:
         case Copy():
             return f"{targets} = copy {sources} from {step.source.device} to {step.target.device} ({size})"
@@ -49,10 +49,10 @@ def _name(buffer: Buffer) -> str:
     return f"b{buffer.number}[{buffer.start}:{buffer.stop}]"
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     """Bytes in powers of two, as one reads them aloud.
 
-    >>> _size(1536)
+    >>> size_text(1536)
     '1.5 KiB'
     """
     size = float(num_bytes)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from crossdevice.errors import ContextError, DeadlineError, MismatchError, ReplicaError
 from crossdevice.execution.intake import check_agreement
+from crossdevice.execution.tracing import flight_recorder
 from crossdevice.strategies.replica_threads import ReplicaThreads
 from crossdevice.strategies.roll_call import RollCall, add_note, named
 from crossdevice.values.device import Device
@@ -218,6 +219,7 @@ class Rendezvous:
         for replica in busy:
             who, where = named([replica], self._devices), self._threads.place_of(replica)
             add_note(error, f"{who} has not stopped and is left behind at {where}")
+        flight_recorder.dump_after(error)
         return error
 
     def _stop(self, caught: BaseException) -> list[int]:

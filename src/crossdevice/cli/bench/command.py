@@ -13,6 +13,7 @@ from pathlib import Path
 
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import BACKENDS
+from crossdevice.cli.bench.calibration import calibrate
 from crossdevice.cli.bench.calls import Competitor
 from crossdevice.cli.bench.measure import Schedule, measured_rows
 from crossdevice.cli.bench.ours import CrossDeviceCompetitor
@@ -62,12 +63,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=f"peers, separated by commas: {', '.join(PEERS)}, or all",
     )
+    add("--calibrate", type=Path, metavar="FILE", help="write this host's topology for explain and choose")
     add("--chart", type=Path, action="append", default=[], metavar="FILE", help="draw FILE.svg or FILE.html")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table; 1 if a result of ours was wrong."""
     works = _works(arguments)
+    if arguments.calibrate is not None:
+        if arguments.calibrate.suffix != ".toml":
+            raise OptionError(f"{str(arguments.calibrate)!r} is no topology file; expected FILE.toml")
+        return calibrate(arguments.calibrate, arguments.ngpus)
     peers = _peers(arguments.against)
     for path in arguments.chart:
         if path.suffix not in (".svg", ".html"):

@@ -117,15 +117,15 @@ class Work:
 
 
 def bytes_of(text: str) -> int:
-    """A size such as 512, 4K, 1M or 2G, in powers of two.
+    """A size such as 512, 4K, 1M or 2GiB, in powers of two.
 
-    >>> bytes_of("4K")
-    4096
+    >>> bytes_of("4K"), bytes_of("1MiB")
+    (4096, 1048576)
     """
-    match = re.fullmatch(r"(\d+)([KMG]?)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+)(?:([KMG])(?:iB)?|B?)", text.strip(), re.IGNORECASE)
     if match is None or int(match[1]) == 0:
         raise OptionError(f"{text!r} is not a size; expected bytes such as 512, 4K, 1M or 2G")
-    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[(match[2] or "").upper()]
 
 
 def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:

@@ -1,0 +1,98 @@
+"""The tables of docs/choosing.md: what algorithms cost by the model, on three machines and on clusters.
+
+python benchmarks/predicted_costs.py           prints them
+python benchmarks/predicted_costs.py --write   writes them into docs/choosing.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from crossdevice.strategies.choosing import predicted_parts
+from crossdevice.values.topology_files import read_topology
+
+PAGE = Path(__file__).parents[1] / "docs" / "choosing.md"
+BEGIN, END = "<!-- begin: benchmarks/predicted_costs.py -->", "<!-- end -->"
+
+SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "1 GiB": 1 << 30}
+MACHINES = ("pcie", "dgx1v", "hgx_h100")
+COUNTS = (8, 64, 1024, 16384)
+ALGORITHMS = ("one_device", "hierarchical_copy", "ring", "halving_doubling", "tree", "direct")
+ORDERED = ("ring", "tree", "halving_doubling", "hierarchical_copy")
+
+
+def time_text(seconds: float) -> str:
+    """Three digits and a unit."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def machine_table(precision: str) -> Iterator[str]:
+    """8 devices of three machines."""
+    yield "| machine | size | " + " | ".join(f"`{name}`" for name in ALGORITHMS) + " |"
+    yield "| --- | --- | " + " | ".join("---" for _ in ALGORITHMS) + " |"
+    for machine in MACHINES:
+        for size, num_bytes in SIZES.items():
+            parts = predicted_parts(read_topology(machine, 8), num_bytes, precision=precision)
+            best = min(ALGORITHMS, key=lambda name: parts[name].seconds)
+            cells = [time_text(parts[name].seconds) for name in ALGORITHMS]
+            marked = [
+                f"**{cell}**" if name == best else cell for name, cell in zip(ALGORITHMS, cells, strict=True)
+            ]
+            yield f"| {machine} | {size} | " + " | ".join(marked) + " |"
+
+
+def order_table() -> Iterator[str]:
+    """Nodes of 8 H100, fastest first."""
+    yield "| devices | size | fastest | then | then | slowest |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for count in COUNTS:
+        for size, num_bytes in SIZES.items():
+            parts = predicted_parts(read_topology("hgx_h100", count), num_bytes, precision="fast")
+            order = sorted(ORDERED, key=lambda name: parts[name].seconds)
+            cells = [f"`{name}` {time_text(parts[name].seconds)}" for name in order]
+            yield f"| {count} | {size} | " + " | ".join(cells) + " |"
+
+
+def tables() -> str:
+    """All of it, as the page has it."""
+    lines = [
+        BEGIN,
+        "",
+        '8 devices, `precision="fast"` (partial sums travel):',
+        "",
+        *machine_table("fast"),
+        "",
+        '8 devices, `precision="accurate"` (contributions travel unsummed, so that bits never change):',
+        "",
+        *machine_table("accurate"),
+        "",
+        'Nodes of 8 H100 with 8 ports of 400 Gb/s each, `precision="fast"`:',
+        "",
+        *order_table(),
+        "",
+        END,
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    made = tables()
+    if "--write" not in arguments:
+        print(made)
+        return 0
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(
+        re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: made, page, flags=re.DOTALL),
+        encoding="utf-8",
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

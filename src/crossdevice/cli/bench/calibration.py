@@ -1,0 +1,109 @@
+"""Calibrating the model for this machine: a few all-reduces are measured, and a topology file is written."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from crossdevice.algorithms.direct_all_reduce import DirectAllReduce
+from crossdevice.cli.bench.work import GIGABYTE
+from crossdevice.plans.rendering import size_text
+from crossdevice.plans.timing import fused_pass_parts
+from crossdevice.values.distributed import PerReplica
+from crossdevice.values.topology_files import read_topology
+
+MIB = 1 << 20
+SIZES = (MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB)
+
+TURNS = 5
+TURN_SECONDS = 0.05
+"""Sizes take turns, so that a noisy moment does not fall on one of them alone."""
+
+MICROSECOND = 1e-6
+
+
+class Fit(NamedTuple):
+    """The time of a call, and the bytes per second that a pass reads and writes."""
+
+    call_seconds: float
+    bytes_per_second: float
+
+
+def calibrate(path: Path, num_devices: int, *, turns: int = TURNS, shrink: int = 1) -> int:
+    """Writes the topology of this host and prints what it predicts beside what is measured after that."""
+    sizes = [size // shrink for size in SIZES]
+    # Where arrays lie can make a pass twice as slow, so the check has the arrays of the fit.
+    arrays = {size: (_arrays(num_devices, size), _arrays(num_devices, size)) for size in sizes}
+    measured = _measured_seconds(arrays, turns)
+    moved = [2 * num_devices * size for size in measured]
+    path.write_text(_file(fit(moved, list(measured.values()))), encoding="utf-8")
+    again = _measured_seconds(arrays, turns)
+    topology = read_topology(path, num_devices)
+    print(f"# all-reduce on {num_devices} devices of this host, written to {path}")
+    print(f"{'size':>9} {'measured':>12} {'predicted':>12}  us")
+    for size, seconds in again.items():
+        predicted = fused_pass_parts(num_devices, num_devices, size, topology).seconds
+        times = f"{seconds / MICROSECOND:12.1f} {predicted / MICROSECOND:12.1f}"
+        print(f"{size_text(size):>9} {times}  {predicted / seconds - 1:+.0%}")
+    return 0
+
+
+def fit(moved_bytes: Sequence[int], seconds: Sequence[float]) -> Fit:
+    """The line through these points with the least relative errors.
+
+    >>> fit([1000, 2000, 4000], [3.0, 5.0, 9.0])
+    Fit(call_seconds=1.0, bytes_per_second=500.0)
+    """
+    # Least squares of (a + b x) / t - 1: two normal equations.
+    rows = [(1 / t, x / t) for x, t in zip(moved_bytes, seconds, strict=True)]
+    aa, ab, bb = (sum(one[i] * one[j] for one in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a1, b1 = (sum(one[i] for one in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    call, slope = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
+    if call < 0 or slope <= 0:  # noise: no call takes less than nothing
+        call, slope = 0.0, b1 / bb
+    return Fit(round(call, 12), 1 / slope)
+
+
+def _measured_seconds(arrays: Mapping[int, tuple[PerReplica, PerReplica]], turns: int) -> dict[int, float]:
+    """The median time of an all-reduce of each size into memory that is given."""
+    ops = DirectAllReduce()
+    medians: dict[int, list[float]] = {size: [] for size in arrays}
+    for _ in range(turns + 1):
+        for size, (value, out) in arrays.items():
+            seconds: list[float] = []
+            while len(seconds) < 3 or sum(seconds) < TURN_SECONDS:
+                started = time.perf_counter()
+                ops.reduce("sum", value, value, out=out)
+                seconds.append(time.perf_counter() - started)
+            medians[size].append(statistics.median(seconds))
+    # The first turn warms up.
+    return {size: statistics.median(found[1:]) for size, found in medians.items()}
+
+
+def _arrays(num_devices: int, num_bytes: int) -> PerReplica:
+    return PerReplica([np.full(num_bytes // 4, number, np.float32) for number in range(num_devices)])
+
+
+def _file(found: Fit) -> str:
+    speed = found.bytes_per_second / GIGABYTE
+    return f"""like = "host"
+name = "this_host"
+summary = "this host, as measured: logical devices that share its memory"
+sources = ["crossdevice bench --calibrate"]
+
+[links]
+kind = "memory"
+gigabytes_per_second = {speed:.4g}
+latency_microseconds = 1
+message_microseconds = 0.5
+
+[memory]
+gigabytes_per_second = {speed:.4g}
+step_microseconds = {found.call_seconds / MICROSECOND:.4g}
+"""

@@ -1,0 +1,229 @@
+"""Which links join devices, how fast they are, and which of them a transfer takes.
+
+Costs follow Hockney's alpha-beta model with LogP's gap: a message waits a latency, keeps its links busy for a
+moment of its own, and then for its bytes. Links have one direction each and are shared fairly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from typing_extensions import assert_never
+
+from crossdevice.errors import TopologyError
+
+MOST_SPELLED_OUT = 256
+"""Devices up to which everyone's transfers are written down, also those of all pairs."""
+
+
+class Link(NamedTuple):
+    """One direction of a wire, a port or a memory."""
+
+    name: str
+    bytes_per_second: float
+
+
+class Cost(NamedTuple):
+    """What a message costs beside its bytes: how long it is under way, how long it keeps its links busy."""
+
+    latency_seconds: float
+    message_seconds: float
+
+
+class Route(NamedTuple):
+    """The links between two devices, all used at once, and the most they carry when nobody else is there."""
+
+    links: tuple[Link, ...]
+    bytes_per_second: float
+    cost: Cost
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedMemory:
+    """All devices lie in one memory: plans are lowered to one fused pass, and nothing is sent."""
+
+    bytes_per_second: float
+    cost: Cost
+
+    def route(self, node: str, source: int, target: int) -> Route:  # noqa: ARG002
+        """A copy within the memory."""
+        link = Link(f"{node}memory", self.bytes_per_second / 2)  # a copy reads and writes
+        return Route((link,), link.bytes_per_second, self.cost)
+
+
+@dataclasses.dataclass(frozen=True)
+class Switched:
+    """Every device has one port to a switch that never blocks."""
+
+    bytes_per_second: float
+    cost: Cost
+
+    def route(self, node: str, source: int, target: int) -> Route:
+        """Out of one port, into the other."""
+        links = (
+            Link(f"{node}{source}>switch", self.bytes_per_second),
+            Link(f"{node}switch>{target}", self.bytes_per_second),
+        )
+        return Route(links, self.bytes_per_second, self.cost)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostBridge:
+    """Devices below PCIe switches, switches below sockets; without peer access copies rest in host memory."""
+
+    bytes_per_second: float
+    cost: Cost
+    devices_per_switch: int
+    switches_per_socket: int
+    socket_bytes_per_second: float
+    has_peer_access: bool
+
+    def route(self, node: str, source: int, target: int) -> Route:
+        """Up as far as needed, and down."""
+        links = [Link(f"{node}{source}>pcie", self.bytes_per_second)]
+        switches = source // self.devices_per_switch, target // self.devices_per_switch
+        if switches[0] != switches[1] or not self.has_peer_access:
+            sockets = [switch // self.switches_per_socket for switch in switches]
+            links.append(Link(f"{node}pcie{switches[0]}>host", self.bytes_per_second))
+            if sockets[0] != sockets[1]:
+                name = f"{node}socket{sockets[0]}>socket{sockets[1]}"
+                links.append(Link(name, self.socket_bytes_per_second))
+            links.append(Link(f"{node}host>pcie{switches[1]}", self.bytes_per_second))
+        links.append(Link(f"{node}pcie>{target}", self.bytes_per_second))
+        slowest = min(link.bytes_per_second for link in links)
+        if self.has_peer_access:
+            return Route(tuple(links), slowest, self.cost)
+        # Two copies, one after the other: to the host, from the host.
+        cost = Cost(2 * self.cost.latency_seconds, 2 * self.cost.message_seconds)
+        return Route(tuple(links), slowest / 2, cost)
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectLinks:
+    """Wires between pairs of devices (`counts` of them); pairs without one go over the host bridge."""
+
+    counts: tuple[tuple[int, ...], ...]
+    bytes_per_second: float
+    cost: Cost
+    bridge: HostBridge
+
+    def route(self, node: str, source: int, target: int) -> Route:
+        """All wires of the pair at once."""
+        count = self.counts[source][target]
+        if count == 0:
+            return self.bridge.route(node, source, target)
+        link = Link(f"{node}{source}>{target}", count * self.bytes_per_second)
+        return Route((link,), link.bytes_per_second, self.cost)
+
+
+Fabric: TypeAlias = SharedMemory | Switched | HostBridge | DirectLinks
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What joins nodes: ports (rails) in each node, and above them a core that may be oversubscribed."""
+
+    bytes_per_second: float
+    cost: Cost
+    ports_per_node: int
+    oversubscription: float = 1.0
+
+    def route(self, nodes: tuple[int, int], devices: tuple[int, int]) -> Route:
+        """Out of the source's rail, through the core, into the target's rail."""
+        ports = [device % self.ports_per_node for device in devices]
+        links = [Link(f"node{nodes[0]} port{ports[0]}>", self.bytes_per_second)]
+        if self.oversubscription > 1:
+            shared = self.ports_per_node * self.bytes_per_second / self.oversubscription
+            links += [Link(f"node{nodes[0]}>core", shared), Link(f"core>node{nodes[1]}", shared)]
+        links.append(Link(f">node{nodes[1]} port{ports[1]}", self.bytes_per_second))
+        return Route(tuple(links), min(link.bytes_per_second for link in links), self.cost)
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """What is known of a library (NCCL) that does whole collectives on this machine.
+
+    `call_seconds` is the one number that is measured: an empty call, from the host's side.
+    `in_switch_efficiency` is above zero where the switch itself adds (NVLS).
+    """
+
+    call_seconds: float
+    hop_seconds: float
+    in_switch_efficiency: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A machine, or a cluster of equal ones: devices are numbered node by node.
+
+    Args:
+        memory_bytes_per_second: how fast one device reads and writes its own memory, as additions do.
+        step_seconds: what it takes to start one addition on a device.
+    """
+
+    name: str
+    summary: str
+    sources: tuple[str, ...]
+    device_type: str
+    devices_per_node: int
+    num_devices: int
+    fabric: Fabric
+    memory_bytes_per_second: float
+    step_seconds: float
+    network: Network | None = None
+    engine: Engine | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes its devices take."""
+        return -(-self.num_devices // self.devices_per_node)
+
+    @property
+    def typical_devices(self) -> range:
+        """Devices whose transfers stand for everyone's where all do alike: the first node's if many."""
+        few = self.num_devices <= MOST_SPELLED_OUT
+        return range(self.num_devices if few else min(self.devices_per_node, self.num_devices))
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all devices lie in one memory."""
+        return isinstance(self.fabric, SharedMemory)
+
+    def with_devices(self, num_devices: int) -> Topology:
+        """The same kind of machine with so many devices, as a cluster if one node has fewer."""
+        if num_devices < 1:
+            raise TopologyError(f"a topology has 1 device or more; got {num_devices}")
+        if self.shares_memory:
+            return dataclasses.replace(self, devices_per_node=num_devices, num_devices=num_devices)
+        if num_devices > self.devices_per_node and self.network is None:
+            found = f"{self.devices_per_node} devices and no network"
+            raise TopologyError(f"topology {self.name!r} has {found}; got {num_devices}")
+        return dataclasses.replace(self, num_devices=num_devices)
+
+    def route(self, source: int, target: int) -> Route:
+        """The way from one device to another."""
+        (source_node, source), (target_node, target) = (
+            divmod(device, self.devices_per_node) for device in (source, target)
+        )
+        if source_node == target_node:
+            prefix = f"node{source_node} " if self.num_nodes > 1 else ""
+            return self.fabric.route(prefix, source, target)
+        if self.network is None:
+            raise TopologyError(f"topology {self.name!r} has no network between nodes")
+        return self.network.route((source_node, target_node), (source, target))
+
+    def ring_bytes_per_second(self) -> float:
+        """What each device of a node can pass on around rings that use all of its links."""
+        match self.fabric:
+            case SharedMemory() | Switched() | HostBridge():
+                return self.fabric.bytes_per_second
+            case DirectLinks():
+                return _most_links(self.fabric.counts) * self.fabric.bytes_per_second
+            case _:
+                assert_never(self.fabric)
+
+
+def _most_links(counts: Sequence[Sequence[int]]) -> int:
+    return max(map(sum, counts))
