@@ -21,7 +21,7 @@ $(VENV)/demo-installed: pyproject.toml $(VENV)/python-made
 	touch $@
 
 $(VENV)/installed: pyproject.toml $(VENV)/python-made
-	$(PIP_INSTALL) '.[test,check,demo]'
+	$(PIP_INSTALL) '.[test,check,demo,browser]'
 	touch $@ $(VENV)/demo-installed
 
 demo: $(VENV)/demo-installed  ## Trains a classifier on 4 logical CPU devices.
@@ -34,7 +34,14 @@ check: $(VENV)/installed  ## Format, lint, types, layers and the fast tests: und
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -n auto $(FAST_TESTS)
 
-test: $(VENV)/installed  ## Everything that can run on this machine.
+# The page that plays plans is tested in a real browser; without the right to install one its test says so and is skipped.
+$(VENV)/browser-looked-for: $(VENV)/installed
+	command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+		apt-get update -qq && apt-get install -y -qq chromium chromium-driver >/dev/null; } || \
+		echo "no Chromium here, and none could be installed"
+	touch $@
+
+test: $(VENV)/installed $(VENV)/browser-looked-for  ## Everything that can run on this machine.
 	$(BIN)/python -m pytest -q -n auto
 
 format: $(VENV)/installed
