@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import HOST_MEMORY, Array
 from crossdevice.errors import DeviceError
 from crossdevice.values.device import Device
+from crossdevice.values.indexed_slices import IndexedSlices
 
 
 class ArrayApiBackend(abc.ABC):
     """A backend in terms of the standard's functions; a library's own file adds what the standard lacks."""
 
     name: str
+    is_immutable = False
 
     @abc.abstractmethod
     def namespace(self) -> Any:
@@ -26,6 +29,10 @@ class ArrayApiBackend(abc.ABC):
     @abc.abstractmethod
     def host_view(self, array: Array) -> NDArray[Any]:
         """A host array's elements as a flat, contiguous, native ndarray."""
+
+    def working_on(self, device: Device) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Functions of the standard work where their arguments are."""
+        return nullcontext()
 
     def memory_of(self, device: Device) -> str:
         """The host's memory is one; every other device has its own."""
@@ -43,7 +50,7 @@ class ArrayApiBackend(abc.ABC):
         """The shape."""
         return tuple(array.shape)
 
-    def read_only(self, array: Array) -> Array:
+    def read_only(self, array: Array, device: Device) -> Array:  # noqa: ARG002
         """The standard has no such mark."""
         return array
 
@@ -59,8 +66,8 @@ class ArrayApiBackend(abc.ABC):
         """A flat array in another shape."""
         return self.namespace().reshape(flat, shape)
 
-    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
-        """Arrays end to end along `axis`."""
+    def concat(self, arrays: Sequence[Array], axis: int, device: Device) -> Array:  # noqa: ARG002
+        """Arrays end to end along `axis`, where they are."""
         return self.namespace().concat(list(arrays), axis=axis)
 
     def cast(self, array: Array, dtype: str) -> Array:
@@ -76,6 +83,10 @@ class ArrayApiBackend(abc.ABC):
         """The standard cannot make a complex number of an infinite part, so `from_parts` has no default."""
         xp = self.namespace()
         return self.flat(xp.stack([xp.real(array), xp.imag(array)], axis=-1))
+
+    def as_indexed_slices(self, array: Array) -> IndexedSlices | None:  # noqa: ARG002
+        """The standard has no sparse arrays."""
+        return None
 
     def write(self, out: Array, value: Array) -> None:
         """Copies values into an existing array."""

@@ -23,7 +23,8 @@ def combine(backend: Backend, arrays: Sequence[Array], recipe: Recipe, dtype: st
         output = np.empty(inputs[0].size, dtype_named(dtype))
         fused_pass(inputs, [output], recipe)
         return backend.from_host(output, output.shape, device)
-    return combine_with_array_functions(backend, arrays, recipe, dtype, device)
+    with backend.working_on(device):
+        return combine_with_array_functions(backend, arrays, recipe, dtype, device)
 
 
 def combine_with_array_functions(

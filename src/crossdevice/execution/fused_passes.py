@@ -13,7 +13,7 @@ from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.execution.leaf_spec import LeafSpec
 from crossdevice.execution.lowering import lower
 from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass
-from crossdevice.kernels.host.pool import SMALLEST_POOLED_BYTES, result_pool
+from crossdevice.kernels.host.pool import SMALLEST_POOLED_BYTES, empty_on_line, result_pool
 from crossdevice.kernels.host.recipe import Recipe
 from crossdevice.plans.packing import Pack
 from crossdevice.plans.plan import Plan
@@ -31,7 +31,8 @@ class Task(NamedTuple):
 class FusedPasses:
     """Passes over leaves in host memory, prepared before there are arrays.
 
-    With `shares_results` all destinations of a leaf get one array, which NumPy then marks read-only.
+    With `shares_results`, and always where arrays are immutable, all destinations of a leaf get one
+    memory; NumPy marks it read-only.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class FusedPasses:
     ) -> None:
         self._specs = specs
         self._dtypes = {number: dtype_named(name) for number, name in dtypes.items()}
-        self._shares_results = shares_results
+        self._shares = {number: shares_results or spec.backend.is_immutable for number, spec in specs.items()}
         self._passes: dict[Recipe, list[Task]] = {}
 
     def add_leaf(self, number: int, recipe: Recipe) -> None:
@@ -85,7 +86,9 @@ class FusedPasses:
         spec, dtype = self._specs[0], self._dtypes[0]
         if out is None:
             empty = np.empty if size * dtype.itemsize < SMALLEST_POOLED_BYTES else result_pool.empty
-            num_results = 1 if self._shares_results else len(spec.destinations)
+            if spec.backend.is_immutable and empty is np.empty:
+                empty = empty_on_line
+            num_results = 1 if self._shares[0] else len(spec.destinations)
             flats = [empty(size, dtype) for _ in range(num_results)]
         else:
             flats = [_written(spec.backend, array) for array in out]
@@ -101,11 +104,12 @@ class FusedPasses:
         for number, spec in self._specs.items():
             out = outs[number]
             if out is None:
-                num_results = 1 if self._shares_results else len(spec.destinations)
+                num_results = 1 if self._shares[number] else len(spec.destinations)
                 wanted += [(number, (spec.num_elements, self._dtypes[number]))] * num_results
             else:
                 outputs[number] = [_written(spec.backend, array) for array in out]
-        made = result_pool.empty_batch([size for _, size in wanted])
+        adopts = any(self._specs[number].backend.is_immutable for number, _ in wanted)
+        made = result_pool.empty_batch([size for _, size in wanted], on_lines=adopts)
         for (number, _), flat in zip(wanted, made, strict=True):
             outputs.setdefault(number, []).append(flat)
         return outputs
@@ -117,9 +121,9 @@ class FusedPasses:
         backend = spec.backend
         if out is not None:
             return tuple(out)
-        if self._shares_results:
+        if self._shares[number]:
             shared = [backend.from_host(flats[0], spec.shape, device) for device in spec.destinations]
-            return tuple(map(backend.read_only, shared))
+            return tuple(map(backend.read_only, shared, spec.destinations))
         return tuple(map(backend.from_host, flats, repeat(spec.shape), spec.destinations))
 
 

@@ -12,6 +12,7 @@ from crossdevice.execution.leaf_spec import LeafSpec
 from crossdevice.kernels.host.recipe import Recipe
 from crossdevice.plans.packing import Pack
 from crossdevice.plans.plan import Plan
+from crossdevice.values.device import Device
 
 
 class SteppedPack(NamedTuple):
@@ -41,7 +42,7 @@ class SteppedPacks:
         parts: dict[int, list[tuple[int, list[Array]]]] = {}
         for pack, plan, recipe in self._packs:
             spec, dtype = self._specs[pack[0].item], self._dtypes[pack[0].item]
-            results = execute(plan, _packed(pack, columns, spec.backend), spec.backend, recipe, dtype)
+            results = execute(plan, _packed(pack, columns, spec), spec.backend, recipe, dtype)
             offset = 0
             for item, start, stop in pack:
                 end = offset + stop - start
@@ -60,8 +61,8 @@ class SteppedPacks:
         spec = self._specs[item]
         in_order = [pieces for _, pieces in sorted(parts, key=operator.itemgetter(0))]
         whole = [
-            spec.backend.reshape(_joined(spec.backend, pieces), spec.shape)
-            for pieces in zip(*in_order, strict=True)
+            spec.backend.reshape(_joined(spec.backend, pieces, device), spec.shape)
+            for pieces, device in zip(zip(*in_order, strict=True), spec.destinations, strict=True)
         ]
         if out is None:
             return tuple(whole)
@@ -70,14 +71,14 @@ class SteppedPacks:
         return tuple(out)
 
 
-def _packed(pack: Pack, columns: Sequence[Sequence[Array]], backend: Backend) -> list[Array]:
+def _packed(pack: Pack, columns: Sequence[Sequence[Array]], spec: LeafSpec) -> list[Array]:
     """For each replica the elements of the pack, end to end."""
-    flat = {item: [backend.flat(array) for array in columns[item]] for item, _, _ in pack}
+    flat = {item: [spec.backend.flat(array) for array in columns[item]] for item, _, _ in pack}
     return [
-        _joined(backend, [flat[item][replica][start:stop] for item, start, stop in pack])
-        for replica in range(len(columns[pack[0].item]))
+        _joined(spec.backend, [flat[item][replica][start:stop] for item, start, stop in pack], device)
+        for replica, device in enumerate(spec.devices)
     ]
 
 
-def _joined(backend: Backend, arrays: Sequence[Array]) -> Array:
-    return arrays[0] if len(arrays) == 1 else backend.concat(arrays, 0)
+def _joined(backend: Backend, arrays: Sequence[Array], device: Device) -> Array:
+    return arrays[0] if len(arrays) == 1 else backend.concat(arrays, 0, device)

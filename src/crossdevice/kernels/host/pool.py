@@ -105,15 +105,18 @@ class Pool:
             return np.empty(size, element)
         return self._leased(num_bytes).view(element)
 
-    def empty_batch(self, sizes: Sequence[tuple[int, DTypeLike]]) -> list[NDArray[Any]]:
+    def empty_batch(
+        self, sizes: Sequence[tuple[int, DTypeLike]], *, on_lines: bool = False
+    ) -> list[NDArray[Any]]:
         """One flat array for each (size, dtype); neighbours share blocks, each on lines of its own.
 
-        So even small results of a large batch are recycled, and start where lines do.
+        So even small results of a large batch are recycled, and start where lines do; those of a small
+        batch only if `on_lines` says so.
         """
         elements = [(size, np.dtype(dtype)) for size, dtype in sizes]
         lengths = [size * element.itemsize for size, element in elements]
         if sum(lengths) < SMALLEST_POOLED_BYTES:
-            return [np.empty(size, element) for size, element in elements]
+            return [(empty_on_line if on_lines else np.empty)(size, element) for size, element in elements]
         arrays: list[NDArray[Any]] = []
         for starts in _arenas(lengths):
             here = slice(len(arrays), len(arrays) + len(starts))
@@ -198,6 +201,14 @@ class Pool:
         if self._limit_bytes is None:
             self._limit_bytes = _default_limit()
         return self._limit_bytes
+
+
+def empty_on_line(size: int, dtype: DTypeLike) -> NDArray[Any]:
+    """A flat array that starts on a line: there JAX and TensorFlow adopt memory, elsewhere they copy it."""
+    num_bytes = size * np.dtype(dtype).itemsize
+    memory = np.empty(num_bytes + LINE_BYTES, np.uint8)
+    start = -memory.ctypes.data % LINE_BYTES
+    return memory[start : start + num_bytes].view(dtype)
 
 
 def _size_class(num_bytes: int) -> int:
