@@ -99,8 +99,8 @@ class BackendRow:
     gaps: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_immutable: bool = False
     dtypes: Sequence[str] = DTYPES
-    stride: int = 1
-    """How many combinations of the long tables one of them stands for, where every call is slow."""
+    is_sampled: bool = False
+    """Whether of long tables some combinations stand for all, since every call is slow."""
 
     @property
     def is_installed(self) -> bool:
@@ -116,6 +116,11 @@ class BackendRow:
     def floats(self) -> tuple[str, ...]:
         """Those of its dtypes that are rounded."""
         return tuple(dtype for dtype in FLOATS if dtype in self.dtypes)
+
+    @property
+    def pack_counts(self) -> Sequence[int]:
+        """Numbers of packs to try: none, one, more than there are values."""
+        return (0, 1, 5) if self.is_sampled else range(6)
 
     def make(self, array: np.ndarray) -> Any:
         """A new array with these values."""
@@ -146,8 +151,10 @@ class BackendRow:
         )
 
     def product(self, *columns: Any) -> Iterator[Any]:
-        """All combinations, or a regular sample of them: prime strides meet every entry of every column."""
-        return itertools.islice(itertools.product(*columns), 0, None, self.stride)
+        """All combinations, or a regular sample of ten or more in which all of up to ten entries occur."""
+        combinations = list(itertools.product(*columns))
+        strides = [prime for prime in (19, 13, 11, 7) if len(combinations) >= 10 * prime]
+        return iter(combinations[:: strides[0] if self.is_sampled and strides else 1])
 
     def bits(self, array: Any) -> bytes:
         """Dtype, shape and every bit."""
@@ -180,7 +187,7 @@ BACKEND_ROWS = (
         np.asarray,
         gaps={"out": "JAX arrays cannot be written to"},
         is_immutable=True,
-        stride=23,
+        is_sampled=True,
     ),
     BackendRow(
         "tensorflow",
@@ -188,14 +195,14 @@ BACKEND_ROWS = (
         np.asarray,
         gaps={"out": "TensorFlow's tensors cannot be written to"},
         is_immutable=True,
-        stride=23,
+        is_sampled=True,
     ),
     BackendRow(
         "array_api_strict",
         array_libraries.strict_array,
         np.from_dlpack,
         dtypes=tuple(dtype for dtype in DTYPES if not dtype.endswith("float16")),
-        stride=7,
+        is_sampled=True,
     ),
 )
 INSTALLED_ROWS = tuple(row for row in BACKEND_ROWS if row.is_installed)

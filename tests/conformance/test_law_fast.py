@@ -38,7 +38,7 @@ def check_lowered_is_stepwise(ops, backend, batch, op, target=None):
 def test_fast_bits_are_the_same_lowered_and_stepwise_for_every_packing(algorithm, backend):
     for dtype, (count, op) in backend.product(backend.floats, [(3, "MEAN"), (8, "SUM")]):
         batch = [wild_arrays(dtype, count, size, seed) for seed, size in enumerate(SIZES)]
-        for num_packs in range(6):
+        for num_packs in backend.pack_counts:
             check_lowered_is_stepwise(algorithm(num_packs), backend, batch, op)
 
 

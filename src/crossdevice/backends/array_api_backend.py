@@ -66,6 +66,10 @@ class ArrayApiBackend(abc.ABC):
         """A flat array in another shape."""
         return self.namespace().reshape(flat, shape)
 
+    def part_of(self, flat: Array, start: int, stop: int) -> Array:
+        """A slice."""
+        return flat[start:stop]
+
     def concat(self, arrays: Sequence[Array], axis: int, device: Device) -> Array:  # noqa: ARG002
         """Arrays end to end along `axis`, where they are."""
         return self.namespace().concat(list(arrays), axis=axis)
@@ -78,6 +82,10 @@ class ArrayApiBackend(abc.ABC):
     def round_once(self, wide: Array, dtype: str) -> Array:
         """The standard's own dtypes are all wide enough for a plain cast."""
         return self.cast(wide, dtype)
+
+    def divided(self, total: Array, divisor: int) -> Array:
+        """By an array of one: by a plain number, PyTorch on a GPU would multiply by its reciprocal."""
+        return total / self.namespace().full_like(total[:1], divisor)
 
     def parts_of(self, array: Array) -> Array:
         """The standard cannot make a complex number of an infinite part, so `from_parts` has no default."""

@@ -99,6 +99,13 @@ class JaxBackend(ArrayApiBackend):
         device = Device.parse(flat.device)
         return self.from_host(self.host_view(flat), shape, device) if device.is_host else flat.reshape(shape)
 
+    def part_of(self, flat: Any, start: int, stop: int) -> Any:
+        """On the host without JAX, which compiles for every length."""
+        device = Device.parse(flat.device)
+        if not device.is_host:
+            return flat[start:stop]
+        return self.from_host(self.host_view(flat)[start:stop], (stop - start,), device)
+
     def copy(self, array: Any, device: Device) -> Any:
         """New memory on the device."""
         if device.is_host:
@@ -133,6 +140,10 @@ class JaxBackend(ArrayApiBackend):
         bits = jnp.where(jnp.abs(back) > jnp.abs(wide), bits - 1, bits)
         bits = jnp.where((back != wide) & ~jnp.isnan(wide), bits | 1, bits)
         return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+
+    def divided(self, total: Any, divisor: int) -> Any:
+        """By a whole array: XLA multiplies by the reciprocal of anything that it broadcasts."""
+        return total / jnp.full_like(total, divisor)
 
     def from_parts(self, parts: Any) -> Any:
         """Real and imaginary parts, put together."""

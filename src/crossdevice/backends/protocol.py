@@ -69,6 +69,9 @@ class Backend(Protocol):
     def reshape(self, flat: Array, shape: tuple[int, ...]) -> Array:
         """A flat array in another shape."""
 
+    def part_of(self, flat: Array, start: int, stop: int) -> Array:
+        """Some elements of a flat array: a view, else a copy."""
+
     def copy(self, array: Array, device: Device) -> Array:
         """The same values in new memory on `device`."""
 
@@ -80,6 +83,9 @@ class Backend(Protocol):
 
     def round_once(self, wide: Array, dtype: str) -> Array:
         """float64 or complex128 values rounded once to `dtype`, even to a 16-bit one."""
+
+    def divided(self, total: Array, divisor: int) -> Array:
+        """A true division of a flat array, not a multiplication by the reciprocal."""
 
     def parts_of(self, array: Array) -> Array:
         """A flat complex array's real and imaginary parts in turn, twice as many real elements."""

@@ -96,8 +96,7 @@ class TensorflowBackend(ArrayApiBackend):
             tensor = tf.bitcast(_adopted(shaped.view(np.uint16)), tf.bfloat16)
         else:
             tensor = _adopted(shaped)
-        with tf.device(device.canonical):
-            return tf.identity(tensor)
+        return tensor if tensor.device == device.canonical else self._placed(tensor, device)
 
     def read_only(self, array: Any, device: Device) -> Any:
         """On host devices TensorFlow shares the memory."""

@@ -65,7 +65,8 @@ def _run(step: Step, sources: Sequence[Held], backend: Backend, recipe: Recipe, 
         case Split():
             edges = [(part.start - step.source.start, part.stop - step.source.start) for part in step.targets]
             return [
-                tuple((replica, array[start:stop]) for replica, array in sources[0]) for start, stop in edges
+                tuple((replica, backend.part_of(array, start, stop)) for replica, array in sources[0])
+                for start, stop in edges
             ]
         case Join():
             columns = zip(*sources, strict=True)

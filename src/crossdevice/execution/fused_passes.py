@@ -122,9 +122,11 @@ class FusedPasses:
         if out is not None:
             return tuple(out)
         if self._shares[number]:
-            shared = [backend.from_host(flats[0], spec.shape, device) for device in spec.destinations]
-            return tuple(map(backend.read_only, shared, spec.destinations))
-        return tuple(map(backend.from_host, flats, repeat(spec.shape), spec.destinations))
+            flats = [flats[0]] * len(spec.destinations)
+        results = tuple(map(backend.from_host, flats, repeat(spec.shape), spec.destinations))
+        if self._shares[number] and not backend.is_immutable:
+            return tuple(map(backend.read_only, results, spec.destinations))
+        return results
 
 
 def _arrays_of(

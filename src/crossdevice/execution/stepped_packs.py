@@ -47,7 +47,9 @@ class SteppedPacks:
             for item, start, stop in pack:
                 end = offset + stop - start
                 pieces = [
-                    array if len(pack) == 1 else spec.backend.copy(array[offset:end], device)
+                    array
+                    if len(pack) == 1
+                    else spec.backend.copy(spec.backend.part_of(array, offset, end), device)
                     for array, device in zip(results, spec.destinations, strict=True)
                 ]
                 parts.setdefault(item, []).append((start, pieces))
@@ -73,9 +75,12 @@ class SteppedPacks:
 
 def _packed(pack: Pack, columns: Sequence[Sequence[Array]], spec: LeafSpec) -> list[Array]:
     """For each replica the elements of the pack, end to end."""
-    flat = {item: [spec.backend.flat(array) for array in columns[item]] for item, _, _ in pack}
+    backend = spec.backend
+    flat = {item: [backend.flat(array) for array in columns[item]] for item, _, _ in pack}
     return [
-        _joined(spec.backend, [flat[item][replica][start:stop] for item, start, stop in pack], device)
+        _joined(
+            backend, [backend.part_of(flat[item][replica], start, stop) for item, start, stop in pack], device
+        )
         for replica, device in enumerate(spec.devices)
     ]
 
