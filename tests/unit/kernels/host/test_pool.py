@@ -15,7 +15,7 @@ import pytest
 from crossdevice.errors import OptionError
 from crossdevice.kernels.host import control_groups
 from crossdevice.kernels.host import pool as module
-from crossdevice.kernels.host.pool import Pool
+from crossdevice.kernels.host.pool import LINE_BYTES, Pool, empty_on_line
 
 LARGE = 2 << 20
 """Elements of a float32 that is just large enough to be pooled."""
@@ -228,3 +228,12 @@ def test_a_fork_while_the_lock_is_held_leaves_the_child_a_working_pool():
         [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "done\n"
+
+
+def test_small_arrays_start_on_lines_if_asked_to():
+    for size in (1, 1000):
+        array = empty_on_line(size, np.float64)
+        assert (array.size, array.dtype) == (size, np.float64)
+        assert array.ctypes.data % LINE_BYTES == 0
+    for array in Pool().empty_batch([(3, np.float32), (5, np.int8)], on_lines=True):
+        assert array.ctypes.data % LINE_BYTES == 0
