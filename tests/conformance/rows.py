@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import torch
 from hypothesis import strategies as st
 
 import crossdevice as cd
+from conformance import array_libraries
 from conformance.oracle import FORMATS, NUMPY_DTYPES, expected
 
 DTYPES = (
@@ -91,18 +93,68 @@ class BackendRow:
     """An array library: from ndarrays to its arrays, and its arrays' memory as ndarrays."""
 
     name: str
-    make: Callable[[np.ndarray], Any]
+    place: Callable[[np.ndarray, int], Any]
+    """A new array with these values on the host device of this number."""
     memory: Callable[[Any], np.ndarray]
-    array_type: type
     gaps: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_immutable: bool = False
+    dtypes: Sequence[str] = DTYPES
+    is_sampled: bool = False
+    """Whether of long tables some combinations stand for all, since every call is slow."""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the library is there to be tested."""
+        return importlib.util.find_spec(self.name) is not None
+
+    @functools.cached_property
+    def array_type(self) -> type:
+        """The type of the library's arrays."""
+        return type(self.make(np.zeros(1)))
+
+    @property
+    def floats(self) -> tuple[str, ...]:
+        """Those of its dtypes that are rounded."""
+        return tuple(dtype for dtype in FLOATS if dtype in self.dtypes)
+
+    @property
+    def pack_counts(self) -> Sequence[int]:
+        """Numbers of packs to try: none, one, more than there are values."""
+        return (0, 1, 5) if self.is_sampled else range(6)
+
+    def make(self, array: np.ndarray) -> Any:
+        """A new array with these values."""
+        return self.place(array, 0)
 
     def arrays(self, arrays: Sequence[np.ndarray]) -> list[Any]:
-        """New arrays of the library with these values."""
-        return [self.make(array) for array in arrays]
+        """New arrays with these values, on one device after another."""
+        return [self.place(array, number) for number, array in enumerate(arrays)]
 
     def per_replica(self, arrays: Sequence[np.ndarray], devices: Any = None) -> cd.PerReplica:
         """A PerReplica of new arrays with these values."""
-        return cd.PerReplica(self.arrays(arrays), devices)
+        if devices is None:
+            return cd.PerReplica(self.arrays(arrays))
+        numbers = [cd.Device.parse(device).index for device in devices]
+        return cd.PerReplica(list(map(self.place, arrays, numbers)), devices)
+
+    def lists(self, array: Any) -> Any:
+        """The elements as nested lists."""
+        return self.memory(array).tolist()
+
+    def keeps_apart(self, results: Sequence[Any], inputs: Sequence[Any]) -> bool:
+        """Whether results have memory of their own; what cannot be written to may share it."""
+        memories = list(map(self.memory, (*results, *inputs)))
+        return self.is_immutable or not any(
+            np.shares_memory(result, other)
+            for number, result in enumerate(memories[: len(results)])
+            for other in memories[number + 1 :]
+        )
+
+    def product(self, *columns: Any) -> Iterator[Any]:
+        """All combinations, or a regular sample of ten or more in which all of up to ten entries occur."""
+        combinations = list(itertools.product(*columns))
+        strides = [prime for prime in (19, 13, 11, 7) if len(combinations) >= 10 * prime]
+        return iter(combinations[:: strides[0] if self.is_sampled and strides else 1])
 
     def bits(self, array: Any) -> bytes:
         """Dtype, shape and every bit."""
@@ -124,11 +176,36 @@ def _memory_of_tensor(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
+NUMPY = BackendRow("numpy", lambda array, _: np.array(array), np.asarray)
+TORCH = BackendRow("torch", lambda array, _: _torch_of(array), _memory_of_tensor)
 BACKEND_ROWS = (
-    BackendRow("numpy", np.array, np.asarray, np.ndarray),
-    BackendRow("torch", _torch_of, _memory_of_tensor, torch.Tensor),
+    NUMPY,
+    TORCH,
+    BackendRow(
+        "jax",
+        array_libraries.jax_array,
+        np.asarray,
+        gaps={"out": "JAX arrays cannot be written to"},
+        is_immutable=True,
+        is_sampled=True,
+    ),
+    BackendRow(
+        "tensorflow",
+        array_libraries.tensorflow_tensor,
+        np.asarray,
+        gaps={"out": "TensorFlow's tensors cannot be written to"},
+        is_immutable=True,
+        is_sampled=True,
+    ),
+    BackendRow(
+        "array_api_strict",
+        array_libraries.strict_array,
+        np.from_dlpack,
+        dtypes=tuple(dtype for dtype in DTYPES if not dtype.endswith("float16")),
+        is_sampled=True,
+    ),
 )
-NUMPY, TORCH = BACKEND_ROWS
+INSTALLED_ROWS = tuple(row for row in BACKEND_ROWS if row.is_installed)
 
 
 def each_algorithm(law: str) -> pytest.MarkDecorator:
@@ -138,13 +215,19 @@ def each_algorithm(law: str) -> pytest.MarkDecorator:
 
 def each_backend(law: str) -> pytest.MarkDecorator:
     """Runs a test for every backend; a row's gap in this law is an expected failure."""
-    return pytest.mark.parametrize("backend", list(_with_gaps(BACKEND_ROWS, law)))
+    return pytest.mark.parametrize("backend", list(_with_gaps(BACKEND_ROWS, law, _unless_installed)))
 
 
-def _with_gaps(rows: Sequence[Any], law: str) -> Iterator[Any]:
+def _unless_installed(row: BackendRow) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.skipif(not row.is_installed, reason=f"{row.name} is not installed")]
+
+
+def _with_gaps(
+    rows: Sequence[Any], law: str, conditions: Callable[[Any], list[Any]] = lambda _: []
+) -> Iterator[Any]:
     for row in rows:
         marks = [pytest.mark.xfail(reason=row.gaps[law], strict=True)] if law in row.gaps else []
-        yield pytest.param(row, id=row.name, marks=marks)
+        yield pytest.param(row, id=row.name, marks=[*marks, *conditions(row)])
 
 
 def is_defined(op: str, dtype: str) -> bool:

@@ -12,8 +12,6 @@ import crossdevice as cd
 from conformance.oracle import expected
 from conformance.rows import (
     ALGORITHM_ROWS,
-    BACKEND_ROWS,
-    FLOATS,
     LOWERINGS,
     NUMPY,
     PRECISIONS,
@@ -46,10 +44,10 @@ def check_batch(ops, backend, batch, op, options, right):
 @each_backend("accurate")
 @pytest.mark.parametrize("algorithm", WITH_PACKS, ids=lambda algorithm: algorithm.__name__)
 def test_accurate_bits_do_not_depend_on_the_number_of_packs(algorithm, backend):
-    for dtype, (count, op) in itertools.product(FLOATS, [(3, "MEAN"), (8, "SUM")]):
+    for dtype, (count, op) in backend.product(backend.floats, [(3, "MEAN"), (8, "SUM")]):
         batch = wild_batch(dtype, count)
         right = right_bits(op, batch, dtype)
-        for num_packs, lowering in itertools.product(range(6), LOWERINGS):
+        for num_packs, lowering in itertools.product(backend.pack_counts, LOWERINGS):
             options = cd.CommunicationOptions(lowering=lowering)
             check_batch(algorithm(num_packs), backend, batch, op, options, right)
 
@@ -57,7 +55,7 @@ def test_accurate_bits_do_not_depend_on_the_number_of_packs(algorithm, backend):
 @each_backend("accurate")
 @pytest.mark.parametrize("bytes_per_pack", [1, 24, 10_000])
 def test_accurate_bits_do_not_depend_on_the_size_of_packs(bytes_per_pack, backend):
-    for dtype, count, row in itertools.product(FLOATS, (2, 5), ALGORITHM_ROWS):
+    for dtype, count, row in backend.product(backend.floats, (2, 5), ALGORITHM_ROWS):
         batch = wild_batch(dtype, count)
         right = right_bits("SUM", batch, dtype)
         for lowering in LOWERINGS:
@@ -68,7 +66,7 @@ def test_accurate_bits_do_not_depend_on_the_size_of_packs(bytes_per_pack, backen
 @each_backend("accurate")
 @pytest.mark.parametrize(("max_bytes", "max_group"), [(5, 10), (1000, 2), (1000, 10)])
 def test_accurate_bits_do_not_depend_on_groups_of_small_values(max_bytes, max_group, backend):
-    for dtype, count, name in itertools.product(FLOATS, (2, 5), ("ring", "hierarchical_copy")):
+    for dtype, count, name in backend.product(backend.floats, (2, 5), ("ring", "hierarchical_copy")):
         batch = wild_batch(dtype, count)
         right = right_bits("MEAN", batch, dtype)
         for lowering in LOWERINGS:
@@ -77,7 +75,7 @@ def test_accurate_bits_do_not_depend_on_groups_of_small_values(max_bytes, max_gr
 
 
 @settings(deadline=None, max_examples=40)
-@given(adversarial_arrays(), st.sampled_from(BACKEND_ROWS))
+@given(adversarial_arrays(), st.sampled_from((NUMPY, TORCH)))
 def test_accurate_bits_are_those_of_wide_sums_in_replica_order(drawn, backend):
     dtype, arrays = drawn
     value = backend.per_replica(arrays)
@@ -113,7 +111,7 @@ def test_accurate_bits_do_not_depend_on_where_results_go():
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_bits_do_not_depend_on_the_length_of_an_array(backend, precision):
     options = cd.CommunicationOptions(precision=precision)
-    for dtype, op in itertools.product((*FLOATS, "complex64"), ("SUM", "MEAN")):
+    for dtype, op in backend.product((*backend.floats, "complex64"), ("SUM", "MEAN")):
         arrays = wild_arrays(dtype, 5, 70_001, seed=7)
         whole = cd.ReductionToOneDevice().reduce(op, backend.per_replica(arrays), "cpu:0", options)
         for start, stop in ((0, 1), (1, 1000), (32_767, 32_770), (65_533, 69_001), (69_998, 70_001)):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import torch
 
 import crossdevice as cd
 from conformance.rows import ALGORITHM_ROWS, components_of, each_algorithm, each_backend, each_option, placed
+from crossdevice.values.device import device_of
 
 ARRAYS = [np.float32([1, 2, 3]), np.float32([10, 20, 30]), np.float32([100, 200, 300])]
 SUM = [111.0, 222.0, 333.0]
@@ -53,19 +52,18 @@ def check(result, devices, backend, inputs, right=None):
     else:
         assert type(result) is cd.Mirrored
         assert result.devices == devices
-    assert [component.tolist() for component in components] == [right or SUM] * len(devices)
-    memories = [backend.memory(array) for array in (*components, *inputs)]
-    assert not any(np.shares_memory(a, b) for a, b in itertools.combinations(memories, 2))
+    assert [backend.lists(component) for component in components] == [right or SUM] * len(devices)
+    assert all(device_of(array) in (None, device) for array, device in zip(components, devices, strict=True))
+    assert backend.keeps_apart(components, inputs)
 
 
 @each_backend("destinations")
 @each_algorithm("destinations")
 def test_results_are_on_the_destinations_in_their_order(row, backend):
     ops = row.make()
-    for options in each_option():
-        value = backend.per_replica(ARRAYS)
-        for target, devices in destinations():
-            check(ops.reduce("sum", value, target, options), devices, backend, value.values)
+    value = backend.per_replica(ARRAYS)
+    for options, (target, devices) in backend.product(each_option(), destinations()):
+        check(ops.reduce("sum", value, target, options), devices, backend, value.values)
 
 
 @each_algorithm("destinations")
@@ -83,7 +81,7 @@ def test_every_pair_of_a_batch_has_its_own_destinations(row, backend):
 @each_algorithm("destinations")
 def test_several_replicas_may_share_a_device(row, backend):
     layouts = [["cpu:0"] * 3, ["cpu:1", "cpu:0", "cpu:1"], ["cpu:4", "cpu:4", "cpu:2"]]
-    for options, layout in itertools.product(each_option(), layouts):
+    for options, layout in backend.product(each_option(), layouts):
         value = backend.per_replica(ARRAYS, layout)
         devices = tuple(map(cd.Device.parse, layout))
         check(row.make().reduce("sum", value, value, options), devices, backend, value.values)

@@ -36,16 +36,16 @@ def check_lowered_is_stepwise(ops, backend, batch, op, target=None):
 @each_backend("fast")
 @pytest.mark.parametrize("algorithm", WITH_PACKS, ids=lambda algorithm: algorithm.__name__)
 def test_fast_bits_are_the_same_lowered_and_stepwise_for_every_packing(algorithm, backend):
-    for dtype, (count, op) in itertools.product(FLOATS, [(3, "MEAN"), (8, "SUM")]):
+    for dtype, (count, op) in backend.product(backend.floats, [(3, "MEAN"), (8, "SUM")]):
         batch = [wild_arrays(dtype, count, size, seed) for seed, size in enumerate(SIZES)]
-        for num_packs in range(6):
+        for num_packs in backend.pack_counts:
             check_lowered_is_stepwise(algorithm(num_packs), backend, batch, op)
 
 
 @each_algorithm("fast")
 @each_backend("fast")
 def test_fast_bits_are_the_same_lowered_and_stepwise_for_every_algorithm(row, backend):
-    for dtype, count, op in itertools.product((*FLOATS, "complex64"), COUNTS, ("SUM", "PROD")):
+    for dtype, count, op in backend.product((*backend.floats, "complex64"), COUNTS, ("SUM", "PROD")):
         batch = [wild_arrays(dtype, count, size, seed) for seed, size in enumerate(SIZES[:2])]
         check_lowered_is_stepwise(row.make(), backend, batch, op)
         if dtype == "float32":

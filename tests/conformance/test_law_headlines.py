@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -16,14 +14,16 @@ from conformance.rows import LOWERINGS, components_of, each_algorithm, each_back
 @each_algorithm("headlines")
 @pytest.mark.parametrize(("dtype", "large", "total"), [("bfloat16", 256, 264), ("float16", 2048, 2056)])
 def test_seven_ones_next_to_a_large_number_are_not_lost(row, backend, dtype, large, total):
-    for position, lowering in itertools.product(range(8), LOWERINGS):
+    if dtype not in backend.dtypes:
+        pytest.skip(f"{backend.name} has no {dtype}")
+    for position, lowering in backend.product(range(8), LOWERINGS):
         numbers = [1] * 8
         numbers[position] = large
         value = backend.per_replica([np.full(3, number, NUMPY_DTYPES[dtype]) for number in numbers])
         # 263 and 2055 are halfway between neighbours of their dtypes: rounded once, to even.
         for options in (cd.CommunicationOptions(lowering=lowering), None):
             for component in components_of(row.make().reduce("sum", value, value, options)):
-                assert component.tolist() == [total] * 3
+                assert backend.lists(component) == [total] * 3
 
 
 def test_in_native_arithmetic_all_seven_are_lost():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import HOST_MEMORY, Array
 from crossdevice.errors import DeviceError
 from crossdevice.values.device import Device
+from crossdevice.values.indexed_slices import IndexedSlices
 
 
 class ArrayApiBackend(abc.ABC):
     """A backend in terms of the standard's functions; a library's own file adds what the standard lacks."""
 
     name: str
+    is_immutable = False
 
     @abc.abstractmethod
     def namespace(self) -> Any:
@@ -26,6 +29,10 @@ class ArrayApiBackend(abc.ABC):
     @abc.abstractmethod
     def host_view(self, array: Array) -> NDArray[Any]:
         """A host array's elements as a flat, contiguous, native ndarray."""
+
+    def working_on(self, device: Device) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Functions of the standard work where their arguments are."""
+        return nullcontext()
 
     def memory_of(self, device: Device) -> str:
         """The host's memory is one; every other device has its own."""
@@ -43,7 +50,7 @@ class ArrayApiBackend(abc.ABC):
         """The shape."""
         return tuple(array.shape)
 
-    def read_only(self, array: Array) -> Array:
+    def read_only(self, array: Array, device: Device) -> Array:  # noqa: ARG002
         """The standard has no such mark."""
         return array
 
@@ -59,8 +66,12 @@ class ArrayApiBackend(abc.ABC):
         """A flat array in another shape."""
         return self.namespace().reshape(flat, shape)
 
-    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
-        """Arrays end to end along `axis`."""
+    def part_of(self, flat: Array, start: int, stop: int) -> Array:
+        """A slice."""
+        return flat[start:stop]
+
+    def concat(self, arrays: Sequence[Array], axis: int, device: Device) -> Array:  # noqa: ARG002
+        """Arrays end to end along `axis`, where they are."""
         return self.namespace().concat(list(arrays), axis=axis)
 
     def cast(self, array: Array, dtype: str) -> Array:
@@ -72,6 +83,10 @@ class ArrayApiBackend(abc.ABC):
         """The standard's own dtypes are all wide enough for a plain cast."""
         return self.cast(wide, dtype)
 
+    def divided(self, total: Array, divisor: int) -> Array:
+        """By an array of one: by a plain number, PyTorch on a GPU would multiply by its reciprocal."""
+        return total / self.namespace().full_like(total[:1], divisor)
+
     def parts_of(self, array: Array) -> Array:
         """The standard cannot make a complex number of an infinite part, so `from_parts` has no default."""
         xp = self.namespace()
@@ -79,6 +94,10 @@ class ArrayApiBackend(abc.ABC):
 
     def mark_written(self, out: Array) -> None:  # noqa: B027 - nothing to do is an answer
         """Most libraries keep no count."""
+
+    def as_indexed_slices(self, array: Array) -> IndexedSlices | None:  # noqa: ARG002
+        """The standard has no sparse arrays."""
+        return None
 
     def write(self, out: Array, value: Array) -> None:
         """Copies values into an existing array."""

@@ -72,7 +72,7 @@ class NumpyBackend(ArrayApiBackend):
         """The same memory in shape."""
         return flat if flat.shape == shape else flat.reshape(shape)
 
-    def read_only(self, array: NDArray[Any]) -> NDArray[Any]:
+    def read_only(self, array: NDArray[Any], device: Device) -> NDArray[Any]:  # noqa: ARG002
         """A view that refuses to be written to."""
         view = np.asarray(array).view()
         view.flags.writeable = False

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.values.device import Device
+from crossdevice.values.indexed_slices import IndexedSlices
 
 Array = Any
 """An array of the backend's library."""
@@ -21,6 +23,9 @@ class Backend(Protocol):
     except `write`."""
 
     name: str
+
+    is_immutable: bool
+    """Whether arrays cannot be written to: results may then share one memory, and `out=` is refused."""
 
     def check_array(self, array: Array, where: str) -> None:
         """Refuses arrays that are not plain and dense; `where` opens the message."""
@@ -52,8 +57,8 @@ class Backend(Protocol):
     def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Array:
         """An array on `device`; in host memory it adopts `flat`."""
 
-    def read_only(self, array: Array) -> Array:
-        """Another array of the same memory, marked as not to be written to where the library can do that."""
+    def read_only(self, array: Array, device: Device) -> Array:
+        """Another array of the same memory, on a device that shares it; marked read-only if that can be."""
 
     def to_host(self, array: Array) -> NDArray[Any]:
         """The elements of an array on any device, as a flat ndarray."""
@@ -64,17 +69,23 @@ class Backend(Protocol):
     def reshape(self, flat: Array, shape: tuple[int, ...]) -> Array:
         """A flat array in another shape."""
 
+    def part_of(self, flat: Array, start: int, stop: int) -> Array:
+        """Some elements of a flat array: a view, else a copy."""
+
     def copy(self, array: Array, device: Device) -> Array:
         """The same values in new memory on `device`."""
 
-    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
-        """Arrays of one device end to end along `axis`, in new memory."""
+    def concat(self, arrays: Sequence[Array], axis: int, device: Device) -> Array:
+        """Arrays of one memory end to end along `axis`, in new memory on `device`, which shares it."""
 
     def cast(self, array: Array, dtype: str) -> Array:
         """The values in another dtype."""
 
     def round_once(self, wide: Array, dtype: str) -> Array:
         """float64 or complex128 values rounded once to `dtype`, even to a 16-bit one."""
+
+    def divided(self, total: Array, divisor: int) -> Array:
+        """A true division of a flat array, not a multiplication by the reciprocal."""
 
     def parts_of(self, array: Array) -> Array:
         """A flat complex array's real and imaginary parts in turn, twice as many real elements."""
@@ -84,6 +95,12 @@ class Backend(Protocol):
 
     def namespace(self) -> Any:
         """The library's array API namespace."""
+
+    def working_on(self, device: Device) -> AbstractContextManager[Any]:
+        """Inside, the library's functions work on this device, if they do not follow their arguments."""
+
+    def as_indexed_slices(self, array: Array) -> IndexedSlices | None:
+        """The library's own kind of sparse rows, read as ours; None for everything else."""
 
     def scatter_rows(self, rows: Array, indices: Array, shape: tuple[int, ...]) -> Array:
         """Zeros of `shape` with each row added at its index."""

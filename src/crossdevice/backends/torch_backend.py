@@ -63,7 +63,7 @@ class TorchBackend(ArrayApiBackend):
         start = plain.data_ptr()
         return start, start + (reach + 1) * plain.element_size() if plain.numel() else start
 
-    def concat(self, arrays: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    def concat(self, arrays: Sequence[torch.Tensor], axis: int, device: Device) -> torch.Tensor:  # noqa: ARG002
         """Detached, like every result."""
         return torch.cat([array.detach() for array in arrays], dim=axis)
 
@@ -81,7 +81,7 @@ class TorchBackend(ArrayApiBackend):
             tensor = torch.from_numpy(flat)
         return tensor.reshape(shape).to(torch_device(device))
 
-    def read_only(self, array: torch.Tensor) -> torch.Tensor:
+    def read_only(self, array: torch.Tensor, device: Device) -> torch.Tensor:  # noqa: ARG002
         """PyTorch has no such mark: only the memory is shared."""
         return array.detach()
 

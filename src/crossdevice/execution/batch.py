@@ -66,7 +66,7 @@ def reduce_batch(
         for backend in {_backend_of(leaf) for leaves in checked for leaf in leaves}:
             backend.check_device(algorithm.reduce_to_device)
     dense = [leaf for leaves in checked for leaf in leaves if isinstance(leaf, Dense)]
-    reduced = iter(_reduced(dense, op, options, algorithm))
+    reduced = iter(reduce_dense(dense, op, options, algorithm))
     answers = []
     for request, leaves in zip(requests, checked, strict=True):
         at = algorithm.reduce_to_device or request.destinations[0]
@@ -152,9 +152,10 @@ def _checked_spec(
     return LeafSpec(backend, dtype, backend.shape_of(leaf.arrays[0]), devices, destinations)
 
 
-def _reduced(
+def reduce_dense(
     dense: Sequence[Dense], op: ReduceOp, options: CommunicationOptions, algorithm: Algorithm
 ) -> list[tuple[Array, ...]]:
+    """For each checked leaf its result on each destination."""
     if not dense:
         return []
     function = algorithm.accumulation_fn

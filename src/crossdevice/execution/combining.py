@@ -23,7 +23,8 @@ def combine(backend: Backend, arrays: Sequence[Array], recipe: Recipe, dtype: st
         output = np.empty(inputs[0].size, dtype_named(dtype))
         fused_pass(inputs, [output], recipe)
         return backend.from_host(output, output.shape, device)
-    return combine_with_array_functions(backend, arrays, recipe, dtype, device)
+    with backend.working_on(device):
+        return combine_with_array_functions(backend, arrays, recipe, dtype, device)
 
 
 def combine_with_array_functions(
@@ -52,9 +53,9 @@ def combine_with_array_functions(
         if is_mean and recipe.precision != "fast":
             arrays = [backend.cast(array, "int64") for array in arrays]
         total = functools.reduce(function, arrays)
-        return _divided(xp, backend.cast(total, dtype), recipe.divisor) if is_mean else total
+        return _divided(backend, backend.cast(total, dtype), recipe.divisor) if is_mean else total
     if recipe.precision == "fast":
-        return _divided(xp, functools.reduce(function, arrays), recipe.divisor)
+        return _divided(backend, functools.reduce(function, arrays), recipe.divisor)
     wide = "complex128" if source in COMPLEXES else "float64"
     widened = [backend.cast(array, wide) for array in arrays]
     total = (
@@ -62,7 +63,7 @@ def combine_with_array_functions(
         if recipe.op is ReduceOp.SUM and source == wide
         else functools.reduce(function, widened)
     )
-    return backend.round_once(_divided(xp, total, recipe.divisor), dtype)
+    return backend.round_once(_divided(backend, total, recipe.divisor), dtype)
 
 
 def _needs_host(recipe: Recipe, source: str) -> bool:
@@ -74,9 +75,8 @@ def _needs_host(recipe: Recipe, source: str) -> bool:
     return recipe.precision == "exact"
 
 
-def _divided(xp: Any, total: Array, divisor: int | None) -> Array:
-    """A true division: by a plain number, PyTorch on a GPU would multiply by its reciprocal."""
-    return total if divisor is None else total / xp.full_like(total[:1], divisor)
+def _divided(backend: Backend, total: Array, divisor: int | None) -> Array:
+    return total if divisor is None else backend.divided(total, divisor)
 
 
 def _compensated(xp: Any, arrays: Sequence[Array]) -> Array:

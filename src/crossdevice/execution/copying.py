@@ -92,7 +92,7 @@ def _placed(
     if not isinstance(array, IndexedSlices):
         return place(backend, array, source, device)
     values, indices = (place(backend, part, source, device) for part in (array.values, array.indices))
-    return IndexedSlices(values, indices, array.dense_shape)
+    return array.with_parts(values, indices, array.dense_shape)
 
 
 def _copy(backend: Backend, array: Array, source: Device, device: Device) -> Array:  # noqa: ARG001
@@ -102,4 +102,4 @@ def _copy(backend: Backend, array: Array, source: Device, device: Device) -> Arr
 def _shared(backend: Backend, array: Array, source: Device, device: Device) -> Array:
     if backend.memory_of(source) != backend.memory_of(device):
         return backend.copy(array, device)
-    return backend.read_only(array)
+    return backend.read_only(array, device)

@@ -70,12 +70,16 @@ def _run(step: Step, sources: Sequence[Held], backend: Backend, recipe: Recipe, 
         case Split():
             edges = [(part.start - step.source.start, part.stop - step.source.start) for part in step.targets]
             return [
-                tuple((replica, array[start:stop]) for replica, array in sources[0]) for start, stop in edges
+                tuple((replica, backend.part_of(array, start, stop)) for replica, array in sources[0])
+                for start, stop in edges
             ]
         case Join():
             columns = zip(*sources, strict=True)
             return [
-                tuple((parts[0][0], backend.concat([array for _, array in parts], 0)) for parts in columns)
+                tuple(
+                    (parts[0][0], backend.concat([array for _, array in parts], 0, step.target.device))
+                    for parts in columns
+                )
             ]
         case EngineAllReduce():
             reduced = backend.engine_all_reduce([source[0][1] for source in sources], recipe.op.name)

@@ -33,7 +33,8 @@ class Task(NamedTuple):
 class FusedPasses:
     """Passes over leaves in host memory, prepared before there are arrays.
 
-    With `shares_results` all destinations of a leaf get one array, which NumPy then marks read-only.
+    With `shares_results`, and always where arrays are immutable, all destinations of a leaf get one
+    memory; NumPy marks it read-only.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class FusedPasses:
     ) -> None:
         self._specs = specs
         self._dtypes = {number: dtype_named(name) for number, name in dtypes.items()}
-        self._shares_results = shares_results
+        self._shares = {number: shares_results or spec.backend.is_immutable for number, spec in specs.items()}
         self._passes: dict[Recipe, list[Task]] = {}
         self._read_twice: set[int] = set()
         devices = tuple(dict.fromkeys(device for spec in specs.values() for device in spec.devices))
@@ -103,11 +104,12 @@ class FusedPasses:
         """The short way for a single leaf in a single pass, where small calls spend their time."""
         spec, dtype = self._specs[0], self._dtypes[0]
         if out is None:
-            num_results = 1 if self._shares_results else len(spec.destinations)
-            if size * dtype.itemsize * num_results < SMALLEST_POOLED_BYTES:
-                flats = [np.empty(size, dtype) for _ in range(num_results)]
+            num_results = 1 if self._shares[0] else len(spec.destinations)
+            adopts = spec.backend.is_immutable
+            if adopts or size * dtype.itemsize * num_results >= SMALLEST_POOLED_BYTES:
+                flats = result_pool.empty_batch([(size, dtype)] * num_results, on_lines=adopts)
             else:
-                flats = result_pool.empty_batch([(size, dtype)] * num_results)
+                flats = [np.empty(size, dtype) for _ in range(num_results)]
         else:
             flats = [_written(spec.backend, array) for array in out]
         fused_pass([spec.backend.host_view(array) for array in arrays], flats, recipe)
@@ -122,11 +124,12 @@ class FusedPasses:
         for number, spec in self._specs.items():
             out = outs[number]
             if out is None or number in self._read_twice:
-                num_results = 1 if self._shares_results else len(spec.destinations)
+                num_results = 1 if self._shares[number] else len(spec.destinations)
                 wanted += [(number, (spec.num_elements, self._dtypes[number]))] * num_results
             else:
                 outputs[number] = [_written(spec.backend, array) for array in out]
-        made = result_pool.empty_batch([size for _, size in wanted])
+        adopts = any(self._specs[number].backend.is_immutable for number, _ in wanted)
+        made = result_pool.empty_batch([size for _, size in wanted], on_lines=adopts)
         for (number, _), flat in zip(wanted, made, strict=True):
             outputs.setdefault(number, []).append(flat)
         return outputs
@@ -143,10 +146,12 @@ class FusedPasses:
             for array in out:
                 backend.mark_written(array)
             return tuple(out)
-        if self._shares_results:
-            shared = [backend.from_host(flats[0], spec.shape, device) for device in spec.destinations]
-            return tuple(map(backend.read_only, shared))
-        return tuple(map(backend.from_host, flats, repeat(spec.shape), spec.destinations))
+        if self._shares[number]:
+            flats = [flats[0]] * len(spec.destinations)
+        results = tuple(map(backend.from_host, flats, repeat(spec.shape), spec.destinations))
+        if self._shares[number] and not backend.is_immutable:
+            return tuple(map(backend.read_only, results, spec.destinations))
+        return results
 
 
 def _arrays_of(

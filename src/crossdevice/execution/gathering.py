@@ -31,7 +31,7 @@ class Gathering(NamedTuple):
             array if self.backend.memory_of(device) == memory else self.backend.copy(array, destination)
             for array, device in zip(self.arrays, devices, strict=True)
         ]
-        return self.backend.concat(here, self.axis)
+        return self.backend.concat(here, self.axis, destination)
 
 
 def gathered(value: Any, destinations: tuple[Device, ...], axis: int) -> Any:

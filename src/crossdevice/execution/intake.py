@@ -177,9 +177,11 @@ def _read_leaf(column: Sequence[Any], devices: Sequence[Device], path: str, what
             numbers[replica] = item
             arrays.append(item)
         else:
-            if backend_of_type(type(item)) is not None:
+            backend = backend_of_type(type(item))
+            slices = None if backend is None else backend.as_indexed_slices(item)
+            if backend is not None and slices is None:
                 _array_types.add(type(item))
-            arrays.append(item)
+            arrays.append(item if slices is None else slices)
     for replica, array in zip(numbers, arrays_of_numbers(list(numbers.values())), strict=True):
         arrays[replica] = array
     return Leaf(tuple(arrays), path)

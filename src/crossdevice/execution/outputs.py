@@ -65,6 +65,8 @@ def _problem_of(array: Any, spec: LeafSpec, dtype: str, device: Device) -> str |
     backend = spec.backend
     if not hasattr(array, "dtype") or backend_of_type(type(array)) is not backend:
         return f"is a {type(array).__name__}; expected an array of {backend.name}"
+    if backend.is_immutable:
+        return f"is an array of {backend.name}, which cannot be written to; leave out= away, results are new"
     if backend.shape_of(array) != spec.shape:
         return f"has shape {backend.shape_of(array)}; expected {spec.shape}"
     if backend.dtype_of(array) != dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import (
@@ -34,10 +35,10 @@ class SparseReduction:
     precision: Precision
     dense_shape: tuple[int, ...] | None
 
-    def run(self, at: Device, destinations: Sequence[Device]) -> list[IndexedSlices]:
+    def run(self, at: Device, destinations: Sequence[Device]) -> list[Any]:
         """All rows on device `at`, divided for a mean, then copied to each destination."""
         backend = self.backend
-        values = backend.concat([backend.copy(part.values, at) for part in self.slices], 0)
+        values = backend.concat([backend.copy(part.values, at) for part in self.slices], 0, at)
         if self.op is ReduceOp.MEAN:
             dtype = result_dtype(backend.dtype_of(values), self.op)
             recipe = Recipe(ReduceOp.SUM, self.precision, len(self.slices))
@@ -46,9 +47,11 @@ class SparseReduction:
         indices = [backend.copy(part.indices, at) for part in self.slices]
         if len({backend.dtype_of(part) for part in indices}) > 1:
             indices = [backend.cast(part, "int64") for part in indices]
-        joined = backend.concat(indices, 0)
+        joined = backend.concat(indices, 0, at)
         return [
-            IndexedSlices(backend.copy(values, device), backend.copy(joined, device), self.dense_shape)
+            self.slices[0].with_parts(
+                backend.copy(values, device), backend.copy(joined, device), self.dense_shape
+            )
             for device in destinations
         ]
 

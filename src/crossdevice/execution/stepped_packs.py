@@ -13,6 +13,7 @@ from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.host.recipe import Recipe
 from crossdevice.plans.packing import Pack
 from crossdevice.plans.plan import Plan
+from crossdevice.values.device import Device
 
 
 class SteppedPack(NamedTuple):
@@ -43,7 +44,7 @@ class SteppedPacks:
         for pack, plan, recipe in self._packs:
             spec, dtype = self._specs[pack[0].item], self._dtypes[pack[0].item]
             started = now()
-            inputs = _packed(pack, columns, spec.backend)
+            inputs = _packed(pack, columns, spec)
             packing = Work("pack", f"pack of {len(pack)} values", spec.devices)
             flight_recorder.events.append((packing, started, now(), 1))
             results = execute(plan, inputs, spec.backend, recipe, dtype)
@@ -51,7 +52,9 @@ class SteppedPacks:
             for item, start, stop in pack:
                 end = offset + stop - start
                 pieces = [
-                    array if len(pack) == 1 else spec.backend.copy(array[offset:end], device)
+                    array
+                    if len(pack) == 1
+                    else spec.backend.copy(spec.backend.part_of(array, offset, end), device)
                     for array, device in zip(results, spec.destinations, strict=True)
                 ]
                 parts.setdefault(item, []).append((start, pieces))
@@ -70,8 +73,8 @@ class SteppedPacks:
         spec = self._specs[item]
         in_order = [pieces for _, pieces in sorted(parts, key=operator.itemgetter(0))]
         whole = [
-            spec.backend.reshape(_joined(spec.backend, pieces), spec.shape)
-            for pieces in zip(*in_order, strict=True)
+            spec.backend.reshape(_joined(spec.backend, pieces, device), spec.shape)
+            for pieces, device in zip(zip(*in_order, strict=True), spec.destinations, strict=True)
         ]
         if out is None:
             return tuple(whole)
@@ -80,14 +83,17 @@ class SteppedPacks:
         return tuple(out)
 
 
-def _packed(pack: Pack, columns: Sequence[Sequence[Array]], backend: Backend) -> list[Array]:
+def _packed(pack: Pack, columns: Sequence[Sequence[Array]], spec: LeafSpec) -> list[Array]:
     """For each replica the elements of the pack, end to end."""
+    backend = spec.backend
     flat = {item: [backend.flat(array) for array in columns[item]] for item, _, _ in pack}
     return [
-        _joined(backend, [flat[item][replica][start:stop] for item, start, stop in pack])
-        for replica in range(len(columns[pack[0].item]))
+        _joined(
+            backend, [backend.part_of(flat[item][replica], start, stop) for item, start, stop in pack], device
+        )
+        for replica, device in enumerate(spec.devices)
     ]
 
 
-def _joined(backend: Backend, arrays: Sequence[Array]) -> Array:
-    return arrays[0] if len(arrays) == 1 else backend.concat(arrays, 0)
+def _joined(backend: Backend, arrays: Sequence[Array], device: Device) -> Array:
+    return arrays[0] if len(arrays) == 1 else backend.concat(arrays, 0, device)

@@ -20,6 +20,10 @@ class IndexedSlices:
         self.indices = indices
         self.dense_shape = None if dense_shape is None else tuple(int(size) for size in dense_shape)
 
+    def with_parts(self, values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> Any:
+        """Sparse rows of the same kind: what came as another library's type goes back as that."""
+        return IndexedSlices(values, indices, dense_shape)
+
     @property
     def device(self) -> Device | str:
         """The device of `values`; `"cpu"` for host memory, as NumPy says it."""

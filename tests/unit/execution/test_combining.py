@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from conformance import array_libraries
 from crossdevice import ReduceOp
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.backends.registry import backend_named
@@ -26,6 +27,7 @@ DTYPES = (
     "complex64",
     "complex128",
 )
+PREPARE = {"jax": array_libraries.jax_devices, "tensorflow": array_libraries.tensorflow_devices}
 OPERATIONS = tuple(itertools.product(ReduceOp, ("fast", "accurate", "exact")))
 
 
@@ -48,11 +50,16 @@ def bits(array):
     )
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax", "tensorflow", "array_api_strict"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_array_functions_give_the_bits_of_the_host_pass(library, dtype):
     if (library, dtype) == ("numpy", "bfloat16"):
         pytest.skip("NumPy's own functions are never used for bfloat16: its arrays are always on the host")
+    if library == "array_api_strict" and dtype.endswith("float16"):
+        pytest.skip("the standard has no 16-bit floats")
+    pytest.importorskip(library)
+    if library in PREPARE:
+        PREPARE[library]()
     backend = backend_named(library)
     for (op, precision), count in itertools.product(OPERATIONS, (1, 2, 3, 7)):
         if dtype in COMPLEXES and op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD):

@@ -108,19 +108,23 @@ class Pool:
             return np.empty(size, element)
         return self._leased(num_bytes).view(element)
 
-    def empty_batch(self, sizes: Sequence[tuple[int, DTypeLike]]) -> list[NDArray[Any]]:
+    def empty_batch(
+        self, sizes: Sequence[tuple[int, DTypeLike]], *, on_lines: bool = False
+    ) -> list[NDArray[Any]]:
         """One flat array for each (size, dtype); neighbours share blocks, each on lines of its own.
 
-        Only tiny ones do not share: a loss that someone keeps would keep a whole block.
+        Only tiny ones do not share: a loss that someone keeps would keep a whole block. With `on_lines`
+        those start where lines do, too.
         """
+        empty = empty_on_line if on_lines else np.empty
         elements = [(size, np.dtype(dtype)) for size, dtype in sizes]
         lengths = [size * element.itemsize for size, element in elements]
         if sum(lengths) < SMALLEST_POOLED_BYTES:
-            return [np.empty(size, element) for size, element in elements]
+            return [empty(size, element) for size, element in elements]
         shared = [length for length in lengths if length >= SMALLEST_SHARING_BYTES]
         placed = iter(self._placed(shared))
         return [
-            np.empty(size, element) if length < SMALLEST_SHARING_BYTES else next(placed).view(element)
+            empty(size, element) if length < SMALLEST_SHARING_BYTES else next(placed).view(element)
             for (size, element), length in zip(elements, lengths, strict=True)
         ]
 
@@ -209,6 +213,14 @@ class Pool:
         if self._limit_bytes is None:
             self._limit_bytes = _default_limit()
         return self._limit_bytes
+
+
+def empty_on_line(size: int, dtype: DTypeLike) -> NDArray[Any]:
+    """A flat array that starts on a line: there JAX and TensorFlow adopt memory, elsewhere they copy it."""
+    num_bytes = size * np.dtype(dtype).itemsize
+    memory = np.empty(num_bytes + LINE_BYTES, np.uint8)
+    start = -memory.ctypes.data % LINE_BYTES
+    return memory[start : start + num_bytes].view(dtype)
 
 
 def _size_class(num_bytes: int) -> int:

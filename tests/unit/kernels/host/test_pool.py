@@ -15,7 +15,13 @@ import pytest
 from crossdevice.errors import OptionError
 from crossdevice.kernels.host import control_groups
 from crossdevice.kernels.host import pool as module
-from crossdevice.kernels.host.pool import SMALLEST_POOLED_BYTES, SMALLEST_SHARING_BYTES, Pool
+from crossdevice.kernels.host.pool import (
+    LINE_BYTES,
+    SMALLEST_POOLED_BYTES,
+    SMALLEST_SHARING_BYTES,
+    Pool,
+    empty_on_line,
+)
 
 LARGE = 2 << 20
 """Elements of a float32 that is just large enough to be pooled."""
@@ -237,3 +243,12 @@ def test_a_batch_may_begin_with_nothing_and_tiny_results_keep_no_block():
     assert tiny.base is None
     del large
     assert pool.statistics().leased_bytes == 0
+
+
+def test_small_arrays_start_on_lines_if_asked_to():
+    for size in (1, 1000):
+        array = empty_on_line(size, np.float64)
+        assert (array.size, array.dtype) == (size, np.float64)
+        assert array.ctypes.data % LINE_BYTES == 0
+    for array in Pool().empty_batch([(3, np.float32), (5, np.int8)], on_lines=True):
+        assert array.ctypes.data % LINE_BYTES == 0

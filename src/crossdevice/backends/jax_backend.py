@@ -1,0 +1,170 @@
+"""JAX arrays, on the devices that JAX was started with."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.backends.array_api_backend import ArrayApiBackend, address_range, native
+from crossdevice.backends.protocol import dtype_named
+from crossdevice.errors import ConversionError, DeviceError, DtypeError
+from crossdevice.values.device import Device
+
+_WIDE = ("float64", "complex128", "int64", "uint64")
+
+
+class JaxBackend(ArrayApiBackend):
+    """Host arrays are worked on in NumPy, which compiles nothing; all destinations share one result.
+
+    JAX adopts an ndarray that starts on a line of 64 bytes, and holds on to it, so that a pooled block
+    comes back only after the last array in it. It never donates such memory to a computation, so what
+    is shared stays as it is. Inputs are always copied: those a computation may be given to overwrite.
+
+    Without `jax_enable_x64` JAX has no 64-bit dtypes: what is float64 elsewhere, a mean of 32-bit
+    integers, becomes float32, as it does in `jnp.mean`.
+    """
+
+    name = "jax"
+    is_immutable = True
+
+    def namespace(self) -> Any:
+        """JAX's own, which follows the standard."""
+        return jnp
+
+    def check_array(self, array: Any, where: str) -> None:
+        """Tracers have no elements yet, and sharded arrays are on several devices at once."""
+        if isinstance(array, jax.core.Tracer):
+            raise ConversionError(
+                f"{where} is a tracer: it has no elements while a function is traced; inside jit, "
+                "shard_map or pmap use jax.lax.psum(value, axis_name), or call crossdevice outside of it"
+            )
+        if len(array.sharding.device_set) > 1:
+            raise ConversionError(
+                f"{where} is sharded over {len(array.sharding.device_set)} devices; expected an array on "
+                "one device (its shards: [shard.data for shard in array.addressable_shards])"
+            )
+
+    def signature(self, array: Any) -> Hashable:
+        """Of tracers, which have no device, there is none."""
+        if isinstance(array, jax.core.Tracer):
+            raise RuntimeError("a tracer")
+        return type(array), array.dtype, array.shape, array.device
+
+    def check_device(self, device: Device) -> None:
+        """Only devices that JAX has made: their number is fixed when it starts."""
+        if device not in _devices():
+            found = ", ".join(map(str, _devices()))
+            raise DeviceError(
+                f"{device} does not exist for jax arrays; those that do are {found} "
+                "(more host devices: jax.config.update('jax_num_cpu_devices', n) before JAX is first used)"
+            )
+
+    def dtype_of(self, array: Any) -> str:
+        """The name of the NumPy dtype."""
+        return str(array.dtype.name)
+
+    def host_view(self, array: Any) -> NDArray[Any]:
+        """The array's memory, once it is computed."""
+        return native(np.asarray(array))
+
+    def address_range(self, array: Any) -> tuple[int, int]:
+        """That of its view."""
+        return address_range(self.host_view(array))
+
+    def writable_view(self, array: Any) -> None:  # noqa: ARG002
+        """There is none."""
+        return
+
+    def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Any:
+        """Adopts the memory on the host where it starts on a line; copies it otherwise."""
+        return jax.device_put(flat.reshape(shape), _devices()[device])
+
+    def read_only(self, array: Any, device: Device) -> Any:
+        """The array itself on its own device; elsewhere JAX copies."""
+        return jax.device_put(array, _devices()[device])
+
+    def flat(self, array: Any) -> Any:
+        """On the host, another array of the same memory."""
+        return self.reshape(array, (-1,))
+
+    def reshape(self, flat: Any, shape: tuple[int, ...]) -> Any:
+        """On the host, another array of the same memory."""
+        device = Device.parse(flat.device)
+        return self.from_host(self.host_view(flat), shape, device) if device.is_host else flat.reshape(shape)
+
+    def part_of(self, flat: Any, start: int, stop: int) -> Any:
+        """On the host without JAX, which compiles for every length."""
+        device = Device.parse(flat.device)
+        if not device.is_host:
+            return flat[start:stop]
+        return self.from_host(self.host_view(flat)[start:stop], (stop - start,), device)
+
+    def copy(self, array: Any, device: Device) -> Any:
+        """New memory on the device."""
+        if device.is_host:
+            return self.from_host(np.array(self.to_host(array)), array.shape, device)
+        return jax.device_put(jnp.copy(array), _devices()[device])
+
+    def concat(self, arrays: Sequence[Any], axis: int, device: Device) -> Any:
+        """On the host in NumPy, since JAX adds no arrays of different devices up, not even logical ones."""
+        if not device.is_host:
+            return jnp.concatenate(list(arrays), axis)
+        joined = np.concatenate([self.host_view(array).reshape(array.shape) for array in arrays], axis)
+        return self.from_host(joined, joined.shape, device)
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        """Refused where JAX would quietly take half the bits."""
+        if dtype in _WIDE and not jax.config.jax_enable_x64:
+            raise DtypeError(
+                f"JAX has no {dtype} unless jax_enable_x64 is set; set it, or ask for precision='fast'"
+            )
+        device = Device.parse(array.device)
+        if device.is_host:
+            return self.from_host(self.host_view(array).astype(dtype_named(dtype)), array.shape, device)
+        return array.astype(dtype)
+
+    def round_once(self, wide: Any, dtype: str) -> Any:
+        """XLA may go to 16 bits through float32: rounding to odd there keeps it one rounding."""
+        if dtype not in ("bfloat16", "float16"):
+            return wide.astype(dtype)
+        near = wide.astype("float32")
+        back = near.astype("float64")
+        bits = jax.lax.bitcast_convert_type(near, jnp.int32)
+        bits = jnp.where(jnp.abs(back) > jnp.abs(wide), bits - 1, bits)
+        bits = jnp.where((back != wide) & ~jnp.isnan(wide), bits | 1, bits)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+
+    def divided(self, total: Any, divisor: int) -> Any:
+        """By a whole array: XLA multiplies by the reciprocal of anything that it broadcasts."""
+        return total / jnp.full_like(total, divisor)
+
+    def from_parts(self, parts: Any) -> Any:
+        """Real and imaginary parts, put together."""
+        pairs = parts.reshape(-1, 2)
+        return jax.lax.complex(pairs[:, 0], pairs[:, 1])
+
+    def scatter_rows(self, rows: Any, indices: Any, shape: tuple[int, ...]) -> Any:
+        """Repeated indices add up."""
+        device = Device.parse(rows.device)
+        if not device.is_host:
+            return jnp.zeros(shape, rows.dtype, device=_devices()[device]).at[indices].add(rows)
+        dense = np.zeros(shape, rows.dtype)
+        np.add.at(dense, self.host_view(indices), self.host_view(rows).reshape(rows.shape))
+        return self.from_host(dense, shape, device)
+
+
+@functools.cache
+def _devices() -> dict[Device, Any]:
+    """JAX's devices of this process by our names: asking JAX takes longer than a small sum."""
+    local = list(jax.local_devices())
+    if jax.default_backend() != "cpu":
+        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave the host out
+            local += jax.local_devices(backend="cpu")
+    return {Device.parse(device): device for device in local}

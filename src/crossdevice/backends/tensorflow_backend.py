@@ -1,0 +1,201 @@
+"""TensorFlow's eager tensors and variables, on the devices that TensorFlow was started with."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from crossdevice.backends.array_api_backend import ArrayApiBackend, address_range, native
+from crossdevice.backends.protocol import dtype_named
+from crossdevice.errors import ConversionError, DeviceError
+from crossdevice.values.device import Device
+from crossdevice.values.indexed_slices import IndexedSlices
+
+_NAMESPACE = types.SimpleNamespace(
+    add=tf.add,
+    multiply=tf.multiply,
+    minimum=tf.minimum,
+    maximum=tf.maximum,
+    full_like=lambda array, number: tf.cast(tf.fill(tf.shape(array), number), array.dtype),
+    zeros_like=tf.zeros_like,
+    isfinite=tf.math.is_finite,
+    where=tf.where,
+)
+
+
+LINE_BYTES = 64
+
+
+class TensorflowBackend(ArrayApiBackend):
+    """Tensors are handed over through DLPack, and all destinations share one result, as in TensorFlow.
+
+    Variables are read; results are tensors.
+    """
+
+    name = "tensorflow"
+    is_immutable = True
+
+    def namespace(self) -> Any:
+        """TensorFlow follows no standard: these are all the functions that are asked for."""
+        return _NAMESPACE
+
+    def working_on(self, device: Device) -> AbstractContextManager[Any]:
+        """TensorFlow does not follow its arguments."""
+        return tf.device(device.canonical)
+
+    def check_array(self, array: Any, where: str) -> None:
+        """Tensors of a graph have no elements yet."""
+        if not _is_eager(array):
+            raise ConversionError(
+                f"{where} is a {type(array).__name__} without elements, as inside a tf.function; there, give "
+                "crossdevice.integrations.tensorflow.as_tensorflow(ops) to tf.distribute.MirroredStrategy"
+            )
+
+    def signature(self, array: Any) -> Hashable:
+        """Of tensors of a graph, whose shape may be unknown, there is none."""
+        if not _is_eager(array):
+            raise RuntimeError("not an eager tensor")
+        return type(array), array.dtype, tuple(array.shape), array.device
+
+    def check_device(self, device: Device) -> None:
+        """Only devices that TensorFlow has made: their number is fixed when it starts."""
+        if device not in _devices():
+            raise DeviceError(
+                f"{device} does not exist for tensorflow tensors; those that do are "
+                f"{', '.join(map(str, _devices()))} (more host devices: "
+                "tf.config.set_logical_device_configuration before TensorFlow is first used)"
+            )
+
+    def dtype_of(self, array: Any) -> str:
+        """The dtype's name."""
+        return str(array.dtype.name)
+
+    def host_view(self, array: Any) -> NDArray[Any]:
+        """The tensor's memory; a variable is read first, which takes no copy either."""
+        return native(np.asarray(_tensor(array)))
+
+    def address_range(self, array: Any) -> tuple[int, int]:
+        """That of its view."""
+        return address_range(self.host_view(array))
+
+    def writable_view(self, array: Any) -> None:  # noqa: ARG002
+        """There is none."""
+        return
+
+    def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Any:
+        """Adopts memory on the host that starts on a line; copies it otherwise."""
+        shaped = flat.reshape(shape)
+        if flat.dtype == dtype_named("bfloat16"):  # NumPy's DLPack does not know it
+            tensor = tf.bitcast(_adopted(shaped.view(np.uint16)), tf.bfloat16)
+        else:
+            tensor = _adopted(shaped)
+        return tensor if tensor.device == device.canonical else self._placed(tensor, device)
+
+    def read_only(self, array: Any, device: Device) -> Any:
+        """On host devices TensorFlow shares the memory."""
+        return self._placed(_tensor(array), device)
+
+    def flat(self, array: Any) -> Any:
+        """The same memory in another shape."""
+        return self.reshape(_tensor(array), (-1,))
+
+    def reshape(self, flat: Any, shape: tuple[int, ...]) -> Any:
+        """The same memory in another shape."""
+        with tf.device(flat.device):
+            return tf.reshape(flat, shape)
+
+    def copy(self, array: Any, device: Device) -> Any:
+        """On host devices TensorFlow shares memory, and copies it before it would write to it."""
+        return self._placed(_tensor(array), device)
+
+    def concat(self, arrays: Sequence[Any], axis: int, device: Device) -> Any:
+        """Arrays end to end along `axis`."""
+        with tf.device(device.canonical):
+            return tf.concat([_tensor(array) for array in arrays], axis)
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        """The values in another dtype."""
+        with tf.device(array.device):
+            return tf.cast(array, dtype)
+
+    def round_once(self, wide: Any, dtype: str) -> Any:
+        """TensorFlow goes to 16 bits through float32: rounding to odd there keeps it one rounding."""
+        if dtype not in ("bfloat16", "float16"):
+            return self.cast(wide, dtype)
+        with tf.device(wide.device):
+            near = tf.cast(wide, tf.float32)
+            back = tf.cast(near, tf.float64)
+            bits = tf.bitcast(near, tf.int32)
+            bits = tf.where(tf.abs(back) > tf.abs(wide), bits - 1, bits)
+            is_odd = tf.cast((back != wide) & ~tf.math.is_nan(wide), tf.int32)
+            return tf.cast(tf.bitcast(tf.bitwise.bitwise_or(bits, is_odd), tf.float32), dtype)
+
+    def parts_of(self, array: Any) -> Any:
+        """Real and imaginary parts in turn."""
+        with tf.device(array.device):
+            return tf.reshape(tf.stack([tf.math.real(array), tf.math.imag(array)], axis=-1), (-1,))
+
+    def from_parts(self, parts: Any) -> Any:
+        """Real and imaginary parts, put together."""
+        with tf.device(parts.device):
+            pairs = tf.reshape(parts, (-1, 2))
+            return tf.complex(pairs[:, 0], pairs[:, 1])
+
+    def as_indexed_slices(self, array: Any) -> IndexedSlices | None:
+        """A `tf.IndexedSlices`, which comes back as one."""
+        if not isinstance(array, tf.IndexedSlices):
+            return None
+        return _TensorflowSlices(array.values, array.indices, array.dense_shape)
+
+    def scatter_rows(self, rows: Any, indices: Any, shape: tuple[int, ...]) -> Any:
+        """Repeated indices add up."""
+        with tf.device(rows.device):
+            return tf.scatter_nd(tf.expand_dims(indices, 1), rows, tf.constant(shape, indices.dtype))
+
+    def _placed(self, tensor: Any, device: Device) -> Any:
+        with tf.device(device.canonical):
+            return tf.identity(tensor)
+
+
+class _TensorflowSlices(IndexedSlices):
+    """Slices that came as TensorFlow's, and go back as such."""
+
+    __slots__ = ()
+
+    def with_parts(self, values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> Any:
+        """A `tf.IndexedSlices`."""
+        shape = None if dense_shape is None else tf.constant(dense_shape, indices.dtype)
+        return tf.IndexedSlices(values, indices, shape)
+
+
+def _is_eager(array: Any) -> bool:
+    return isinstance(array, (_eager_type(), tf.Variable)) and tf.executing_eagerly()
+
+
+@functools.cache
+def _eager_type() -> type[Any]:
+    return type(tf.constant(0))
+
+
+def _tensor(array: Any) -> Any:
+    return array.read_value() if isinstance(array, tf.Variable) else array
+
+
+def _adopted(array: NDArray[Any]) -> Any:
+    # TensorFlow's own operations abort the process on memory that does not start on a line.
+    if array.__array_interface__["data"][0] % LINE_BYTES:
+        return tf.constant(array)
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+
+
+@functools.cache
+def _devices() -> dict[Device, str]:
+    """TensorFlow's devices by our names: asking it makes them final."""
+    return {Device.parse(device.name): device.name for device in tf.config.list_logical_devices()}

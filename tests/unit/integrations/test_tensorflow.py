@@ -1,0 +1,157 @@
+"""Any algorithm inside the real tf.distribute: eager, in graphs, dense, sparse, in packs, at odd counts."""
+
+import numpy as np
+import pytest
+
+import crossdevice as cd
+from conformance import array_libraries
+from conformance.rows import ALGORITHM_ROWS, OnlyReduces
+from crossdevice.errors import ConversionError, OptionError, ReduceOpError, ShapeMismatchError
+
+tf = pytest.importorskip("tensorflow")
+from tensorflow.python.distribute.values import PerReplica  # noqa: E402 - TensorFlow does not export it
+
+from crossdevice.integrations.tensorflow import as_tensorflow  # noqa: E402 - imports TensorFlow
+
+ROWS = [row for row in ALGORITHM_ROWS if row.name != "users_own"]
+each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+each_mode = pytest.mark.parametrize("mode", ["eager", "graph"])
+each_count = pytest.mark.parametrize("count", [2, 3, 4])
+
+
+@pytest.fixture(autouse=True)
+def _devices():
+    array_libraries.tensorflow_devices()
+
+
+def strategy_of(count, ops):
+    return tf.distribute.MirroredStrategy([f"/cpu:{k}" for k in range(count)], cross_device_ops=ops)
+
+
+def run(mode, function):
+    return function() if mode == "eager" else tf.function(function, autograph=False)()
+
+
+def numbers(count, size=5):
+    return [np.linspace(k, k + 1, size, dtype=np.float32) / 3 for k in range(count)]
+
+
+@each_row
+@each_mode
+@each_count
+def test_all_reduce_inside_a_strategy_gives_our_bits(row, mode, count):
+    strategy = strategy_of(count, as_tensorflow(row.make()))
+    arrays = numbers(count)
+
+    def replica():
+        context = tf.distribute.get_replica_context()
+        number = context.replica_id_in_sync_group
+        own = tf.gather(tf.constant(np.stack(arrays)), number)
+        return context.all_reduce("sum", [own, own * 2]), context.all_reduce("mean", own)
+
+    (total, twice), mean = run(mode, lambda: strategy.run(replica))
+    right = cd.reduce(arrays, "sum"), cd.reduce([2 * a for a in arrays], "sum"), cd.reduce(arrays, "mean")
+    for found, expected in zip((total, twice, mean), right, strict=True):
+        for component in strategy.experimental_local_results(found):
+            assert np.asarray(component).tobytes() == expected.tobytes()
+
+
+def per_replica(arrays):
+    return PerReplica([array_libraries.tensorflow_tensor(array, k) for k, array in enumerate(arrays)])
+
+
+@each_row
+def test_batches_are_reduced_where_destinations_say(row):
+    ops = as_tensorflow(row.make())
+    values = [per_replica(numbers(3, size)) for size in (4, 1, 0, 7)]
+    pairs = [(value, value) for value in values[:3]] + [(values[3], "/cpu:2")]
+    results = ops.batch_reduce(tf.distribute.ReduceOp.SUM, pairs)
+    for size, result in zip((4, 1, 0), results, strict=False):
+        assert [tensor.device[-5:] for tensor in result.values] == ["CPU:0", "CPU:1", "CPU:2"]
+        for tensor in result.values:
+            assert np.asarray(tensor).tobytes() == cd.reduce(numbers(3, size)).tobytes()
+    assert results[3].device.endswith("CPU:2")
+    assert np.asarray(results[3]).tobytes() == cd.reduce(numbers(3, 7)).tobytes()
+
+
+@pytest.mark.parametrize("num_packs", [0, 1, 2])
+def test_a_graph_is_made_of_operations_on_the_devices_in_as_many_packs_as_asked(num_packs):
+    ops = as_tensorflow(cd.HierarchicalCopyAllReduce(num_packs))
+
+    def reduce(*tensors):
+        placed = []
+        for number, tensor in enumerate(tensors):
+            with tf.device(f"/cpu:{number % 4}"):
+                placed.append(tf.identity(tensor))
+        values = [PerReplica(placed[:4]), PerReplica(placed[4:])]
+        return [r.values for r in ops.batch_reduce(tf.distribute.ReduceOp.MEAN, [(v, v) for v in values])]
+
+    arrays = numbers(8)
+    graph = tf.function(reduce, autograph=False).get_concrete_function(*arrays)
+    kinds = [operation.type for operation in graph.graph.get_operations()]
+    assert not {"PyFunc", "EagerPyFunc", "PyFuncStateless"} & set(kinds)
+    assert {operation.device[-5:] for operation in graph.graph.get_operations() if operation.device} == {
+        f"CPU:{k}" for k in range(4)
+    }
+    assert kinds.count("RealDiv") == {0: 2, 1: 1, 2: 2}[num_packs], "one division for each pack"
+    for half, results in zip((arrays[:4], arrays[4:]), graph(*map(tf.constant, arrays)), strict=True):
+        for tensor in results:
+            assert np.asarray(tensor).tobytes() == cd.reduce(half, "mean").tobytes()
+
+
+def test_fast_sums_in_a_graph_have_the_bits_of_tensorflow():
+    arrays = [np.float16([2048 if k == 0 else 1]) for k in range(8)]
+    for options, right in ((cd.CommunicationOptions(precision="fast"), 2048), (None, 2056)):
+        ops = as_tensorflow(cd.ReductionToOneDevice(), options)
+        value = [tf.constant(array) for array in arrays]
+        reduce = tf.function(
+            lambda v=value, ops=ops: ops.reduce("SUM", PerReplica(v), "/cpu:1"), autograph=False
+        )
+        assert float(reduce()[0]) == right
+
+
+@each_mode
+def test_slices_and_tensors_of_unknown_shape_are_reduced_too(mode):
+    strategy = strategy_of(3, as_tensorflow(cd.RingAllReduce()))
+
+    def replica():
+        context = tf.distribute.get_replica_context()
+        number = context.replica_id_in_sync_group
+        rows = tf.fill([1, 2], tf.cast(number, tf.float32))
+        slices = tf.IndexedSlices(rows, tf.reshape(number, [1]), tf.constant([4, 2]))
+        dense, sparse = context.all_reduce("sum", [rows, slices])
+        return dense, tf.convert_to_tensor(sparse)
+
+    dense, sparse = run(mode, lambda: strategy.run(replica))
+    for tensor in strategy.experimental_local_results(dense):
+        assert np.asarray(tensor).tolist() == [[3, 3]]
+    for tensor in strategy.experimental_local_results(sparse):
+        assert np.asarray(tensor).tolist() == [[0, 0], [1, 1], [2, 2], [0, 0]]
+    unknown = tf.function(
+        lambda a, b: as_tensorflow(cd.RingAllReduce()).reduce("SUM", PerReplica([a, b]), "/cpu:0"),
+        input_signature=[tf.TensorSpec([None])] * 2,
+    )
+    assert np.asarray(unknown(tf.constant([1.0]), tf.constant([2.0]))).tolist() == [3]
+
+
+def test_gather_is_tensorflows():
+    strategy = strategy_of(3, as_tensorflow(cd.TreeAllReduce()))
+    value = strategy.run(
+        lambda: tf.reshape(tf.distribute.get_replica_context().replica_id_in_sync_group, [1])
+    )
+    assert np.asarray(strategy.gather(value, axis=0)).tolist() == [0, 1, 2]
+
+
+def test_what_a_graph_cannot_do_is_refused():
+    with pytest.raises(OptionError, match="OnlyReduces overrides reduce_implementation"):
+        as_tensorflow(OnlyReduces())
+    value = [tf.constant([1.0]), tf.constant([2.0])]
+    exact = as_tensorflow(cd.RingAllReduce(), cd.CommunicationOptions(precision="exact"))
+    with pytest.raises(ConversionError, match="cannot reach"):
+        tf.function(lambda: exact.reduce("SUM", PerReplica(value), "/cpu:0"), autograph=False)()
+    assert np.asarray(exact.reduce("SUM", PerReplica(value), "/cpu:0")).tolist() == [3]
+    plain = as_tensorflow(cd.RingAllReduce())
+    with pytest.raises(ShapeMismatchError, match="replica 1"):
+        plain.reduce("SUM", PerReplica([tf.zeros(2), tf.zeros(3)]), "/cpu:0")
+    with pytest.raises(ReduceOpError):
+        plain.reduce("average", PerReplica(value), "/cpu:0")
