@@ -87,4 +87,6 @@ def _compensated(xp: Any, arrays: Sequence[Array]) -> Array:
         of_array = grown - total
         errors = errors + ((total - (grown - of_array)) + (array - of_array))
         total = grown
-    return xp.where(xp.abs(errors) > 0, total + errors, total)
+    # Infinities leave NaN as their errors, and -0 + 0 would be +0.
+    counts = xp.isfinite(total) & ((total != 0) | (errors != 0))
+    return xp.where(counts, total + errors, total)
