@@ -71,6 +71,8 @@ def test_results_have_the_bits_of_the_host(library, name, precision):
     for dtype, placement, op in itertools.product(DTYPES, PLACEMENTS[library], ("sum", "mean", "max")):
         if (dtype == "complex64" and op == "max") or (dtype, library) == ("bfloat16", "cupy"):
             continue
+        if (library, op) == ("jax", "mean") and dtype in ("int8", "uint8"):
+            continue  # a float32 division, which XLA does on GPUs to within a unit of the last place only
         arrays = arrays_of(dtype, len(placement))
         right = cd.reduce(arrays, op, options=options)
         value = cd.PerReplica([placed(library, *pair) for pair in zip(arrays, placement, strict=True)])

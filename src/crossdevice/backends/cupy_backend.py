@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,6 +29,10 @@ class CupyBackend(ArrayApiBackend):
         """CuPy computes on the current device."""
         where: AbstractContextManager[Any] = cupy.cuda.Device(device.index)
         return where
+
+    def signature(self, array: Any) -> Hashable:
+        """CuPy's devices cannot be hashed; their numbers can."""
+        return type(array), array.dtype, array.shape, array.device.id
 
     def check_array(self, array: Any, where: str) -> None:
         """CuPy can hold bfloat16, but computes with it only in part."""

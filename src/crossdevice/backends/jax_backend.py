@@ -28,7 +28,8 @@ class JaxBackend(ArrayApiBackend):
     is shared stays as it is. Inputs are always copied: those a computation may be given to overwrite.
 
     Without `jax_enable_x64` JAX has no 64-bit dtypes: what is float64 elsewhere, a mean of 32-bit
-    integers, becomes float32, as it does in `jnp.mean`.
+    integers, becomes float32, as it does in `jnp.mean`. On GPUs XLA divides float32 to within a unit of the
+    last place only, which means of 8- and 16-bit integers show.
     """
 
     name = "jax"
