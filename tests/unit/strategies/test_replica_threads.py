@@ -330,9 +330,11 @@ def test_a_deadline_covers_runs_of_many_quick_calls(strategy):
 # -------------------------------------------------------------------- Ctrl-C
 
 INTERRUPTED = """
-    import sys, threading, time, traceback
+    import signal, sys, threading, time, traceback
     import numpy as np
     import crossdevice as cd
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been ignored by whoever runs the tests
 
     def ready():
         print("ready", flush=True)
@@ -401,7 +403,8 @@ def test_ctrl_c_works_at_every_point(point):
 @posix
 def test_ctrl_c_while_nothing_catches_it_ends_the_program():
     code = """
-import time, crossdevice as cd
+import signal, time, crossdevice as cd
+signal.signal(signal.SIGINT, signal.default_int_handler)
 strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
 strategy.run(lambda: (print("ready", flush=True), time.sleep(60)))
 """
