@@ -334,7 +334,7 @@ INTERRUPTED = """
     import numpy as np
     import crossdevice as cd
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been ignored by whoever runs the tests
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a runner may ignore it
 
     def ready():
         print("ready", flush=True)
