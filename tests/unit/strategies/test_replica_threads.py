@@ -44,7 +44,12 @@ def replica_threads():
 
 
 def running_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("replica ")]
+    found = [thread for thread in threading.enumerate() if thread.name.startswith("replica ")]
+    return [thread for thread in found if thread not in EARLIER]
+
+
+EARLIER = set()
+"""Threads of strategies that other tests left behind."""
 
 
 def notes_of(error):
@@ -53,6 +58,8 @@ def notes_of(error):
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
+    EARLIER.clear()
+    EARLIER.update(running_threads())
     before = set(running_threads())
     yield
     gc.collect()
