@@ -1,0 +1,308 @@
+"""A group of processes that make the same calls: numbered, compared, and not waited for beyond a deadline."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import numpy as np
+from typing_extensions import Self
+
+from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
+from crossdevice.process_groups.board import Note, odd_ones_out, roll_call
+from crossdevice.process_groups.courier import Courier, Errand
+from crossdevice.process_groups.protocol import Engine, Message
+
+Checks = Literal["new", "always", "off"]
+CHECKS: tuple[Checks, ...] = ("new", "always", "off")
+
+TIMEOUT_SECONDS = 300.0
+"""The deadline of a call that was given none."""
+
+PATIENCE_SECONDS = 0.25
+"""How long a call may take before its rank puts up a note; quick calls put up none."""
+
+GRACE_SECONDS = 2.0
+"""How long others get to put up their notes before one who has given up reads them."""
+
+LATER_SECONDS = 10.0
+"""By how much an engine's own deadline is later than ours."""
+
+NAME_BYTES = 96
+"""Of a host's name and process, cut or filled up to it."""
+
+
+class ProcessGroup:
+    """The ranks that take part in reductions, each of them a process with devices of its own.
+
+    Every rank makes the same calls in the same order. A group counts them, so that it can tell a rank that
+    makes another call from one that is late. After an error in which data may still be on its way the
+    group is broken: later calls are refused, and a new group has to be formed.
+
+    Args:
+        timeout_seconds: the deadline of each call, unless its options say otherwise.
+        checks: `"new"` compares what ranks call before data moves, the first time each kind of call is
+            made; `"always"` does so each time; `"off"` never does.
+    """
+
+    def __init__(
+        self, engine: Engine, *, timeout_seconds: float = TIMEOUT_SECONDS, checks: Checks = "new"
+    ) -> None:
+        if checks not in CHECKS:
+            raise OptionError(f"checks must be one of {', '.join(CHECKS)}; got {checks!r}")
+        self._engine = engine
+        self.rank = engine.rank
+        self.size = engine.size
+        self.timeout_seconds = timeout_seconds
+        self.checks = checks
+        self.agreed: dict[tuple[bytes, int], tuple[int, ...]] = {}
+        self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._broken: str | None = None
+        self._carrying = Courier(f"crossdevice rank {self.rank}")
+        self._noting = Courier(f"crossdevice notes of rank {self.rank}")
+        self.members = self._introduced()
+
+    @property
+    def engine_name(self) -> str:
+        """The engine, as users know it."""
+        return self._engine.name
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether an error has left the group unusable."""
+        return self._broken is not None
+
+    @contextmanager
+    def call(self, what: str, signature: bytes, timeout_seconds: float | None = None) -> Iterator[Call]:
+        """The next call of this group; one at a time.
+
+        Args:
+            what: for people, such as "reduce SUM of 3 values".
+            signature: equal on all ranks whose calls fit together.
+        """
+        with self._lock:
+            if self._broken is not None:
+                raise ProcessGroupError(
+                    f"this group is broken, so a new one has to be formed: {self._broken}"
+                )
+            seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+            call = Call(self, self._num_calls, what, signature, seconds)
+            self._num_calls += 1
+            yield call
+
+    def close(self) -> None:
+        """Ends the group on this rank. What is still on its way is given up."""
+        with self._lock:
+            if self._broken != "it was closed":
+                self._broken = "it was closed"
+                for courier in (self._carrying, self._noting):
+                    courier.dismiss()
+                self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ProcessGroup: rank {self.rank} of {self.size} on {self.engine_name}>"
+
+    def _introduced(self) -> tuple[str, ...]:
+        """Ranks with their hosts and processes, by which errors name them."""
+        own = f"{socket.gethostname()}, process {os.getpid()}".encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+        with self.call("form a group", b"introduction") as call:
+            names = call.all_gather(own)
+        return tuple(
+            f"rank {rank} ({name.rstrip(bytes(1)).decode(errors='replace')})"
+            for rank, name in enumerate(names)
+        )
+
+    # ---------------------------------------------------------------- what a call asks for
+
+    def _exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> None:
+        left = call.seconds_left()
+        # The engine's own deadline comes after ours, which knows who is missing.
+        errand = self._carrying.send(
+            lambda: self._engine.exchange(sends, receives, tag, left + LATER_SECONDS)
+        )
+        try:
+            if not errand.wait(min(PATIENCE_SECONDS, left)):
+                self._wait_watching(call, errand)
+            errand.result()
+        except (MismatchError, DeadlineError) as error:
+            self._break(str(error))
+            raise
+        except Exception as error:
+            raise self._lost(call, error) from error
+        except BaseException:
+            self._break(f"call {call.number} ({call.what}) was interrupted")
+            raise
+
+    def _wait_watching(self, call: Call, errand: Errand) -> None:
+        """Waits with a note on the board, and an eye on what others put there."""
+        watch = _Watch(self, call)
+        while True:
+            watch.look()
+            odd = watch.odd_ones_out()
+            if odd is not None:
+                raise MismatchError(f"call {call.number} is not the same on all ranks: {odd}")
+            if errand.wait(min(PATIENCE_SECONDS, max(call.seconds_left(), 0.01))):
+                return
+            if call.seconds_left() <= 0:
+                # Those who came just before the deadline have put up no note yet.
+                if errand.wait(PATIENCE_SECONDS):
+                    return
+                watch.gave_up = "its deadline passed"
+                watch.look_for(GRACE_SECONDS)
+                raise DeadlineError(
+                    f"call {call.number} ({call.what}) was not done in {call.timeout_seconds:g} seconds: "
+                    f"{watch.roll_call()}"
+                )
+
+    def _lost(self, call: Call, error: Exception) -> ProcessGroupError:
+        """The engine failed, most often because a rank is gone: the ranks that put up no note."""
+        watch = _Watch(self, call)
+        watch.gave_up = "it lost contact"
+        watch.look_for(GRACE_SECONDS)
+        odd = watch.odd_ones_out()
+        found = f"the calls differ: {odd}" if odd is not None else watch.roll_call()
+        first_line = str(error).strip().partition("\n")[0]
+        text = f"call {call.number} ({call.what}) lost contact: {found} ({self.engine_name}: {first_line})"
+        self._break(text)
+        return ProcessGroupError(text)
+
+    def _break(self, why: str) -> None:
+        """Nothing is sent after this; whoever still carries something is left to it."""
+        self._broken = why
+
+    def _note(self, note: Note) -> dict[int, Note] | None:
+        """Puts up this rank's note and reads all; None if the board cannot be reached."""
+
+        def visited() -> dict[int, str]:
+            self._engine.post(note.written())
+            return dict(self._engine.notes())
+
+        errand = self._noting.send(visited)
+        if not errand.wait(GRACE_SECONDS):
+            self._noting = Courier(f"crossdevice notes of rank {self.rank}")
+            return None
+        try:
+            return {rank: Note.read(text) for rank, text in errand.result().items()}
+        except Exception:  # the engine's own: the rank that keeps the board may be the one that is gone
+            return None
+
+
+class Call:
+    """One call that all ranks make together: exchanges of bytes, each with tags of its own."""
+
+    def __init__(
+        self, group: ProcessGroup, number: int, what: str, signature: bytes, timeout_seconds: float
+    ) -> None:
+        self.group = group
+        self.number = number
+        self.what = what
+        self.signature = signature
+        self.timeout_seconds = timeout_seconds
+        self._end = time.monotonic() + timeout_seconds
+        self._phase = 0
+
+    def seconds_left(self) -> float:
+        """Until the deadline."""
+        return self._end - time.monotonic()
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Sends and receives all at once.
+
+        Ranks whose calls differ in number or signature use other tags: they wait for each other until one
+        of them says so, and never take each other's bytes.
+        """
+        self._phase += 1
+        key = b"%d %d " % (self.number, self._phase) + self.signature
+        digest = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
+        tag = digest % (self.group._engine.largest_tag + 1)
+        if sends or receives:
+            self.group._exchange(self, sends, receives, tag)
+
+    def all_gather(self, record: bytes) -> list[bytes]:
+        """Every rank's record, all of one length."""
+        own = np.frombuffer(record, np.uint8)
+        rooms = {rank: np.empty(len(record), np.uint8) for rank in self.others()}
+        self.exchange(
+            [Message(rank, own) for rank in rooms], [Message(rank, room) for rank, room in rooms.items()]
+        )
+        return [rooms[rank].tobytes() if rank in rooms else record for rank in range(self.group.size)]
+
+    def all_gather_uneven(self, record: bytes) -> list[bytes]:
+        """Every rank's record, of any lengths."""
+        lengths = [
+            int.from_bytes(length, "little") for length in self.all_gather(len(record).to_bytes(8, "little"))
+        ]
+        own = np.frombuffer(record, np.uint8)
+        rooms = {rank: np.empty(lengths[rank], np.uint8) for rank in self.others()}
+        self.exchange(
+            [Message(rank, own) for rank in rooms if own.size],
+            [Message(rank, room) for rank, room in rooms.items() if room.size],
+        )
+        return [rooms[rank].tobytes() if rank in rooms else record for rank in range(self.group.size)]
+
+    def others(self) -> list[int]:
+        """The other ranks, the next one first, so that not all of them start with the same."""
+        rank, size = self.group.rank, self.group.size
+        return [(rank + step) % size for step in range(1, size)]
+
+
+class _Watch:
+    """One rank's view of the board while it waits."""
+
+    def __init__(self, group: ProcessGroup, call: Call) -> None:
+        self._group = group
+        self._call = call
+        self._beat = 0
+        self._notes: dict[int, Note] = {}
+        self._fresh: dict[int, bool] = {}
+        self._is_reachable = True
+        self.gave_up = ""
+
+    def look(self) -> None:
+        """Puts up a note and reads the others'."""
+        call = self._call
+        mine = Note(call.number, call.what, call.signature.hex(), self._beat, self.gave_up)
+        self._beat += 1
+        found = self._group._note(mine)
+        self._is_reachable = found is not None
+        for rank, note in (found or {}).items():
+            if self._notes.get(rank) != note:
+                self._fresh[rank] = True
+            self._notes[rank] = note
+        self._notes[self._group.rank] = mine
+
+    def look_for(self, seconds: float) -> None:
+        """Looks until the others had time to say where they are; whoever says nothing new is not fresh."""
+        self._fresh = {self._group.rank: True}
+        end = time.monotonic() + seconds
+        self.look()
+        while time.monotonic() < end and len(self._fresh) < self._group.size:
+            time.sleep(PATIENCE_SECONDS / 2)
+            self.look()
+
+    def odd_ones_out(self) -> str | None:
+        """How the ranks at this call differ in it, as far as their notes tell."""
+        return odd_ones_out(self._notes, self._group.rank)
+
+    def roll_call(self) -> str:
+        """Which ranks are where."""
+        known = roll_call(self._notes, self._fresh, self._group.members, self._call.number)
+        return (
+            known
+            if self._is_reachable
+            else f"the board of notes cannot be reached; as far as it was read, {known}"
+        )

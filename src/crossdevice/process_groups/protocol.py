@@ -1,0 +1,46 @@
+"""What crossdevice asks of an engine between processes: to exchange bytes, and a board for notes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+
+class Message(NamedTuple):
+    """Memory that goes to, or comes from, another rank: a contiguous host array, seen as its bytes."""
+
+    peer: int
+    memory: NDArray[Any]
+
+
+class Engine(Protocol):
+    """How the ranks of one group reach each other. All calls block; each comes from one thread at a time."""
+
+    name: str
+    """As users know it: "gloo", "Open MPI"."""
+
+    rank: int
+    size: int
+
+    largest_tag: int
+    """Tags are whole numbers from 0 to this one, at least 32767."""
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
+    ) -> None:
+        """Sends and receives all at once, and returns when all memory may be used again.
+
+        Between two ranks, messages of one tag arrive in order; messages of another tag are never taken for
+        them. An engine may come back late, or never: the caller does not rely on `timeout_seconds`.
+        """
+
+    def post(self, note: str) -> None:
+        """Puts this rank's note on the board in place of its last one, whatever other ranks are doing."""
+
+    def notes(self) -> Mapping[int, str]:
+        """The latest note of every rank that has put one up."""
+
+    def close(self) -> None:
+        """Gives up what belongs to the engine; other ranks need not take part."""
