@@ -8,6 +8,7 @@ array([2., 3.], dtype=float32)
 
 from crossdevice.algorithms.all_reduce_cross_device_ops import AllReduceCrossDeviceOps
 from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.algorithms.direct_all_reduce import DirectAllReduce
 from crossdevice.algorithms.halving_doubling_all_reduce import HalvingDoublingAllReduce
 from crossdevice.algorithms.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AllReduceCrossDeviceOps",
+    "CollectiveAllReduce",
     "CommunicationImplementation",
     "CommunicationOptions",
     "CrossDeviceOps",

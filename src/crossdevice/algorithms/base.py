@@ -9,6 +9,7 @@ from typing import Any
 
 from crossdevice.errors import ConversionError
 from crossdevice.execution.batch import Request, check_batch, checked_leaves, reduce_batch
+from crossdevice.execution.between_processes import BetweenProcesses
 from crossdevice.execution.copying import copied_into, copied_to, shared_with
 from crossdevice.execution.destinations import read_destinations
 from crossdevice.execution.explaining import explained
@@ -24,6 +25,7 @@ from crossdevice.plans.packing import Packing
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.rounds import Round
 from crossdevice.plans.steps import Buffer
+from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, PerReplica
 from crossdevice.values.dtypes import result_dtype
@@ -36,6 +38,8 @@ logger = logging.getLogger("crossdevice")
 
 MAX_KEPT = 1024
 """Prepared reductions an object keeps; a program with more signatures starts over."""
+
+_KEPT = ("_kept", "_calls", "_between")
 
 
 class CrossDeviceOps:
@@ -51,17 +55,19 @@ class CrossDeviceOps:
     packing: Packing = Packing()
     reduce_to_device: Device | None = None
     accumulation_fn: Callable[[tuple[Any, ...]], Any] | None = None
+    group: ProcessGroup | None = None
+    """Other processes whose replicas take part in every reduction and gather."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What was prepared for other settings is forgotten."""
         object.__setattr__(self, name, value)
         if not name.startswith("_"):
-            self.__dict__.pop("_kept", None)
-            self.__dict__.pop("_calls", None)
+            for kept in _KEPT:
+                self.__dict__.pop(kept, None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Its settings; what was prepared is prepared again."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_calls")}
+        return {name: value for name, value in self.__dict__.items() if name not in _KEPT}
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
         """Plans one pack: a buffer on each destination that holds the sum of all `build.inputs`."""
@@ -72,6 +78,19 @@ class CrossDeviceOps:
     def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round] | None:  # noqa: ARG002
         """An all-reduce on all of a topology as rounds, to time thousands of devices; None if unknown."""
         return None
+
+    def chosen_options(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        """The options that count when a call is given these; None stands for none."""
+        return as_options(options)
+
+    def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions | None = None) -> Any:
+        """One process's value, on every process of the group; all bring one of the same shapes and dtypes."""
+        check_cross_replica("value_of_rank")
+        return (
+            value
+            if self.group is None
+            else self._between.value_of_rank(value, rank, self.chosen_options(options))
+        )
 
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:  # noqa: ARG002
         """Why values on these devices are not reduced by this algorithm's own means; None if they are."""
@@ -144,7 +163,7 @@ class CrossDeviceOps:
         """
         check_cross_replica("broadcast")
         devices = read_destinations(destinations)
-        shares = as_options(options).share_results
+        shares = self.chosen_options(options).share_results
         if isinstance(tensor, PerReplica):
             raise ConversionError(
                 "broadcast takes one value; a PerReplica has a different one for each replica"
@@ -164,9 +183,12 @@ class CrossDeviceOps:
     ) -> Any:
         """Concatenates a value's replicas along `axis`, in which they may differ, on each destination."""
         check_cross_replica("gather")
-        as_options(options)
+        chosen = self.chosen_options(options)
         pairs, rebuilt = spread_pairs([(per_replica_value, destinations)])
-        return rebuilt([gathered(value, read_destinations(target), axis) for value, target in pairs])[0]
+        targets = [(value, read_destinations(target)) for value, target in pairs]
+        if self.group is not None:
+            return rebuilt([self._between.gather(value, to, axis, chosen) for value, to in targets])[0]
+        return rebuilt([gathered(value, to, axis) for value, to in targets])[0]
 
     def explain(
         self,
@@ -176,7 +198,7 @@ class CrossDeviceOps:
         reduce_op: ReduceOp | str = ReduceOp.SUM,
     ) -> str:
         """What `reduce` would do with this value, as text; nothing is computed."""
-        op, chosen = ReduceOp(reduce_op), as_options(options)
+        op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
         pairs, _ = spread_pairs([(per_replica_value, destinations)])
         requests = [Request(read_value(value), read_destinations(target)) for value, target in pairs]
         return "\n\n".join(explained(request, op, chosen, self) for request in requests)
@@ -250,10 +272,10 @@ class CrossDeviceOps:
 
     def _remember(self, key: Any, reduce_op: Any, value: Any, destinations: Any, options: Any) -> None:
         """Keeps what the next call with this key needs, if it is one dense value of our own doing."""
-        if self.accumulation_fn is not None or self._overrides_hooks():
+        if self.accumulation_fn is not None or self.group is not None or self._overrides_hooks():
             return
         request = Request(read_value(value), read_destinations(destinations))
-        op, chosen = ReduceOp(reduce_op), as_options(options)
+        op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
         leaves = checked_leaves(request, op, chosen)
         if request.value.structure is None and isinstance(leaves[0], Dense):
             if len(self._calls) >= MAX_KEPT:
@@ -265,6 +287,11 @@ class CrossDeviceOps:
     @functools.cached_property
     def _calls(self) -> dict[Any, RememberedCall]:
         return {}
+
+    @functools.cached_property
+    def _between(self) -> BetweenProcesses:
+        assert self.group is not None
+        return BetweenProcesses(self.group)
 
     @functools.cached_property
     def _kept(self) -> dict[Any, PreparedReduction]:
@@ -300,12 +327,14 @@ class CrossDeviceOps:
         call: str,
     ) -> list[Any]:
         check_cross_replica(call)
-        op, chosen = ReduceOp(reduce_op), as_options(options)
+        op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
         spread, rebuilt = spread_pairs(pairs)
         requests = [
             Request(read_value(value), read_destinations(destinations), out)
             for (value, destinations), out in zip(spread, spread_outs(pairs, outs), strict=True)
         ]
+        if self.group is not None:
+            return rebuilt(self._between.reduce(requests, op, chosen))
         if self._overrides_hooks():
             return rebuilt(
                 self._reduce_by_hooks(op, requests, [target for _, target in spread], chosen, call)

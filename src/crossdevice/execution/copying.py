@@ -30,7 +30,7 @@ def shared_with(value: Any, destinations: tuple[Device, ...]) -> Any:
 def _on_each(
     value: Any, destinations: tuple[Device, ...], place: Callable[[Backend, Array, Device, Device], Array]
 ) -> Any:
-    read = read_value(_component(value))
+    read = read_value(component_of(value))
     (source,) = read.devices
     backends = [_checked_backend(leaf, read.devices, destinations) for leaf in read.leaves]
     with recorded(Work("copy", "broadcast", (source, *destinations))):
@@ -43,7 +43,7 @@ def _on_each(
 
 def copied_into(value: Any, destinations: tuple[Device, ...], out: Any) -> Any:
     """The value, written to the arrays of `out`."""
-    read = read_value(_component(value))
+    read = read_value(component_of(value))
     outs = read_out(out, read, destinations)
     specs: list[LeafSpec] = []
     for leaf, arrays in zip(read.leaves, outs, strict=True):
@@ -70,7 +70,8 @@ def _device_of(spec: LeafSpec, arrays: Any, target: Array) -> Device:
     return next(device for device, array in zip(spec.destinations, arrays, strict=True) if array is target)
 
 
-def _component(value: Any) -> Any:
+def component_of(value: Any) -> Any:
+    """The value itself; of one that delegates, the component that counts here."""
     return value.current() if isinstance(value, DelegatingValues) else value
 
 

@@ -34,6 +34,7 @@ class SparseReduction:
     op: ReduceOp
     precision: Precision
     dense_shape: tuple[int, ...] | None
+    num_replicas: int
 
     def run(self, at: Device, destinations: Sequence[Device]) -> list[Any]:
         """All rows on device `at`, divided for a mean, then copied to each destination."""
@@ -41,7 +42,7 @@ class SparseReduction:
         values = backend.concat([backend.copy(part.values, at) for part in self.slices], 0, at)
         if self.op is ReduceOp.MEAN:
             dtype = result_dtype(backend.dtype_of(values), self.op)
-            recipe = Recipe(ReduceOp.SUM, self.precision, len(self.slices))
+            recipe = Recipe(ReduceOp.SUM, self.precision, self.num_replicas)
             shape = backend.shape_of(values)
             values = backend.reshape(combine(backend, [backend.flat(values)], recipe, dtype, at), shape)
         indices = [backend.copy(part.indices, at) for part in self.slices]
@@ -76,7 +77,7 @@ def check_sparse(
     check_agreement(
         [part.dense_shape for part in slices], devices, "dense_shape", ShapeMismatchError, str, leaf.path
     )
-    return SparseReduction(slices, backend, op, precision, usual)
+    return SparseReduction(slices, backend, op, precision, usual, len(slices))
 
 
 def densified(leaf: Leaf, devices: Sequence[Device]) -> Leaf:

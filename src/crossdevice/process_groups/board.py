@@ -10,7 +10,8 @@ from typing import NamedTuple
 class Note(NamedTuple):
     """Where a rank is: the number of its call, what it calls, and how often it has said so.
 
-    `signature` is equal on two ranks only if their calls fit together. `gave_up` says why it waits no more.
+    `signature` is equal on two ranks only if their calls fit together, and empty for a rank that makes no
+    more calls. `gave_up` says why it waits no more.
     """
 
     call: int
@@ -36,7 +37,9 @@ def odd_ones_out(notes: Mapping[int, Note], mine: int, members: Sequence[str]) -
     >>> odd_ones_out(notes, 0, ["rank 0 (here)", "rank 1 (there)", "rank 2 (there)"])
     'rank 1 (there) calls gather; ranks 0, 2 call reduce'
     """
-    here = {rank: note for rank, note in sorted(notes.items()) if note.call == notes[mine].call}
+    here = {
+        rank: note for rank, note in sorted(notes.items()) if note.signature and note.call == notes[mine].call
+    }
     groups: dict[str, list[int]] = {}
     for rank, note in here.items():
         groups.setdefault(note.signature, []).append(rank)

@@ -31,6 +31,8 @@ PATIENCE_SECONDS = 0.25
 GRACE_SECONDS = 2.0
 """How long others get to put up their notes before one who has given up reads them."""
 
+DEADLINE_PASSED = "its deadline passed"
+
 LATER_SECONDS = 10.0
 """By how much an engine's own deadline is later than ours."""
 
@@ -99,6 +101,13 @@ class ProcessGroup:
             self._num_calls += 1
             yield call
 
+    def give_up(self, why: str) -> None:
+        """Breaks the group and tells the others, who would wait for this rank until their deadlines."""
+        with self._lock:
+            if self._broken is None:
+                self._break(why)
+                self._note(Note(self._num_calls, "nothing more", "", 0, why))
+
     def close(self) -> None:
         """Ends the group on this rank. What is still on its way is given up."""
         with self._lock:
@@ -156,13 +165,15 @@ class ProcessGroup:
             odd = watch.odd_ones_out()
             if odd is not None:
                 raise MismatchError(f"call {call.number} is not the same on all ranks: {odd}")
+            if watch.quitters():
+                raise _GaveUpError(watch.quitters())
             if errand.wait(min(PATIENCE_SECONDS, max(call.seconds_left(), 0.01))):
                 return
             if call.seconds_left() <= 0:
                 # Those who came just before the deadline have put up no note yet.
                 if errand.wait(PATIENCE_SECONDS):
                     return
-                watch.gave_up = "its deadline passed"
+                watch.gave_up = DEADLINE_PASSED
                 watch.look_for(GRACE_SECONDS)
                 raise DeadlineError(
                     f"call {call.number} ({call.what}) was not done in {call.timeout_seconds:g} seconds: "
@@ -170,14 +181,15 @@ class ProcessGroup:
                 )
 
     def _lost(self, call: Call, error: Exception) -> ProcessGroupError:
-        """The engine failed, most often because a rank is gone: the ranks that put up no note."""
+        """The engine failed, or another rank gave up; most often a rank is gone, which puts up no note."""
         watch = _Watch(self, call)
         watch.gave_up = "it lost contact"
         watch.look_for(GRACE_SECONDS)
         odd = watch.odd_ones_out()
         found = f"the calls differ: {odd}" if odd is not None else watch.roll_call()
         first_line = str(error).strip().partition("\n")[0]
-        text = f"call {call.number} ({call.what}) lost contact: {found} ({self.engine_name}: {first_line})"
+        reason = first_line if isinstance(error, _GaveUpError) else f"{self.engine_name}: {first_line}"
+        text = f"call {call.number} ({call.what}) lost contact: {found} ({reason})"
         self._break(text)
         return ProcessGroupError(text)
 
@@ -263,6 +275,10 @@ class Call:
         return [(rank + step) % size for step in range(1, size)]
 
 
+class _GaveUpError(Exception):
+    """Another rank has said that it will not come."""
+
+
 class _Watch:
     """One rank's view of the board while it waits."""
 
@@ -300,6 +316,14 @@ class _Watch:
     def odd_ones_out(self) -> str | None:
         """How the ranks at this call differ in it, as far as their notes tell."""
         return odd_ones_out(self._notes, self._group.rank, self._group.members)
+
+    def quitters(self) -> str:
+        """Ranks that have given up, and why; not those whose deadline has passed, as ours will too."""
+        return "; ".join(
+            f"{self._group.members[rank]} gave up: {note.gave_up}"
+            for rank, note in sorted(self._notes.items())
+            if note.gave_up not in ("", DEADLINE_PASSED)
+        )
 
     def roll_call(self) -> str:
         """Which ranks are where."""
