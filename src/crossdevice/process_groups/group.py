@@ -180,16 +180,20 @@ class ProcessGroup:
                     f"{watch.roll_call()}"
                 )
 
-    def _lost(self, call: Call, error: Exception) -> ProcessGroupError:
+    def _lost(self, call: Call, error: Exception) -> ProcessGroupError | MismatchError:
         """The engine failed, or another rank gave up; most often a rank is gone, which puts up no note."""
         watch = _Watch(self, call)
         watch.gave_up = "it lost contact"
         watch.look_for(GRACE_SECONDS)
         odd = watch.odd_ones_out()
-        found = f"the calls differ: {odd}" if odd is not None else watch.roll_call()
+        if odd is not None:  # whoever saw it first has hung up
+            text = f"call {call.number} is not the same on all ranks: {odd}"
+            self._break(text)
+            return MismatchError(text)
         first_line = str(error).strip().partition("\n")[0]
         reason = first_line if isinstance(error, _GaveUpError) else f"{self.engine_name}: {first_line}"
-        text = f"call {call.number} ({call.what}) lost contact: {found} ({reason})"
+        late = watch.waited_in_vain()
+        text = f"call {call.number} ({call.what}) lost contact: {late}{watch.roll_call()} ({reason})"
         self._break(text)
         return ProcessGroupError(text)
 
@@ -323,6 +327,14 @@ class _Watch:
             f"{self._group.members[rank]} gave up: {note.gave_up}"
             for rank, note in sorted(self._notes.items())
             if note.gave_up not in ("", DEADLINE_PASSED)
+        )
+
+    def waited_in_vain(self) -> str:
+        """Ranks whose deadline has passed before this one came."""
+        return "".join(
+            f"{self._group.members[rank]} gave up, since its deadline passed; "
+            for rank, note in sorted(self._notes.items())
+            if note.gave_up == DEADLINE_PASSED
         )
 
     def roll_call(self) -> str:
