@@ -162,9 +162,11 @@ class ProcessGroup:
         watch = _Watch(self, call)
         while True:
             watch.look()
-            odd = watch.odd_ones_out()
-            if odd is not None:
-                raise MismatchError(f"call {call.number} is not the same on all ranks: {odd}")
+            if watch.odd_ones_out() is not None:
+                watch.look_until_all_came(GRACE_SECONDS)  # with two of three one cannot tell who is odd
+                raise MismatchError(
+                    f"call {call.number} is not the same on all ranks: {watch.odd_ones_out()}"
+                )
             if watch.quitters():
                 raise _GaveUpError(watch.quitters())
             if errand.wait(min(PATIENCE_SECONDS, max(call.seconds_left(), 0.01))):
@@ -315,6 +317,15 @@ class _Watch:
         self.look()
         while time.monotonic() < end and len(self._fresh) < self._group.size:
             time.sleep(PATIENCE_SECONDS / 2)
+            self.look()
+
+    def look_until_all_came(self, seconds: float) -> None:
+        """Looks until all ranks have put up a note at this call, but no longer than that."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if sum(note.call >= self._call.number for note in self._notes.values()) == self._group.size:
+                return
+            time.sleep(PATIENCE_SECONDS / 5)
             self.look()
 
     def odd_ones_out(self) -> str | None:
