@@ -18,6 +18,7 @@ from crossdevice.algorithms.ring_all_reduce import RingAllReduce
 from crossdevice.algorithms.tree_all_reduce import TreeAllReduce
 from crossdevice.execution.tracing import flight_record, trace
 from crossdevice.functions import all_reduce, broadcast, gather, reduce, to_dense
+from crossdevice.process_groups import cluster
 from crossdevice.strategies.choosing import choose
 from crossdevice.strategies.current import (
     get_replica_context,
@@ -69,6 +70,7 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "choose",
+    "cluster",
     "flight_record",
     "gather",
     "get_replica_context",

@@ -30,12 +30,12 @@ class Note(NamedTuple):
         return cls(*json.loads(text))
 
 
-def odd_ones_out(notes: Mapping[int, Note], mine: int) -> str | None:
+def odd_ones_out(notes: Mapping[int, Note], mine: int, members: Sequence[str]) -> str | None:
     """How the ranks at my call differ in it; None if they do not.
 
     >>> notes = {0: Note(3, "reduce", "a", 0), 1: Note(3, "gather", "b", 0), 2: Note(3, "reduce", "a", 0)}
-    >>> odd_ones_out(notes, 0)
-    'rank 1 calls gather; ranks 0, 2 call reduce'
+    >>> odd_ones_out(notes, 0, ["rank 0 (here)", "rank 1 (there)", "rank 2 (there)"])
+    'rank 1 (there) calls gather; ranks 0, 2 call reduce'
     """
     here = {
         rank: note for rank, note in sorted(notes.items()) if note.signature and note.call == notes[mine].call
@@ -47,7 +47,9 @@ def odd_ones_out(notes: Mapping[int, Note], mine: int) -> str | None:
         return None
     smallest_first = sorted(groups.values(), key=len)
     return "; ".join(
-        f"{ranks_named(ranks)} {'calls' if len(ranks) == 1 else 'call'} {here[ranks[0]].what}"
+        f"{members[ranks[0]]} calls {here[ranks[0]].what}"
+        if len(ranks) == 1
+        else f"{ranks_named(ranks)} call {here[ranks[0]].what}"
         for ranks in smallest_first
     )
 

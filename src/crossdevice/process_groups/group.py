@@ -71,6 +71,7 @@ class ProcessGroup:
         self._broken: str | None = None
         self._carrying = Courier(f"crossdevice rank {self.rank}")
         self._noting = Courier(f"crossdevice notes of rank {self.rank}")
+        self._visit: Errand | None = None
         self.members = self._introduced()
 
     @property
@@ -196,6 +197,7 @@ class ProcessGroup:
     def _break(self, why: str) -> None:
         """Nothing is sent after this; whoever still carries something is left to it."""
         self._broken = why
+        self._engine.abandon()
 
     def _note(self, note: Note) -> dict[int, Note] | None:
         """Puts up this rank's note and reads all; None if the board cannot be reached."""
@@ -204,12 +206,13 @@ class ProcessGroup:
             self._engine.post(note.written())
             return dict(self._engine.notes())
 
-        errand = self._noting.send(visited)
-        if not errand.wait(GRACE_SECONDS):
-            self._noting = Courier(f"crossdevice notes of rank {self.rank}")
+        if self._visit is None:  # else the last one has not come back yet
+            self._visit = self._noting.send(visited)
+        if not self._visit.wait(GRACE_SECONDS):
             return None
+        visit, self._visit = self._visit, None
         try:
-            return {rank: Note.read(text) for rank, text in errand.result().items()}
+            return {rank: Note.read(text) for rank, text in visit.result().items()}
         except Exception:  # the engine's own: the rank that keeps the board may be the one that is gone
             return None
 
@@ -313,7 +316,7 @@ class _Watch:
 
     def odd_ones_out(self) -> str | None:
         """How the ranks at this call differ in it, as far as their notes tell."""
-        return odd_ones_out(self._notes, self._group.rank)
+        return odd_ones_out(self._notes, self._group.rank, self._group.members)
 
     def someone_gave_up(self) -> bool:
         """Whether a rank will not come; one whose deadline has passed does not count, as ours will too."""

@@ -42,5 +42,8 @@ class Engine(Protocol):
     def notes(self) -> Mapping[int, str]:
         """The latest note of every rank that has put one up."""
 
+    def abandon(self) -> None:
+        """Told when an error has left something on its way; called from any thread, and must not block."""
+
     def close(self) -> None:
         """Gives up what belongs to the engine; other ranks need not take part."""

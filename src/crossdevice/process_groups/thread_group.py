@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crossdevice.errors import OptionError
 from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.launchers import Launch
 from crossdevice.process_groups.protocol import Message
 
 
@@ -64,8 +66,18 @@ class ThreadEngine:
         """All notes of the room."""
         return dict(self._room.notes)
 
+    def abandon(self) -> None:
+        """Whoever waits in the room goes on waiting until its deadline."""
+
     def close(self) -> None:
         """There is nothing to give up."""
+
+
+def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> ThreadEngine:  # noqa: ARG001
+    """A room for one: the engine of a process that is alone."""
+    if cluster.size > 1:
+        raise OptionError(f"threads reach no other processes; recognised {cluster.recognised}")
+    return ThreadEngine(Room(1), 0)
 
 
 def run_ranks(size: int, function: Callable[[ProcessGroup], Any], **options: Any) -> list[Any]:
