@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from typing_extensions import Self
@@ -63,7 +63,8 @@ class ProcessGroup:
         self.size = engine.size
         self.timeout_seconds = timeout_seconds
         self.checks = checks
-        self.agreed: dict[tuple[bytes, int], tuple[int, ...]] = {}
+        self.agreed: dict[Any, tuple[tuple[int, ...], ...]] = {}
+        """What ranks have compared: for each kind of call, the replicas that each rank has of each leaf."""
         self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
         self._lock = threading.Lock()
         self._num_calls = 0
@@ -167,8 +168,8 @@ class ProcessGroup:
                 raise MismatchError(
                     f"call {call.number} is not the same on all ranks: {watch.odd_ones_out()}"
                 )
-            if watch.quitters():
-                raise _GaveUpError(watch.quitters())
+            if watch.someone_gave_up():
+                raise _GaveUpError
             if errand.wait(min(PATIENCE_SECONDS, max(call.seconds_left(), 0.01))):
                 return
             if call.seconds_left() <= 0:
@@ -192,10 +193,9 @@ class ProcessGroup:
             text = f"call {call.number} is not the same on all ranks: {odd}"
             self._break(text)
             return MismatchError(text)
-        first_line = str(error).strip().partition("\n")[0]
-        reason = first_line if isinstance(error, _GaveUpError) else f"{self.engine_name}: {first_line}"
-        late = watch.waited_in_vain()
-        text = f"call {call.number} ({call.what}) lost contact: {late}{watch.roll_call()} ({reason})"
+        text = f"call {call.number} ({call.what}) lost contact: {watch.waited_in_vain()}{watch.roll_call()}"
+        if not isinstance(error, _GaveUpError):
+            text += f" ({self.engine_name}: {str(error).strip().partition(chr(10))[0]})"
         self._break(text)
         return ProcessGroupError(text)
 
@@ -332,13 +332,9 @@ class _Watch:
         """How the ranks at this call differ in it, as far as their notes tell."""
         return odd_ones_out(self._notes, self._group.rank, self._group.members)
 
-    def quitters(self) -> str:
-        """Ranks that have given up, and why; not those whose deadline has passed, as ours will too."""
-        return "; ".join(
-            f"{self._group.members[rank]} gave up: {note.gave_up}"
-            for rank, note in sorted(self._notes.items())
-            if note.gave_up not in ("", DEADLINE_PASSED)
-        )
+    def someone_gave_up(self) -> bool:
+        """Whether a rank will not come; one whose deadline has passed does not count, as ours will too."""
+        return any(note.gave_up not in ("", DEADLINE_PASSED) for note in self._notes.values())
 
     def waited_in_vain(self) -> str:
         """Ranks whose deadline has passed before this one came."""
