@@ -96,8 +96,13 @@ def agreed_call(
     compares = group.checks == "always" or (known is None and group.checks == "new")
     with group.call(description.what, COMPARING if compares else description.digest, timeout_seconds) as call:
         if compares:
+            if group.checks == "new":
+                call.what += f" ({sum(replicas)} arrays, for the first time)"
             known = group.agreed[key] = _compared(call, description, replicas)
             call.signature = description.digest
+            if len(set(known)) > 1:
+                # What is new to one rank may be known to another, as soon as they bring different numbers.
+                group.checks = "always"
         yield call, known or (replicas,) * group.size
 
 

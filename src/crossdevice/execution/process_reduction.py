@@ -145,7 +145,8 @@ class ProcessReduction:
     def _combined(self, call: Call, pack: _Pack, share: Sequence[Flat]) -> Flat:
         """The pack's result, combined from what all ranks contribute, in the order of ranks."""
         total = result_pool.empty(pack.num_elements, pack.result)
-        is_small = pack.num_elements * share[0].itemsize * len(share) <= SMALL_BYTES
+        most = max(pack.counts) if pack.partial is None else 1  # of any rank: all must choose alike
+        is_small = pack.num_elements * share[0].itemsize * most <= SMALL_BYTES
         edges = [0, pack.num_elements] if is_small else shard_edges(pack.num_elements, call.group.size)
         shards = [slice(*edges)] * call.group.size if is_small else list(map(slice, edges, edges[1:]))
         mine = shards[self._rank]

@@ -50,7 +50,8 @@ class ProcessGroup:
     Args:
         timeout_seconds: the deadline of each call, unless its options say otherwise.
         checks: `"new"` compares what ranks call before data moves, the first time each kind of call is
-            made; `"always"` does so each time; `"off"` never does.
+            made; `"always"` does so each time; `"off"` never does. Once ranks are found to bring different
+            numbers of replicas, `"new"` becomes `"always"`.
     """
 
     def __init__(
