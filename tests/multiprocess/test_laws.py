@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -12,6 +11,7 @@ import pytest
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.thread_group import Room, ThreadEngine, run_ranks
 from multiprocess import launching
+from multiprocess.launching import needs_mpi
 from multiprocess.laws import GROUP_LAWS
 from multiprocess.laws_of_reductions import REDUCTION_LAWS
 
@@ -20,10 +20,6 @@ ROWS = [("torch", 2), ("torch", 3), ("torch", 4), ("mpi", 2), ("mpi", 4)]
 LAUNCH_SECONDS = 240.0
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
-needs_mpi = pytest.mark.skipif(
-    importlib.util.find_spec("mpi4py") is None or launching.find_mpirun() is None,
-    reason="mpi4py and mpirun are not both here",
-)
 
 
 @pytest.fixture(scope="session")

@@ -164,9 +164,11 @@ class ProcessGroup:
         watch = _Watch(self, call)
         while True:
             watch.look()
-            odd = watch.odd_ones_out()
-            if odd is not None:
-                raise MismatchError(f"call {call.number} is not the same on all ranks: {odd}")
+            if watch.odd_ones_out() is not None:
+                watch.look_until_all_came(GRACE_SECONDS)  # with two of three one cannot tell who is odd
+                raise MismatchError(
+                    f"call {call.number} is not the same on all ranks: {watch.odd_ones_out()}"
+                )
             if watch.someone_gave_up():
                 raise _GaveUpError
             if errand.wait(min(PATIENCE_SECONDS, max(call.seconds_left(), 0.01))):
@@ -182,14 +184,17 @@ class ProcessGroup:
                     f"{watch.roll_call()}"
                 )
 
-    def _lost(self, call: Call, error: Exception) -> ProcessGroupError:
+    def _lost(self, call: Call, error: Exception) -> ProcessGroupError | MismatchError:
         """The engine failed, or another rank gave up; most often a rank is gone, which puts up no note."""
         watch = _Watch(self, call)
         watch.gave_up = "it lost contact"
         watch.look_for(GRACE_SECONDS)
         odd = watch.odd_ones_out()
-        found = f"the calls differ: {odd}" if odd is not None else watch.roll_call()
-        text = f"call {call.number} ({call.what}) lost contact: {found}"
+        if odd is not None:  # whoever saw it first has hung up
+            text = f"call {call.number} is not the same on all ranks: {odd}"
+            self._break(text)
+            return MismatchError(text)
+        text = f"call {call.number} ({call.what}) lost contact: {watch.waited_in_vain()}{watch.roll_call()}"
         if not isinstance(error, _GaveUpError):
             text += f" ({self.engine_name}: {str(error).strip().partition(chr(10))[0]})"
         self._break(text)
@@ -315,6 +320,15 @@ class _Watch:
             time.sleep(PATIENCE_SECONDS / 2)
             self.look()
 
+    def look_until_all_came(self, seconds: float) -> None:
+        """Looks until all ranks have put up a note at this call, but no longer than that."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if sum(note.call >= self._call.number for note in self._notes.values()) == self._group.size:
+                return
+            time.sleep(PATIENCE_SECONDS / 5)
+            self.look()
+
     def odd_ones_out(self) -> str | None:
         """How the ranks at this call differ in it, as far as their notes tell."""
         return odd_ones_out(self._notes, self._group.rank, self._group.members)
@@ -322,6 +336,14 @@ class _Watch:
     def someone_gave_up(self) -> bool:
         """Whether a rank will not come; one whose deadline has passed does not count, as ours will too."""
         return any(note.gave_up not in ("", DEADLINE_PASSED) for note in self._notes.values())
+
+    def waited_in_vain(self) -> str:
+        """Ranks whose deadline has passed before this one came."""
+        return "".join(
+            f"{self._group.members[rank]} gave up, since its deadline passed; "
+            for rank, note in sorted(self._notes.items())
+            if note.gave_up == DEADLINE_PASSED
+        )
 
     def roll_call(self) -> str:
         """Which ranks are where."""
