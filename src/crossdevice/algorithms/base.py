@@ -201,6 +201,8 @@ class CrossDeviceOps:
         op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
         pairs, _ = spread_pairs([(per_replica_value, destinations)])
         requests = [Request(read_value(value), read_destinations(target)) for value, target in pairs]
+        if self.group is not None:
+            return "\n\n".join(self._between.explained(request, op, chosen) for request in requests)
         return "\n\n".join(explained(request, op, chosen, self) for request in requests)
 
     # ---------------------------------------------------------------- hooks for subclasses

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import ConversionError, OptionError
 from crossdevice.execution.agreement import Description, LeafDescription, agreed_call
-from crossdevice.execution.batch import Request, check_batch
+from crossdevice.execution.batch import Request, check_batch, checked_leaves
 from crossdevice.execution.copying import component_of
 from crossdevice.execution.gathering import Gathering, check_gather
 from crossdevice.execution.intake import Leaf, one_backend, read_value
@@ -59,6 +59,22 @@ class BetweenProcesses:
             ]
             answers.append(wrapped(results, request.value.structure, to))
         return answers
+
+    def explained(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
+        """What `reduce` would send for one request, if every process has as many replicas as this one."""
+        group, here = self._group, len(request.value.devices)
+        checked = checked_leaves(request, op, options)
+        specs = [leaf.spec for leaf in checked if isinstance(leaf, Dense)]
+        counts = [(here,) * group.size] * len(specs)
+        lines = [
+            f"{op.name} of {here} replicas in each of {group.size} processes on {group.engine_name}, "
+            f"precision {options.precision}; this is rank {group.rank}"
+        ]
+        if len(specs) < len(checked):
+            lines.append(f"{len(checked) - len(specs)} sparse: all rows go to every process")
+        if specs:
+            lines += ProcessReduction(specs, op, options, counts, group.rank).explained()
+        return "\n".join(lines)
 
     def gather(
         self, value: Any, destinations: tuple[Device, ...], axis: int, options: CommunicationOptions
