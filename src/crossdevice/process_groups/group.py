@@ -15,9 +15,10 @@ import numpy as np
 from typing_extensions import Self
 
 from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
-from crossdevice.process_groups.board import Note, odd_ones_out, roll_call
+from crossdevice.process_groups.board import Note
 from crossdevice.process_groups.courier import Courier, Errand
 from crossdevice.process_groups.protocol import Engine, Message
+from crossdevice.process_groups.watch import DEADLINE_PASSED, PATIENCE_SECONDS, Watch
 
 Checks = Literal["new", "always", "off"]
 CHECKS: tuple[Checks, ...] = ("new", "always", "off")
@@ -25,13 +26,8 @@ CHECKS: tuple[Checks, ...] = ("new", "always", "off")
 TIMEOUT_SECONDS = 300.0
 """The deadline of a call that was given none."""
 
-PATIENCE_SECONDS = 0.25
-"""How long a call may take before its rank puts up a note; quick calls put up none."""
-
 GRACE_SECONDS = 2.0
 """How long others get to put up their notes before one who has given up reads them."""
-
-DEADLINE_PASSED = "its deadline passed"
 
 LATER_SECONDS = 10.0
 """By how much an engine's own deadline is later than ours."""
@@ -108,7 +104,7 @@ class ProcessGroup:
         with self._lock:
             if self._broken is None:
                 self._break(why)
-                self._note(Note(self._num_calls, "nothing more", "", 0, why))
+                self._note(Note(self._num_calls, 0, "nothing more", "", 0, why))
 
     def close(self) -> None:
         """Ends the group on this rank. What is still on its way is given up."""
@@ -161,7 +157,7 @@ class ProcessGroup:
 
     def _wait_watching(self, call: Call, errand: Errand) -> None:
         """Waits with a note on the board, and an eye on what others put there."""
-        watch = _Watch(self, call)
+        watch = Watch(self._note, call, self.members, self.rank)
         while True:
             watch.look()
             if watch.odd_ones_out() is not None:
@@ -186,7 +182,7 @@ class ProcessGroup:
 
     def _lost(self, call: Call, error: Exception) -> ProcessGroupError | MismatchError:
         """The engine failed, or another rank gave up; most often a rank is gone, which puts up no note."""
-        watch = _Watch(self, call)
+        watch = Watch(self._note, call, self.members, self.rank)
         watch.gave_up = "it lost contact"
         watch.look_for(GRACE_SECONDS)
         odd = watch.odd_ones_out()
@@ -235,7 +231,7 @@ class Call:
         self.signature = signature
         self.timeout_seconds = timeout_seconds
         self._end = time.monotonic() + timeout_seconds
-        self._phase = 0
+        self.num_exchanges = 0
 
     def seconds_left(self) -> float:
         """Until the deadline."""
@@ -247,8 +243,8 @@ class Call:
         Ranks whose calls differ in number or signature use other tags: they wait for each other until one
         of them says so, and never take each other's bytes.
         """
-        self._phase += 1
-        key = b"%d %d " % (self.number, self._phase) + self.signature
+        self.num_exchanges += 1
+        key = b"%d %d " % (self.number, self.num_exchanges) + self.signature
         digest = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
         tag = digest % (self.group._engine.largest_tag + 1)
         if sends or receives:
@@ -284,72 +280,3 @@ class Call:
 
 class _GaveUpError(Exception):
     """Another rank has said that it will not come."""
-
-
-class _Watch:
-    """One rank's view of the board while it waits."""
-
-    def __init__(self, group: ProcessGroup, call: Call) -> None:
-        self._group = group
-        self._call = call
-        self._beat = 0
-        self._notes: dict[int, Note] = {}
-        self._fresh: dict[int, bool] = {}
-        self._is_reachable = True
-        self.gave_up = ""
-
-    def look(self) -> None:
-        """Puts up a note and reads the others'."""
-        call = self._call
-        mine = Note(call.number, call.what, call.signature.hex(), self._beat, self.gave_up)
-        self._beat += 1
-        found = self._group._note(mine)
-        self._is_reachable = found is not None
-        for rank, note in (found or {}).items():
-            if self._notes.get(rank) != note:
-                self._fresh[rank] = True
-            self._notes[rank] = note
-        self._notes[self._group.rank] = mine
-
-    def look_for(self, seconds: float) -> None:
-        """Looks until the others had time to say where they are; whoever says nothing new is not fresh."""
-        self._fresh = {self._group.rank: True}
-        end = time.monotonic() + seconds
-        self.look()
-        while time.monotonic() < end and len(self._fresh) < self._group.size:
-            time.sleep(PATIENCE_SECONDS / 2)
-            self.look()
-
-    def look_until_all_came(self, seconds: float) -> None:
-        """Looks until all ranks have put up a note at this call, but no longer than that."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if sum(note.call >= self._call.number for note in self._notes.values()) == self._group.size:
-                return
-            time.sleep(PATIENCE_SECONDS / 5)
-            self.look()
-
-    def odd_ones_out(self) -> str | None:
-        """How the ranks at this call differ in it, as far as their notes tell."""
-        return odd_ones_out(self._notes, self._group.rank, self._group.members)
-
-    def someone_gave_up(self) -> bool:
-        """Whether a rank will not come; one whose deadline has passed does not count, as ours will too."""
-        return any(note.gave_up not in ("", DEADLINE_PASSED) for note in self._notes.values())
-
-    def waited_in_vain(self) -> str:
-        """Ranks whose deadline has passed before this one came."""
-        return "".join(
-            f"{self._group.members[rank]} gave up, since its deadline passed; "
-            for rank, note in sorted(self._notes.items())
-            if note.gave_up == DEADLINE_PASSED
-        )
-
-    def roll_call(self) -> str:
-        """Which ranks are where."""
-        known = roll_call(self._notes, self._fresh, self._group.members, self._call.number)
-        return (
-            known
-            if self._is_reachable
-            else f"the board of notes cannot be reached; as far as it was read, {known}"
-        )
