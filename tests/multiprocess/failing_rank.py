@@ -1,5 +1,6 @@
-"""One rank of a group that breaks: `failing_rank.py kill|stall|differ|cut torch|mpi SECONDS`."""
+"""One rank of a group that breaks: `failing_rank.py absent|kill|stall|differ|cut torch|mpi SECONDS`."""
 
+import importlib
 import os
 import signal
 import sys
@@ -17,6 +18,9 @@ STALL_SECONDS = 9.0
 
 def main(scenario, engine, seconds):
     here = cluster.from_env()
+    if scenario == "absent":
+        report(here.rank, absent(here, engine, float(seconds)))
+        return
     group = here.form_group(engine, timeout_seconds=float(seconds))
     facts = {"members": group.members}
     start = time.monotonic()
@@ -41,6 +45,23 @@ def main(scenario, engine, seconds):
     report(here.rank, facts)
     if scenario == "stall" and engine == "torch":
         wait_for(f"rank {ODD_RANK}.json")  # rank 0 keeps the store in which that one reads who gave up
+
+
+def absent(here, engine, seconds):
+    """One rank does not come where the group is formed."""
+    if here.rank == ODD_RANK:
+        importlib.import_module("mpi4py.MPI")  # MPI itself starts only when all ranks do, and cannot be asked
+        time.sleep(STALL_SECONDS)
+        return None
+    start = time.monotonic()
+    try:
+        here.form_group(engine, timeout_seconds=seconds)
+    except CrossDeviceError as error:
+        return {
+            "error": type(error).__name__,
+            "text": str(error),
+            "seconds": time.monotonic() - start,
+        }
 
 
 def kill(group):

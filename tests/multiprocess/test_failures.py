@@ -85,3 +85,14 @@ def test_on_mpi_calls_that_differ_are_named(fail):
 @needs_mpi
 def test_a_launcher_ends_the_job_of_a_killed_mpi_rank(fail):
     assert fail("kill", "mpi", launching.mpirun).codes != [0]
+
+
+@needs_mpi
+def test_on_mpi_a_group_that_not_all_ranks_form_is_given_up(fail):
+    outcome = fail("absent", "mpi", launching.mpirun)
+    for rank in (0, 1):
+        facts = outcome.reports[rank]
+        assert facts["error"] == "DeadlineError", facts
+        assert "not all ranks came" in facts["text"]
+        assert facts["seconds"] < DEADLINE_SECONDS + LATE_SECONDS
+    assert outcome.codes != [0]

@@ -16,14 +16,25 @@ HARD_SECONDS = 120.0
 
 
 @pytest.fixture
-def meet(tmp_path, tmp_path_factory):
-    """Runs two ranks that meet, and returns what they report."""
+def launch(tmp_path, tmp_path_factory):
+    """Runs commands, and returns how they ended."""
 
     def run(commands):
         with launching.in_turn(tmp_path_factory.getbasetemp().parent):
             outcome = launching.launch(commands, tmp_path / "launch", HARD_SECONDS)
-        assert set(outcome.codes) == {0}, outcome.output
         assert outcome.left == []
+        return outcome
+
+    return run
+
+
+@pytest.fixture
+def meet(launch):
+    """Runs two ranks that meet, and returns what they report."""
+
+    def run(commands):
+        outcome = launch(commands)
+        assert set(outcome.codes) == {0}, outcome.output
         assert [outcome.reports[rank]["met"] for rank in (0, 1)] == [["0", "1"]] * 2
         return outcome.reports
 
@@ -45,7 +56,7 @@ def test_ranks_that_torchrun_starts_again_meet_again(meet):
 def test_tf_config_is_enough(meet):
     addresses = [f"127.0.0.1:{launching.free_port()}", "127.0.0.1:1"]
     config = {"cluster": {"chief": addresses[:1], "worker": addresses[1:]}}
-    tasks = [{"type": "chief", "index": 0}, {"type": "worker", "index": 0}]
+    tasks = [{"task": {"type": job, "index": 0}} for job in ("chief", "worker")]
     commands = [
         (
             [sys.executable, str(launching.HERE / "meeting_rank.py")],
@@ -62,3 +73,22 @@ def test_under_mpirun_mpi_is_the_usual_engine_and_torch_can_be_named(engine, nam
     reports = meet(launching.mpirun("meeting_rank.py", engine, size=2))
     assert reports[1]["engine"].startswith(name)
     assert reports[1]["recognised"].startswith("Open MPI: rank 1 of 2")
+
+
+@needs_mpi
+def test_mpi_for_one_thread_only_is_refused(launch):
+    ((command, variables),) = launching.mpirun("meeting_rank.py", "mpi", size=2)
+    outcome = launch([(command, {**variables, "MPI4PY_RC_THREAD_LEVEL": "single"})])
+    assert outcome.codes != [0]
+    assert "OptionError: MPI was started without MPI_THREAD_MULTIPLE" in outcome.output
+
+
+@needs_mpi
+def test_an_mpi_that_the_launcher_does_not_belong_to_is_refused(launch):
+    ((command, variables),) = launching.ranks("meeting_rank.py", "mpi", size=1)
+    outcome = launch([(command, {**variables, "RANK": "1", "WORLD_SIZE": "2"})])
+    assert outcome.codes == [1]
+    assert (
+        "OptionError: MPI says that this is rank 0 of 1, but recognised environment: rank 1 of 2"
+        in outcome.output
+    )
