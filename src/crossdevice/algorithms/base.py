@@ -293,7 +293,7 @@ class CrossDeviceOps:
     @functools.cached_property
     def _between(self) -> BetweenProcesses:
         assert self.group is not None
-        return BetweenProcesses(self.group)
+        return BetweenProcesses(self.group, self.prepared)
 
     @functools.cached_property
     def _kept(self) -> dict[Any, PreparedReduction]:

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -81,6 +81,10 @@ class ProcessGroup:
         """Whether an error has left the group unusable."""
         return self._broken is not None
 
+    def reduces_on(self, device_type: str) -> bool:
+        """Whether the engine all-reduces PyTorch's tensors on such devices where they are."""
+        return device_type in self._engine.device_all_reduces
+
     @contextmanager
     def call(self, what: str, signature: bytes, timeout_seconds: float | None = None) -> Iterator[Call]:
         """The next call of this group; one at a time.
@@ -136,12 +140,11 @@ class ProcessGroup:
 
     # ---------------------------------------------------------------- what a call asks for
 
-    def _exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> None:
+    def _carry(self, call: Call, function: Callable[[float], None]) -> None:
+        """Has a function of the engine called with a timeout, and waits for it until the call's deadline."""
         left = call.seconds_left()
         # The engine's own deadline comes after ours, which knows who is missing.
-        errand = self._carrying.send(
-            lambda: self._engine.exchange(sends, receives, tag, left + LATER_SECONDS)
-        )
+        errand = self._carrying.send(lambda: function(left + LATER_SECONDS))
         try:
             if not errand.wait(min(PATIENCE_SECONDS, left)):
                 self._wait_watching(call, errand)
@@ -248,7 +251,13 @@ class Call:
         digest = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
         tag = digest % (self.group._engine.largest_tag + 1)
         if sends or receives:
-            self.group._exchange(self, sends, receives, tag)
+            exchange = self.group._engine.exchange
+            self.group._carry(self, lambda seconds: exchange(sends, receives, tag, seconds))
+
+    def all_reduce(self, array: Any, device_type: str, op: str) -> None:
+        """The engine's own all-reduce of an array in place, on a device it `reduces_on`."""
+        self.num_exchanges += 1
+        self.group._carry(self, self.group._engine.device_all_reduces[device_type](array, op))
 
     def all_gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, all of one length."""

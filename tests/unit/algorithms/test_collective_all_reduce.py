@@ -90,3 +90,13 @@ def test_a_broadcast_without_a_rank_asks_nobody():
         return float(own)
 
     assert run_ranks(2, run) == [0.0, 1.0]
+
+
+def test_nccl_that_cannot_be_had_is_said_once(caplog):
+    def run(group):
+        ops = cd.CollectiveAllReduce(group=group, options=cd.CommunicationOptions(implementation="nccl"))
+        return [ops.reduce("sum", np.ones(2), "cpu:0").tolist() for _ in range(3)]
+
+    assert run_ranks(1, run) == [[[1.0, 1.0]] * 3]
+    (record,) = caplog.records
+    assert "everything else goes through threads" in record.getMessage()
