@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from mpi4py import MPI
 from crossdevice.errors import DeadlineError, OptionError
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
 from crossdevice.process_groups.launchers import Launch
-from crossdevice.process_groups.protocol import Message
+from crossdevice.process_groups.protocol import AllReduceOf, Message
 
 EAGER_SECONDS = 0.002
 """For how long a wait asks again at once; later it sleeps in between, so that others get the core."""
@@ -58,6 +59,8 @@ def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> Mp
 
 class MpiEngine:
     """One rank of MPI, on two copies of a communicator: one for data, one for notes."""
+
+    device_all_reduces: Mapping[str, AllReduceOf] = MappingProxyType({})
 
     def __init__(
         self, communicator: MPI.Intracomm | None = None, *, timeout_seconds: float = TIMEOUT_SECONDS

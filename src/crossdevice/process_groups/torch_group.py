@@ -21,7 +21,8 @@ from crossdevice.errors import DeadlineError, OptionError, ProcessGroupError
 from crossdevice.process_groups.board import ranks_named
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
 from crossdevice.process_groups.launchers import Launch
-from crossdevice.process_groups.protocol import Message
+from crossdevice.process_groups.protocol import AllReduceOf, Message
+from crossdevice.process_groups.torch_collectives import nccl_of
 
 SMALLEST_PAUSE_SECONDS, LARGEST_PAUSE_SECONDS = 0.001, 0.25
 
@@ -110,6 +111,10 @@ class TorchEngine:
         host = self._host_met_by_all(_way_to(address), end)
         self._is_out = False
         self._is_store_gone = False
+        nccl = nccl_of(self._store, rank, size)
+        self.device_all_reduces: Mapping[str, AllReduceOf] = (
+            {} if nccl is None else {"cuda": nccl.all_reduce_of}
+        )
         self._gloo: Any = self._connected(host, end - time.monotonic())
 
     def exchange(
