@@ -2,7 +2,7 @@
 
 Each is ours (`except CrossDeviceError`) and a built-in at once (`except ValueError`), so code
 written against TensorFlow's documented errors keeps working. All of them are raised before any
-array is touched, except for those of running replicas (`ReplicaError`, `DeadlineError`).
+array is touched, except for those of what runs (`ReplicaError`, `DeadlineError`, `EngineError`).
 """
 
 
@@ -72,6 +72,10 @@ class ReplicaError(CrossDeviceError, RuntimeError):
 
 class DeadlineError(CrossDeviceError, TimeoutError):
     """A deadline that has passed; the message names the replicas that were missing."""
+
+
+class EngineError(CrossDeviceError, RuntimeError):
+    """A collective of a library such as NCCL that failed; the message names its devices."""
 
 
 class TopologyError(CrossDeviceError, ValueError):
