@@ -57,6 +57,9 @@ class SlowTorch:
         self.torch.cuda.current_stream().wait_stream(side)
         return array
 
+    def current(self):
+        return self.torch.cuda.current_stream()
+
     def stream(self):
         return self.torch.cuda.stream(self.torch.cuda.Stream())
 
@@ -107,6 +110,9 @@ class SlowCupy:
         self.used = (array, ready, side)  # CuPy's pool does not know that another stream uses them
         return array
 
+    def current(self):
+        return self.cupy.cuda.get_current_stream()
+
     def stream(self):
         return self.cupy.cuda.Stream(non_blocking=True)
 
@@ -147,7 +153,9 @@ def reduced(slow, name, devices, destinations, rows, precision):
         for row, device in zip(rows, devices, strict=True)
     ]
     recipe = Recipe(cd.ReduceOp.SUM, precision, len(devices))
+    before = slow.current()
     results = execute(plan, inputs, slow.backend, recipe, "float32")
+    assert slow.current() == before
     seen = [slow.seen(result) for result in results]
     for array in inputs:
         slow.overwrite(array)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import abc
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from typing_extensions import Self
@@ -28,29 +26,36 @@ class CudaStreams(abc.ABC):
     _kept: ClassVar[dict[Any, Any]]
 
     def __init__(self, devices: Iterable[Device]) -> None:
+        self._device = self.current_device()
         self._current = {device: self.current_stream(device) for device in devices if not device.is_host}
         self._begun = {device: self.event_on(stream) for device, stream in self._current.items()}
         self._opened: dict[Track, tuple[Any, ...]] = {}
+        self._tracks: tuple[Track, ...] = ()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
         """The current streams of both ends wait for each track, also for its reading of what goes in."""
-        for track, streams in self._opened.items():
-            if streams:
-                done = self.event_on(streams[-1])
-                for device in self._gpus(track):
-                    self.make_wait(self._current[device], done)
+        try:
+            for track, streams in self._opened.items():
+                if streams:
+                    done = self.event_on(streams[-1])
+                    for device in _gpus(track):
+                        self.make_wait(self._current[device], done)
+        finally:
+            # Not after every step: switching costs more than a small copy.
+            for stream in self._current.values():
+                self.use(stream)
+            self.use_device(self._device)
 
-    @contextlib.contextmanager
-    def on(self, tracks: Sequence[Track]) -> Iterator[None]:
-        """Inside, the streams of these tracks are the current ones."""
-        with contextlib.ExitStack() as stack:
+    def switch_to(self, tracks: tuple[Track, ...]) -> None:
+        """Makes the streams of these tracks the current ones, and the last one's device the current one."""
+        if tracks and tracks != self._tracks:
             for track in tracks:
                 for stream in self._streams(track):
-                    stack.enter_context(self.using(stream))
-            yield
+                    self.use(stream)
+            self._tracks = tracks
 
     def mark(self, tracks: Sequence[Track]) -> list[Any]:
         """An event on each track; that of a copy is on its target, which waits for its source's stream."""
@@ -69,10 +74,15 @@ class CudaStreams(abc.ABC):
             for stream in self._streams(track):
                 self.keep_for(stream, array)
 
+    def hand_over(self, array: Array, device: Device) -> None:
+        """Libraries have few streams and may share one between tracks: their allocator must know the caller's."""
+        if not device.is_host:
+            self.keep_for(self._current[device], array)
+
     def _streams(self, track: Track) -> tuple[Any, ...]:
         opened = self._opened.get(track)
         if opened is None:
-            gpus = self._gpus(track)
+            gpus = _gpus(track)
             serves = tuple(self.handle_of(self._current[device]) for device in gpus)
             opened = tuple(self._stream((track, device, serves), device) for device in gpus)
             for stream in opened:
@@ -85,10 +95,6 @@ class CudaStreams(abc.ABC):
         if key not in self._kept:
             self._kept.setdefault(key, self.new_stream(device))
         return self._kept[key]
-
-    def _gpus(self, track: Track) -> list[Device]:
-        """The ends that have streams, the target's last."""
-        return [device for device in dict.fromkeys(track) if not device.is_host]
 
     @abc.abstractmethod
     def new_stream(self, device: Device) -> Any:
@@ -103,8 +109,16 @@ class CudaStreams(abc.ABC):
         """CUDA's own name of the stream."""
 
     @abc.abstractmethod
-    def using(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside, this is the current stream of its device, and its device is the current one."""
+    def use(self, stream: Any) -> None:
+        """Makes it the current stream of its device, and its device the current one."""
+
+    @abc.abstractmethod
+    def current_device(self) -> Any:
+        """The device that the library works on when none is named."""
+
+    @abc.abstractmethod
+    def use_device(self, device: Any) -> None:
+        """Makes it so again."""
 
     @abc.abstractmethod
     def event_on(self, stream: Any) -> Any:
@@ -117,3 +131,8 @@ class CudaStreams(abc.ABC):
     @abc.abstractmethod
     def keep_for(self, stream: Any, array: Array) -> None:
         """The array's memory is not used for another before the stream has come this far."""
+
+
+def _gpus(track: Track) -> list[Device]:
+    """The ends that have streams, the target last."""
+    return [device for device in dict.fromkeys(track) if not device.is_host]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -147,12 +146,19 @@ class CupyStreams(CudaStreams):
         """cudaStream_t."""
         return stream[1].ptr
 
-    @contextlib.contextmanager
-    def using(self, stream: Any) -> Iterator[None]:
+    def use(self, stream: Any) -> None:
         """CuPy takes a stream only while its device is the current one."""
         where, side = stream
-        with where, side:
-            yield
+        where.use()
+        side.use()
+
+    def current_device(self) -> Any:
+        """That of the calling thread."""
+        return cupy.cuda.Device()
+
+    def use_device(self, device: Any) -> None:
+        """For the calling thread."""
+        device.use()
 
     def event_on(self, stream: Any) -> Any:
         """A new event on the stream's device."""

@@ -129,15 +129,15 @@ class Streams(Protocol):
     """Tracks on which a library works at the same time; outside, all of it counts as done in order.
 
     Entered before the first step and left after the last: what was enqueued before is done before, what is
-    enqueued after is done after, on the current stream of every device.
+    enqueued after is done after, on the streams that were current on every device and are so again.
     """
 
     def __enter__(self) -> Any: ...
 
     def __exit__(self, *failure: object) -> None: ...
 
-    def on(self, tracks: Sequence[Track]) -> AbstractContextManager[Any]:
-        """Inside, the library works on these tracks."""
+    def switch_to(self, tracks: tuple[Track, ...]) -> None:
+        """From now on the library works on these tracks; without any, nothing is about to be done."""
 
     def mark(self, tracks: Sequence[Track]) -> Any:
         """All that is on these tracks by now."""
@@ -147,6 +147,9 @@ class Streams(Protocol):
 
     def keep(self, array: Array, tracks: Sequence[Track]) -> None:
         """The array's memory must not be used for another before these tracks have come this far."""
+
+    def hand_over(self, array: Array, device: Device) -> None:
+        """The array leaves the tracks: it will be used on the device's current stream."""
 
 
 def dtype_named(name: str) -> np.dtype[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import array_api_compat.torch as xp
@@ -162,9 +161,17 @@ class TorchStreams(CudaStreams):
         """cudaStream_t."""
         return stream.cuda_stream
 
-    def using(self, stream: Any) -> AbstractContextManager[Any]:
+    def use(self, stream: Any) -> None:
         """Sets the current device too."""
-        return torch.cuda.stream(stream)
+        torch.cuda.set_stream(stream)
+
+    def current_device(self) -> int:
+        """By its number."""
+        return torch.cuda.current_device()
+
+    def use_device(self, device: int) -> None:
+        """By its number."""
+        torch.cuda.set_device(device)
 
     def event_on(self, stream: Any) -> Any:
         """A new event."""

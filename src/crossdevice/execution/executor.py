@@ -67,10 +67,12 @@ def _run_on(
         for buffer in sources_of(step):
             for _, array in held[buffer.number]:
                 streams.keep(array, tracks)
-        with streams.on(tracks):
-            _run_and_record(step, last_uses, held, backend, recipe, dtype)
+        streams.switch_to(tracks)
+        _run_and_record(step, last_uses, held, backend, recipe, dtype)
         if is_awaited:
             marks[number] = streams.mark(tracks)
+    for buffer in plan.outputs:
+        streams.hand_over(held[buffer.number][0][1], buffer.device)
 
 
 def _run_and_record(

@@ -58,13 +58,15 @@ class LateStreams(CudaStreams):
     def handle_of(self, stream):
         return id(stream)
 
-    @contextlib.contextmanager
-    def using(self, stream):
-        before, self.gpus.current[stream.device] = self.gpus.current[stream.device], stream
-        try:
-            yield
-        finally:
-            self.gpus.current[stream.device] = before
+    def use(self, stream):
+        self.gpus.current[stream.device] = stream
+        self.gpus.device = stream.device
+
+    def current_device(self):
+        return self.gpus.device
+
+    def use_device(self, device):
+        self.gpus.device = device
 
     def event_on(self, stream):
         event = object()
@@ -85,7 +87,7 @@ class LateGpus:
 
     def __init__(self, seed, devices):
         self.random, self.queues, self.happened = random.Random(seed), [], set()
-        self.kept_streams = {}
+        self.kept_streams, self.device = {}, devices[0]
         self.current = {device: self.new_queue(device) for device in devices if not device.is_host}
 
     def new_queue(self, device):
@@ -184,7 +186,12 @@ def mean_on(backend, name, devices, destinations, precision="fast"):
     rows = np.random.default_rng(len(devices)).integers(-99, 99, (len(devices), 37)) * len(devices)
     inputs = [backend.late(device, row.copy) for row, device in zip(rows, devices, strict=True)]
     recipe = Recipe(ReduceOp.SUM, precision, len(devices))
-    results = executor.execute(plan, inputs, backend, recipe, "int64")
+    before = dict(backend.current)
+    try:
+        results = executor.execute(plan, inputs, backend, recipe, "int64")
+    finally:
+        assert all(backend.current[device] is queue for device, queue in before.items())
+        assert backend.device == devices[0]
     seen = [backend.late(result.device, lambda result=result: result.read().copy()) for result in results]
     for array in inputs:
         backend.current[array.device].append(("run", lambda array=array: array.elements.fill(-1)))
