@@ -75,7 +75,7 @@ class CudaStreams(abc.ABC):
                 self.keep_for(stream, array)
 
     def hand_over(self, array: Array, device: Device) -> None:
-        """Libraries have few streams and may share one between tracks: their allocator must know the caller's."""
+        """PyTorch may give one stream to several tracks: its allocator must know the caller's."""
         if not device.is_host:
             self.keep_for(self._current[device], array)
 
