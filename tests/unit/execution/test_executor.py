@@ -202,10 +202,10 @@ def mean_on(backend, name, devices, destinations, precision="fast"):
 @pytest.mark.parametrize("precision", ["fast", "accurate"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_gpus_that_work_late_give_the_mean(name, precision):
-    for count in (2, 3, 4, 5, 8):
+    for count in (2, 3, 8):
         elsewhere = Device("cuda", 99)
         for destinations in (gpus(count), [gpus(count)[-1], elsewhere, host_device(0)]):
-            for seed in range(5):
+            for seed in range(4):
                 backend = LateGpus(seed, [*gpus(count), elsewhere])
                 found, right = mean_on(backend, name, gpus(count), destinations, precision)
                 assert found == [right] * len(destinations)
@@ -253,5 +253,9 @@ def test_streams_are_waited_for_also_when_a_step_fails(monkeypatch):
     assert copies[0].elements is not None
 
 
-def test_libraries_without_streams_run_in_order():
-    assert NumpyBackend().streams([host_device(0), host_device(1)]) is None
+def test_only_several_gpus_have_streams():
+    hosts = [host_device(0), host_device(1)]
+    assert NumpyBackend().streams(hosts) is None
+    torch_backend = pytest.importorskip("crossdevice.backends.torch_backend").TorchBackend()
+    for devices in (hosts, [*hosts, Device("cuda", 0)], [Device("mps", 0), Device("mps", 1)]):
+        assert torch_backend.streams(devices) is None
