@@ -12,6 +12,7 @@ import pytest
 import crossdevice as cd
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import backend_named
+from crossdevice.execution import executor
 from crossdevice.execution.executor import execute
 from crossdevice.kernels.host.recipe import Recipe
 from crossdevice.plans.builder import PlanBuilder
@@ -141,6 +142,7 @@ def slow(request, monkeypatch):
         return copy(self, array, device)
 
     monkeypatch.setattr(type(library.backend), "copy", slow_copy)
+    monkeypatch.setattr(executor, "SMALLEST_OVERLAPPED_BYTES", 0)
     return library
 
 

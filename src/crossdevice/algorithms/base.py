@@ -257,9 +257,10 @@ class CrossDeviceOps:
         self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision, op: ReduceOp
     ) -> Plan:
         """The plan for one pack; a lone replica is copied, whatever the algorithm."""
-        has_engine = self.uses_engine and self.engine_lack(spec, precision, op) is None
+        is_alone = len(spec.devices) == 1
+        has_engine = self.uses_engine and not is_alone and self.engine_lack(spec, precision, op) is None
         build = PlanBuilder(spec.devices, num_elements, pack_number, has_engine=has_engine)
-        if len(spec.devices) == 1:
+        if is_alone:
             return build.plan([build.copy(build.inputs[0], to=device) for device in spec.destinations])
         return build.plan(self.plan_sum(build, spec.destinations))
 

@@ -26,6 +26,10 @@ from crossdevice.plans.steps import (
 from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.reduce_op import ReduceOp
 
+SMALLEST_OVERLAPPED_BYTES = 1 << 20
+"""Smaller packs are run in order: streams and events cost the host some 45 us a step, as long as PCIe takes
+for this much."""
+
 Held: TypeAlias = "tuple[tuple[int, Array], ...]"
 """What a buffer holds: arrays with the replica each came from, in replica order.
 
@@ -37,17 +41,18 @@ its contributions until it is finished: only so do its bits not depend on the pl
 def execute(plan: Plan, inputs: Sequence[Array], backend: Backend, recipe: Recipe, dtype: str) -> list[Array]:
     """The plan's outputs as new flat arrays of `dtype`, each on its buffer's device.
 
-    On several GPUs, steps that need not wait for each other are in flight together. Like all that a library
-    enqueues, they are ordered by the current streams: after what came before the call, before what follows.
+    On several GPUs, steps of large packs that need not wait for each other are in flight together. Like all
+    that a library enqueues, they are ordered by the current streams: after what came before the call, before
+    what follows.
     """
     held: dict[int, Held] = {
         buffer.number: ((replica, array),)
         for replica, (buffer, array) in enumerate(zip(plan.inputs, inputs, strict=True))
     }
-    streams = backend.streams(plan.devices)
+    is_large = plan.num_elements * ITEM_BYTES[dtype] >= SMALLEST_OVERLAPPED_BYTES
+    streams = backend.streams(plan.devices) if is_large else None
     if streams is None:
-        steps = zip(plan.steps, plan.last_uses, strict=True)
-        for step, last_uses in steps:
+        for step, last_uses in zip(plan.steps, plan.last_uses, strict=True):
             _run_and_record(step, last_uses, held, backend, recipe, dtype)
     else:
         with streams:
