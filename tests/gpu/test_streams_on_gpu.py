@@ -77,6 +77,22 @@ class SlowTorch:
         return len({stream.cuda_stream for stream in self.streams_class._kept.values()})
 
 
+class Apart:
+    """A device of CuPy by another number: the backend takes copies to it for ones between two GPUs."""
+
+    def __init__(self, first, number):
+        self.first, self.id = first, number
+
+    def __enter__(self):
+        self.first.__enter__()
+
+    def __exit__(self, *failure):
+        self.first.__exit__(*failure)
+
+    def use(self):
+        self.first.use()
+
+
 class SlowCupy:
     """CuPy on the first GPU, whatever the device's number."""
 
@@ -88,7 +104,9 @@ class SlowCupy:
             pytest.skip("no CUDA device on this machine")
         from crossdevice.backends import cupy_backend
 
-        monkeypatch.setattr(cupy_backend, "cupy_device", lambda device: self.cupy.cuda.Device(0))
+        monkeypatch.setattr(
+            cupy_backend, "cupy_device", lambda device: Apart(self.cupy.cuda.Device(0), device.index)
+        )
         self.streams_class = cupy_backend.CupyStreams
         self.backend = backend_named("cupy")
         loop = "long long start = clock64(); while (clock64() - start < cycles);"
