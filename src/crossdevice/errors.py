@@ -2,7 +2,7 @@
 
 Each is ours (`except CrossDeviceError`) and a built-in at once (`except ValueError`), so code
 written against TensorFlow's documented errors keeps working. All of them are raised before any
-array is touched, except for those of running replicas and processes (`ReplicaError`, `DeadlineError`,
+array is touched, except for those of what runs (`ReplicaError`, `DeadlineError`, `EngineError`,
 `ProcessGroupError`).
 """
 
@@ -77,6 +77,10 @@ class DeadlineError(CrossDeviceError, TimeoutError):
 
 class ProcessGroupError(CrossDeviceError, ConnectionError):
     """A group of processes that lost a rank, or that an earlier error has left unusable."""
+
+
+class EngineError(CrossDeviceError, RuntimeError):
+    """A collective of a library such as NCCL that failed; the message names its devices."""
 
 
 class TopologyError(CrossDeviceError, ValueError):

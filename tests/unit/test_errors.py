@@ -663,8 +663,8 @@ def test_a_refusal_is_ours_and_a_built_in_and_leaves_everything_usable(name):
 
 @pytest.mark.parametrize("error", CLASSES, ids=lambda error: error.__name__)
 def test_every_exception_class_is_raised_by_some_refusal(error):
-    # Deadlines, and replicas or processes that do not meet, are raised by the tests of strategies and groups.
-    elsewhere = {"CrossDeviceError", "ReplicaError", "DeadlineError", "ProcessGroupError"}
+    # What goes wrong while something runs is raised by the tests of strategies, engines and groups.
+    elsewhere = {"CrossDeviceError", "ReplicaError", "DeadlineError", "EngineError", "ProcessGroupError"}
     assert error.__name__ in elsewhere | {refusal.error.__name__ for refusal in REFUSALS.values()}
 
 

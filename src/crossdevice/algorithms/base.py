@@ -54,6 +54,8 @@ class CrossDeviceOps:
 
     packing: Packing = Packing()
     reduce_to_device: Device | None = None
+    uses_engine: bool = False
+    """Whether its plans have engine steps where `build.has_engine` says so."""
     accumulation_fn: Callable[[tuple[Any, ...]], Any] | None = None
     group: ProcessGroup | None = None
     """Other processes whose replicas take part in every reduction and gather."""
@@ -249,13 +251,13 @@ class CrossDeviceOps:
         key = (specs, op, options)
         known = self._kept.get(key)
         if known is None:
-            self._check_plannable(specs)
+            self._check_plannable(specs, op, options)
             known = PreparedReduction(
                 specs,
                 op,
                 options,
                 self.packing,
-                self.plan_pack,
+                functools.partial(self.plan_pack, op=op),
                 via=self.reduce_to_device,
                 name=type(self).__name__,
             )
@@ -264,11 +266,25 @@ class CrossDeviceOps:
             self._kept[key] = known
         return known
 
-    def plan_pack(self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision) -> Plan:
+    def engine_lack(self, spec: LeafSpec, precision: Precision, op: ReduceOp) -> str | None:
+        """Why an algorithm that uses an engine does without for these arrays; None if it does not."""
+        reason = self.fallback_reason(spec.devices)
+        if reason is not None:
+            return reason
+        if precision != "fast":
+            return f"an engine adds in an order of its own, and precision is {precision}"
+        # A mean is a sum that is divided.
+        summed = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        return spec.backend.engine_lack(spec.dtype, summed, len(spec.devices))
+
+    def plan_pack(
+        self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision, op: ReduceOp
+    ) -> Plan:
         """The plan for one pack; a lone replica is copied, whatever the algorithm."""
-        keeps_order = precision != "fast"
-        build = PlanBuilder(spec.devices, num_elements, pack_number, keeps_replica_order=keeps_order)
-        if len(spec.devices) == 1:
+        is_alone = len(spec.devices) == 1
+        has_engine = self.uses_engine and not is_alone and self.engine_lack(spec, precision, op) is None
+        build = PlanBuilder(spec.devices, num_elements, pack_number, has_engine=has_engine)
+        if is_alone:
             return build.plan([build.copy(build.inputs[0], to=device) for device in spec.destinations])
         return build.plan(self.plan_sum(build, spec.destinations))
 
@@ -303,14 +319,24 @@ class CrossDeviceOps:
     def _fallbacks_logged(self) -> set[str]:
         return set()
 
-    def _check_plannable(self, specs: Sequence[LeafSpec]) -> None:
+    def _check_plannable(
+        self, specs: Sequence[LeafSpec], op: ReduceOp, options: CommunicationOptions
+    ) -> None:
         for spec in specs:
             if len(spec.devices) > 1 and not self._overrides("plan_sum"):
                 self.plan_sum(PlanBuilder(spec.devices, 0), spec.destinations)
             reason = self.fallback_reason(spec.devices)
-            if reason is not None and reason not in self._fallbacks_logged:
-                self._fallbacks_logged.add(reason)
-                logger.warning("%s sums on the first destination instead: %s", type(self).__name__, reason)
+            if reason is not None:
+                self._log_once("sums on the first destination instead", reason)
+            elif self.uses_engine and options.precision == "fast" and len(spec.devices) > 1:
+                lack = self.engine_lack(spec, options.precision, op)
+                if lack is not None:
+                    self._log_once("does without an engine", lack)
+
+    def _log_once(self, what: str, reason: str) -> None:
+        if reason not in self._fallbacks_logged:
+            self._fallbacks_logged.add(reason)
+            logger.warning("%s %s: %s", type(self).__name__, what, reason)
 
     def _overrides_hooks(self) -> bool:
         return self._overrides("reduce_implementation") or self._overrides("batch_reduce_implementation")

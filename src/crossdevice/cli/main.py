@@ -13,6 +13,7 @@ from crossdevice.errors import CrossDeviceError
 COMMANDS = {
     "bench": "measure reductions, in the columns of nccl-tests, beside other libraries",
     "demo": "train a classifier of handwritten digits on logical CPU devices",
+    "doctor": "say what is here (devices, libraries, links, threads), what is chosen, and what is missing",
     "explain": "show what an algorithm does on a machine, step by step, and what it costs there",
 }
 """Each command is a module of this package with `add_arguments(parser)` and `run(arguments) -> exit code`."""
