@@ -13,6 +13,11 @@ def test_the_line_goes_through_points_that_lie_on_one():
     assert found.bytes_per_second == pytest.approx(2e10)
 
 
+def test_half_the_time_is_as_wrong_as_twice_the_time():
+    found = calibration.fit([100, 100, 200, 200], [1.0, 4.0, 2.0, 8.0])
+    assert found.call_seconds + 100 / found.bytes_per_second == pytest.approx(2.0)
+
+
 def test_noise_never_makes_a_call_take_less_than_nothing():
     found = calibration.fit([100, 200], [1.0, 3.0])
     assert found.call_seconds == 0
