@@ -8,12 +8,12 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.cli.bench.work import bytes_of
 from crossdevice.cli.explanation import Explanation, explanation_of
+from crossdevice.cli.output_file import output_file
 from crossdevice.cli.plan_page import plan_page
 from crossdevice.errors import OptionError
 from crossdevice.plans.rendering import size_text
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--all", action="store_true", help=f"all steps, also above {MOST_LINES}")
     add("--json", action="store_true", help="for other programs")
-    add("--html", type=Path, metavar="FILE", help="write a page that plays the plan step by step")
+    add("--html", type=output_file, metavar="FILE", help="write a page that plays the plan step by step")
 
 
 def run(arguments: argparse.Namespace) -> int:
