@@ -132,6 +132,7 @@ def trace(path: str | Path) -> Iterator[None]:
     One row per device; phases queue, pack, reduce, copy and unpack; an arrow for every copy. The file is
     also written when an error leaves the block.
     """
+    Path(path).touch()  # what cannot be written is refused before the work, not after it
     outer = flight_recorder.events
     inner: collections.deque[Event] = collections.deque()
     flight_recorder.events = inner

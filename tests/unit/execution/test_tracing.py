@@ -266,6 +266,13 @@ def test_traces_nest_and_end_in_the_record(tmp_path):
     assert cd.flight_record()[-1].what == "TreeAllReduce SUM"
 
 
+def test_a_trace_that_cannot_be_written_is_refused_before_the_work(tmp_path):
+    reached = []
+    with pytest.raises(FileNotFoundError), cd.trace(tmp_path / "missing" / "run.json"):
+        reached.append(True)
+    assert not reached
+
+
 class Broken(Exception):
     pass
 
