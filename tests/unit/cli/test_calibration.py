@@ -24,6 +24,12 @@ def test_noise_never_makes_a_call_take_less_than_nothing():
     assert found.bytes_per_second > 0
 
 
+def test_a_busy_machine_is_noticed_by_calls_that_differ():
+    warm_up, quiet, busy = [9.0], [1.0, 1.0, 1.1, 1.1], [1.0, 1.0, 4.0, 4.0]
+    assert calibration.spread_of({1: [warm_up, quiet, quiet]}) < calibration.BUSY_SPREAD
+    assert calibration.spread_of({1: [warm_up, quiet, quiet], 2: [warm_up, busy, busy]}) == 4.0
+
+
 def test_a_file_is_written_that_explain_can_read(tmp_path, capsys):
     path = tmp_path / "mine.toml"
     assert calibration.calibrate(path, 2, turns=1, shrink=64) == 0

@@ -27,6 +27,9 @@ TURN_CALLS = 5
 QUANTILE = 0.25
 """Of all calls of a size: what else runs on a machine only ever makes calls slower."""
 
+BUSY_SPREAD = 1.5
+"""Upper quartile / lower quartile of a size's calls: above, too many of them were interrupted."""
+
 FIT_STEPS = 20
 
 MICROSECOND = 1e-6
@@ -44,7 +47,9 @@ def calibrate(path: Path, num_devices: int, *, turns: int = TURNS, shrink: int =
     sizes = [size // shrink for size in SIZES]
     # Where arrays lie can make a pass twice as slow, so the check has the arrays of the fit.
     arrays = {size: (_arrays(num_devices, size), _arrays(num_devices, size)) for size in sizes}
-    to_fit, to_check = _measured_seconds(arrays, turns)
+    calls = _timed_calls(arrays, turns)
+    # The first turn warms up; the others are dealt out, so that a change of load falls on both.
+    to_fit, to_check = (_quantiles(calls, QUANTILE, slice(start, None, 2)) for start in (1, 2))
     moved = [2 * num_devices * size for size in to_fit]
     path.write_text(_file(fit(moved, list(to_fit.values()))), encoding="utf-8")
     topology = read_topology(path, num_devices)
@@ -55,6 +60,9 @@ def calibrate(path: Path, num_devices: int, *, turns: int = TURNS, shrink: int =
         predicted = fused_pass_parts(num_devices, num_devices, size, topology).seconds
         times = f"{seconds / MICROSECOND:12.1f} {predicted / MICROSECOND:12.1f}"
         print(f"{size_text(size):>9} {times}  {predicted / seconds - 1:+.0%}")
+    spread = spread_of(calls)
+    if spread > BUSY_SPREAD:
+        print(f"# calls of one size differ by a factor of {spread:.1f}: calibrate again on a quiet machine")
     return 0
 
 
@@ -78,10 +86,10 @@ def fit(moved_bytes: Sequence[int], seconds: Sequence[float]) -> Fit:
     return Fit(round(call, 12), 1 / slope)
 
 
-def _measured_seconds(
+def _timed_calls(
     arrays: Mapping[int, tuple[PerReplica, PerReplica]], turns: int
-) -> tuple[dict[int, float], dict[int, float]]:
-    """The time of an all-reduce of each size into memory that is given, from every other turn, twice."""
+) -> dict[int, list[list[float]]]:
+    """The seconds of all-reduces of each size into memory that is given, turn by turn."""
     ops = DirectAllReduce()
     calls: dict[int, list[list[float]]] = {size: [] for size in arrays}
     for _ in range(2 * turns + 1):
@@ -92,12 +100,19 @@ def _measured_seconds(
                 ops.reduce("sum", value, value, out=out)
                 seconds.append(time.perf_counter() - started)
             calls[size].append(seconds)
-    # The first turn warms up; the others are dealt out, so that a change of load falls on both.
-    first, second = (
-        {size: float(np.quantile(np.concatenate(found[start::2]), QUANTILE)) for size, found in calls.items()}
-        for start in (1, 2)
-    )
-    return first, second
+    return calls
+
+
+def _quantiles(
+    calls: Mapping[int, Sequence[Sequence[float]]], quantile: float, turns: slice
+) -> dict[int, float]:
+    return {size: float(np.quantile(np.concatenate(found[turns]), quantile)) for size, found in calls.items()}
+
+
+def spread_of(calls: Mapping[int, Sequence[Sequence[float]]]) -> float:
+    """How many times as long as the lower quartile the upper quartile of a size's calls takes, at worst."""
+    low, high = (_quantiles(calls, quantile, slice(1, None)) for quantile in (QUANTILE, 1 - QUANTILE))
+    return max(high[size] / low[size] for size in calls)
 
 
 def _arrays(num_devices: int, num_bytes: int) -> PerReplica:
