@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.cli.bench.work import bytes_of
 from crossdevice.cli.explanation import Explanation, explanation_of
+from crossdevice.cli.output_file import output_file
 from crossdevice.cli.plan_page import plan_page
 from crossdevice.cli.sections import Section, show
 from crossdevice.errors import OptionError
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--all", action="store_true", help=f"all steps, also above {MOST_LINES}")
     add("--json", action="store_true", help="for other programs")
-    add("--html", type=Path, metavar="FILE", help="write a page that plays the plan step by step")
+    add("--html", type=output_file, metavar="FILE", help="write a page that plays the plan step by step")
 
 
 def run(arguments: argparse.Namespace) -> int:

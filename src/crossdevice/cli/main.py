@@ -29,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=summary, description=summary)
         if given[:1] == [name]:  # only the chosen one is imported
             importlib.import_module(f"crossdevice.cli.{name}").add_arguments(command)
-    chosen = parser.parse_args(given)
+    chosen, unknown = parser.parse_known_args(given)
+    if unknown:  # by itself, argparse would show how to use `crossdevice`, not the command
+        commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: int = importlib.import_module(f"crossdevice.cli.{chosen.command}").run(chosen)
     except CrossDeviceError as error:

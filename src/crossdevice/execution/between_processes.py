@@ -287,7 +287,9 @@ def _gather_rows(
             backend.from_host(indices, indices.shape, device),
             leaf.dense_shape,
         )
-        gathered.append(dataclasses.replace(leaf, slices=(rows,), num_replicas=num_replicas))
+        gathered.append(
+            dataclasses.replace(leaf, slices=(rows,), devices=(device,), num_replicas=num_replicas)
+        )
     return gathered
 
 
