@@ -22,7 +22,8 @@ class MirroredModule:
     """A module with one copy on each device of a strategy, whose parameters are kept bit for bit the same.
 
     In a replica function, calling it (or reading any attribute) means the replica's own copy;
-    outside of one, the first. Replica k's copy is `replicas[k]`; `optimizers(make)` gives each an optimizer.
+    outside of one, the first. This process's k-th copy is `replicas[k]`; `optimizers(make)` gives each an
+    optimizer. Under a strategy over several processes, all start as the first process's module does.
 
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
     >>> model = MirroredModule(torch.nn.Linear(3, 1), strategy)
@@ -40,6 +41,7 @@ class MirroredModule:
     def __init__(self, module: torch.nn.Module, strategy: MirroredStrategy) -> None:
         self.strategy = strategy
         devices = strategy.extended.worker_devices
+        self._take_over(_named_tensors(module, buffers=True))
         copies = [module, *(copy.deepcopy(module) for _ in devices[1:])]
         self.replicas = tuple(
             replica.to(torch_device(device)) for replica, device in zip(copies, devices, strict=True)
@@ -82,14 +84,23 @@ class MirroredModule:
 
     def synchronize_buffers(self) -> None:
         """Copies the first replica's buffers (such as running statistics) to all others."""
+        self._take_over(dict(self.replicas[0].named_buffers()))
         first, *others = ([*replica.buffers()] for replica in self.replicas)
         with torch.no_grad():
             for buffers in others:
                 for source, target in zip(first, buffers, strict=True):
                     target.copy_(source)
 
+    def _take_over(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Overwrites tensors with those of the first process, where there are several."""
+        ops = self.strategy.extended.cross_device_ops
+        if ops.group is not None and tensors:
+            detached = {name: tensor.detach() for name, tensor in tensors.items()}
+            for name, tensor in ops.value_of_rank(detached, 0).items():
+                detached[name].copy_(tensor)
+
     def check_in_step(self, *, buffers: bool = False) -> None:
-        """Raises MismatchError unless all copies' parameters (and buffers) hold the same bits."""
+        """Raises MismatchError unless this process's copies hold the same bits (in buffers too, if asked)."""
         first, *others = (_named_tensors(replica, buffers=buffers) for replica in self.replicas)
         for replica, tensors in enumerate(others, start=1):
             for name, tensor in tensors.items():
