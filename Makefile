@@ -41,7 +41,14 @@ $(VENV)/browser-looked-for: $(VENV)/installed
 		echo "no Chromium here, and none could be installed"
 	touch $@
 
-test: $(VENV)/installed $(VENV)/browser-looked-for  ## Everything that can run on this machine.
+# Three hosts are three networks of this machine; without the right to make them their test is skipped, too.
+$(VENV)/network-looked-for: $(VENV)/installed
+	command -v ip >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+		apt-get update -qq && apt-get install -y -qq iproute2 >/dev/null; } || \
+		echo "no iproute2 here, and none could be installed"
+	touch $@
+
+test: $(VENV)/installed $(VENV)/browser-looked-for $(VENV)/network-looked-for  ## Everything that can run on this machine.
 	$(BIN)/python -m pytest -q -n auto
 
 format: $(VENV)/installed

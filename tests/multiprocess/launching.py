@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import secrets
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pytest
 
 import crossdevice
 
@@ -126,6 +129,12 @@ def find_mpirun() -> str | None:
     """Where mpirun is, if there is one."""
     beside = str(Path(sys.executable).parent)
     return shutil.which("mpirun", path=beside) or shutil.which("mpirun")
+
+
+needs_mpi = pytest.mark.skipif(
+    importlib.util.find_spec("mpi4py") is None or find_mpirun() is None,
+    reason="mpi4py and mpirun are not both here",
+)
 
 
 def free_port() -> int:

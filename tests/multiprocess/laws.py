@@ -107,7 +107,7 @@ def around(group, call, array):
     return got
 
 
-LAWS: dict[str, Law] = {
+GROUP_LAWS: dict[str, Law] = {
     law.__name__: law
     for law in (
         everyone_gets_every_record_in_order,

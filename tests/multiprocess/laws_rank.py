@@ -6,7 +6,8 @@ import warnings
 
 from crossdevice import cluster
 from multiprocess.launching import report
-from multiprocess.laws import LAWS
+from multiprocess.laws import GROUP_LAWS
+from multiprocess.laws_of_reductions import REDUCTION_LAWS
 
 
 def main(engine):
@@ -17,7 +18,7 @@ def main(engine):
         return here.form_group(engine, timeout_seconds=60.0)
 
     with form() as group:
-        fates = {name: fate(law, group, form) for name, law in LAWS.items()}
+        fates = {name: fate(law, group, form) for name, law in (GROUP_LAWS | REDUCTION_LAWS).items()}
     report(here.rank, {"recognised": here.recognised, "engine": group.engine_name, **fates})
 
 

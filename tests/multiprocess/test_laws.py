@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
 import sys
 
 import pytest
@@ -11,22 +11,22 @@ import pytest
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.thread_group import Room, ThreadEngine, run_ranks
 from multiprocess import launching
-from multiprocess.laws import LAWS
+from multiprocess.launching import needs_mpi
+from multiprocess.laws import GROUP_LAWS
+from multiprocess.laws_of_reductions import REDUCTION_LAWS
 
+LAWS = GROUP_LAWS | REDUCTION_LAWS
 ROWS = [("torch", 2), ("torch", 3), ("torch", 4), ("mpi", 2), ("mpi", 4)]
 LAUNCH_SECONDS = 240.0
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
-needs_mpi = pytest.mark.skipif(
-    importlib.util.find_spec("mpi4py") is None or launching.find_mpirun() is None,
-    reason="mpi4py and mpirun are not both here",
-)
 
 
 @pytest.fixture(scope="session")
 def outcomes(tmp_path_factory):
     """What became of each launch; it happens once, in whichever worker needs it first."""
-    shared = tmp_path_factory.getbasetemp().parent
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def outcome(engine, size):
         path = shared / f"laws on {engine} {size}.json"

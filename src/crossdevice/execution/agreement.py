@@ -19,6 +19,9 @@ COMPARING = b"comparing"
 
 DIGEST_BYTES = 16
 
+VARYING = 0
+"""In place of a number of replicas: not all leaves have as many."""
+
 
 class LeafDescription(NamedTuple):
     """One leaf: its place, what it is ("array", "rows"), its dtype, and what must agree of its shape."""
@@ -75,37 +78,51 @@ class Description:
 
 @contextmanager
 def agreed_call(
-    group: ProcessGroup, description: Description, num_replicas: int, timeout_seconds: float | None
-) -> Iterator[tuple[Call, tuple[int, ...]]]:
-    """The group's next call, once all ranks are known to make it, and how many replicas each rank has.
+    group: ProcessGroup,
+    description: Description,
+    replicas: tuple[int, ...],
+    timeout_seconds: float | None,
+) -> Iterator[tuple[Call, tuple[tuple[int, ...], ...]]]:
+    """The group's next call, once all ranks are known to make it, and each rank's replicas of each leaf.
+
+    Args:
+        replicas: how many replicas this rank has of each leaf; other ranks may have more or fewer.
 
     Raises:
         MismatchError: the same on every rank; the group can be used further.
     """
-    key = (description.digest, num_replicas)
-    counts = group.agreed.get(key)
-    if counts is None and group.checks == "off":
-        counts = (num_replicas,) * group.size
-    compares = counts is None or group.checks == "always"
-    signature = COMPARING if compares else description.digest
-    with group.call(description.what, signature, timeout_seconds) as call:
+    key = (description.digest, replicas)
+    known = group.agreed.get(key)
+    compares = group.checks == "always" or (known is None and group.checks == "new")
+    with group.call(description.what, COMPARING if compares else description.digest, timeout_seconds) as call:
         if compares:
-            counts = _compared(call, description, num_replicas)
-            group.agreed[key] = counts
+            if group.checks == "new":
+                call.what += f" ({sum(replicas)} arrays, for the first time)"
+            known = group.agreed[key] = _compared(call, description, replicas)
             call.signature = description.digest
-        assert counts is not None
-        yield call, counts
+            if len(set(known)) > 1:
+                # What is new to one rank may be known to another, as soon as they bring different numbers.
+                group.checks = "always"
+        yield call, known or (replicas,) * group.size
 
 
-def _compared(call: Call, description: Description, num_replicas: int) -> tuple[int, ...]:
-    headers = call.all_gather(description.digest + num_replicas.to_bytes(8, "little"))
+def _compared(call: Call, description: Description, replicas: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    usual = replicas[0] if len(set(replicas)) == 1 else VARYING
+    headers = call.all_gather(description.digest + usual.to_bytes(8, "little"))
     if any(header[:DIGEST_BYTES] != description.digest for header in headers):
         texts = call.all_gather_uneven(description.text.encode())
         descriptions = [Description.read(text.decode()) for text in texts]
         difference = _difference(descriptions, call.group.members, call.number)
         difference.is_on_all_ranks = True
         raise difference
-    return tuple(int.from_bytes(header[DIGEST_BYTES:], "little") for header in headers)
+    numbers = [int.from_bytes(header[DIGEST_BYTES:], "little") for header in headers]
+    if VARYING not in numbers:
+        return tuple((number,) * len(replicas) for number in numbers)
+    records = call.all_gather(b"".join(number.to_bytes(8, "little") for number in replicas))
+    return tuple(
+        tuple(int.from_bytes(record[start : start + 8], "little") for start in range(0, len(record), 8))
+        for record in records
+    )
 
 
 def _difference(descriptions: Sequence[Description], members: Sequence[str], number: int) -> MismatchError:

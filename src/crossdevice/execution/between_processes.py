@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend
-from crossdevice.errors import ConversionError, OptionError, StructureMismatchError
+from crossdevice.errors import ConversionError, OptionError
 from crossdevice.execution.agreement import Description, LeafDescription, agreed_call
 from crossdevice.execution.batch import Request, check_batch
 from crossdevice.execution.copying import component_of
@@ -44,11 +44,12 @@ class BetweenProcesses:
         """The wrapped result of each request, over the replicas of all ranks."""
         checked = check_batch(requests, op, options)
         leaves = [leaf for of_request in checked for leaf in of_request]
-        num_replicas = _num_replicas(requests)
+        replicas = tuple(len(request.value.devices) for request in requests for _ in request.value.leaves)
         description = self._description(requests, checked, op, options)
-        with agreed_call(self._group, description, num_replicas, _seconds(options)) as (call, counts):
+        with agreed_call(self._group, description, replicas, _seconds(options)) as (call, of_ranks):
+            counts = list(zip(*of_ranks, strict=True))
             reduced = iter(self._reduce_dense(call, leaves, op, options, counts))
-            gathered = iter(_gather_rows(call, leaves, sum(counts)))
+            gathered = iter(_gather_rows(call, leaves, counts))
         answers = []
         for request, of_request in zip(requests, checked, strict=True):
             to = request.destinations
@@ -79,7 +80,8 @@ class BetweenProcesses:
             for leaf, gathering, piece in zip(read.leaves, gatherings, pieces, strict=True)
         )
         description = Description(f"gather along axis {axis}", _text(read.structure), described)
-        with agreed_call(self._group, description, len(read.devices), _seconds(options)) as (call, _):
+        replicas = (len(read.devices),) * len(gatherings)
+        with agreed_call(self._group, description, replicas, _seconds(options)) as (call, _):
             of_ranks = arrays_of_all_ranks(call, [piece.reshape(-1) for piece in pieces])
         results = [
             _placed(
@@ -108,7 +110,7 @@ class BetweenProcesses:
         )
         description = Description(f"broadcast from rank {rank}", _text(read.structure), described)
         flats = [backend.to_host(array) for backend, array in zip(backends, arrays, strict=True)]
-        with agreed_call(self._group, description, 1, _seconds(options)) as (call, _):
+        with agreed_call(self._group, description, (1,) * len(flats), _seconds(options)) as (call, _):
             received = arrays_of_rank(call, flats, rank)
         if self._group.rank == rank:
             return value
@@ -145,16 +147,17 @@ class BetweenProcesses:
         leaves: Sequence[Dense | SparseReduction],
         op: ReduceOp,
         options: CommunicationOptions,
-        counts: tuple[int, ...],
+        counts: Sequence[tuple[int, ...]],
     ) -> list[tuple[Array, ...]]:
         dense = [leaf for leaf in leaves if isinstance(leaf, Dense)]
         if not dense:
             return []
         specs = tuple(leaf.spec for leaf in dense)
-        key = (specs, op, options, counts)
+        own = tuple(count for leaf, count in zip(leaves, counts, strict=True) if isinstance(leaf, Dense))
+        key = (specs, op, options, own)
         prepared = self._reductions.get(key)
         if prepared is None:
-            prepared = ProcessReduction(specs, op, options, counts, self._group.rank)
+            prepared = ProcessReduction(specs, op, options, own, self._group.rank)
             _keep(self._reductions, key, prepared)
         return prepared.run(call, [leaf.arrays for leaf in dense], [leaf.out for leaf in dense])
 
@@ -163,18 +166,6 @@ def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
     if len(kept) >= MAX_KEPT:
         kept.clear()
     kept[key] = value
-
-
-def _num_replicas(requests: Sequence[Request]) -> int:
-    """The replicas of this process, as many for each value of a batch."""
-    numbers = [len(request.value.devices) for request in requests]
-    if len(set(numbers)) > 1:
-        odd = next(number for number, found in enumerate(numbers) if found != numbers[0])
-        raise StructureMismatchError(
-            f"value {odd} of the batch has {numbers[odd]} replicas in this process, value 0 has "
-            f"{numbers[0]}; between processes, all values of a batch must have as many"
-        )
-    return numbers[0] if numbers else 0
 
 
 def _described(path: str, leaf: Dense | SparseReduction) -> LeafDescription:
@@ -193,14 +184,18 @@ def _index_dtype(leaf: SparseReduction) -> str:
 
 
 def _gather_rows(
-    call: Call, leaves: Sequence[Dense | SparseReduction], num_replicas: int
+    call: Call, leaves: Sequence[Dense | SparseReduction], counts: Sequence[tuple[int, ...]]
 ) -> list[SparseReduction]:
     """Sparse leaves with the rows of all ranks, in the order of ranks and their replicas."""
-    sparse = [leaf for leaf in leaves if isinstance(leaf, SparseReduction)]
+    sparse = [
+        (leaf, sum(count))
+        for leaf, count in zip(leaves, counts, strict=True)
+        if isinstance(leaf, SparseReduction)
+    ]
     if not sparse:
         return []
     flats: list[NDArray[Any]] = []
-    for leaf in sparse:
+    for leaf, _ in sparse:
         to_host = leaf.backend.to_host
         flats.append(np.concatenate([to_host(part.values) for part in leaf.slices]))
         flats.append(
@@ -208,7 +203,7 @@ def _gather_rows(
         )
     of_ranks = arrays_of_all_ranks(call, flats)
     gathered = []
-    for number, leaf in enumerate(sparse):
+    for number, (leaf, num_replicas) in enumerate(sparse):
         backend, first = leaf.backend, leaf.slices[0]
         values = np.concatenate([arrays[2 * number] for arrays in of_ranks])
         indices = np.concatenate([arrays[2 * number + 1] for arrays in of_ranks])

@@ -47,23 +47,24 @@ class _Place(NamedTuple):
 class _Pack(NamedTuple):
     """Leaves of one dtype that travel together, each from a cache line of its own on.
 
-    `partial` is the dtype of one partial result per process; None if the replicas' arrays travel.
-    Complex numbers are pairs of reals here, unless they are multiplied.
+    `counts` has the replicas of each rank. `partial` is the dtype of one partial result per process; None
+    if the replicas' arrays travel. Complex numbers are pairs of reals here, unless they are multiplied.
     """
 
     places: tuple[_Place, ...]
+    counts: Sequence[int]
     num_elements: int
     dtype: np.dtype[Any]
     partial: np.dtype[Any] | None
     result: np.dtype[Any]
-    locally: Recipe
-    finally_: Recipe
+    local_recipe: Recipe
+    final_recipe: Recipe
 
 
 class ProcessReduction:
     """Everything about a batch of dense leaves on several ranks that does not depend on their elements.
 
-    `counts` has the number of replicas of each rank: equal batches on all ranks lead to equal packs.
+    `counts` has, for each leaf, the number of its replicas on each rank: all ranks come to the same packs.
     """
 
     def __init__(
@@ -71,24 +72,26 @@ class ProcessReduction:
         specs: Sequence[LeafSpec],
         op: ReduceOp,
         options: CommunicationOptions,
-        counts: Sequence[int],
+        counts: Sequence[tuple[int, ...]],
         rank: int,
     ) -> None:
         self._specs = specs
-        self._counts = counts
         self._rank = rank
         self._shares = [options.share_results or spec.backend.is_immutable for spec in specs]
         self._dtypes = [dtype_named(result_dtype(spec.dtype, op)) for spec in specs]
-        items = [Item(spec.num_elements, ITEM_BYTES[spec.dtype], spec.dtype) for spec in specs]
+        items = [
+            Item(spec.num_elements, ITEM_BYTES[spec.dtype], (spec.dtype, count))
+            for spec, count in zip(specs, counts, strict=True)
+        ]
         self._packs = [
-            _pack_of([segment.item for segment in pack], specs, op, options, counts)
+            _pack_of([segment.item for segment in pack], specs, op, options, counts[pack[0].item])
             for pack in Packing().packs(items, options.bytes_per_pack or PACK_BYTES)
         ]
         devices = tuple(dict.fromkeys(device for spec in specs for device in spec.devices))
         num_bytes = sum(item.num_elements * item.item_bytes for item in items)
         self._packing = Work("pack", "share of this process", devices, num_bytes)
         self._moving = Work("copy", "exchange between processes", devices, num_bytes)
-        self._reducing = Work("reduce", "shard of this process", devices, num_bytes // len(counts))
+        self._reducing = Work("reduce", "shard of this process", devices, num_bytes // len(counts[0]))
         self._unpacking = Work("unpack", "results on each device", devices, num_bytes)
 
     def run(
@@ -115,14 +118,16 @@ class ProcessReduction:
             if len(pack.places) == 1:
                 return views[pack.places[0].leaf]
             arrays = [
-                result_pool.empty(pack.num_elements, pack.dtype) for _ in range(self._counts[self._rank])
+                result_pool.empty(pack.num_elements, pack.dtype) for _ in range(pack.counts[self._rank])
             ]
             for leaf, start, stop in pack.places:
                 for array, view in zip(arrays, views[leaf], strict=True):
                     array[start:stop] = view
             return arrays
         total = result_pool.empty(pack.num_elements, pack.partial)
-        fused_batch([(views[leaf], [total[start:stop]]) for leaf, start, stop in pack.places], pack.locally)
+        fused_batch(
+            [(views[leaf], [total[start:stop]]) for leaf, start, stop in pack.places], pack.local_recipe
+        )
         return [total]
 
     def _views(self, leaf: int, arrays: Sequence[Array], dtype: np.dtype[Any]) -> list[Flat]:
@@ -140,7 +145,8 @@ class ProcessReduction:
     def _combined(self, call: Call, pack: _Pack, share: Sequence[Flat]) -> Flat:
         """The pack's result, combined from what all ranks contribute, in the order of ranks."""
         total = result_pool.empty(pack.num_elements, pack.result)
-        is_small = pack.num_elements * share[0].itemsize * len(share) <= SMALL_BYTES
+        most = max(pack.counts) if pack.partial is None else 1  # of any rank: all must choose alike
+        is_small = pack.num_elements * share[0].itemsize * most <= SMALL_BYTES
         edges = [0, pack.num_elements] if is_small else shard_edges(pack.num_elements, call.group.size)
         shards = [slice(*edges)] * call.group.size if is_small else list(map(slice, edges, edges[1:]))
         mine = shards[self._rank]
@@ -155,7 +161,7 @@ class ProcessReduction:
         rooms[self._rank] = [array[mine] for array in share]
         if mine.stop > mine.start:
             inputs = [room for rank in range(call.group.size) for room in rooms[rank]]
-            fused_pass(inputs, [total[mine]], pack.finally_)
+            fused_pass(inputs, [total[mine]], pack.final_recipe)
         reduced = now()
         if not is_small:
             call.exchange(
@@ -170,7 +176,7 @@ class ProcessReduction:
 
     def _rooms(self, peer: int, pack: _Pack, dtype: np.dtype[Any], shard: slice) -> list[Flat]:
         """Memory for what a peer contributes to a shard."""
-        number = self._counts[peer] if pack.partial is None else 1
+        number = pack.counts[peer] if pack.partial is None else 1
         return [result_pool.empty(shard.stop - shard.start, dtype) for _ in range(number)]
 
     def _delivered(
@@ -242,12 +248,13 @@ def _pack_of(
     assert finished is not None
     return _Pack(
         tuple(places),
+        counts,
         end,
         stored,
         partly,
         finished,
-        locally=Recipe(over_replicas, options.precision),
-        finally_=Recipe(over_replicas, options.precision, divisor),
+        local_recipe=Recipe(over_replicas, options.precision),
+        final_recipe=Recipe(over_replicas, options.precision, divisor),
     )
 
 

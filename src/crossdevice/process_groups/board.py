@@ -65,7 +65,9 @@ def roll_call(
     missing, present = [], []
     for rank, member in enumerate(members):
         note = notes.get(rank)
-        if note is not None and note.call == call and (is_fresh.get(rank) or note.gave_up):
+        if note is not None and not note.signature:
+            missing.append(f"{member} gave up: {note.gave_up}")
+        elif note is not None and note.call == call and (is_fresh.get(rank) or note.gave_up):
             present.append(rank)
         elif note is not None and note.call == call:
             missing.append(f"{member} arrived, but is not heard from any more")

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from typing_extensions import Self
@@ -50,7 +50,8 @@ class ProcessGroup:
     Args:
         timeout_seconds: the deadline of each call, unless its options say otherwise.
         checks: `"new"` compares what ranks call before data moves, the first time each kind of call is
-            made; `"always"` does so each time; `"off"` never does.
+            made; `"always"` does so each time; `"off"` never does. Once ranks are found to bring different
+            numbers of replicas, `"new"` becomes `"always"`.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class ProcessGroup:
         self.size = engine.size
         self.timeout_seconds = timeout_seconds
         self.checks = checks
-        self.agreed: dict[tuple[bytes, int], tuple[int, ...]] = {}
+        self.agreed: dict[Any, tuple[tuple[int, ...], ...]] = {}
+        """What ranks have compared: for each kind of call, the replicas that each rank has of each leaf."""
         self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
         self._lock = threading.Lock()
         self._num_calls = 0
@@ -162,11 +164,13 @@ class ProcessGroup:
         watch = _Watch(self, call)
         while True:
             watch.look()
-            odd = watch.odd_ones_out()
-            if odd is not None:
-                raise MismatchError(f"call {call.number} is not the same on all ranks: {odd}")
-            if watch.quitters():
-                raise _GaveUpError(watch.quitters())
+            if watch.odd_ones_out() is not None:
+                watch.look_until_all_came(GRACE_SECONDS)  # with two of three one cannot tell who is odd
+                raise MismatchError(
+                    f"call {call.number} is not the same on all ranks: {watch.odd_ones_out()}"
+                )
+            if watch.someone_gave_up():
+                raise _GaveUpError
             if errand.wait(min(PATIENCE_SECONDS, max(call.seconds_left(), 0.01))):
                 return
             if call.seconds_left() <= 0:
@@ -180,16 +184,19 @@ class ProcessGroup:
                     f"{watch.roll_call()}"
                 )
 
-    def _lost(self, call: Call, error: Exception) -> ProcessGroupError:
+    def _lost(self, call: Call, error: Exception) -> ProcessGroupError | MismatchError:
         """The engine failed, or another rank gave up; most often a rank is gone, which puts up no note."""
         watch = _Watch(self, call)
         watch.gave_up = "it lost contact"
         watch.look_for(GRACE_SECONDS)
         odd = watch.odd_ones_out()
-        found = f"the calls differ: {odd}" if odd is not None else watch.roll_call()
-        first_line = str(error).strip().partition("\n")[0]
-        reason = first_line if isinstance(error, _GaveUpError) else f"{self.engine_name}: {first_line}"
-        text = f"call {call.number} ({call.what}) lost contact: {found} ({reason})"
+        if odd is not None:  # whoever saw it first has hung up
+            text = f"call {call.number} is not the same on all ranks: {odd}"
+            self._break(text)
+            return MismatchError(text)
+        text = f"call {call.number} ({call.what}) lost contact: {watch.waited_in_vain()}{watch.roll_call()}"
+        if not isinstance(error, _GaveUpError):
+            text += f" ({self.engine_name}: {str(error).strip().partition(chr(10))[0]})"
         self._break(text)
         return ProcessGroupError(text)
 
@@ -313,16 +320,29 @@ class _Watch:
             time.sleep(PATIENCE_SECONDS / 2)
             self.look()
 
+    def look_until_all_came(self, seconds: float) -> None:
+        """Looks until all ranks have put up a note at this call, but no longer than that."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if sum(note.call >= self._call.number for note in self._notes.values()) == self._group.size:
+                return
+            time.sleep(PATIENCE_SECONDS / 5)
+            self.look()
+
     def odd_ones_out(self) -> str | None:
         """How the ranks at this call differ in it, as far as their notes tell."""
         return odd_ones_out(self._notes, self._group.rank, self._group.members)
 
-    def quitters(self) -> str:
-        """Ranks that have given up, and why; not those whose deadline has passed, as ours will too."""
-        return "; ".join(
-            f"{self._group.members[rank]} gave up: {note.gave_up}"
+    def someone_gave_up(self) -> bool:
+        """Whether a rank will not come; one whose deadline has passed does not count, as ours will too."""
+        return any(note.gave_up not in ("", DEADLINE_PASSED) for note in self._notes.values())
+
+    def waited_in_vain(self) -> str:
+        """Ranks whose deadline has passed before this one came."""
+        return "".join(
+            f"{self._group.members[rank]} gave up, since its deadline passed; "
             for rank, note in sorted(self._notes.items())
-            if note.gave_up not in ("", DEADLINE_PASSED)
+            if note.gave_up == DEADLINE_PASSED
         )
 
     def roll_call(self) -> str:

@@ -144,7 +144,7 @@ def _tf_config(variables: Variables) -> Launch | None:
         task = config.get("task", {})
         job, index = task.get("type"), task.get("index", 0)
         is_index = isinstance(index, (int, str)) and str(index).isdigit()
-    except (ValueError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise OptionError(
             f"TF_CONFIG must be JSON such as "
             f'{{"cluster": {{"worker": ["host:port", ...]}}, "task": {{"type": "worker", "index": 0}}}}; '
@@ -212,8 +212,12 @@ def _slurm(variables: Variables) -> Launch | None:
         return None
     local_rank = variables.number("SLURM_LOCALID")
     host = variables.number("SLURM_NODEID")
-    counts = variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    local_size = slurm_counts(counts)[host] if counts is not None and host is not None else None
+    counts = slurm_counts(variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") or "")
+    if host is not None and counts and host >= len(counts):
+        raise OptionError(
+            f"SLURM_NODEID must be below {len(counts)}, as many hosts as SLURM_TASKS_PER_NODE has; got {host}"
+        )
+    local_size = counts[host] if host is not None and counts else None
     address = variables.text("MASTER_ADDR") or _first_slurm_host(variables)
     port = _port(variables, "SLURM_JOB_ID") if address else None
     return Launch(*place, local_rank, local_size, "Slurm", address, port, variables=tuple(variables.used))

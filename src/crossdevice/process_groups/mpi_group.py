@@ -22,6 +22,9 @@ EAGER_SECONDS = 0.002
 PAUSE_SECONDS = 0.0001
 """Between two questions: in this time shared memory or a socket fills with some MiB at most."""
 
+LAST_WORDS_SECONDS = 2.0
+"""What other ranks get to say what they know of an error, before one of them ends the job."""
+
 LARGEST_MESSAGE_BYTES = 1 << 30
 """Larger ones are cut, because not every MPI counts beyond 2 GiB."""
 
@@ -186,4 +189,5 @@ def _name() -> str:
 
 def _abort() -> None:
     if not MPI.Is_finalized():
+        time.sleep(LAST_WORDS_SECONDS)
         MPI.COMM_WORLD.Abort(1)

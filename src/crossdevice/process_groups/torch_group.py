@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ipaddress
 import os
+import re
 import socket
 import threading
 import time
@@ -106,6 +108,7 @@ class TorchEngine:
         end = time.monotonic() + timeout_seconds
         host = self._host_met_by_all(_way_to(address), end)
         self._is_out = False
+        self._is_store_gone = False
         self._gloo: Any = self._connected(host, end - time.monotonic())
 
     def exchange(
@@ -116,13 +119,22 @@ class TorchEngine:
         self._is_out = True
         works = [gloo.recv([_tensor(memory)], peer, tag) for peer, memory in receives if memory.nbytes]
         works += [gloo.send([_tensor(memory)], peer, tag) for peer, memory in sends if memory.nbytes]
-        for work in works:
-            work.wait(timeout)
+        try:
+            for work in works:
+                work.wait(timeout)
+        except RuntimeError as error:
+            raise ConnectionError(_reason(error)) from error
         self._is_out = False
 
     def post(self, note: str) -> None:
         """Notes hang in the store under the rank's number."""
-        self._store.set(f"note of {self.rank}", note)
+        if self._is_store_gone:
+            raise ConnectionError("the store is gone")
+        try:
+            self._store.set(f"note of {self.rank}", note)
+        except RuntimeError:
+            self._is_store_gone = True  # each further try would print a page of warnings
+            raise
 
     def notes(self) -> Mapping[int, str]:
         """All that hang there; a rank without a note is not waited for."""
@@ -130,7 +142,9 @@ class TorchEngine:
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
     def abandon(self) -> None:
-        """Gloo gives up at its deadline, or when the group is closed."""
+        """Gloo gives up at its deadline, or when the group is closed, which must be before Python ends."""
+        atexit.unregister(self.close)
+        atexit.register(self.close)
 
     def close(self) -> None:
         """Hangs up. What is on its way ends with an error, here and at the other end."""
@@ -169,7 +183,7 @@ class TorchEngine:
         except RuntimeError as error:
             raise ProcessGroupError(
                 f"rank {self.rank} could not connect to all others from {host or 'its default interface'}; "
-                f"GLOO_SOCKET_IFNAME names another interface (gloo: {str(error).partition(chr(10))[0]})"
+                f"GLOO_SOCKET_IFNAME names another interface (gloo: {_reason(error)})"
             ) from error
 
 
@@ -185,6 +199,12 @@ def _tensor(memory: NDArray[Any]) -> Tensor:
     """The memory itself, as bytes."""
     flat = memory.reshape(-1).view(np.uint8)
     return from_numpy(flat if flat.flags.writeable else np.asarray(_Adopted(flat)))
+
+
+def _reason(error: Exception) -> str:
+    """The one sentence of an error that tells something: no line of gloo's source, no advice."""
+    first_line = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[[^]]*\] ", "", first_line).partition(". This is typically")[0]
 
 
 def _hang_up(gloo: Any, peer: int) -> None:
@@ -221,7 +241,7 @@ def store_at(address: str, port: int, *, is_keeper: bool, timeout_seconds: float
                 what = "be kept" if is_keeper else "be reached"
                 raise ProcessGroupError(
                     f"the store at {address}:{port}, where ranks meet, could not {what} "
-                    f"(torch.distributed: {str(error).strip().partition(chr(10))[0]})"
+                    f"(torch.distributed: {_reason(error)})"
                 ) from error
         return _kept[address, port]
 
