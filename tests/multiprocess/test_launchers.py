@@ -60,7 +60,7 @@ def test_tf_config_is_enough(meet):
     commands = [
         (
             [sys.executable, str(launching.HERE / "meeting_rank.py")],
-            {"TF_CONFIG": json.dumps({**config, "task": task})},
+            {"TF_CONFIG": json.dumps(config | task)},
         )
         for task in tasks
     ]

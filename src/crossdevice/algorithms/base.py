@@ -201,6 +201,8 @@ class CrossDeviceOps:
         op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
         pairs, _ = spread_pairs([(per_replica_value, destinations)])
         requests = [Request(read_value(value), read_destinations(target)) for value, target in pairs]
+        if self.group is not None:
+            return "\n\n".join(self._between.explained(request, op, chosen) for request in requests)
         return "\n\n".join(explained(request, op, chosen, self) for request in requests)
 
     # ---------------------------------------------------------------- hooks for subclasses
@@ -291,7 +293,7 @@ class CrossDeviceOps:
     @functools.cached_property
     def _between(self) -> BetweenProcesses:
         assert self.group is not None
-        return BetweenProcesses(self.group)
+        return BetweenProcesses(self.group, self.prepared)
 
     @functools.cached_property
     def _kept(self) -> dict[Any, PreparedReduction]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,12 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import ConversionError, OptionError
 from crossdevice.execution.agreement import Description, LeafDescription, agreed_call
-from crossdevice.execution.batch import Request, check_batch
+from crossdevice.execution.batch import Request, check_batch, checked_leaves
 from crossdevice.execution.copying import component_of
+from crossdevice.execution.device_reduction import DeviceReduction, Prepare, is_reduced_on_device
 from crossdevice.execution.gathering import Gathering, check_gather
 from crossdevice.execution.intake import Leaf, one_backend, read_value
-from crossdevice.execution.leaf_spec import Dense
+from crossdevice.execution.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.outputs import wrapped
 from crossdevice.execution.process_gathering import arrays_of_all_ranks, arrays_of_rank
 from crossdevice.execution.process_reduction import ProcessReduction
@@ -25,8 +27,10 @@ from crossdevice.process_groups.group import Call, ProcessGroup
 from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import unflatten
-from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
+
+logger = logging.getLogger("crossdevice")
 
 MAX_KEPT = 1024
 """Prepared batches that are kept; a program with more signatures starts over."""
@@ -35,15 +39,19 @@ MAX_KEPT = 1024
 class BetweenProcesses:
     """The calls of one algorithm on one group; what was prepared for a signature is kept."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, prepare: Prepare) -> None:
+        """`prepare` says how the devices of this process are reduced where that is done on them."""
         self._group = group
+        self._prepare = prepare
+        self._said = False
         self._descriptions: dict[Any, Description] = {}
-        self._reductions: dict[Any, ProcessReduction] = {}
+        self._reductions: dict[Any, ProcessReduction | DeviceReduction] = {}
 
     def reduce(self, requests: Sequence[Request], op: ReduceOp, options: CommunicationOptions) -> list[Any]:
         """The wrapped result of each request, over the replicas of all ranks."""
         checked = check_batch(requests, op, options)
         leaves = [leaf for of_request in checked for leaf in of_request]
+        self._say_if_not_nccl(leaves, options)
         replicas = tuple(len(request.value.devices) for request in requests for _ in request.value.leaves)
         description = self._description(requests, checked, op, options)
         with agreed_call(self._group, description, replicas, _seconds(options)) as (call, of_ranks):
@@ -59,6 +67,26 @@ class BetweenProcesses:
             ]
             answers.append(wrapped(results, request.value.structure, to))
         return answers
+
+    def explained(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
+        """What `reduce` would send for one request, if every process has as many replicas as this one."""
+        group, here = self._group, len(request.value.devices)
+        checked = checked_leaves(request, op, options)
+        specs = [leaf.spec for leaf in checked if isinstance(leaf, Dense)]
+        on_device = [is_reduced_on_device(spec, options, group) for spec in specs]
+        by_host = [spec for spec, is_there in zip(specs, on_device, strict=True) if not is_there]
+        counts = [(here,) * group.size] * len(by_host)
+        lines = [
+            f"{op.name} of {here} replicas in each of {group.size} processes on {group.engine_name}, "
+            f"precision {options.precision}; this is rank {group.rank}"
+        ]
+        if len(specs) < len(checked):
+            lines.append(f"{len(checked) - len(specs)} sparse: all rows go to every process")
+        if any(on_device):
+            lines.append(f"{sum(on_device)} values: the engine's own all-reduce, on the devices they are on")
+        if by_host:
+            lines += ProcessReduction(by_host, op, options, counts, group.rank).explained()
+        return "\n".join(lines)
 
     def gather(
         self, value: Any, destinations: tuple[Device, ...], axis: int, options: CommunicationOptions
@@ -120,6 +148,23 @@ class BetweenProcesses:
         ]
         return leaves[0] if read.structure is None else unflatten(read.structure, leaves)
 
+    def _say_if_not_nccl(
+        self, leaves: Sequence[Dense | SparseReduction], options: CommunicationOptions
+    ) -> None:
+        """A warning, once, if NCCL was asked for and cannot be had."""
+        if options.implementation is not CommunicationImplementation.NCCL or self._said:
+            return
+        if not all(
+            isinstance(leaf, Dense) and is_reduced_on_device(leaf.spec, options, self._group)
+            for leaf in leaves
+        ):
+            self._said = True
+            logger.warning(
+                "NCCL reduces PyTorch's dense tensors on GPUs, under precision 'fast'; everything else goes "
+                "through %s",
+                self._group.engine_name,
+            )
+
     def _description(
         self,
         requests: Sequence[Request],
@@ -128,7 +173,7 @@ class BetweenProcesses:
         options: CommunicationOptions,
     ) -> Description:
         described = tuple(
-            _described(leaf.path, reduction)
+            _described(leaf.path, reduction, options, self._group)
             for request, of_request in zip(requests, checked, strict=True)
             for leaf, reduction in zip(request.value.leaves, of_request, strict=True)
         )
@@ -149,17 +194,41 @@ class BetweenProcesses:
         options: CommunicationOptions,
         counts: Sequence[tuple[int, ...]],
     ) -> list[tuple[Array, ...]]:
-        dense = [leaf for leaf in leaves if isinstance(leaf, Dense)]
-        if not dense:
-            return []
-        specs = tuple(leaf.spec for leaf in dense)
-        own = tuple(count for leaf, count in zip(leaves, counts, strict=True) if isinstance(leaf, Dense))
-        key = (specs, op, options, own)
-        prepared = self._reductions.get(key)
-        if prepared is None:
-            prepared = ProcessReduction(specs, op, options, own, self._group.rank)
-            _keep(self._reductions, key, prepared)
-        return prepared.run(call, [leaf.arrays for leaf in dense], [leaf.out for leaf in dense])
+        results: dict[int, tuple[Array, ...]] = {}
+        numbers = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Dense)]
+        for on_device in (False, True):
+            dense = {
+                number: leaf
+                for number, leaf in enumerate(leaves)
+                if isinstance(leaf, Dense)
+                and is_reduced_on_device(leaf.spec, options, self._group) is on_device
+            }
+            if dense:
+                specs = tuple(leaf.spec for leaf in dense.values())
+                prepared = self._prepared(specs, op, options, tuple(counts[n] for n in dense), on_device)
+                made = prepared.run(
+                    call, [leaf.arrays for leaf in dense.values()], [leaf.out for leaf in dense.values()]
+                )
+                results.update(zip(dense, made, strict=True))
+        return [results[number] for number in numbers]
+
+    def _prepared(
+        self,
+        specs: tuple[LeafSpec, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        counts: tuple[tuple[int, ...], ...],
+        on_device: bool,
+    ) -> ProcessReduction | DeviceReduction:
+        key = (specs, op, options, counts)
+        known = self._reductions.get(key)
+        if known is None:
+            if on_device:
+                known = DeviceReduction(specs, op, options, counts, self._prepare)
+            else:
+                known = ProcessReduction(specs, op, options, counts, self._group.rank)
+            _keep(self._reductions, key, known)
+        return known
 
 
 def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
@@ -168,9 +237,13 @@ def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
     kept[key] = value
 
 
-def _described(path: str, leaf: Dense | SparseReduction) -> LeafDescription:
+def _described(
+    path: str, leaf: Dense | SparseReduction, options: CommunicationOptions, group: ProcessGroup
+) -> LeafDescription:
     if isinstance(leaf, Dense):
-        return LeafDescription(path, "array", leaf.spec.dtype, leaf.spec.shape)
+        on_device = is_reduced_on_device(leaf.spec, options, group)
+        kind = f"array on {leaf.spec.devices[0].type}" if on_device else "array"
+        return LeafDescription(path, kind, leaf.spec.dtype, leaf.spec.shape)
     backend, first = leaf.backend, leaf.slices[0]
     indices = _index_dtype(leaf)
     rows = (None, *backend.shape_of(first.values)[1:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -109,6 +109,30 @@ class ProcessReduction:
             flight_recorder.events.append((self._unpacking, started, now(), 1))
         return [results[number] for number in range(len(self._specs))]
 
+    def explained(self) -> Iterator[str]:
+        """What this process sends for each pack, in words."""
+        for number, pack in enumerate(self._packs):
+            if pack.partial is None:
+                what = "its replicas' arrays" if pack.counts[self._rank] > 1 else "its array"
+                each = pack.dtype.itemsize * pack.counts[self._rank]
+            else:
+                what, each = f"one partial result in {pack.partial.name}", pack.partial.itemsize
+            others = len(pack.counts) - 1
+            if self._is_small(pack):
+                how, sent = f"{what} to every other process", others * pack.num_elements * each
+            else:
+                how = f"shards of {what} to their owners, and its own shard of the result to all"
+                edges = shard_edges(pack.num_elements, len(pack.counts))
+                own = edges[self._rank + 1] - edges[self._rank]
+                sent = (pack.num_elements - own) * each + others * own * pack.result.itemsize
+            yield f"pack {number} ({len(pack.places)} values of {pack.dtype.name}): sends {how}, {sent} bytes"
+
+    def _is_small(self, pack: _Pack) -> bool:
+        """Whether everything goes to everyone; by the rank with most replicas, so that all choose alike."""
+        if pack.partial is None:
+            return pack.num_elements * pack.dtype.itemsize * max(pack.counts) <= SMALL_BYTES
+        return pack.num_elements * pack.partial.itemsize <= SMALL_BYTES
+
     def _share(self, pack: _Pack, columns: Sequence[Sequence[Array]]) -> list[Flat]:
         """What this process contributes: one array for each replica, or one for all."""
         views = {
@@ -145,8 +169,7 @@ class ProcessReduction:
     def _combined(self, call: Call, pack: _Pack, share: Sequence[Flat]) -> Flat:
         """The pack's result, combined from what all ranks contribute, in the order of ranks."""
         total = result_pool.empty(pack.num_elements, pack.result)
-        most = max(pack.counts) if pack.partial is None else 1  # of any rank: all must choose alike
-        is_small = pack.num_elements * share[0].itemsize * most <= SMALL_BYTES
+        is_small = self._is_small(pack)
         edges = [0, pack.num_elements] if is_small else shard_edges(pack.num_elements, call.group.size)
         shards = [slice(*edges)] * call.group.size if is_small else list(map(slice, edges, edges[1:]))
         mine = shards[self._rank]

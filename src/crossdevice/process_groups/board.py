@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 
 class Note(NamedTuple):
-    """Where a rank is: the number of its call, what it calls, and how often it has said so.
+    """Where a rank is: its call, which exchange of that, what it calls, and how often it has said so.
 
     `signature` is equal on two ranks only if their calls fit together, and empty for a rank that makes no
     more calls. `gave_up` says why it waits no more.
     """
 
     call: int
+    exchange: int
     what: str
     signature: str
     beat: int
@@ -33,12 +34,17 @@ class Note(NamedTuple):
 def odd_ones_out(notes: Mapping[int, Note], mine: int, members: Sequence[str]) -> str | None:
     """How the ranks at my call differ in it; None if they do not.
 
-    >>> notes = {0: Note(3, "reduce", "a", 0), 1: Note(3, "gather", "b", 0), 2: Note(3, "reduce", "a", 0)}
+    Only notes about the same exchange count: an older one may be of a rank that has moved on since.
+
+    >>> notes = {rank: Note(3, 1, what, what, 0) for rank, what in enumerate(["reduce", "gather", "reduce"])}
     >>> odd_ones_out(notes, 0, ["rank 0 (here)", "rank 1 (there)", "rank 2 (there)"])
     'rank 1 (there) calls gather; ranks 0, 2 call reduce'
     """
+    own = notes[mine]
     here = {
-        rank: note for rank, note in sorted(notes.items()) if note.signature and note.call == notes[mine].call
+        rank: note
+        for rank, note in sorted(notes.items())
+        if note.signature and (note.call, note.exchange) == (own.call, own.exchange)
     }
     groups: dict[str, list[int]] = {}
     for rank, note in here.items():
@@ -59,7 +65,7 @@ def roll_call(
 ) -> str:
     """Which ranks are at a call, and where the others are.
 
-    >>> roll_call({0: Note(2, "reduce", "a", 4)}, {0: True}, ["rank 0 (here)", "rank 1 (there)"], 2)
+    >>> roll_call({0: Note(2, 1, "reduce", "a", 4)}, {0: True}, ["rank 0 (here)", "rank 1 (there)"], 2)
     'rank 1 (there) has not arrived; rank 0 is there'
     """
     missing, present = [], []

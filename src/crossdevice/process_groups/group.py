@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -15,9 +15,10 @@ import numpy as np
 from typing_extensions import Self
 
 from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
-from crossdevice.process_groups.board import Note, odd_ones_out, roll_call
+from crossdevice.process_groups.board import Note
 from crossdevice.process_groups.courier import Courier, Errand
 from crossdevice.process_groups.protocol import Engine, Message
+from crossdevice.process_groups.watch import DEADLINE_PASSED, PATIENCE_SECONDS, Watch
 
 Checks = Literal["new", "always", "off"]
 CHECKS: tuple[Checks, ...] = ("new", "always", "off")
@@ -25,13 +26,8 @@ CHECKS: tuple[Checks, ...] = ("new", "always", "off")
 TIMEOUT_SECONDS = 300.0
 """The deadline of a call that was given none."""
 
-PATIENCE_SECONDS = 0.25
-"""How long a call may take before its rank puts up a note; quick calls put up none."""
-
 GRACE_SECONDS = 2.0
 """How long others get to put up their notes before one who has given up reads them."""
-
-DEADLINE_PASSED = "its deadline passed"
 
 LATER_SECONDS = 10.0
 """By how much an engine's own deadline is later than ours."""
@@ -85,6 +81,10 @@ class ProcessGroup:
         """Whether an error has left the group unusable."""
         return self._broken is not None
 
+    def reduces_on(self, device_type: str) -> bool:
+        """Whether the engine all-reduces PyTorch's tensors on such devices where they are."""
+        return device_type in self._engine.device_all_reduces
+
     @contextmanager
     def call(self, what: str, signature: bytes, timeout_seconds: float | None = None) -> Iterator[Call]:
         """The next call of this group; one at a time.
@@ -108,7 +108,7 @@ class ProcessGroup:
         with self._lock:
             if self._broken is None:
                 self._break(why)
-                self._note(Note(self._num_calls, "nothing more", "", 0, why))
+                self._note(Note(self._num_calls, 0, "nothing more", "", 0, why))
 
     def close(self) -> None:
         """Ends the group on this rank. What is still on its way is given up."""
@@ -140,12 +140,11 @@ class ProcessGroup:
 
     # ---------------------------------------------------------------- what a call asks for
 
-    def _exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> None:
+    def _carry(self, call: Call, function: Callable[[float], None]) -> None:
+        """Has a function of the engine called with a timeout, and waits for it until the call's deadline."""
         left = call.seconds_left()
         # The engine's own deadline comes after ours, which knows who is missing.
-        errand = self._carrying.send(
-            lambda: self._engine.exchange(sends, receives, tag, left + LATER_SECONDS)
-        )
+        errand = self._carrying.send(lambda: function(left + LATER_SECONDS))
         try:
             if not errand.wait(min(PATIENCE_SECONDS, left)):
                 self._wait_watching(call, errand)
@@ -161,7 +160,7 @@ class ProcessGroup:
 
     def _wait_watching(self, call: Call, errand: Errand) -> None:
         """Waits with a note on the board, and an eye on what others put there."""
-        watch = _Watch(self, call)
+        watch = Watch(self._note, call, self.members, self.rank)
         while True:
             watch.look()
             if watch.odd_ones_out() is not None:
@@ -186,7 +185,7 @@ class ProcessGroup:
 
     def _lost(self, call: Call, error: Exception) -> ProcessGroupError | MismatchError:
         """The engine failed, or another rank gave up; most often a rank is gone, which puts up no note."""
-        watch = _Watch(self, call)
+        watch = Watch(self._note, call, self.members, self.rank)
         watch.gave_up = "it lost contact"
         watch.look_for(GRACE_SECONDS)
         odd = watch.odd_ones_out()
@@ -235,7 +234,7 @@ class Call:
         self.signature = signature
         self.timeout_seconds = timeout_seconds
         self._end = time.monotonic() + timeout_seconds
-        self._phase = 0
+        self.num_exchanges = 0
 
     def seconds_left(self) -> float:
         """Until the deadline."""
@@ -247,12 +246,18 @@ class Call:
         Ranks whose calls differ in number or signature use other tags: they wait for each other until one
         of them says so, and never take each other's bytes.
         """
-        self._phase += 1
-        key = b"%d %d " % (self.number, self._phase) + self.signature
+        self.num_exchanges += 1
+        key = b"%d %d " % (self.number, self.num_exchanges) + self.signature
         digest = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
         tag = digest % (self.group._engine.largest_tag + 1)
         if sends or receives:
-            self.group._exchange(self, sends, receives, tag)
+            exchange = self.group._engine.exchange
+            self.group._carry(self, lambda seconds: exchange(sends, receives, tag, seconds))
+
+    def all_reduce(self, array: Any, device_type: str, op: str) -> None:
+        """The engine's own all-reduce of an array in place, on a device it `reduces_on`."""
+        self.num_exchanges += 1
+        self.group._carry(self, self.group._engine.device_all_reduces[device_type](array, op))
 
     def all_gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, all of one length."""
@@ -284,72 +289,3 @@ class Call:
 
 class _GaveUpError(Exception):
     """Another rank has said that it will not come."""
-
-
-class _Watch:
-    """One rank's view of the board while it waits."""
-
-    def __init__(self, group: ProcessGroup, call: Call) -> None:
-        self._group = group
-        self._call = call
-        self._beat = 0
-        self._notes: dict[int, Note] = {}
-        self._fresh: dict[int, bool] = {}
-        self._is_reachable = True
-        self.gave_up = ""
-
-    def look(self) -> None:
-        """Puts up a note and reads the others'."""
-        call = self._call
-        mine = Note(call.number, call.what, call.signature.hex(), self._beat, self.gave_up)
-        self._beat += 1
-        found = self._group._note(mine)
-        self._is_reachable = found is not None
-        for rank, note in (found or {}).items():
-            if self._notes.get(rank) != note:
-                self._fresh[rank] = True
-            self._notes[rank] = note
-        self._notes[self._group.rank] = mine
-
-    def look_for(self, seconds: float) -> None:
-        """Looks until the others had time to say where they are; whoever says nothing new is not fresh."""
-        self._fresh = {self._group.rank: True}
-        end = time.monotonic() + seconds
-        self.look()
-        while time.monotonic() < end and len(self._fresh) < self._group.size:
-            time.sleep(PATIENCE_SECONDS / 2)
-            self.look()
-
-    def look_until_all_came(self, seconds: float) -> None:
-        """Looks until all ranks have put up a note at this call, but no longer than that."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if sum(note.call >= self._call.number for note in self._notes.values()) == self._group.size:
-                return
-            time.sleep(PATIENCE_SECONDS / 5)
-            self.look()
-
-    def odd_ones_out(self) -> str | None:
-        """How the ranks at this call differ in it, as far as their notes tell."""
-        return odd_ones_out(self._notes, self._group.rank, self._group.members)
-
-    def someone_gave_up(self) -> bool:
-        """Whether a rank will not come; one whose deadline has passed does not count, as ours will too."""
-        return any(note.gave_up not in ("", DEADLINE_PASSED) for note in self._notes.values())
-
-    def waited_in_vain(self) -> str:
-        """Ranks whose deadline has passed before this one came."""
-        return "".join(
-            f"{self._group.members[rank]} gave up, since its deadline passed; "
-            for rank, note in sorted(self._notes.items())
-            if note.gave_up == DEADLINE_PASSED
-        )
-
-    def roll_call(self) -> str:
-        """Which ranks are where."""
-        known = roll_call(self._notes, self._fresh, self._group.members, self._call.number)
-        return (
-            known
-            if self._is_reachable
-            else f"the board of notes cannot be reached; as far as it was read, {known}"
-        )

@@ -152,6 +152,8 @@ def _tf_config(variables: Variables) -> Launch | None:
         ) from error
     if not cluster and job is None:
         return None
+    if job is None:
+        raise OptionError('TF_CONFIG has a "cluster", but its "task" has no "type": which process is this?')
     # As in TensorFlow: the chief first, then the workers; others take no part in reductions.
     places = [(name, number) for name in ("chief", "worker") for number in range(len(cluster.get(name, ())))]
     if not is_index or (job, int(index)) not in places:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -13,6 +13,13 @@ class Message(NamedTuple):
 
     peer: int
     memory: NDArray[Any]
+
+
+AllReduceOf: TypeAlias = Callable[[Any, str], Callable[[float], None]]
+"""Makes an all-reduce of an array in place, with a ReduceOp's name but not MEAN, into a call that blocks.
+
+It is made in the thread, and so on the streams, of whoever wrote the array, and called with a timeout.
+"""
 
 
 class Engine(Protocol):
@@ -26,6 +33,9 @@ class Engine(Protocol):
 
     largest_tag: int
     """Tags are whole numbers from 0 to this one, at least 32767."""
+
+    device_all_reduces: Mapping[str, AllReduceOf]
+    """By type of device, for PyTorch's tensors that need not go through the host's memory."""
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from crossdevice.errors import OptionError
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.launchers import Launch
-from crossdevice.process_groups.protocol import Message
+from crossdevice.process_groups.protocol import AllReduceOf, Message
 
 
 class Room:
@@ -32,6 +33,7 @@ class ThreadEngine:
 
     name = "threads"
     largest_tag = (1 << 31) - 1
+    device_all_reduces: Mapping[str, AllReduceOf] = MappingProxyType({})
 
     def __init__(self, room: Room, rank: int) -> None:
         self._room = room

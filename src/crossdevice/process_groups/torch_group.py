@@ -22,7 +22,8 @@ from crossdevice.errors import DeadlineError, OptionError, ProcessGroupError
 from crossdevice.process_groups.board import ranks_named
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
 from crossdevice.process_groups.launchers import Launch
-from crossdevice.process_groups.protocol import Message
+from crossdevice.process_groups.protocol import AllReduceOf, Message
+from crossdevice.process_groups.torch_collectives import nccl_of
 
 SMALLEST_PAUSE_SECONDS, LARGEST_PAUSE_SECONDS = 0.001, 0.25
 
@@ -100,6 +101,8 @@ class TorchEngine:
     ) -> None:
         if not 0 <= rank < size:
             raise OptionError(f"a rank is a number from 0 to size - 1; got rank {rank} of {size}")
+        if not dist.is_available() or not dist.is_gloo_available():
+            raise OptionError("this PyTorch was built without torch.distributed's gloo")
         self.rank = rank
         self.size = size
         prefix = f"crossdevice/{name}/{size}"
@@ -109,6 +112,10 @@ class TorchEngine:
         host = self._host_met_by_all(_way_to(address), end)
         self._is_out = False
         self._is_store_gone = False
+        nccl = nccl_of(self._store, rank, size)
+        self.device_all_reduces: Mapping[str, AllReduceOf] = (
+            {} if nccl is None else {"cuda": nccl.all_reduce_of}
+        )
         self._gloo: Any = self._connected(host, end - time.monotonic())
 
     def exchange(
@@ -117,9 +124,9 @@ class TorchEngine:
         """All at once; gloo keeps messages of one tag in order, and sends them once they are asked for."""
         gloo, timeout = self._gloo, timedelta(seconds=timeout_seconds)
         self._is_out = True
-        works = [gloo.recv([_tensor(memory)], peer, tag) for peer, memory in receives if memory.nbytes]
-        works += [gloo.send([_tensor(memory)], peer, tag) for peer, memory in sends if memory.nbytes]
         try:
+            works = [gloo.recv([_tensor(memory)], peer, tag) for peer, memory in receives if memory.nbytes]
+            works += [gloo.send([_tensor(memory)], peer, tag) for peer, memory in sends if memory.nbytes]
             for work in works:
                 work.wait(timeout)
         except RuntimeError as error:
@@ -137,9 +144,8 @@ class TorchEngine:
             raise
 
     def notes(self) -> Mapping[int, str]:
-        """All that hang there; a rank without a note is not waited for."""
-        keys = {rank: f"note of {rank}" for rank in range(self.size)}
-        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        """All that hang there; an empty one was put up by each rank when it came."""
+        return {rank: note for rank, note in enumerate(self._everyones("note")) if note}
 
     def abandon(self) -> None:
         """Gloo gives up at its deadline, or when the group is closed, which must be before Python ends."""
@@ -154,22 +160,37 @@ class TorchEngine:
 
     def _host_met_by_all(self, own: str | None, end: float) -> str | None:
         """Waits until all ranks have said that they are there, and by which address they can be reached."""
+        self._store.set(f"note of {self.rank}", "")
         self._store.set(f"address of {self.rank}", own or "")
-        missing, pause = [rank for rank in range(self.size) if rank != self.rank], SMALLEST_PAUSE_SECONDS
-        while missing := [rank for rank in missing if not self._store.check([f"address of {rank}"])]:
+        pause = SMALLEST_PAUSE_SECONDS
+        while not self._store.check(self._keys("address")):
             if time.monotonic() > end:
-                present = [rank for rank in range(self.size) if rank not in missing]
-                raise DeadlineError(
-                    f"the group of {self.size} was not formed: {ranks_named(missing)} did not come; "
-                    f"{ranks_named(present)} came. Are all processes started, and do they agree on their "
-                    "number and on the address?"
-                )
+                raise self._not_formed()
             time.sleep(pause)
             pause = min(2 * pause, LARGEST_PAUSE_SECONDS)
-        addresses = [self._store.get(f"address of {rank}").decode() for rank in range(self.size)]
+        addresses = self._everyones("address")
         # A host's own name often leads back to itself only (127.0.1.1), where others cannot follow.
         elsewhere = next((address for address in addresses if address and not _is_loopback(address)), None)
         return _way_to(elsewhere) if own and _is_loopback(own) and elsewhere else own
+
+    def _not_formed(self) -> DeadlineError:
+        came = [self._store.check([key]) for key in self._keys("address")]
+        present = [rank for rank in range(self.size) if came[rank]]
+        missing = [rank for rank in range(self.size) if not came[rank]]
+        return DeadlineError(
+            f"the group of {self.size} was not formed: {ranks_named(missing)} did not come; "
+            f"{ranks_named(present)} came. Are all processes started, and do they agree on their number and "
+            "on the address?"
+        )
+
+    def _keys(self, what: str) -> list[str]:
+        return [f"{what} of {rank}" for rank in range(self.size)]
+
+    def _everyones(self, what: str) -> list[str]:
+        """What all ranks have put into the store, in one question where the store can answer it."""
+        store, keys = self._store, self._keys(what)
+        found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+        return [text.decode() for text in found]
 
     def _connected(self, host: str | None, seconds: float) -> Any:
         timeout = timedelta(seconds=max(seconds, 1.0))

@@ -45,6 +45,22 @@ def test_several_replicas_send_one_partial_sum_as_wide_as_the_accumulator():
     assert sent_bytes(2, 4, elements, precision="exact") == [4 * half * 4 + half * 4] * 2
 
 
+def test_an_explanation_says_what_is_sent():
+    def run(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        value = cd.PerReplica([np.ones(64 * 2 * 300, np.float32)] * 4)
+        small = cd.PerReplica([np.ones(8, np.float32)] * 4)
+        return [ops.explain(value, value), ops.explain(small, small)]
+
+    large, small = run_ranks(2, run)[1]
+    assert large.splitlines() == [
+        "SUM of 4 replicas in each of 2 processes on threads, precision accurate; this is rank 1",
+        "pack 0 (1 values of float32): sends shards of one partial result in float64 to their owners, "
+        f"and its own shard of the result to all, {sent_bytes(2, 4, 64 * 2 * 300)[1]} bytes",
+    ]
+    assert small.endswith("sends one partial result in float64 to every other process, 64 bytes")
+
+
 def test_small_values_go_to_everyone_at_once():
     assert sent_bytes(3, 1, 10) == [2 * 10 * 4] * 3
 
@@ -74,3 +90,13 @@ def test_a_broadcast_without_a_rank_asks_nobody():
         return float(own)
 
     assert run_ranks(2, run) == [0.0, 1.0]
+
+
+def test_nccl_that_cannot_be_had_is_said_once(caplog):
+    def run(group):
+        ops = cd.CollectiveAllReduce(group=group, options=cd.CommunicationOptions(implementation="nccl"))
+        return [ops.reduce("sum", np.ones(2), "cpu:0").tolist() for _ in range(3)]
+
+    assert run_ranks(1, run) == [[[1.0, 1.0]] * 3]
+    (record,) = caplog.records
+    assert "everything else goes through threads" in record.getMessage()

@@ -6,25 +6,25 @@ MEMBERS = [f"rank {rank} (host-{rank})" for rank in range(4)]
 
 
 def test_notes_are_read_as_they_were_written():
-    note = Note(7, 'reduce "ä"', "0a", 3, "it lost contact")
+    note = Note(7, 1, 'reduce "ä"', "0a", 3, "it lost contact")
     assert Note.read(note.written()) == note
 
 
 def test_ranks_at_other_calls_are_not_compared():
-    notes = {0: Note(3, "reduce", "a", 0), 1: Note(4, "gather", "b", 0)}
+    notes = {0: Note(3, 1, "reduce", "a", 0), 1: Note(4, 1, "gather", "b", 0)}
     assert odd_ones_out(notes, 0, MEMBERS) is None
 
 
 def test_the_smallest_party_is_named_first_and_a_single_rank_in_full():
-    notes = {rank: Note(3, "reduce", "a", 0) for rank in range(4)} | {2: Note(3, "gather", "b", 0)}
+    notes = {rank: Note(3, 1, "reduce", "a", 0) for rank in range(4)} | {2: Note(3, 1, "gather", "b", 0)}
     assert odd_ones_out(notes, 0, MEMBERS) == "rank 2 (host-2) calls gather; ranks 0, 1, 3 call reduce"
 
 
 def test_everyone_who_is_missing_is_named_with_the_reason():
     notes = {
-        0: Note(5, "reduce", "a", 1),
-        1: Note(5, "reduce", "a", 1),
-        2: Note(6, "gather", "b", 0),
+        0: Note(5, 1, "reduce", "a", 1),
+        1: Note(5, 1, "reduce", "a", 1),
+        2: Note(6, 1, "gather", "b", 0),
     }
     assert roll_call(notes, {0: True}, MEMBERS, 5) == (
         "rank 1 (host-1) arrived, but is not heard from any more; "

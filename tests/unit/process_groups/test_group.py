@@ -126,3 +126,19 @@ def test_an_engine_that_fails_is_abandoned_and_its_board_is_not_asked_twice_at_o
         assert "(threads: the line is dead)" in str(errors[rank])
         assert engines[rank].is_abandoned
         assert engines[rank].num_visits == 1
+
+
+def test_a_note_of_an_earlier_exchange_is_no_mismatch():
+    """A rank that waited in the first exchange says nothing new while the second one is slow."""
+
+    def run(group):
+        if group.rank == 2:
+            time.sleep(0.6)
+        with group.call("reduce", b"first", 20.0) as call:
+            call.all_gather(b"1")
+            call.signature = b"second"
+            if group.rank == 1:
+                time.sleep(0.6)
+            return call.all_gather(b"2")
+
+    assert run_ranks(3, run) == [[b"2"] * 3] * 3
