@@ -104,6 +104,10 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         so that a program does not depend on how replicas are shared among processes. After an exception
         in one process the others raise a ProcessGroupError where they next meet, and a new group
         has to be formed.
+
+        Args:
+            options: only `timeout_seconds` is used, a deadline for the replicas of this process to meet;
+                other processes are waited for as the group and each call's own options say.
         """
         try:
             return super().run(fn, args, kwargs, options)
