@@ -56,3 +56,12 @@ def test_our_contender_has_the_replicas_of_its_process(benchmark):
         return len(inputs), ours.ready(work, inputs).inspect("fresh", counts_wrong=True)
 
     assert run_ranks(2, rank) == [(4, ("own", 0))] * 2
+
+
+def test_the_page_lists_every_row_with_its_promise(benchmark):
+    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
+    for pair in benchmark.pairs(quick=False):
+        for row in pair.rows:
+            word = "at most" if row.is_ceiling else "at least"
+            promise = "none" if row.floor is None else f"{word} {row.floor:g} x"
+            assert f"| {row.text} | {promise} |" in page
