@@ -66,8 +66,10 @@ def reduced_along_axes(strategy):
 
 def reduced_along_an_axis_that_most_replicas_have_nothing_of(strategy):
     value = strategy.run(lambda: numbers(replica_id(), (3 if replica_id() == 6 else 0, 4)))
+    few = strategy.run(lambda: np.arange(3 if replica_id() == 6 else 0, dtype=np.int16) + np.int16(2))
     nothing = strategy.run(lambda: np.zeros((0, 2), np.float32))
     return [
+        *(strategy.reduce(op, few, axis=0) for op in ("sum", "mean", "min", "max", "prod")),
         *(strategy.reduce(op, value, axis=0) for op in ("sum", "mean", "min", "max", "prod")),
         strategy.reduce("sum", nothing, axis=0),
         strategy.reduce("mean", nothing, axis=0),

@@ -68,7 +68,10 @@ def _reduced(
     if ops.group is not None:
         if count:
             shape = [length for number, length in enumerate(shapes[0]) if number not in axes]
-            partials = _of_all_processes(partials, shape, _partial_dtype(op, dtype), backend, to, ops)
+            partial = dtype
+            if op not in (ReduceOp.MIN, ReduceOp.MAX):  # which are never wider, and not of nothing
+                partial = backend.dtype_of(_local(op, leaf.arrays[0][:0], axes, backend, dtype))
+            partials = _of_all_processes(partials, shape, partial, backend, to, ops)
             places = [to] * len(partials)
         ops = _within_process(ops)
     over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
@@ -117,10 +120,6 @@ def _local(op: ReduceOp, array: Array, axes: tuple[int, ...], backend: Backend, 
             wide = function(wide, axis=axis)
         return wide
     return function(wide, axis=axes)
-
-
-def _partial_dtype(op: ReduceOp, dtype: str) -> str:
-    return dtype if op in (ReduceOp.MIN, ReduceOp.MAX) else _wide(dtype)
 
 
 def _wide(dtype: str) -> str:
