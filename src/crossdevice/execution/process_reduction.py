@@ -97,16 +97,21 @@ class ProcessReduction:
     def run(
         self, call: Call, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
     ) -> list[tuple[Array, ...]]:
-        """For each leaf its result on each destination of this process, written to `outs` where given."""
-        results: dict[int, tuple[Array, ...]] = {}
+        """For each leaf its result on each destination of this process.
+
+        `outs` are written to once everything has arrived: a rank that is lost leaves them as they were.
+        """
+        totals: list[Flat] = []
         for pack in self._packs:
             started = now()
             share = self._share(pack, columns)
             flight_recorder.events.append((self._packing, started, now(), 1))
-            total = self._combined(call, pack, share)
-            started = now()
+            totals.append(self._combined(call, pack, share))
+        results: dict[int, tuple[Array, ...]] = {}
+        started = now()
+        for pack, total in zip(self._packs, totals, strict=True):
             results.update(self._delivered(pack, total, outs))
-            flight_recorder.events.append((self._unpacking, started, now(), 1))
+        flight_recorder.events.append((self._unpacking, started, now(), 1))
         return [results[number] for number in range(len(self._specs))]
 
     def explained(self) -> Iterator[str]:

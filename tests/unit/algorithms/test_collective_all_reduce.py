@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import crossdevice as cd
-from crossdevice.errors import OptionError
+from crossdevice.errors import DeadlineError, OptionError, ProcessGroupError
 from crossdevice.process_groups.thread_group import run_ranks
 
 
@@ -100,3 +100,26 @@ def test_nccl_that_cannot_be_had_is_said_once(caplog):
     assert run_ranks(1, run) == [[[1.0, 1.0]] * 3]
     (record,) = caplog.records
     assert "everything else goes through threads" in record.getMessage()
+
+
+def test_memory_that_is_written_to_stays_as_it_was_when_a_rank_is_lost():
+    def run(group):
+        ops = cd.CollectiveAllReduce(
+            group=group, options=cd.CommunicationOptions(bytes_per_pack=4, timeout_seconds=0.5)
+        )
+        values = [np.full(20_000, number, np.float32) for number in range(3)]
+        ops.batch_reduce("sum", [(value, "cpu:0") for value in values])
+        exchange = group._engine.exchange
+        left = iter(range(3))
+
+        def lossy(*args):
+            if group.rank == 1 and next(left, None) is None:
+                raise OSError("the cable is out")
+            exchange(*args)
+
+        group._engine.exchange = lossy
+        with pytest.raises((ProcessGroupError, DeadlineError)):
+            ops.batch_reduce("sum", [(value, "cpu:0") for value in values], out=values)
+        return [set(value.tolist()) for value in values]
+
+    assert run_ranks(2, run) == [[{0.0}, {1.0}, {2.0}]] * 2
