@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,13 @@ from crossdevice.execution.intake import read_value
 from crossdevice.execution.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.outputs import wrapped
 from crossdevice.execution.reduction import PreparedReduction
-from crossdevice.execution.remembering import RememberedCall, call_key
+from crossdevice.execution.remembering import (
+    RememberedBatch,
+    RememberedCall,
+    batch_key,
+    call_key,
+    is_plain_batch,
+)
 from crossdevice.execution.spreading import checked_outs, checked_pairs, spread_outs, spread_pairs
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
@@ -38,6 +45,10 @@ MAX_KEPT = 1024
 """Prepared reductions an object keeps; a program with more signatures starts over."""
 
 
+_REMEMBERED = ("_kept", "_calls", "_batches")
+"""The attributes in which an object keeps what it prepared."""
+
+
 class CrossDeviceOps:
     """Combines values of several devices (reduce, batch_reduce, gather) and copies them (broadcast).
 
@@ -56,12 +67,12 @@ class CrossDeviceOps:
         """What was prepared for other settings is forgotten."""
         object.__setattr__(self, name, value)
         if not name.startswith("_"):
-            self.__dict__.pop("_kept", None)
-            self.__dict__.pop("_calls", None)
+            for kept in _REMEMBERED:
+                self.__dict__.pop(kept, None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Its settings; what was prepared is prepared again."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_calls")}
+        return {name: value for name, value in self.__dict__.items() if name not in _REMEMBERED}
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
         """Plans one pack: a buffer on each destination that holds the sum of all `build.inputs`."""
@@ -125,9 +136,17 @@ class CrossDeviceOps:
         """Reduces many values at once: they share packs and passes. `out` has an entry for each pair."""
         pairs = checked_pairs(value_destination_pairs)
         outs = [None] * len(pairs) if out is None else checked_outs(out, len(pairs))
-        return self._reduce(
-            reduce_op, pairs, experimental_hints if options is None else options, outs, "batch_reduce"
-        )
+        chosen = experimental_hints if options is None else options
+        key = batch_key(reduce_op, pairs, chosen) if out is None else None
+        known = None if key is None else self._batches.get(key)
+        columns = None if known is None else known.columns_of(pairs)
+        if known is not None and columns is not None:
+            check_cross_replica("batch_reduce")
+            return known(columns)
+        answers = self._reduce(reduce_op, pairs, chosen, outs, "batch_reduce")
+        if key is not None:
+            self._remember_batch(key, reduce_op, pairs, chosen)
+        return answers
 
     def broadcast(
         self,
@@ -261,6 +280,25 @@ class CrossDeviceOps:
             spec = leaves[0].spec
             prepared = self.prepared((spec,), op, chosen)
             self._calls[key] = RememberedCall(prepared, spec, result_dtype(spec.dtype, op))
+
+    def _remember_batch(self, key: Any, reduce_op: Any, pairs: Any, options: Any) -> None:
+        """Keeps what the next such batch needs, if all of it is dense, of one library and of our own doing."""
+        if self.accumulation_fn is not None or self._overrides_hooks() or not is_plain_batch(pairs):
+            return
+        op, chosen = ReduceOp(reduce_op), as_options(options)
+        requests = [Request(read_value(value), read_destinations(target)) for value, target in pairs]
+        leaves = [leaf for request in requests for leaf in checked_leaves(request, op, chosen)]
+        specs = tuple(leaf.spec for leaf in leaves if isinstance(leaf, Dense))
+        is_dense = len(specs) == len(pairs) and all(request.value.structure is None for request in requests)
+        if is_dense and len({spec.backend for spec in specs}) == 1:
+            if len(self._batches) >= MAX_KEPT:
+                self._batches.clear()
+            with contextlib.suppress(AttributeError, RuntimeError):  # numbers in place of arrays
+                self._batches[key] = RememberedBatch(self.prepared(specs, op, chosen), specs, pairs)
+
+    @functools.cached_property
+    def _batches(self) -> dict[Any, RememberedBatch]:
+        return {}
 
     @functools.cached_property
     def _calls(self) -> dict[Any, RememberedCall]:

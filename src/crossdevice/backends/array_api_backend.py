@@ -10,10 +10,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.protocol import HOST_MEMORY, Array
+from crossdevice.backends.protocol import HOST_MEMORY, Array, Look
 from crossdevice.errors import DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices
+
+
+class SignatureLook:
+    """The signatures of arrays."""
+
+    knows_layout = False
+
+    def __init__(self, backend: ArrayApiBackend, arrays: Sequence[Array]) -> None:
+        self._backend = backend
+        self._signatures = [backend.signature(array) for array in arrays]
+
+    def fits(self, arrays: Sequence[Array]) -> bool:
+        """Whether the signatures are the same."""
+        try:
+            return self._signatures == [self._backend.signature(array) for array in arrays]
+        except (AttributeError, RuntimeError):  # not all are arrays of that library
+            return False
 
 
 class ArrayApiBackend(abc.ABC):
@@ -21,6 +38,7 @@ class ArrayApiBackend(abc.ABC):
 
     name: str
     is_immutable = False
+    shares_gpu_arrays = False
 
     @abc.abstractmethod
     def namespace(self) -> Any:
@@ -41,6 +59,10 @@ class ArrayApiBackend(abc.ABC):
     def signature(self, array: Array) -> Hashable:
         """Type, dtype, shape and device."""
         return type(array), array.dtype, array.shape, array.device
+
+    def look_of(self, arrays: Sequence[Array]) -> Look:
+        """That of their signatures."""
+        return SignatureLook(self, arrays)
 
     def dtype_of(self, array: Array) -> str:
         """The dtype's name, without the library's prefix."""
@@ -103,6 +125,14 @@ class ArrayApiBackend(abc.ABC):
         """Copies values into an existing array."""
         out[...] = value
 
+    def gpu_stream(self, device: Device) -> int | None:  # noqa: ARG002
+        """PyTorch's, unless the library has one that can be asked for."""
+        return None
+
+    def from_dlpack(self, tensor: Any) -> Array:
+        """Most libraries do as the standard says."""
+        return self.namespace().from_dlpack(tensor)
+
     def engine_all_reduce(self, arrays: Sequence[Array], op: str) -> list[Array]:
         """Most libraries have no engine."""
         raise NotImplementedError(f"{self.name} has no collective engine")
@@ -113,6 +143,11 @@ def address_range(array: NDArray[Any]) -> tuple[int, int]:
     start: int = array.__array_interface__["data"][0]
     if array.flags.c_contiguous:
         return start, start + array.nbytes
+    return strided_range(start, array)
+
+
+def strided_range(start: int, array: Any) -> tuple[int, int]:
+    """The same for any array with strides in bytes whose first element is at `start`."""
     if not array.size:
         return start, start
     reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -11,15 +12,33 @@ import torch
 from numpy.typing import NDArray
 
 from crossdevice.backends.array_api_backend import ArrayApiBackend, check_host_device, native
-from crossdevice.backends.protocol import dtype_named
+from crossdevice.backends.protocol import Look, dtype_named
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
+
+_guards: Any = None
+with contextlib.suppress(ImportError):  # not part of what PyTorch promises
+    from torch._C._dynamo import guards as _guards
+
+
+class TensorLook:
+    """Tensors as PyTorch's compiler compares them: all of them in one call that Python takes no part in."""
+
+    knows_layout = True
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._check = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+    def fits(self, arrays: Sequence[Any]) -> bool:
+        """Whether type, dtype, shape, strides, device and views as conjugates or negatives are the same."""
+        return bool(self._check(*arrays))
 
 
 class TorchBackend(ArrayApiBackend):
     """Results are detached: reductions are not recorded for automatic differentiation."""
 
     name = "torch"
+    shares_gpu_arrays = True
 
     def namespace(self) -> Any:
         """PyTorch, through array-api-compat."""
@@ -36,6 +55,10 @@ class TorchBackend(ArrayApiBackend):
     def signature(self, array: Any) -> Hashable:
         """Type, dtype, shape, device and layout."""
         return type(array), array.dtype, array.shape, array.device, array.layout
+
+    def look_of(self, arrays: Sequence[torch.Tensor]) -> Look:
+        """By a part of PyTorch that might be gone one day."""
+        return super().look_of(arrays) if _guards is None else TensorLook(arrays)
 
     def check_device(self, device: Device) -> None:
         """Host devices are logical; others must be there."""
@@ -120,6 +143,10 @@ class TorchBackend(ArrayApiBackend):
     def write(self, out: torch.Tensor, value: torch.Tensor) -> None:
         """In place, past automatic differentiation."""
         out.detach().copy_(value)
+
+    def from_dlpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
 
     def engine_all_reduce(self, arrays: Sequence[torch.Tensor], op: str) -> list[torch.Tensor]:
         """NCCL, from this one process."""

@@ -1,0 +1,66 @@
+"""Compiling kernels once for each arithmetic, and launching them without Triton's own search for them."""
+
+# ruff: noqa: ARG001 - `device` is there to be part of a key
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from triton.runtime.interpreter import InterpretedFunction
+
+from crossdevice.kernels.cuda.families import Arithmetic
+from crossdevice.kernels.cuda.triton_arithmetic import way_of
+from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
+from crossdevice.values.dtypes import ITEM_BYTES
+
+BLOCK_BYTES = 4096
+"""What one program reads of each input."""
+
+NUM_WARPS = 8
+
+ANY_ADDRESS = (1 << 44) + 1
+"""Odd, so that nothing about alignment is compiled in."""
+
+Launch = Callable[..., None]
+"""Called with the number of programs, a stream's handle and the kernel's arguments, constants left out."""
+
+is_interpreted = isinstance(pass_by_arguments, InterpretedFunction)
+"""Whether Triton runs kernels in Python, on host memory (TRITON_INTERPRET=1)."""
+
+
+def block_elements(arithmetic: Arithmetic) -> int:
+    """Elements of one block."""
+    return BLOCK_BYTES // ITEM_BYTES[arithmetic.element]
+
+
+@functools.cache
+def launch_by_arguments(arithmetic: Arithmetic, num_inputs: int, num_outputs: int, device: int) -> Launch:
+    """The kernel for one array of every replica, compiled for the current device, which is `device`."""
+    examples = (ANY_ADDRESS,) * num_inputs, (ANY_ADDRESS,) * num_outputs, ANY_ADDRESS
+    return _launch(pass_by_arguments, examples, (way_of(arithmetic), block_elements(arithmetic)))
+
+
+@functools.cache
+def launch_by_table(arithmetic: Arithmetic, num_inputs: int, num_outputs: int, device: int) -> Launch:
+    """The kernel for tasks in a table, compiled for the current device, which is `device`."""
+    constants = num_inputs, num_outputs, way_of(arithmetic), block_elements(arithmetic)
+    return _launch(pass_by_table, (ANY_ADDRESS, ANY_ADDRESS), constants)
+
+
+def _launch(kernel: Any, examples: tuple[Any, ...], constants: tuple[Any, ...]) -> Launch:
+    if is_interpreted:
+
+        def interpret(num_programs: int, stream: int, *arguments: Any) -> None:
+            kernel[(num_programs,)](*arguments, *constants)
+
+        return interpret
+    # No fused multiply-adds: they would round once where the host rounds twice.
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    compiled = kernel.warmup(*examples, *constants, grid=(1,), **options)
+
+    def launch(num_programs: int, stream: int, *arguments: Any) -> None:
+        compiled[num_programs, 1, 1](*arguments, *constants, stream=stream)
+
+    return launch
