@@ -45,7 +45,7 @@ MAX_KEPT = 1024
 """Prepared reductions an object keeps; a program with more signatures starts over."""
 
 
-_REMEMBERED = ("_kept", "_calls", "_batches")
+_REMEMBERED = ("_kept", "_calls", "_recent", "_batches")
 """The attributes in which an object keeps what it prepared."""
 
 
@@ -113,10 +113,15 @@ class CrossDeviceOps:
             A bare array for one destination device, a Mirrored for several.
         """
         chosen = experimental_hints if options is None else options
+        recent = self.__dict__.get("_recent")
+        if recent is not None and recent.fits(reduce_op, per_replica_value, destinations, chosen):
+            check_cross_replica("reduce")
+            return recent(per_replica_value.values, out)
         key = call_key(reduce_op, per_replica_value, destinations, chosen)
         known = None if key is None else self._calls.get(key)
         if known is not None:
             check_cross_replica("reduce")
+            self._recent = known.as_recent(reduce_op, per_replica_value, destinations, chosen)
             return known(per_replica_value.values, out)
         pairs = [(per_replica_value, destinations)]
         (answer,) = self._reduce(reduce_op, pairs, chosen, [out], "reduce")
@@ -282,7 +287,7 @@ class CrossDeviceOps:
             self._calls[key] = RememberedCall(prepared, spec, result_dtype(spec.dtype, op))
 
     def _remember_batch(self, key: Any, reduce_op: Any, pairs: Any, options: Any) -> None:
-        """Keeps what the next such batch needs, if all of it is dense, of one library and of our own doing."""
+        """Keeps what the next such batch needs, if it is dense, of one library and of our own doing."""
         if self.accumulation_fn is not None or self._overrides_hooks() or not is_plain_batch(pairs):
             return
         op, chosen = ReduceOp(reduce_op), as_options(options)
@@ -293,7 +298,7 @@ class CrossDeviceOps:
         if is_dense and len({spec.backend for spec in specs}) == 1:
             if len(self._batches) >= MAX_KEPT:
                 self._batches.clear()
-            with contextlib.suppress(AttributeError, RuntimeError):  # numbers in place of arrays
+            with contextlib.suppress(AttributeError, RuntimeError):  # numbers among the arrays
                 self._batches[key] = RememberedBatch(self.prepared(specs, op, chosen), specs, pairs)
 
     @functools.cached_property

@@ -68,6 +68,7 @@ class GpuPasses(Passes):
         self._shares = shares_results or self._backend.is_immutable
         self._device = device
         self._place = tensors.device_named(device.type, device.index)
+        self._no_targets = [None] * len(specs)
         self._prepared: dict[tuple[bool, ...], _Prepared] = {}
         self._plain_look: Look | None = None
         self._reducing = Work("reduce", "fused passes", (device,))
@@ -96,19 +97,20 @@ class GpuPasses(Passes):
         look: Look | None,
     ) -> dict[int, tuple[Array, ...]]:
         inputs = self._inputs([array for number in self._specs for array in columns[number]], look)
-        targets = [self._writable(number, outs[number]) for number in self._specs]
+        targets: Sequence[Sequence[Any] | None] = self._no_targets
+        if outs.count(None) < len(outs):
+            targets = [self._writable(number, outs[number]) for number in self._specs]
         work, blocks, numbers = self._prepared_for(targets)
-        memory = blocks.blocks()
         given = [tensor for tensors in targets if tensors is not None for tensor in tensors]
-        addresses = self._tensors.addresses_of([*inputs, *given, *memory])
-        work.run(addresses, self._tensors.stream_of(self._place))
+        memory = blocks.blocks()
+        work.run(self._tensors.addresses_of([*inputs, *given, *memory]), self._tensors.stream_of(self._place))
         if self._backend.is_immutable:
             self._tensors.hold_until_done(inputs)
         # The GPU is at work by now: results are cut from their blocks meanwhile.
-        results = {
-            number: self._adopted(number, made, outs[number])
-            for number, made in zip(numbers, blocks.cut(memory), strict=True)
-        }
+        made = dict(zip(numbers, blocks.cut(memory), strict=True))
+        if self._is_torch and not self._shares and targets is self._no_targets:
+            return made
+        results = {number: self._adopted(number, parts, outs[number]) for number, parts in made.items()}
         for number, tensors in zip(self._specs, targets, strict=True):
             if tensors is not None:
                 results[number] = self._written(outs[number] or ())
@@ -132,10 +134,10 @@ class GpuPasses(Passes):
         return self._tensors.writable_tensors(out)
 
     def _prepared_for(self, targets: Sequence[Sequence[Any] | None]) -> _Prepared:
-        pattern = tuple([tensors is not None for tensors in targets])
+        pattern = () if targets is self._no_targets else tuple(tensors is not None for tensors in targets)
         known = self._prepared.get(pattern)
         if known is None:
-            known = self._prepared[pattern] = self._prepare(pattern)
+            known = self._prepared[pattern] = self._prepare(pattern or (False,) * len(targets))
         return known
 
     def _prepare(self, are_given: Sequence[bool]) -> _Prepared:

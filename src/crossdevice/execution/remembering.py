@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
-from crossdevice.backends.protocol import Array
+from crossdevice.backends.protocol import Array, Look
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.execution.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.outputs import check_out, out_components
@@ -22,18 +22,31 @@ from crossdevice.values.reduce_op import ReduceOp
 class RememberedCall:
     """A prepared reduction of one dense leaf, with all it takes to check `out` and wrap the result."""
 
-    __slots__ = ("_dtype", "_prepared", "_seen", "_spec")
+    __slots__ = ("_dtype", "_look", "_prepared", "_seen", "_spec")
 
     def __init__(self, prepared: PreparedReduction, spec: LeafSpec, dtype: str) -> None:
         self._prepared = prepared
         self._spec = spec
         self._dtype = dtype
         self._seen: tuple[Any, ...] = ()
+        self._look: Look | None = None
 
-    def __call__(self, arrays: Sequence[Array], out: Any) -> Any:
+    def as_recent(
+        self, op: Any, value: DistributedValues, destinations: Any, options: Any
+    ) -> RecentCall | None:
+        """This call, made once more, as the most recent one; None where that would not save time."""
+        if self._spec.shared_gpu is None:
+            return None
+        if self._look is None:
+            self._look = self._spec.backend.look_of(value.values)
+        if not self._look.knows_layout:
+            return None
+        return RecentCall(self, op, value, destinations, options, self._look)
+
+    def __call__(self, arrays: Sequence[Array], out: Any, look: Look | None = None) -> Any:
         """Reduces one array per replica, into the arrays of `out` unless it is None."""
         outs = None if out is None else self._checked(arrays, out)
-        (results,) = self._prepared.run((arrays,), (outs,))
+        (results,) = self._prepared.run((arrays,), (outs,), look)
         return results[0] if len(results) == 1 else Mirrored.of(results, self._spec.destinations)
 
     def _checked(self, arrays: Sequence[Array], out: Any) -> Sequence[Array]:
@@ -51,6 +64,42 @@ class RememberedCall:
         return outs
 
 
+class RecentCall:
+    """The last call of a program that makes the same one over and over: known by how its arrays look."""
+
+    __slots__ = ("_call", "_devices", "_look", "_op", "_options", "_where")
+
+    def __init__(
+        self,
+        call: RememberedCall,
+        op: Any,
+        value: DistributedValues,
+        destinations: Any,
+        options: Any,
+        look: Look,
+    ) -> None:
+        """Of a call whose `call_key` is not None, after it was made."""
+        self._call, self._op, self._options, self._look = call, op, options, look
+        self._devices = value.devices
+        self._where = _where(value, destinations)
+
+    def fits(self, op: Any, value: Any, destinations: Any, options: Any) -> bool:
+        """Whether this is the same call, but for the elements."""
+        return (
+            op is self._op
+            and options is self._options
+            and isinstance(value, DistributedValues)
+            and value.given_devices == self._devices
+            and _where(value, destinations) == self._where
+            and (destinations is value or self._where is not None)
+            and self._look.fits(value.values)
+        )
+
+    def __call__(self, arrays: Sequence[Array], out: Any) -> Any:
+        """Reduces one array per replica, into the arrays of `out` unless it is None."""
+        return self._call(arrays, out, self._look)
+
+
 class _Pair(NamedTuple):
     """What a pair of a batch must have to be the one that was there before."""
 
@@ -58,8 +107,10 @@ class _Pair(NamedTuple):
     needs_devices: bool
     """Whether the value must be told them: by itself it would be on others."""
     destinations: tuple[Device, ...]
+    is_to_itself: bool
+    """Whether the destinations are the value."""
     where: Hashable | None
-    """What the destinations were; None for the value itself."""
+    """What they are otherwise."""
 
 
 class RememberedBatch:
@@ -80,6 +131,7 @@ class RememberedBatch:
                 spec.devices,
                 PerReplica(value.values).devices != spec.devices,
                 spec.destinations,
+                destinations is value,
                 _where(value, destinations),
             )
             for spec, (value, destinations) in zip(specs, pairs, strict=True)
@@ -89,21 +141,18 @@ class RememberedBatch:
         """The arrays of each pair; None if they are not as they were."""
         columns = []
         for (value, destinations), known in zip(pairs, self._pairs, strict=True):
-            if not isinstance(value, DistributedValues) or len(value.values) != len(known.devices):
+            if not isinstance(value, DistributedValues):
                 return None
-            given = value.given_devices
-            if given is None:
-                if known.needs_devices:
-                    return None
-            elif given is not known.devices and given != known.devices:
+            arrays, given = value.values, value.given_devices
+            if len(arrays) != len(known.devices):
                 return None
-            if (
-                (destinations is not value)
-                if known.where is None
-                else _where(value, destinations) != known.where
-            ):
+            if known.needs_devices if given is None else given != known.devices:
                 return None
-            columns.append(value.values)
+            if (destinations is value) != known.is_to_itself:
+                return None
+            if not known.is_to_itself and _where(value, destinations) != known.where:
+                return None
+            columns.append(arrays)
         return columns if self._look.fits([*itertools.chain.from_iterable(columns)]) else None
 
     def __call__(self, columns: Sequence[tuple[Array, ...]]) -> list[Any]:
@@ -116,12 +165,18 @@ class RememberedBatch:
 
 
 def batch_key(reduce_op: Any, pairs: Sequence[tuple[Any, Any]], options: Any) -> Hashable | None:
-    """Under which a batch is remembered; None for one that is not worth it, or cannot be."""
+    """Under which a batch is remembered, one for each key; None for calls not worth remembering."""
     if len(pairs) < 2 or not isinstance(reduce_op, (str, ReduceOp)):
         return None
     if not isinstance(options, (CommunicationOptions, NoneType)):
         return None
-    return reduce_op, options, len(pairs)
+    ends = [value.values[0] for value, _ in (pairs[0], pairs[-1]) if _has_components(value)]
+    backends = [backend_of_type(type(array)) for array in ends]
+    try:
+        seen = [None if b is None else b.signature(a) for a, b in zip(ends, backends, strict=True)]
+    except (AttributeError, RuntimeError):  # numbers, or arrays without a device
+        return None
+    return None if None in seen or len(seen) < 2 else (reduce_op, options, len(pairs), *seen)
 
 
 def is_plain_batch(pairs: Sequence[tuple[Any, Any]]) -> bool:
@@ -130,6 +185,10 @@ def is_plain_batch(pairs: Sequence[tuple[Any, Any]]) -> bool:
         isinstance(value, DistributedValues) and (target is value or _where(value, target) is not None)
         for value, target in pairs
     )
+
+
+def _has_components(value: Any) -> bool:
+    return isinstance(value, DistributedValues) and bool(value.values)
 
 
 def _where(value: Any, destinations: Any) -> Hashable | None:

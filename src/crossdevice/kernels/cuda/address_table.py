@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from crossdevice.kernels.cuda.launching import block_elements
+from crossdevice.kernels.cuda.launching import Launch, block_elements, launch_by_table
 from crossdevice.kernels.cuda.task import KernelTask
 
 ADDRESS_BYTES = 8
@@ -27,31 +27,34 @@ class _Sent(NamedTuple):
 
 
 class AddressTable:
-    """Groups of tasks, each of one arithmetic and one number of inputs and outputs."""
+    """Groups of tasks, each of one arithmetic and one number of inputs and outputs: a launch for each."""
 
     def __init__(self, groups: Sequence[Sequence[KernelTask]], device: torch.device) -> None:
-        self._groups = groups
         self._device = device
         places = [place for group in groups for task in group for place in (*task.inputs, *task.outputs)]
         self._positions = np.array([place.position for place in places], np.int64)
         self._offsets = np.array([place.offset for place in places], np.int64)
         rows = [rows_of(group) for group in groups]
-        self._num_rows = [len(part) for part in rows]
         self._rows = torch.from_numpy(np.concatenate(rows)).to(device)
+        self._launches: list[tuple[Launch, int, int]] = []
+        place_of_addresses, place_of_rows = 0, self._rows.data_ptr()
+        for group, part in zip(groups, rows, strict=True):
+            arithmetic, inputs, outputs, _ = group[0]
+            launch = launch_by_table(arithmetic, len(inputs), len(outputs), len(part), device.index or 0)
+            self._launches.append((launch, place_of_addresses, place_of_rows))
+            place_of_addresses += len(group) * (len(inputs) + len(outputs)) * ADDRESS_BYTES
+            place_of_rows += part.nbytes
         self._sent: _Sent | None = None
 
-    def on_device(self, addresses: list[int], stream: int) -> Iterator[tuple[KernelTask, int, int, int]]:
-        """For each group one of its tasks, the number of its rows, and where its addresses and rows are."""
+    def on_device(self, addresses: list[int], stream: int) -> Iterator[tuple[Launch, int, int]]:
+        """For each group its launch, and where its addresses and rows are in the GPU's memory."""
         sent = self._sent
         if sent is None or sent.stream != stream or sent.addresses != addresses:
             # A new table, not the old one overwritten: kernels on other streams may still read that.
             sent = self._sent = _Sent(addresses, stream, self._uploaded(addresses))
-        place_of_addresses, place_of_rows = sent.table.data_ptr(), self._rows.data_ptr()
-        for group, num_rows in zip(self._groups, self._num_rows, strict=True):
-            yield group[0], num_rows, place_of_addresses, place_of_rows
-            num_places = len(group[0].inputs) + len(group[0].outputs)
-            place_of_addresses += len(group) * num_places * ADDRESS_BYTES
-            place_of_rows += num_rows * self._rows.stride(0) * ADDRESS_BYTES
+        start = sent.table.data_ptr()
+        for launch, place_of_addresses, place_of_rows in self._launches:
+            yield launch, start + place_of_addresses, place_of_rows
 
     def numbers_for(self, addresses: Sequence[int]) -> NDArray[np.int64]:
         """What the table holds: for every task where its inputs start, then where its outputs do."""

@@ -24,7 +24,7 @@ ANY_ADDRESS = (1 << 44) + 1
 """Odd, so that nothing about alignment is compiled in."""
 
 Launch = Callable[..., None]
-"""Called with the number of programs, a stream's handle and the kernel's arguments, constants left out."""
+"""Called with a stream's handle and the kernel's arguments, constants left out."""
 
 is_interpreted = isinstance(pass_by_arguments, InterpretedFunction)
 """Whether Triton runs kernels in Python, on host memory (TRITON_INTERPRET=1)."""
@@ -36,31 +36,37 @@ def block_elements(arithmetic: Arithmetic) -> int:
 
 
 @functools.cache
-def launch_by_arguments(arithmetic: Arithmetic, num_inputs: int, num_outputs: int, device: int) -> Launch:
+def launch_by_arguments(
+    arithmetic: Arithmetic, num_inputs: int, num_outputs: int, num_programs: int, device: int
+) -> Launch:
     """The kernel for one array of every replica, compiled for the current device, which is `device`."""
     examples = (ANY_ADDRESS,) * num_inputs, (ANY_ADDRESS,) * num_outputs, ANY_ADDRESS
-    return _launch(pass_by_arguments, examples, (way_of(arithmetic), block_elements(arithmetic)))
+    return _launch(
+        pass_by_arguments, examples, (way_of(arithmetic), block_elements(arithmetic)), num_programs
+    )
 
 
 @functools.cache
-def launch_by_table(arithmetic: Arithmetic, num_inputs: int, num_outputs: int, device: int) -> Launch:
+def launch_by_table(
+    arithmetic: Arithmetic, num_inputs: int, num_outputs: int, num_programs: int, device: int
+) -> Launch:
     """The kernel for tasks in a table, compiled for the current device, which is `device`."""
     constants = num_inputs, num_outputs, way_of(arithmetic), block_elements(arithmetic)
-    return _launch(pass_by_table, (ANY_ADDRESS, ANY_ADDRESS), constants)
+    return _launch(pass_by_table, (ANY_ADDRESS, ANY_ADDRESS), constants, num_programs)
 
 
-def _launch(kernel: Any, examples: tuple[Any, ...], constants: tuple[Any, ...]) -> Launch:
+def _launch(kernel: Any, examples: tuple[Any, ...], constants: tuple[Any, ...], num_programs: int) -> Launch:
     if is_interpreted:
 
-        def interpret(num_programs: int, stream: int, *arguments: Any) -> None:
+        def interpret(stream: int, *arguments: Any) -> None:
             kernel[(num_programs,)](*arguments, *constants)
 
         return interpret
     # No fused multiply-adds: they would round once where the host rounds twice.
     options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    compiled = kernel.warmup(*examples, *constants, grid=(1,), **options)
+    run = kernel.warmup(*examples, *constants, grid=(1,), **options)[num_programs, 1, 1]
 
-    def launch(num_programs: int, stream: int, *arguments: Any) -> None:
-        compiled[num_programs, 1, 1](*arguments, *constants, stream=stream)
+    def launch(stream: int, *arguments: Any) -> None:
+        run(*arguments, *constants, stream=stream)
 
     return launch

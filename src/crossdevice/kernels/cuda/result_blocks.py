@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from crossdevice.kernels.cuda.launching import BLOCK_BYTES
 from crossdevice.kernels.cuda.task import Place
 
-SHARED_BYTES = 64 << 20
+SHARED_BYTES = 256 << 20
 """The most that one block has for several results: what one survivor among them keeps alive."""
 
-ALIGNMENT_BYTES = 256
+LINE_BYTES = 16
+"""Where results must start that are long enough to be written that much at a time."""
 
 # Below automatic differentiation, so that results are no views of a block for it, and are cut faster.
 _unrecorded = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", torch.no_grad)
@@ -26,6 +28,11 @@ class Wanted(NamedTuple):
     dtype: torch.dtype
     num_results: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one result."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def wanted(shape: tuple[int, ...], dtype: str, num_results: int) -> Wanted:
     """The same, from the name of a dtype."""
@@ -33,41 +40,59 @@ def wanted(shape: tuple[int, ...], dtype: str, num_results: int) -> Wanted:
 
 
 class _Stack(NamedTuple):
-    """Results of one shape, one after the other in a block, from an element on."""
+    """Results one after the other in a block, from an element on, alike but for their first axis."""
 
     block: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
     start: int
-    numbers: list[int]
-    """Which of what is wanted they are for, in order."""
+    rest: tuple[int, ...] | None
+    """The other axes; None for results without any axis."""
+    lengths: list[int]
+    """Of the first axis of each result."""
+    ranges: list[tuple[int, int, int]]
+    """Which of what is wanted gets which of these results, from where to where."""
+
+    def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of all of them as one array."""
+        rest = self.rest or ()
+        return (sum(self.lengths), *rest), tuple(math.prod(rest[axis:]) for axis in range(len(rest) + 1))
 
 
 class ResultBlocks:
     """Where each result goes, decided before there is memory.
 
-    Results of one shape lie next to each other, whichever value they are of: one call of PyTorch's then
-    makes tensors of all of them. What is too large for a block with others has memory of its own.
+    Results that are alike but for their first axis lie next to each other, whichever value they are of: one
+    call of PyTorch's then makes tensors of all of them. What is too large for a block with others has memory
+    of its own, and so has what is long and would put others off their lines.
     """
 
     def __init__(self, wanted: Sequence[Wanted], device: torch.device) -> None:
-        self._wanted = wanted
+        self._num_wanted = len(wanted)
         self._device = device
         self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._stacks: list[_Stack] = []
         self._alone: dict[int, range] = {}
         self._places: dict[int, tuple[Place, ...]] = {}
-        alike: dict[tuple[torch.dtype, tuple[int, ...]], list[int]] = {}
-        for number, (shape, dtype, _) in enumerate(wanted):
-            alike.setdefault((dtype, shape), []).append(number)
-        for (dtype, shape), numbers in sorted(alike.items(), key=lambda item: str(item[0][0])):
-            for number in numbers:
-                self._add(number, shape, dtype, wanted[number].num_results)
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks there are."""
-        return len(self._shapes)
+        alike: dict[tuple[torch.dtype, bool], dict[tuple[int, ...] | None, list[int]]] = {}
+        for number, one in enumerate(wanted):
+            is_odd = one.num_bytes % LINE_BYTES != 0
+            if one.num_bytes * one.num_results > SHARED_BYTES or (is_odd and one.num_bytes >= BLOCK_BYTES):
+                self._add_alone(number, one)
+            else:
+                rest = one.shape[1:] if one.shape else None
+                alike.setdefault((one.dtype, is_odd), {}).setdefault(rest, []).append(number)
+        for (dtype, _), stacks in alike.items():
+            self._fill(
+                dtype, [[(number, wanted[number]) for number in numbers] for numbers in stacks.values()]
+            )
+        # What fills a block needs not be looked for in it.
+        blocks = [stack.block for stack in self._stacks]
+        self._layouts = [
+            None if blocks.count(stack.block) == 1 else (*stack.layout(), stack.start)
+            for stack in self._stacks
+        ]
+        for stack, layout in zip(self._stacks, self._layouts, strict=True):
+            if layout is None:
+                self._shapes[stack.block] = (stack.layout()[0], self._shapes[stack.block][1])
 
     def places_of(self, number: int) -> tuple[Place, ...]:
         """Where the results of one of the wanted go; positions count blocks."""
@@ -79,44 +104,42 @@ class ResultBlocks:
 
     def cut(self, blocks: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
         """The results of each of the wanted, as tensors."""
-        results: list[tuple[torch.Tensor, ...]] = [()] * len(self._wanted)
+        results: list[tuple[torch.Tensor, ...]] = [()] * self._num_wanted
         for number, own in self._alone.items():
             results[number] = tuple(blocks[own.start : own.stop])
         with _unrecorded():
-            for block, shape, strides, start, numbers in self._stacks:
-                tensors = blocks[block].as_strided(shape, strides, start).unbind()
-                first = 0
-                for number in numbers:
-                    end = first + self._wanted[number].num_results
-                    results[number] = tensors[first:end]
-                    first = end
+            for stack, layout in zip(self._stacks, self._layouts, strict=True):
+                whole = blocks[stack.block] if layout is None else blocks[stack.block].as_strided(*layout)
+                parts = whole.unbind() if stack.rest is None else whole.split_with_sizes(stack.lengths)
+                for number, first, end in stack.ranges:
+                    results[number] = parts[first:end]
         return results
 
-    def _add(self, number: int, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
-        line = ALIGNMENT_BYTES // dtype.itemsize
-        step = -(-math.prod(shape) // line) * line
-        if count * step * dtype.itemsize > SHARED_BYTES:
-            self._alone[number] = range(self.num_blocks, self.num_blocks + count)
-            self._places[number] = tuple(Place(block) for block in self._alone[number])
-            self._shapes += [(shape, dtype)] * count
-            return
-        start = self._room_for(count * step, dtype)
-        block = self.num_blocks - 1
-        self._places[number] = tuple(Place(block, (start + k * step) * dtype.itemsize) for k in range(count))
-        last = self._stacks[-1] if self._stacks else None
-        if last is not None and last.block == block and last.shape[1:] == shape and start:
-            last.numbers.append(number)
-            self._stacks[-1] = last._replace(shape=(last.shape[0] + count, *shape))
-        else:
-            strides = (step, *(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
-            self._stacks.append(_Stack(block, (count, *shape), strides, start, [number]))
+    def _add_alone(self, number: int, one: Wanted) -> None:
+        self._alone[number] = range(len(self._shapes), len(self._shapes) + one.num_results)
+        self._places[number] = tuple(Place(block) for block in self._alone[number])
+        self._shapes += [(one.shape, one.dtype)] * one.num_results
 
-    def _room_for(self, num_elements: int, dtype: torch.dtype) -> int:
-        """Where the last block has room for so many elements; a new one is begun if it has none."""
-        if self._stacks and self._stacks[-1].block == self.num_blocks - 1:
-            (used,), its_dtype = self._shapes[-1]
-            if its_dtype == dtype and (used + num_elements) * dtype.itemsize <= SHARED_BYTES:
-                self._shapes[-1] = ((used + num_elements,), dtype)
-                return used
-        self._shapes.append(((num_elements,), dtype))
-        return 0
+    def _fill(self, dtype: torch.dtype, stacks: Iterable[Sequence[tuple[int, Wanted]]]) -> None:
+        """Puts results of one dtype into as few blocks as may be; each of the stacks is alike in itself."""
+        used: int | None = None
+        for members in stacks:
+            stack: _Stack | None = None
+            for number, one in members:
+                num_elements = math.prod(one.shape)
+                if used is None or (used + num_elements * one.num_results) * dtype.itemsize > SHARED_BYTES:
+                    self._shapes.append(((0,), dtype))
+                    used, stack = 0, None
+                if stack is None:
+                    rest = one.shape[1:] if one.shape else None
+                    stack = _Stack(len(self._shapes) - 1, used, rest, [], [])
+                    self._stacks.append(stack)
+                first = len(stack.lengths)
+                stack.lengths.extend([one.shape[0] if one.shape else 1] * one.num_results)
+                stack.ranges.append((number, first, len(stack.lengths)))
+                self._places[number] = tuple(
+                    Place(stack.block, (used + k * num_elements) * dtype.itemsize)
+                    for k in range(one.num_results)
+                )
+                used += num_elements * one.num_results
+                self._shapes[-1] = ((used,), dtype)

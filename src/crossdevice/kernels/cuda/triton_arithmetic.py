@@ -40,8 +40,8 @@ class Way(NamedTuple):
     result: str
     divisor: float | None
     program: tuple[int, ...]
-    num_levels: int
-    """Accumulators that the program needs."""
+    levels: tuple[int, ...]
+    """The accumulators that the program needs, by number."""
     divides: bool
     """False where a multiplication has the same bits: by a power of two."""
     read_as: Any
@@ -55,16 +55,16 @@ class Way(NamedTuple):
 
 def way_of(arithmetic: Arithmetic) -> Way:
     """The same, with the types of memory and the numbers that go with the dtype."""
-    num_levels = max((step >> 8 & 255 for step in arithmetic.program), default=0) + 1
+    levels = tuple(range(max((step >> 8 & 255 for step in arithmetic.program), default=0) + 1))
     divides = arithmetic.divisor is not None and math.frexp(arithmetic.divisor)[0] != 0.5
     if arithmetic.family != "extreme" or arithmetic.element not in _INFINITIES:
         types = _TYPES[arithmetic.element], _TYPES[arithmetic.result]
-        return Way(*arithmetic, num_levels, divides, *types, 0, 0, 0)
+        return Way(*arithmetic, levels, divides, *types, 0, 0, 0)
     read_as = _TYPES_OF_BITS[arithmetic.element]
     largest = (1 << (read_as.primitive_bitwidth - 1)) - 1
     beyond = -largest - 1 if arithmetic.op == "MIN" else largest
     infinity = _INFINITIES[arithmetic.element]
-    return Way(*arithmetic, num_levels, divides, read_as, read_as, largest, infinity, beyond)
+    return Way(*arithmetic, levels, divides, read_as, read_as, largest, infinity, beyond)
 
 
 @triton.jit

@@ -85,7 +85,7 @@ def _combination(inputs, start, left, WAY: tl.constexpr, BLOCK: tl.constexpr, IS
     total = _element(inputs[0], start, left, WAY, BLOCK, IS_WHOLE)
     if len(WAY.program) > 0:
         levels = (total,)
-        for _ in tl.static_range(1, WAY.num_levels):
+        for _ in tl.static_range(1, len(WAY.levels)):
             levels = levels + (total,)
         for step in tl.static_range(len(WAY.program)):
             element = _element(inputs[WAY.program[step] >> 16], start, left, WAY, BLOCK, IS_WHOLE)
