@@ -231,6 +231,37 @@ def test_a_warm_reduction_can_be_captured_in_a_graph(num_values):
             assert all((part == 2.5 * turn).all() for part in result.values)
 
 
+def test_a_graph_and_calls_outside_of_it_do_not_share_their_tables():
+    ops, stream = cd.DirectAllReduce(), torch.cuda.Stream()
+    inputs = [[torch.ones(size, device="cuda") for _ in range(3)] for size in (5, 5003, 70)]
+    outs = [[torch.zeros_like(array) for array in column] for column in inputs]
+    pairs = [(value, value) for value in map(cd.PerReplica, inputs)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        ops.batch_reduce("sum", pairs)
+        ops.batch_reduce("sum", pairs, out=outs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        ops.batch_reduce("sum", pairs, out=outs)
+    with torch.cuda.stream(stream):
+        for column in outs:
+            torch._foreach_zero_(column)
+        ops.batch_reduce("sum", pairs, out=outs)  # not replayed yet: the graph's own table is still empty
+    torch.cuda.synchronize()
+    assert all((array == 3).all() for column in outs for array in column)
+    others = [cd.PerReplica([array.clone() for array in column]) for column in inputs]
+    for _ in range(3):
+        ops.batch_reduce("sum", [(value, value) for value in others])
+    del ops, others
+    torch.cuda.empty_cache()
+    for column in outs:
+        torch._foreach_zero_(column)
+    torch.cuda.synchronize()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all((array == 3).all() for column in outs for array in column)
+
+
 def test_explain_says_what_is_fused_and_why_not():
     value, ops = placed(tensors("float32", 3)), cd.RingAllReduce()
     assert "all float32 values are in the memory of cuda:0: the plan below is lowered" in ops.explain(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Sequence
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 from crossdevice.backends.protocol import Array, Look
 from crossdevice.backends.registry import backend_of_type
@@ -81,7 +81,7 @@ class RecentCall:
         """Of a call whose `call_key` is not None, after it was made."""
         self._call, self._op, self._options, self._look = call, op, options, look
         self._devices = value.devices
-        self._where = _where(value, destinations)
+        self._where = destinations is value or _where(destinations)
 
     def fits(self, op: Any, value: Any, destinations: Any, options: Any) -> bool:
         """Whether this is the same call, but for the elements."""
@@ -90,27 +90,13 @@ class RecentCall:
             and options is self._options
             and isinstance(value, DistributedValues)
             and value.given_devices == self._devices
-            and _where(value, destinations) == self._where
-            and (destinations is value or self._where is not None)
+            and (destinations is value or _where(destinations)) == self._where
             and self._look.fits(value.values)
         )
 
     def __call__(self, arrays: Sequence[Array], out: Any) -> Any:
         """Reduces one array per replica, into the arrays of `out` unless it is None."""
         return self._call(arrays, out, self._look)
-
-
-class _Pair(NamedTuple):
-    """What a pair of a batch must have to be the one that was there before."""
-
-    devices: tuple[Device, ...]
-    needs_devices: bool
-    """Whether the value must be told them: by itself it would be on others."""
-    destinations: tuple[Device, ...]
-    is_to_itself: bool
-    """Whether the destinations are the value."""
-    where: Hashable | None
-    """What they are otherwise."""
 
 
 class RememberedBatch:
@@ -122,45 +108,40 @@ class RememberedBatch:
         specs: Sequence[LeafSpec],
         pairs: Sequence[tuple[DistributedValues, Any]],
     ) -> None:
-        """Of pairs that have been reduced already, whose `batch_key` is not None."""
+        """Of pairs that have been reduced already and are plain."""
         self._prepared = prepared
         self._look = specs[0].backend.look_of([array for value, _ in pairs for array in value.values])
         self._nothing = [None] * len(pairs)
-        self._pairs = [
-            _Pair(
-                spec.devices,
-                PerReplica(value.values).devices != spec.devices,
-                spec.destinations,
-                destinations is value,
-                _where(value, destinations),
-            )
-            for spec, (value, destinations) in zip(specs, pairs, strict=True)
+        self._lengths = [len(spec.devices) for spec in specs]
+        self._devices = [spec.devices for spec in specs]
+        # Where values are that have not been told; None if those must be told, to be where these are.
+        self._untold = [
+            spec.devices if PerReplica(value.values).devices == spec.devices else None
+            for spec, (value, _) in zip(specs, pairs, strict=True)
         ]
+        self._destinations = [spec.destinations for spec in specs]
+        self._targets = [target is value or _where(target) for value, target in pairs]
 
     def columns_of(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Array, ...]] | None:
         """The arrays of each pair; None if they are not as they were."""
-        columns = []
-        for (value, destinations), known in zip(pairs, self._pairs, strict=True):
-            if not isinstance(value, DistributedValues):
-                return None
-            arrays, given = value.values, value.given_devices
-            if len(arrays) != len(known.devices):
-                return None
-            if known.needs_devices if given is None else given != known.devices:
-                return None
-            if (destinations is value) != known.is_to_itself:
-                return None
-            if not known.is_to_itself and _where(value, destinations) != known.where:
-                return None
-            columns.append(arrays)
+        try:
+            columns = [value.values for value, _ in pairs]
+            devices = [
+                value.given_devices or untold for (value, _), untold in zip(pairs, self._untold, strict=True)
+            ]
+        except AttributeError:  # not all of them are distributed values
+            return None
+        targets = [target is value or _where(target) for value, target in pairs]
+        if devices != self._devices or targets != self._targets or [*map(len, columns)] != self._lengths:
+            return None
         return columns if self._look.fits([*itertools.chain.from_iterable(columns)]) else None
 
     def __call__(self, columns: Sequence[tuple[Array, ...]]) -> list[Any]:
         """Reduces arrays that `columns_of` has looked at."""
         results = self._prepared.run(columns, self._nothing, self._look)
         return [
-            result[0] if len(result) == 1 else Mirrored.of(result, pair.destinations)
-            for result, pair in zip(results, self._pairs, strict=True)
+            result[0] if len(result) == 1 else Mirrored.of(result, destinations)
+            for result, destinations in zip(results, self._destinations, strict=True)
         ]
 
 
@@ -180,9 +161,9 @@ def batch_key(reduce_op: Any, pairs: Sequence[tuple[Any, Any]], options: Any) ->
 
 
 def is_plain_batch(pairs: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether all are distributed values with destinations that can be compared."""
+    """Whether all are distributed values, with destinations that can be compared."""
     return all(
-        isinstance(value, DistributedValues) and (target is value or _where(value, target) is not None)
+        isinstance(value, DistributedValues) and (target is value or _where(target) is not None)
         for value, target in pairs
     )
 
@@ -191,10 +172,8 @@ def _has_components(value: Any) -> bool:
     return isinstance(value, DistributedValues) and bool(value.values)
 
 
-def _where(value: Any, destinations: Any) -> Hashable | None:
-    """What says where results go, in a form that can be compared; None for the value itself, and others."""
-    if destinations is value:
-        return None
+def _where(destinations: Any) -> Hashable | None:
+    """Where results go, in a form that can be compared; None if there is none."""
     if isinstance(destinations, DistributedValues):
         return destinations.devices
     return destinations if isinstance(destinations, (str, Device)) else None

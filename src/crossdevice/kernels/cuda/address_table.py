@@ -48,27 +48,32 @@ class AddressTable:
 
     def on_device(self, addresses: list[int], stream: int) -> Iterator[tuple[Launch, int, int]]:
         """For each group its launch, and where its addresses and rows are in the GPU's memory."""
+        table = self._table_for(addresses, stream)
+        start = table.data_ptr()
+        for launch, place_of_addresses, place_of_rows in self._launches:
+            yield launch, start + place_of_addresses, place_of_rows
+
+    def _table_for(self, addresses: list[int], stream: int) -> torch.Tensor:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Sent by the graph whenever it is replayed, and by nobody before: good for the graph alone.
+            pinned = self._pinned(addresses)
+            _captured.extend((pinned, self._rows))
+            return pinned.to(self._device, non_blocking=True)
         sent = self._sent
         if sent is None or sent.stream != stream or sent.addresses != addresses:
             # A new table, not the old one overwritten: kernels on other streams may still read that.
-            sent = self._sent = _Sent(addresses, stream, self._uploaded(addresses))
-        start = sent.table.data_ptr()
-        for launch, place_of_addresses, place_of_rows in self._launches:
-            yield launch, start + place_of_addresses, place_of_rows
+            table = self._pinned(addresses).to(self._device, non_blocking=True)
+            sent = self._sent = _Sent(addresses, stream, table)
+        return sent.table
 
     def numbers_for(self, addresses: Sequence[int]) -> NDArray[np.int64]:
         """What the table holds: for every task where its inputs start, then where its outputs do."""
         return np.array(addresses, np.int64)[self._positions] + self._offsets
 
-    def _uploaded(self, addresses: Sequence[int]) -> torch.Tensor:
+    def _pinned(self, addresses: Sequence[int]) -> torch.Tensor:
+        """The table in memory from which it is sent without waiting; PyTorch reuses that after the copy."""
         numbers = torch.from_numpy(self.numbers_for(addresses))
-        if self._device.type != "cuda":
-            return numbers
-        # PyTorch reuses pinned memory only after the copy is done.
-        pinned = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True).copy_(numbers)
-        if torch.cuda.is_current_stream_capturing():
-            _captured.append(pinned)
-        return pinned.to(self._device, non_blocking=True)
+        return numbers.pin_memory() if self._device.type == "cuda" else numbers
 
 
 def rows_of(tasks: Sequence[KernelTask]) -> NDArray[np.int64]:

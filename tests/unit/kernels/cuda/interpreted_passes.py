@@ -131,13 +131,13 @@ def test_dtypes_of_a_batch_may_differ():
 
 def test_addresses_are_sent_only_when_they_change(monkeypatch):
     sent = []
-    upload = address_table.AddressTable._uploaded
+    numbers_for = address_table.AddressTable.numbers_for
 
     def counted(self, addresses):
         sent.append(list(addresses))
-        return upload(self, addresses)
+        return numbers_for(self, addresses)
 
-    monkeypatch.setattr(address_table.AddressTable, "_uploaded", counted)
+    monkeypatch.setattr(address_table.AddressTable, "numbers_for", counted)
     options = cd.CommunicationOptions()
     columns = columns_of()
     outs = [tuple(torch.zeros(column[0].shape) for _ in range(COUNT)) for column in columns]
