@@ -140,7 +140,6 @@ class CrossDeviceOps:
     ) -> list[Any]:
         """Reduces many values at once: they share packs and passes. `out` has an entry for each pair."""
         pairs = checked_pairs(value_destination_pairs)
-        outs = [None] * len(pairs) if out is None else checked_outs(out, len(pairs))
         chosen = experimental_hints if options is None else options
         key = batch_key(reduce_op, pairs, chosen) if out is None else None
         known = None if key is None else self._batches.get(key)
@@ -148,6 +147,7 @@ class CrossDeviceOps:
         if known is not None and columns is not None:
             check_cross_replica("batch_reduce")
             return known(columns)
+        outs = [None] * len(pairs) if out is None else checked_outs(out, len(pairs))
         answers = self._reduce(reduce_op, pairs, chosen, outs, "batch_reduce")
         if key is not None:
             self._remember_batch(key, reduce_op, pairs, chosen)

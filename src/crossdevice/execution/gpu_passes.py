@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -96,7 +97,8 @@ class GpuPasses(Passes):
         outs: Sequence[Sequence[Array] | None],
         look: Look | None,
     ) -> dict[int, tuple[Array, ...]]:
-        inputs = self._inputs([array for number in self._specs for array in columns[number]], look)
+        own = map(columns.__getitem__, self._specs)
+        inputs = self._inputs([*itertools.chain.from_iterable(own)], look)
         targets: Sequence[Sequence[Any] | None] = self._no_targets
         if outs.count(None) < len(outs):
             targets = [self._writable(number, outs[number]) for number in self._specs]

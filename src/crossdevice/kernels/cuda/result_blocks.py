@@ -46,10 +46,12 @@ class _Stack(NamedTuple):
     start: int
     rest: tuple[int, ...] | None
     """The other axes; None for results without any axis."""
+    num_results: int
+    """Of each that is wanted."""
     lengths: list[int]
     """Of the first axis of each result."""
-    ranges: list[tuple[int, int, int]]
-    """Which of what is wanted gets which of these results, from where to where."""
+    numbers: list[int]
+    """Which of what is wanted they are for, in order."""
 
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape and strides of all of them as one array."""
@@ -66,20 +68,19 @@ class ResultBlocks:
     """
 
     def __init__(self, wanted: Sequence[Wanted], device: torch.device) -> None:
-        self._num_wanted = len(wanted)
         self._device = device
         self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._stacks: list[_Stack] = []
         self._alone: dict[int, range] = {}
         self._places: dict[int, tuple[Place, ...]] = {}
-        alike: dict[tuple[torch.dtype, bool], dict[tuple[int, ...] | None, list[int]]] = {}
+        alike: dict[tuple[torch.dtype, bool], dict[tuple[object, int], list[int]]] = {}
         for number, one in enumerate(wanted):
             is_odd = one.num_bytes % LINE_BYTES != 0
             if one.num_bytes * one.num_results > SHARED_BYTES or (is_odd and one.num_bytes >= BLOCK_BYTES):
                 self._add_alone(number, one)
             else:
-                rest = one.shape[1:] if one.shape else None
-                alike.setdefault((one.dtype, is_odd), {}).setdefault(rest, []).append(number)
+                kind = one.shape[1:] if one.shape else None, one.num_results
+                alike.setdefault((one.dtype, is_odd), {}).setdefault(kind, []).append(number)
         for (dtype, _), stacks in alike.items():
             self._fill(
                 dtype, [[(number, wanted[number]) for number in numbers] for numbers in stacks.values()]
@@ -93,6 +94,8 @@ class ResultBlocks:
         for stack, layout in zip(self._stacks, self._layouts, strict=True):
             if layout is None:
                 self._shapes[stack.block] = (stack.layout()[0], self._shapes[stack.block][1])
+        made = [*self._alone, *(number for stack in self._stacks for number in stack.numbers)]
+        self._order = [made.index(number) for number in range(len(wanted))]
 
     def places_of(self, number: int) -> tuple[Place, ...]:
         """Where the results of one of the wanted go; positions count blocks."""
@@ -104,16 +107,17 @@ class ResultBlocks:
 
     def cut(self, blocks: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
         """The results of each of the wanted, as tensors."""
-        results: list[tuple[torch.Tensor, ...]] = [()] * self._num_wanted
-        for number, own in self._alone.items():
-            results[number] = tuple(blocks[own.start : own.stop])
+        made = [tuple(blocks[own.start : own.stop]) for own in self._alone.values()]
         with _unrecorded():
             for stack, layout in zip(self._stacks, self._layouts, strict=True):
                 whole = blocks[stack.block] if layout is None else blocks[stack.block].as_strided(*layout)
                 parts = whole.unbind() if stack.rest is None else whole.split_with_sizes(stack.lengths)
-                for number, first, end in stack.ranges:
-                    results[number] = parts[first:end]
-        return results
+                # So many at a time, without a step of Python's for each.
+                made += zip(*[iter(parts)] * stack.num_results, strict=True)
+        return self._in_order(made)
+
+    def _in_order(self, made: Sequence[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
+        return list(map(made.__getitem__, self._order))
 
     def _add_alone(self, number: int, one: Wanted) -> None:
         self._alone[number] = range(len(self._shapes), len(self._shapes) + one.num_results)
@@ -132,11 +136,10 @@ class ResultBlocks:
                     used, stack = 0, None
                 if stack is None:
                     rest = one.shape[1:] if one.shape else None
-                    stack = _Stack(len(self._shapes) - 1, used, rest, [], [])
+                    stack = _Stack(len(self._shapes) - 1, used, rest, one.num_results, [], [])
                     self._stacks.append(stack)
-                first = len(stack.lengths)
                 stack.lengths.extend([one.shape[0] if one.shape else 1] * one.num_results)
-                stack.ranges.append((number, first, len(stack.lengths)))
+                stack.numbers.append(number)
                 self._places[number] = tuple(
                     Place(stack.block, (used + k * num_elements) * dtype.itemsize)
                     for k in range(one.num_results)
