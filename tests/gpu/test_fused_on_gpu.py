@@ -11,10 +11,8 @@ from crossdevice.kernels.cuda.availability import kernels_missing
 from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES
 
 torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-    pytest.mark.skipif(kernels_missing() is not None, reason=str(kernels_missing())),
-]
+MISSING = kernels_missing() if torch.cuda.is_available() else "no CUDA device on this machine"
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 OPS = ("sum", "mean", "min", "max", "prod")
 

@@ -11,7 +11,7 @@ from crossdevice.backends.protocol import Array, Backend, Look
 from crossdevice.execution.leaf_spec import LeafSpec
 from crossdevice.execution.passes import Passes, Task
 from crossdevice.execution.tracing import Work, flight_recorder, now
-from crossdevice.kernels.cuda.availability import kernels_missing
+from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
 from crossdevice.kernels.cuda.families import MAX_ARRAYS, arranged, parts_in
 from crossdevice.kernels.cuda.task import KernelTask, Place
 from crossdevice.kernels.host.recipe import Recipe
@@ -30,7 +30,9 @@ def why_stepped(spec: LeafSpec, recipe: Recipe, dtype: str) -> str | None:
     if max(len(spec.devices), len(spec.destinations)) > MAX_ARRAYS:
         return f"the kernels of the GPU take {MAX_ARRAYS} replicas at most"
     arrangement = arranged(recipe, spec.dtype, dtype)
-    return arrangement if isinstance(arrangement, str) else kernels_missing()
+    if isinstance(arrangement, str):
+        return arrangement
+    return kernels_missing() or gpu_unfit(spec.devices[0].index)
 
 
 class _Prepared(NamedTuple):

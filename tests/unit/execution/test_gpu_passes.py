@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 
 import crossdevice as cd
 from crossdevice.backends.registry import backend_named
-from crossdevice.execution import explaining, gpu_passes
+from crossdevice.execution import explaining, gpu_passes, reduction
 from crossdevice.execution.gpu_passes import why_stepped
 from crossdevice.execution.leaf_spec import LeafSpec
+from crossdevice.execution.passes import Passes
 from crossdevice.execution.reduction import PreparedReduction, recipe_for
 from crossdevice.kernels.cuda import availability
 from crossdevice.kernels.cuda.families import MAX_ARRAYS
@@ -31,9 +35,19 @@ def reason_for(spec, op="sum", options=DEFAULT):
     return why_stepped(spec, recipe, result_dtype(spec.dtype, ReduceOp(op)))
 
 
-def prepared(spec, options=DEFAULT, via=None):
+class Recorded(Passes):
+    """Takes the place of `GpuPasses`, which needs Triton."""
+
+    def __init__(self, specs, dtypes, device, *, shares_results):
+        super().__init__(specs)
+
+
+def num_fused(spec, options=DEFAULT, via=None):
+    """How many leaves of a batch of one are fused on a GPU; the others are run step by step."""
     plan_pack = cd.DirectAllReduce().plan_pack
-    return PreparedReduction([spec], ReduceOp.SUM, options, Packing(), plan_pack, via=via)
+    prepared = PreparedReduction([spec], ReduceOp.SUM, options, Packing(), plan_pack, via=via)
+    assert prepared._crosses_memories == (not prepared._gpu_passes)
+    return len(prepared._gpu_passes)
 
 
 @pytest.fixture
@@ -43,7 +57,9 @@ def _no_kernels(monkeypatch):
 
 @pytest.fixture
 def _kernels(monkeypatch):
+    monkeypatch.setattr(reduction, "GpuPasses", Recorded)
     monkeypatch.setattr(gpu_passes, "kernels_missing", lambda: None)
+    monkeypatch.setattr(gpu_passes, "gpu_unfit", lambda index: None)
 
 
 def test_one_gpu_is_one_memory_and_two_are_not():
@@ -67,18 +83,17 @@ def test_what_has_no_kernel_is_named():
 @pytest.mark.usefixtures("_no_kernels")
 def test_without_triton_plans_are_run_step_by_step():
     assert reason_for(spec_on(GPU, GPU)) == "its kernels need Triton"
-    assert prepared(spec_on(GPU, GPU))._gpu_passes == []
-    assert prepared(spec_on(GPU, GPU))._crosses_memories
+    assert num_fused(spec_on(GPU, GPU)) == 0
 
 
 @pytest.mark.usefixtures("_kernels")
 def test_lowering_can_be_turned_off_and_sums_elsewhere_are_not_lowered():
-    pytest.importorskip("triton")
-    assert len(prepared(spec_on(GPU, GPU))._gpu_passes) == 1
-    assert len(prepared(spec_on(GPU, GPU), via=GPU)._gpu_passes) == 1
-    assert prepared(spec_on(GPU, GPU), via=OTHER)._gpu_passes == []
-    assert prepared(spec_on(GPU, GPU), cd.CommunicationOptions(lowering="off"))._gpu_passes == []
-    assert prepared(spec_on(GPU, OTHER))._gpu_passes == []
+    assert num_fused(spec_on(GPU, GPU)) == 1
+    assert num_fused(spec_on(GPU, GPU), cd.CommunicationOptions(precision="fast")) == 1
+    assert num_fused(spec_on(GPU, GPU), via=GPU) == 1
+    assert num_fused(spec_on(GPU, GPU), via=OTHER) == 0
+    assert num_fused(spec_on(GPU, GPU), cd.CommunicationOptions(lowering="off")) == 0
+    assert num_fused(spec_on(GPU, OTHER)) == 0
 
 
 @pytest.mark.usefixtures("_kernels")
@@ -91,15 +106,44 @@ def test_explanations_say_what_becomes_of_a_plan():
     assert "step by step: exact sums" in explaining._on_one_gpu(spec_on(GPU), ReduceOp.SUM, exact)
 
 
-def test_a_triton_that_is_missing_or_too_old_is_named(monkeypatch):
-    triton = pytest.importorskip("triton")
+def test_a_gpu_that_is_too_old_is_named(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (6, index))
     try:
-        monkeypatch.setattr(triton, "__version__", "3.1.0")
-        availability.kernels_missing.cache_clear()
-        assert availability.kernels_missing() == "its kernels need Triton 3.6 or later, and this is 3.1.0"
-        monkeypatch.setitem(__import__("sys").modules, "triton", None)
-        availability.kernels_missing.cache_clear()
-        assert "cannot be imported" in availability.kernels_missing()
+        assert availability.gpu_unfit(1) == (
+            "its kernels need compute capability 8.0 or later, and this GPU has 6.1"
+        )
     finally:
-        monkeypatch.undo()
-        availability.kernels_missing.cache_clear()
+        availability.gpu_unfit.cache_clear()
+
+
+@pytest.fixture
+def _asked_anew():
+    availability.kernels_missing.cache_clear()
+    yield
+    availability.kernels_missing.cache_clear()
+
+
+@pytest.mark.usefixtures("_asked_anew")
+@pytest.mark.parametrize(
+    ("triton", "reason"),
+    [
+        (types.SimpleNamespace(__version__="3.6.0"), None),
+        (types.SimpleNamespace(__version__="3.1.0"), "need Triton 3.6 or later, and this is 3.1.0"),
+        (None, "need PyTorch and Triton, which cannot be imported"),
+    ],
+    ids=["there", "too old", "missing"],
+)
+def test_a_triton_that_is_missing_or_too_old_is_named(monkeypatch, triton, reason):
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    found = availability.kernels_missing()
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.usefixtures("_asked_anew")
+def test_triton_is_not_imported_after_tensorflow_which_would_end_the_process(monkeypatch):
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorflow", types.SimpleNamespace())
+    assert "before TensorFlow" in availability.kernels_missing()
+    assert "triton" not in sys.modules

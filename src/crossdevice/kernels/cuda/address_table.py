@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from crossdevice.kernels.cuda.launching import Launch, block_elements, launch_by_table
-from crossdevice.kernels.cuda.task import KernelTask
+from crossdevice.kernels.cuda.task import KernelTask, Launch, rows_of
 
 ADDRESS_BYTES = 8
 
@@ -30,6 +29,8 @@ class AddressTable:
     """Groups of tasks, each of one arithmetic and one number of inputs and outputs: a launch for each."""
 
     def __init__(self, groups: Sequence[Sequence[KernelTask]], device: torch.device) -> None:
+        from crossdevice.kernels.cuda.triton_launching import launch_by_table
+
         self._device = device
         places = [place for group in groups for task in group for place in (*task.inputs, *task.outputs)]
         self._positions = np.array([place.position for place in places], np.int64)
@@ -74,13 +75,3 @@ class AddressTable:
         """The table in memory from which it is sent without waiting; PyTorch reuses that after the copy."""
         numbers = torch.from_numpy(self.numbers_for(addresses))
         return numbers.pin_memory() if self._device.type == "cuda" else numbers
-
-
-def rows_of(tasks: Sequence[KernelTask]) -> NDArray[np.int64]:
-    """For each program of a launch the task, the block of it, and the task's number of elements."""
-    block = block_elements(tasks[0].arithmetic)
-    sizes = np.array([task.num_elements for task in tasks], np.int64)
-    num_blocks = -(-sizes // block)
-    task = np.repeat(np.arange(len(tasks)), num_blocks)
-    firsts = np.cumsum(num_blocks) - num_blocks
-    return np.stack([task, np.arange(len(task)) - firsts[task], sizes[task]], axis=1)

@@ -13,6 +13,9 @@ from crossdevice.kernels.host.rounding import BFLOAT16
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, INTEGERS, ITEM_BYTES
 from crossdevice.values.reduce_op import ReduceOp
 
+BLOCK_BYTES = 4096
+"""What one program of a kernel reads of each input."""
+
 MAX_ARRAYS = 64
 """Inputs, and outputs, of one task: code is written out for each of them."""
 
@@ -63,6 +66,11 @@ def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
     if recipe.order is None or family not in ("native", "rounded"):
         return Arrangement(arithmetic)
     return _in_order(arithmetic, recipe.order)
+
+
+def block_elements(arithmetic: Arithmetic) -> int:
+    """Elements that one program reads of each input."""
+    return BLOCK_BYTES // ITEM_BYTES[arithmetic.element]
 
 
 def parts_in(dtype: str) -> int:

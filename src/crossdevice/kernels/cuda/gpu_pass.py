@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from crossdevice.kernels.cuda.address_table import AddressTable
-from crossdevice.kernels.cuda.launching import Launch, block_elements, launch_by_arguments
-from crossdevice.kernels.cuda.task import KernelTask, Place
+from crossdevice.kernels.cuda.families import block_elements
+from crossdevice.kernels.cuda.task import KernelTask, Launch, Place
 
 MAX_ARGUMENTS = 40
 """Addresses that a launch takes as arguments; more of them, or more tasks, come in a table."""
@@ -28,6 +28,8 @@ class GpuPass:
     """Tasks on the arrays of one device, prepared before these are there: kernels are compiled by then."""
 
     def __init__(self, tasks: Sequence[KernelTask], device: torch.device) -> None:
+        from crossdevice.kernels.cuda.triton_launching import launch_by_arguments
+
         number = device.index or 0
         kinds: dict[tuple[object, ...], list[KernelTask]] = {}
         for task in tasks:

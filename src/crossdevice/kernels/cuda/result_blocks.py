@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from crossdevice.kernels.cuda.launching import BLOCK_BYTES
+from crossdevice.kernels.cuda.families import BLOCK_BYTES
 from crossdevice.kernels.cuda.task import Place
 
 SHARED_BYTES = 256 << 20

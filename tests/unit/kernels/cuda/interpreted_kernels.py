@@ -1,6 +1,6 @@
 """The kernels in Triton's interpreter: the bits of the host's reference, whatever the dtype and the order.
 
-Collected only by test_interpreter.py, in a process in which TRITON_INTERPRET is set.
+Collected only by test_triton_kernels.py, in a process in which TRITON_INTERPRET is set.
 """
 
 from __future__ import annotations
@@ -8,13 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from crossdevice.kernels.cuda.families import Arrangement, arranged, parts_in
-from crossdevice.kernels.cuda.launching import (
-    block_elements,
-    is_interpreted,
-    launch_by_arguments,
-    launch_by_table,
-)
+from crossdevice.kernels.cuda.families import BLOCK_BYTES, Arrangement, arranged, block_elements, parts_in
+from crossdevice.kernels.cuda.triton_launching import is_interpreted, launch_by_arguments, launch_by_table
 from crossdevice.kernels.host.numpy_pass import numpy_pass
 from crossdevice.kernels.host.recipe import Recipe
 from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, result_dtype
@@ -55,9 +50,9 @@ def check(recipe, dtype, into, count, size, offset=0):
     numpy_pass(inputs, [expected], recipe)
     read = [inputs[position] for position in arrangement.positions or range(count)]
     num_elements = size * parts_in(dtype)
-    launch = launch_by_arguments(arrangement.arithmetic, count, 2, 0)
     num_programs = -(-num_elements // block_elements(arrangement.arithmetic))
-    launch(num_programs, 0, addresses(read), addresses(outputs), num_elements)
+    launch = launch_by_arguments(arrangement.arithmetic, count, 2, num_programs, 0)
+    launch(0, addresses(read), addresses(outputs), num_elements)
     for output in outputs:
         assert same_bits(output, expected, any_nan=recipe.precision == "fast"), (recipe, into, count)
     return True
@@ -88,7 +83,7 @@ def test_kernels_have_the_bits_of_the_host(dtype, precision):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex128"])
 def test_whole_blocks_tails_and_odd_addresses_are_right(dtype):
     recipe, into = Recipe(ReduceOp.SUM, "accurate", 2), result_dtype(dtype, ReduceOp.MEAN)
-    block = 4096 // ITEM_BYTES[dtype]
+    block = BLOCK_BYTES // ITEM_BYTES[dtype]
     for size in (1, block - 1, block, 2 * block + 3):
         for offset in (0, ITEM_BYTES[dtype]):
             assert check(recipe, dtype, into, 2, size, offset)
@@ -112,7 +107,7 @@ def test_a_table_serves_many_arrays_in_one_launch():
     rows = np.array(
         [(task, block, size) for task, size in enumerate(sizes) for block in range(-(-size // 1024))]
     )
-    launch_by_table(arithmetic, 3, 2, 0)(len(rows), 0, table.ctypes.data, rows.ctypes.data)
+    launch_by_table(arithmetic, 3, 2, len(rows), 0)(0, table.ctypes.data, rows.ctypes.data)
     for arrays, results in zip(inputs, outputs, strict=True):
         expected = np.empty_like(arrays[0])
         numpy_pass(arrays, [expected], Recipe(ReduceOp.SUM, "accurate", 3))

@@ -1,6 +1,6 @@
 """Fused passes of a GPU on host tensors, in Triton's interpreter: from leaves and plans to results.
 
-Collected only by test_interpreter.py, in a process in which TRITON_INTERPRET is set.
+Collected only by test_triton_kernels.py, in a process in which TRITON_INTERPRET is set.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ import itertools
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", reason="blocks are laid out for the kernels of Triton")
 
 from crossdevice.kernels.cuda import result_blocks  # noqa: E402
-from crossdevice.kernels.cuda.launching import BLOCK_BYTES  # noqa: E402
+from crossdevice.kernels.cuda.families import BLOCK_BYTES  # noqa: E402
 from crossdevice.kernels.cuda.result_blocks import LINE_BYTES, ResultBlocks, wanted  # noqa: E402
 
 HOST = torch.device("cpu")

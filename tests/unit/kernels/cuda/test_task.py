@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("triton", reason="tables are read by the kernels of Triton")
-
-from crossdevice.kernels.cuda.address_table import rows_of
-from crossdevice.kernels.cuda.families import Arithmetic
-from crossdevice.kernels.cuda.launching import block_elements
-from crossdevice.kernels.cuda.task import KernelTask, Place
+from crossdevice.kernels.cuda.families import Arithmetic, block_elements
+from crossdevice.kernels.cuda.task import KernelTask, Place, rows_of
 
 
 def test_rows_cover_every_element_of_every_task_once():

@@ -1,23 +1,22 @@
-"""Kernels compile for a GPU that is not there, and read and write 16 bytes at a time wherever they can."""
+"""Kernels compile for a GPU that is not there, and read and write 16 bytes at a time wherever they can.
+
+Collected only by test_triton_kernels.py, in a process of its own.
+"""
 
 from __future__ import annotations
 
 import re
 
 import pytest
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
-triton = pytest.importorskip("triton", reason="kernels of the GPU are compiled by Triton")
-pytest.importorskip("torch")
-
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import driver  # noqa: E402
-
-from crossdevice.kernels.cuda.families import arranged  # noqa: E402
-from crossdevice.kernels.cuda.launching import ANY_ADDRESS, NUM_WARPS, block_elements  # noqa: E402
-from crossdevice.kernels.cuda.triton_arithmetic import way_of  # noqa: E402
-from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table  # noqa: E402
-from crossdevice.kernels.host.recipe import Recipe  # noqa: E402
-from crossdevice.values.reduce_op import ReduceOp  # noqa: E402
+from crossdevice.kernels.cuda.families import arranged, block_elements
+from crossdevice.kernels.cuda.triton_arithmetic import way_of
+from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
+from crossdevice.kernels.cuda.triton_launching import ANY_ADDRESS, NUM_WARPS
+from crossdevice.kernels.host.recipe import Recipe
+from crossdevice.values.reduce_op import ReduceOp
 
 SUM, MEAN = Recipe(ReduceOp.SUM, "accurate"), Recipe(ReduceOp.SUM, "accurate", 3)
 KINDS = {

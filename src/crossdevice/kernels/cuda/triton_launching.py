@@ -6,34 +6,22 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from crossdevice.kernels.cuda.families import Arithmetic
+from crossdevice.kernels.cuda.families import Arithmetic, block_elements
+from crossdevice.kernels.cuda.task import Launch
 from crossdevice.kernels.cuda.triton_arithmetic import way_of
 from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
-from crossdevice.values.dtypes import ITEM_BYTES
-
-BLOCK_BYTES = 4096
-"""What one program reads of each input."""
 
 NUM_WARPS = 8
 
 ANY_ADDRESS = (1 << 44) + 1
 """Odd, so that nothing about alignment is compiled in."""
 
-Launch = Callable[..., None]
-"""Called with a stream's handle and the kernel's arguments, constants left out."""
-
 is_interpreted = isinstance(pass_by_arguments, InterpretedFunction)
 """Whether Triton runs kernels in Python, on host memory (TRITON_INTERPRET=1)."""
-
-
-def block_elements(arithmetic: Arithmetic) -> int:
-    """Elements of one block."""
-    return BLOCK_BYTES // ITEM_BYTES[arithmetic.element]
 
 
 @functools.cache
