@@ -48,8 +48,8 @@ class GpuPasses(Passes):
     """Passes over leaves of one library on one GPU, prepared before there are arrays.
 
     All work goes to the stream that is current for the library: after what was put there before, and
-    before what comes next. Nothing waits for the GPU. With `shares_results`, and always where arrays are
-    immutable, all destinations of a leaf get one memory.
+    before what comes next. Only the first call waits for the GPU. With `shares_results`, and always
+    where arrays are immutable, all destinations of a leaf get one memory.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class AddressTable:
         place_of_addresses, place_of_rows = 0, self._rows.data_ptr()
         for group, part in zip(groups, rows, strict=True):
             arithmetic, inputs, outputs, _ = group[0]
-            launch = launch_by_table(arithmetic, len(inputs), len(outputs), len(part), device.index or 0)
+            launch = launch_by_table(arithmetic, len(inputs), len(outputs), len(part))
             self._launches.append((launch, place_of_addresses, place_of_rows))
             place_of_addresses += len(group) * (len(inputs) + len(outputs)) * ADDRESS_BYTES
             place_of_rows += part.nbytes

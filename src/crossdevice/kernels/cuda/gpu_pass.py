@@ -25,12 +25,11 @@ class _Alone(NamedTuple):
 
 
 class GpuPass:
-    """Tasks on the arrays of one device, prepared before these are there: kernels are compiled by then."""
+    """Tasks on the arrays of one device, which is the current one; prepared, and compiled, before these."""
 
     def __init__(self, tasks: Sequence[KernelTask], device: torch.device) -> None:
         from crossdevice.kernels.cuda.triton_launching import launch_by_arguments
 
-        number = device.index or 0
         kinds: dict[tuple[object, ...], list[KernelTask]] = {}
         for task in tasks:
             if task.num_elements:
@@ -43,7 +42,7 @@ class GpuPass:
                 tabled.append(kind)
                 continue
             num_programs = -(-num_elements // block_elements(arithmetic))
-            launch = launch_by_arguments(arithmetic, len(inputs), len(outputs), num_programs, number)
+            launch = launch_by_arguments(arithmetic, len(inputs), len(outputs), num_programs)
             self._alone.append(_Alone(launch, inputs, outputs, num_elements))
         self._table = AddressTable(tabled, device) if tabled else None
 

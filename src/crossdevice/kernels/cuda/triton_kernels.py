@@ -21,8 +21,7 @@ from crossdevice.kernels.cuda.triton_arithmetic import (
     widened,
 )
 
-ROW_NUMBERS = 3
-_ROW_NUMBERS = tl.constexpr(ROW_NUMBERS)
+_ROW_NUMBERS = tl.constexpr(3)
 
 
 @triton.jit(do_not_specialize=["inputs", "outputs", "num_elements"])

@@ -1,10 +1,7 @@
-"""Compiling kernels once for each arithmetic, and launching them without Triton's own search for them."""
-
-# ruff: noqa: ARG001 - `device` is there to be part of a key
+"""Compiling kernels when work is prepared, so that launching them takes no search for the right one."""
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any
 
@@ -24,22 +21,17 @@ is_interpreted = isinstance(pass_by_arguments, InterpretedFunction)
 """Whether Triton runs kernels in Python, on host memory (TRITON_INTERPRET=1)."""
 
 
-@functools.cache
 def launch_by_arguments(
-    arithmetic: Arithmetic, num_inputs: int, num_outputs: int, num_programs: int, device: int
+    arithmetic: Arithmetic, num_inputs: int, num_outputs: int, num_programs: int
 ) -> Launch:
-    """The kernel for one array of every replica, compiled for the current device, which is `device`."""
+    """So many programs of the kernel for one array of every replica, compiled for the current device."""
     examples = (ANY_ADDRESS,) * num_inputs, (ANY_ADDRESS,) * num_outputs, ANY_ADDRESS
-    return _launch(
-        pass_by_arguments, examples, (way_of(arithmetic), block_elements(arithmetic)), num_programs
-    )
+    constants = way_of(arithmetic), block_elements(arithmetic)
+    return _launch(pass_by_arguments, examples, constants, num_programs)
 
 
-@functools.cache
-def launch_by_table(
-    arithmetic: Arithmetic, num_inputs: int, num_outputs: int, num_programs: int, device: int
-) -> Launch:
-    """The kernel for tasks in a table, compiled for the current device, which is `device`."""
+def launch_by_table(arithmetic: Arithmetic, num_inputs: int, num_outputs: int, num_programs: int) -> Launch:
+    """So many programs of the kernel for tasks in a table, compiled for the current device."""
     constants = num_inputs, num_outputs, way_of(arithmetic), block_elements(arithmetic)
     return _launch(pass_by_table, (ANY_ADDRESS, ANY_ADDRESS), constants, num_programs)
 
@@ -47,7 +39,7 @@ def launch_by_table(
 def _launch(kernel: Any, examples: tuple[Any, ...], constants: tuple[Any, ...], num_programs: int) -> Launch:
     if is_interpreted:
 
-        def interpret(stream: int, *arguments: Any) -> None:
+        def interpret(stream: int, *arguments: Any) -> None:  # noqa: ARG001 - there is none
             kernel[(num_programs,)](*arguments, *constants)
 
         return interpret

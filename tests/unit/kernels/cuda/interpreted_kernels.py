@@ -51,7 +51,7 @@ def check(recipe, dtype, into, count, size, offset=0):
     read = [inputs[position] for position in arrangement.positions or range(count)]
     num_elements = size * parts_in(dtype)
     num_programs = -(-num_elements // block_elements(arrangement.arithmetic))
-    launch = launch_by_arguments(arrangement.arithmetic, count, 2, num_programs, 0)
+    launch = launch_by_arguments(arrangement.arithmetic, count, 2, num_programs)
     launch(0, addresses(read), addresses(outputs), num_elements)
     for output in outputs:
         assert same_bits(output, expected, any_nan=recipe.precision == "fast"), (recipe, into, count)
@@ -107,7 +107,7 @@ def test_a_table_serves_many_arrays_in_one_launch():
     rows = np.array(
         [(task, block, size) for task, size in enumerate(sizes) for block in range(-(-size // 1024))]
     )
-    launch_by_table(arithmetic, 3, 2, len(rows), 0)(0, table.ctypes.data, rows.ctypes.data)
+    launch_by_table(arithmetic, 3, 2, len(rows))(0, table.ctypes.data, rows.ctypes.data)
     for arrays, results in zip(inputs, outputs, strict=True):
         expected = np.empty_like(arrays[0])
         numpy_pass(arrays, [expected], Recipe(ReduceOp.SUM, "accurate", 3))
