@@ -41,7 +41,21 @@ $(VENV)/browser-looked-for: $(VENV)/installed
 		echo "no Chromium here, and none could be installed"
 	touch $@
 
-test: $(VENV)/installed $(VENV)/browser-looked-for  ## Everything that can run on this machine.
+# Three hosts are three networks of this machine; without the right to make them their test is skipped, too.
+$(VENV)/network-looked-for: $(VENV)/installed
+	command -v ip >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+		apt-get update -qq && apt-get install -y -qq iproute2 >/dev/null; } || \
+		echo "no iproute2 here, and none could be installed"
+	touch $@
+
+# Traces are read by Perfetto's own trace processor; without Node.js that test says so and is skipped.
+$(VENV)/trace-processor-looked-for: tests/perfetto/install_trace_processor.py $(VENV)/installed
+	$(BIN)/python $< || echo "no trace processor here, and none could be installed"
+	touch $@
+
+LOOKED_FOR := $(addprefix $(VENV)/,browser-looked-for network-looked-for trace-processor-looked-for)
+
+test: $(VENV)/installed $(LOOKED_FOR)  ## Everything that can run on this machine.
 	$(BIN)/python -m pytest -q -n auto
 
 format: $(VENV)/installed

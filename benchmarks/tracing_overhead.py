@@ -68,6 +68,17 @@ def append_seconds() -> float:
     return min(seconds_of(record) for _ in range(ROUNDS)) - min(seconds_of(nothing) for _ in range(ROUNDS))
 
 
+def transfer_seconds() -> float:
+    """What a broadcast, a gather and a sparse reduction do for every array that they copy."""
+    device = cd.Device.parse("cpu:0")
+
+    def record() -> None:
+        with tracing.recorded(tracing.transfer(device, device, 1)):
+            pass
+
+    return min(seconds_of(record) for _ in range(ROUNDS))
+
+
 def main() -> int:
     value = cd.PerReplica([np.ones(16, np.float32) for _ in range(2)])
     ops, stepwise = cd.RingAllReduce(), cd.CommunicationOptions(lowering="off")
@@ -79,12 +90,14 @@ def main() -> int:
     small, small_gap = difference(lambda: ops.reduce("sum", value, value))
     stepped, stepped_gap = difference(lambda: ops.reduce("sum", value, value, stepwise))
     event = append_seconds() * 1e6
+    transfer = transfer_seconds() * 1e6
     print(f"two clock readings and an event: {event:.2f} us")
+    print(f"a transfer, described and recorded: {transfer:.2f} us")
     print(f"small fused call: {small * 1e6:.2f} us, of which the recorder {small_gap * 1e6:+.2f} us")
     print(f"stepwise call: {stepped * 1e6:.1f} us, of which the recorder {stepped_gap * 1e6:+.2f} us")
     print(f"per step: {stepped_gap * 1e6 / num_steps:.2f} us ({num_steps} steps)")
-    failed = event > CALL_BOUND_MICROSECONDS or stepped_gap * 1e6 / num_steps > STEP_BOUND_MICROSECONDS
-    return 1 if failed else 0
+    steps = max(stepped_gap * 1e6 / num_steps, transfer)
+    return 1 if event > CALL_BOUND_MICROSECONDS or steps > STEP_BOUND_MICROSECONDS else 0
 
 
 if __name__ == "__main__":

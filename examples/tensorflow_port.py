@@ -17,7 +17,7 @@ strategy = cd.MirroredStrategy(
 # with strategy.scope():
 #     weight = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
 with strategy.scope():
-    weight = strategy.create_variable(np.float32(0.0), aggregation=cd.VariableAggregation.MEAN)
+    weight = cd.Variable(0.0, aggregation=cd.VariableAggregation.MEAN)
 
 # dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(30))
 x = np.linspace(-1, 1, 90, dtype=np.float32)

@@ -8,6 +8,7 @@ array([2., 3.], dtype=float32)
 
 from crossdevice.algorithms.all_reduce_cross_device_ops import AllReduceCrossDeviceOps
 from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.algorithms.direct_all_reduce import DirectAllReduce
 from crossdevice.algorithms.halving_doubling_all_reduce import HalvingDoublingAllReduce
 from crossdevice.algorithms.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
@@ -17,6 +18,7 @@ from crossdevice.algorithms.ring_all_reduce import RingAllReduce
 from crossdevice.algorithms.tree_all_reduce import TreeAllReduce
 from crossdevice.execution.tracing import flight_record, trace
 from crossdevice.functions import all_reduce, broadcast, gather, reduce, to_dense
+from crossdevice.process_groups import cluster
 from crossdevice.strategies.choosing import choose
 from crossdevice.strategies.current import (
     get_replica_context,
@@ -40,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AllReduceCrossDeviceOps",
+    "CollectiveAllReduce",
     "CommunicationImplementation",
     "CommunicationOptions",
     "CrossDeviceOps",
@@ -67,6 +70,7 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "choose",
+    "cluster",
     "flight_record",
     "gather",
     "get_replica_context",

@@ -2,7 +2,8 @@
 
 Each is ours (`except CrossDeviceError`) and a built-in at once (`except ValueError`), so code
 written against TensorFlow's documented errors keeps working. All of them are raised before any
-array is touched, except for those of running replicas (`ReplicaError`, `DeadlineError`).
+array is touched, except for those of what runs (`ReplicaError`, `DeadlineError`, `EngineError`,
+`ProcessGroupError`).
 """
 
 
@@ -72,6 +73,14 @@ class ReplicaError(CrossDeviceError, RuntimeError):
 
 class DeadlineError(CrossDeviceError, TimeoutError):
     """A deadline that has passed; the message names the replicas that were missing."""
+
+
+class ProcessGroupError(CrossDeviceError, ConnectionError):
+    """A group of processes that lost a rank, or that an earlier error has left unusable."""
+
+
+class EngineError(CrossDeviceError, RuntimeError):
+    """A collective of a library such as NCCL that failed; the message names its devices."""
 
 
 class TopologyError(CrossDeviceError, ValueError):

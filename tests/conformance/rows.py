@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 import crossdevice as cd
 from conformance import array_libraries
 from conformance.oracle import FORMATS, NUMPY_DTYPES, expected
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.thread_group import Room, ThreadEngine
 
 DTYPES = (
     "float16",
@@ -51,6 +53,12 @@ class OnlyReduces(cd.CrossDeviceOps):
         return cd.DirectAllReduce().reduce(reduce_op, per_replica_value, destinations, options)
 
 
+@functools.cache
+def group_of_one() -> ProcessGroup:
+    """A group without other processes: values go the way of those that do cross between processes."""
+    return ProcessGroup(ThreadEngine(Room(1), 0))
+
+
 @dataclasses.dataclass(frozen=True)
 class AlgorithmRow:
     """An algorithm: how it is made, its name in the registry if it has one, and the laws it cannot keep."""
@@ -74,6 +82,8 @@ ALGORITHM_ROWS = (
     AlgorithmRow(
         "by_name_in_small_groups", lambda: cd.AllReduceCrossDeviceOps("hierarchical_copy", 0, 64, 3)
     ),
+    AlgorithmRow("collective", cd.CollectiveAllReduce),
+    AlgorithmRow("collective_in_a_group", lambda: cd.CollectiveAllReduce(group=group_of_one())),
     AlgorithmRow("users_own", OnlyReduces),
 )
 

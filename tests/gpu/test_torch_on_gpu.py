@@ -100,3 +100,21 @@ def test_sparse_values_are_gathered_on_the_gpu():
     result = cd.DirectAllReduce().reduce("mean", cd.PerReplica(slices), "cuda:0")
     assert result.indices.tolist() == [0, 4, 0, 4]
     assert np.allclose(cd.to_dense(result).cpu(), [[1] * 3, [0] * 3, [0] * 3, [0] * 3, [1] * 3])
+
+
+def test_replicas_work_on_the_callers_stream():
+    strategy = cd.MirroredStrategy(["cuda:0", "cuda:0"])
+
+    def step():
+        torch.cuda._sleep(2_000_000)  # what is combined comes late
+        value = torch.full((99,), float(cd.get_replica_context().replica_id_in_sync_group), device="cuda")
+        return torch.cuda.current_stream().cuda_stream, cd.get_replica_context().all_reduce("sum", value)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            streams, sums = strategy.run(step)
+            assert streams.values == (side.cuda_stream,) * 2
+            assert sums.values[1].tolist() == [1.0] * 99
+    (streams, _) = strategy.run(step)
+    assert streams.values == (torch.cuda.default_stream().cuda_stream,) * 2

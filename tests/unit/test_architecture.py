@@ -12,7 +12,7 @@ PACKAGE = ROOT / "src" / "crossdevice"
 def test_import_crossdevice_imports_no_framework_but_numpy():
     code = (
         "import sys, crossdevice;"
-        "heavy = {'torch', 'jax', 'tensorflow', 'cupy', 'numba', 'rich', 'matplotlib'};"
+        "heavy = {'torch', 'jax', 'tensorflow', 'cupy', 'numba', 'mpi4py', 'rich', 'matplotlib'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
     answer = subprocess.run(

@@ -33,6 +33,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         self.all_reduce_alg = all_reduce_alg
         self._algorithm()
 
+    @property
+    def uses_engine(self) -> bool:  # type: ignore[override]
+        """Whether the named algorithm does."""
+        return self._algorithm().uses_engine
+
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:
         """Why the named algorithm cannot run on these devices; None if it can."""
         return self._algorithm().fallback_reason(devices)

@@ -10,6 +10,7 @@ from typing import Any
 
 from crossdevice.errors import ConversionError
 from crossdevice.execution.batch import Request, check_batch, checked_leaves, reduce_batch
+from crossdevice.execution.between_processes import BetweenProcesses
 from crossdevice.execution.copying import copied_into, copied_to, shared_with
 from crossdevice.execution.destinations import read_destinations
 from crossdevice.execution.explaining import explained
@@ -31,6 +32,7 @@ from crossdevice.plans.packing import Packing
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.rounds import Round
 from crossdevice.plans.steps import Buffer
+from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, PerReplica
 from crossdevice.values.dtypes import result_dtype
@@ -44,8 +46,7 @@ logger = logging.getLogger("crossdevice")
 MAX_KEPT = 1024
 """Prepared reductions an object keeps; a program with more signatures starts over."""
 
-
-_REMEMBERED = ("_kept", "_calls", "_recent", "_batches")
+_KEPT = ("_kept", "_calls", "_recent", "_batches", "_between")
 """The attributes in which an object keeps what it prepared."""
 
 
@@ -61,18 +62,22 @@ class CrossDeviceOps:
 
     packing: Packing = Packing()
     reduce_to_device: Device | None = None
+    uses_engine: bool = False
+    """Whether its plans have engine steps where `build.has_engine` says so."""
     accumulation_fn: Callable[[tuple[Any, ...]], Any] | None = None
+    group: ProcessGroup | None = None
+    """Other processes whose replicas take part in every reduction and gather."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What was prepared for other settings is forgotten."""
         object.__setattr__(self, name, value)
         if not name.startswith("_"):
-            for kept in _REMEMBERED:
+            for kept in _KEPT:
                 self.__dict__.pop(kept, None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Its settings; what was prepared is prepared again."""
-        return {name: value for name, value in self.__dict__.items() if name not in _REMEMBERED}
+        return {name: value for name, value in self.__dict__.items() if name not in _KEPT}
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
         """Plans one pack: a buffer on each destination that holds the sum of all `build.inputs`."""
@@ -83,6 +88,19 @@ class CrossDeviceOps:
     def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round] | None:  # noqa: ARG002
         """An all-reduce on all of a topology as rounds, to time thousands of devices; None if unknown."""
         return None
+
+    def chosen_options(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        """The options that count when a call is given these; None stands for none."""
+        return as_options(options)
+
+    def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions | None = None) -> Any:
+        """One process's value, on every process of the group; all bring one of the same shapes and dtypes."""
+        check_cross_replica("value_of_rank")
+        return (
+            value
+            if self.group is None
+            else self._between.value_of_rank(value, rank, self.chosen_options(options))
+        )
 
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:  # noqa: ARG002
         """Why values on these devices are not reduced by this algorithm's own means; None if they are."""
@@ -168,7 +186,7 @@ class CrossDeviceOps:
         """
         check_cross_replica("broadcast")
         devices = read_destinations(destinations)
-        shares = as_options(options).share_results
+        shares = self.chosen_options(options).share_results
         if isinstance(tensor, PerReplica):
             raise ConversionError(
                 "broadcast takes one value; a PerReplica has a different one for each replica"
@@ -188,9 +206,12 @@ class CrossDeviceOps:
     ) -> Any:
         """Concatenates a value's replicas along `axis`, in which they may differ, on each destination."""
         check_cross_replica("gather")
-        as_options(options)
+        chosen = self.chosen_options(options)
         pairs, rebuilt = spread_pairs([(per_replica_value, destinations)])
-        return rebuilt([gathered(value, read_destinations(target), axis) for value, target in pairs])[0]
+        targets = [(value, read_destinations(target)) for value, target in pairs]
+        if self.group is not None:
+            return rebuilt([self._between.gather(value, to, axis, chosen) for value, to in targets])[0]
+        return rebuilt([gathered(value, to, axis) for value, to in targets])[0]
 
     def explain(
         self,
@@ -200,9 +221,11 @@ class CrossDeviceOps:
         reduce_op: ReduceOp | str = ReduceOp.SUM,
     ) -> str:
         """What `reduce` would do with this value, as text; nothing is computed."""
-        op, chosen = ReduceOp(reduce_op), as_options(options)
+        op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
         pairs, _ = spread_pairs([(per_replica_value, destinations)])
         requests = [Request(read_value(value), read_destinations(target)) for value, target in pairs]
+        if self.group is not None:
+            return "\n\n".join(self._between.explained(request, op, chosen) for request in requests)
         return "\n\n".join(explained(request, op, chosen, self) for request in requests)
 
     # ---------------------------------------------------------------- hooks for subclasses
@@ -249,13 +272,13 @@ class CrossDeviceOps:
         key = (specs, op, options)
         known = self._kept.get(key)
         if known is None:
-            self._check_plannable(specs)
+            self._check_plannable(specs, op, options)
             known = PreparedReduction(
                 specs,
                 op,
                 options,
                 self.packing,
-                self.plan_pack,
+                functools.partial(self.plan_pack, op=op),
                 via=self.reduce_to_device,
                 name=type(self).__name__,
             )
@@ -264,20 +287,34 @@ class CrossDeviceOps:
             self._kept[key] = known
         return known
 
-    def plan_pack(self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision) -> Plan:
+    def engine_lack(self, spec: LeafSpec, precision: Precision, op: ReduceOp) -> str | None:
+        """Why an algorithm that uses an engine does without for these arrays; None if it does not."""
+        reason = self.fallback_reason(spec.devices)
+        if reason is not None:
+            return reason
+        if precision != "fast":
+            return f"an engine adds in an order of its own, and precision is {precision}"
+        # A mean is a sum that is divided.
+        summed = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        return spec.backend.engine_lack(spec.dtype, summed, len(spec.devices))
+
+    def plan_pack(
+        self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision, op: ReduceOp
+    ) -> Plan:
         """The plan for one pack; a lone replica is copied, whatever the algorithm."""
-        keeps_order = precision != "fast"
-        build = PlanBuilder(spec.devices, num_elements, pack_number, keeps_replica_order=keeps_order)
-        if len(spec.devices) == 1:
+        is_alone = len(spec.devices) == 1
+        has_engine = self.uses_engine and not is_alone and self.engine_lack(spec, precision, op) is None
+        build = PlanBuilder(spec.devices, num_elements, pack_number, has_engine=has_engine)
+        if is_alone:
             return build.plan([build.copy(build.inputs[0], to=device) for device in spec.destinations])
         return build.plan(self.plan_sum(build, spec.destinations))
 
     def _remember(self, key: Any, reduce_op: Any, value: Any, destinations: Any, options: Any) -> None:
         """Keeps what the next call with this key needs, if it is one dense value of our own doing."""
-        if self.accumulation_fn is not None or self._overrides_hooks():
+        if self.accumulation_fn is not None or self.group is not None or self._overrides_hooks():
             return
         request = Request(read_value(value), read_destinations(destinations))
-        op, chosen = ReduceOp(reduce_op), as_options(options)
+        op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
         leaves = checked_leaves(request, op, chosen)
         if request.value.structure is None and isinstance(leaves[0], Dense):
             if len(self._calls) >= MAX_KEPT:
@@ -288,9 +325,11 @@ class CrossDeviceOps:
 
     def _remember_batch(self, key: Any, reduce_op: Any, pairs: Any, options: Any) -> None:
         """Keeps what the next such batch needs, if it is dense, of one library and of our own doing."""
-        if self.accumulation_fn is not None or self._overrides_hooks() or not is_plain_batch(pairs):
+        if self.accumulation_fn is not None or self.group is not None or self._overrides_hooks():
             return
-        op, chosen = ReduceOp(reduce_op), as_options(options)
+        if not is_plain_batch(pairs):
+            return
+        op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
         requests = [Request(read_value(value), read_destinations(target)) for value, target in pairs]
         leaves = [leaf for request in requests for leaf in checked_leaves(request, op, chosen)]
         specs = tuple(leaf.spec for leaf in leaves if isinstance(leaf, Dense))
@@ -310,6 +349,11 @@ class CrossDeviceOps:
         return {}
 
     @functools.cached_property
+    def _between(self) -> BetweenProcesses:
+        assert self.group is not None
+        return BetweenProcesses(self.group, self.prepared)
+
+    @functools.cached_property
     def _kept(self) -> dict[Any, PreparedReduction]:
         return {}
 
@@ -317,14 +361,24 @@ class CrossDeviceOps:
     def _fallbacks_logged(self) -> set[str]:
         return set()
 
-    def _check_plannable(self, specs: Sequence[LeafSpec]) -> None:
+    def _check_plannable(
+        self, specs: Sequence[LeafSpec], op: ReduceOp, options: CommunicationOptions
+    ) -> None:
         for spec in specs:
             if len(spec.devices) > 1 and not self._overrides("plan_sum"):
                 self.plan_sum(PlanBuilder(spec.devices, 0), spec.destinations)
             reason = self.fallback_reason(spec.devices)
-            if reason is not None and reason not in self._fallbacks_logged:
-                self._fallbacks_logged.add(reason)
-                logger.warning("%s sums on the first destination instead: %s", type(self).__name__, reason)
+            if reason is not None:
+                self._log_once("sums on the first destination instead", reason)
+            elif self.uses_engine and options.precision == "fast" and len(spec.devices) > 1:
+                lack = self.engine_lack(spec, options.precision, op)
+                if lack is not None:
+                    self._log_once("does without an engine", lack)
+
+    def _log_once(self, what: str, reason: str) -> None:
+        if reason not in self._fallbacks_logged:
+            self._fallbacks_logged.add(reason)
+            logger.warning("%s %s: %s", type(self).__name__, what, reason)
 
     def _overrides_hooks(self) -> bool:
         return self._overrides("reduce_implementation") or self._overrides("batch_reduce_implementation")
@@ -343,12 +397,14 @@ class CrossDeviceOps:
         call: str,
     ) -> list[Any]:
         check_cross_replica(call)
-        op, chosen = ReduceOp(reduce_op), as_options(options)
+        op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
         spread, rebuilt = spread_pairs(pairs)
         requests = [
             Request(read_value(value), read_destinations(destinations), out)
             for (value, destinations), out in zip(spread, spread_outs(pairs, outs), strict=True)
         ]
+        if self.group is not None:
+            return rebuilt(self._between.reduce(requests, op, chosen))
         if self._overrides_hooks():
             return rebuilt(
                 self._reduce_by_hooks(op, requests, [target for _, target in spread], chosen, call)

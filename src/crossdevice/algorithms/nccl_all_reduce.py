@@ -16,13 +16,16 @@ class NcclAllReduce(CrossDeviceOps):
     """Leaves the reduction to NCCL: one collective over one replica per GPU.
 
     Right for several GPUs. NCCL rounds at every hop in an order of its own, so it is used under `"fast"`
-    only; under `"accurate"` and `"exact"` each GPU sums a shard of everyone, in replica order, and shares
-    it. NCCL works on GPUs only and takes one replica on each: otherwise everything is summed on the
-    first destination instead, and the log and `explain` say why.
+    only. Under `"accurate"` and `"exact"`, where NCCL is not installed, and for what it would get wrong (a
+    minimum of NaN), each GPU sums a shard of everyone, in replica order, and shares it. NCCL works on GPUs
+    only and takes one replica on each: otherwise everything is summed on the first destination instead. The
+    log and `explain` say why.
 
     Args:
         num_packs: into how many packs a batch is cut; 0 reduces value by value.
     """
+
+    uses_engine = True
 
     def __init__(self, num_packs: int = 1) -> None:
         self.packing = Packing(num_packs)
@@ -38,11 +41,11 @@ class NcclAllReduce(CrossDeviceOps):
         return None
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
-        """One engine step, or shards where order counts; without NCCL a sum on the first destination."""
+        """One engine step, or shards if no engine may do it; where NCCL cannot be, the first destination."""
         if self.fallback_reason([buffer.device for buffer in build.inputs]) is None:
-            if build.keeps_replica_order:
-                sums = build.add_by_shards()
-                return [build.join(sums, at=device) for device in destinations]
-            return build.deliver(build.engine_all_reduce(build.inputs), destinations)
+            if build.has_engine:
+                return build.deliver(build.engine_all_reduce(build.inputs), destinations)
+            sums = build.add_by_shards()
+            return [build.join(sums, at=device) for device in destinations]
         total = build.add(build.inputs, at=destinations[0])
         return [build.copy(total, to=device) for device in destinations]

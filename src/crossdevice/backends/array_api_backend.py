@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.protocol import HOST_MEMORY, Array, Look
+from crossdevice.backends.protocol import HOST_MEMORY, Array, Look, Streams
 from crossdevice.errors import DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.reduce_op import ReduceOp
 
 
 class SignatureLook:
@@ -133,9 +134,21 @@ class ArrayApiBackend(abc.ABC):
         """Most libraries do as the standard says."""
         return self.namespace().from_dlpack(tensor)
 
-    def engine_all_reduce(self, arrays: Sequence[Array], op: str) -> list[Array]:
+    def engine_name(self) -> str | None:
         """Most libraries have no engine."""
-        raise NotImplementedError(f"{self.name} has no collective engine")
+        return None
+
+    def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:  # noqa: ARG002
+        """Most libraries have no engine."""
+        return f"{self.name} arrays have no collective engine"
+
+    def engine_all_reduce(self, arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        """Most libraries have no engine."""
+        raise NotImplementedError(f"{self.name} arrays have no collective engine")
+
+    def streams(self, devices: Iterable[Device]) -> Streams | None:  # noqa: ARG002
+        """Most libraries compute at once, or order what they compute themselves."""
+        return None
 
 
 def address_range(array: NDArray[Any]) -> tuple[int, int]:

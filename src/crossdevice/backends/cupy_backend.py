@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import array_api_compat.cupy as xp
 import cupy
@@ -12,8 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.array_api_backend import ArrayApiBackend, strided_range
+from crossdevice.backends.cuda_streams import CudaStreams
+from crossdevice.backends.nccl_engines import Share, lack_of_engine, name_of_engine, nccl_all_reduce
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
+from crossdevice.values.reduce_op import ReduceOp
 
 
 class CupyBackend(ArrayApiBackend):
@@ -31,8 +34,7 @@ class CupyBackend(ArrayApiBackend):
 
     def working_on(self, device: Device) -> AbstractContextManager[Any]:
         """CuPy computes on the current device."""
-        where: AbstractContextManager[Any] = cupy.cuda.Device(device.index)
-        return where
+        return cupy_device(device)
 
     def signature(self, array: Any) -> Hashable:
         """CuPy's devices cannot be hashed; their numbers can."""
@@ -78,9 +80,21 @@ class CupyBackend(ArrayApiBackend):
             return cupy.array(flat).reshape(shape)
 
     def copy(self, array: Any, device: Device) -> Any:
-        """New, contiguous memory on the device."""
+        """New, contiguous memory on the device; CuPy itself does not order copies between two devices."""
+        if array.device.id == cupy_device(device).id:
+            with self.working_on(device):
+                return cupy.array(array, copy=True, order="C")
+        with array.device:
+            here = cupy.cuda.get_current_stream()
+            written = here.record()
         with self.working_on(device):
-            return cupy.array(array, copy=True, order="C")
+            there = cupy.cuda.get_current_stream()
+            there.wait_event(written)
+            copied = cupy.array(array, copy=True, order="C")
+            read = there.record()
+        with array.device:
+            here.wait_event(read)
+        return copied
 
     def concat(self, arrays: Sequence[Any], axis: int, device: Device) -> Any:
         """On the device where they are."""
@@ -97,3 +111,92 @@ class CupyBackend(ArrayApiBackend):
             dense = cupy.zeros(shape, rows.dtype)
             cupy.add.at(dense, indices, rows)
         return dense
+
+    def engine_name(self) -> str | None:
+        """NCCL, through one of its bindings."""
+        return name_of_engine(self.name)
+
+    def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
+        """What NCCL lacks."""
+        return lack_of_engine(self.name, dtype, op, num_devices)
+
+    def engine_all_reduce(self, arrays: Sequence[Any], op: ReduceOp) -> list[Any]:
+        """NCCL, from this one process."""
+        return nccl_all_reduce(self, arrays, op, _share)
+
+    def streams(self, devices: Iterable[Device]) -> CupyStreams | None:
+        """Side streams where there are several GPUs."""
+        apart = set(devices)
+        return CupyStreams(apart) if len(apart) > 1 else None
+
+
+class CupyStreams(CudaStreams):
+    """CuPy's streams; its pool knows nothing of readers, so what was read is held on to until the end."""
+
+    _kept: ClassVar[dict[Any, Any]] = {}
+
+    def __init__(self, devices: Iterable[Device]) -> None:
+        super().__init__(devices)
+        self._held: list[Any] = []
+
+    def __exit__(self, *failure: object) -> None:
+        """Once the current streams wait for all readers, the memory may be used again."""
+        super().__exit__(*failure)
+        self._held.clear()
+
+    def new_stream(self, device: Device) -> Any:
+        """Not ordered with the default stream; in a pair with its device, which the default stream lacks."""
+        where = cupy_device(device)
+        with where:
+            return where, cupy.cuda.Stream(non_blocking=True)
+
+    def current_stream(self, device: Device) -> Any:
+        """That of the calling thread."""
+        where = cupy_device(device)
+        with where:
+            return where, cupy.cuda.get_current_stream()
+
+    def handle_of(self, stream: Any) -> int:
+        """cudaStream_t."""
+        return stream[1].ptr
+
+    def use(self, stream: Any) -> None:
+        """CuPy takes a stream only while its device is the current one."""
+        where, side = stream
+        where.use()
+        side.use()
+
+    def current_device(self) -> Any:
+        """That of the calling thread."""
+        return cupy.cuda.Device()
+
+    def use_device(self, device: Any) -> None:
+        """For the calling thread."""
+        device.use()
+
+    def event_on(self, stream: Any) -> Any:
+        """A new event on the stream's device."""
+        where, side = stream
+        with where:
+            return side.record(cupy.cuda.Event(disable_timing=True))
+
+    def make_wait(self, stream: Any, event: Any) -> None:
+        """On the GPU; the host goes on."""
+        where, side = stream
+        with where:
+            side.wait_event(event)
+
+    def keep_for(self, stream: Any, array: Any) -> None:  # noqa: ARG002
+        """Until the current streams wait for all tracks."""
+        self._held.append(array)
+
+
+def cupy_device(device: Device) -> Any:
+    """CuPy's name of a device."""
+    return cupy.cuda.Device(device.index)
+
+
+def _share(source: Any, device: Device) -> Share:
+    target = cupy.empty_like(source)
+    stream = cupy.cuda.get_current_stream().ptr
+    return Share(source, target, device, stream, source.data.ptr, target.data.ptr, source.size)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.values.device import Device
+from crossdevice.values.device import Device, Track
 from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.reduce_op import ReduceOp
 
 Array = Any
 """An array of the backend's library."""
@@ -133,8 +134,44 @@ class Backend(Protocol):
     def from_dlpack(self, tensor: Any) -> Array:
         """An array of the same memory on the same GPU."""
 
-    def engine_all_reduce(self, arrays: Sequence[Array], op: str) -> list[Array]:
-        """One collective of the library's own engine over flat arrays, one per device."""
+    def engine_name(self) -> str | None:
+        """The engine that does whole collectives on these arrays, with its version; None if there is none."""
+
+    def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
+        """Why no engine can do this on so many devices with the bits one may expect; None if one can."""
+
+    def engine_all_reduce(self, arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        """One collective of the engine over flat arrays, one per device, ordered by their current streams."""
+
+    def streams(self, devices: Iterable[Device]) -> Streams | None:
+        """Streams for one run of a plan on these devices; None if all is to be done in order."""
+
+
+class Streams(Protocol):
+    """Tracks on which a library works at the same time; outside, all of it counts as done in order.
+
+    Entered before the first step and left after the last: what was enqueued before is done before, what is
+    enqueued after is done after, on the streams that were current on every device and are so again.
+    """
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *failure: object) -> None: ...
+
+    def switch_to(self, tracks: tuple[Track, ...]) -> None:
+        """From now on the library works on these tracks; without any, nothing is about to be done."""
+
+    def mark(self, tracks: Sequence[Track]) -> Any:
+        """All that is on these tracks by now."""
+
+    def wait(self, tracks: Sequence[Track], mark: Any) -> None:
+        """What comes next on these tracks comes after what was marked."""
+
+    def keep(self, array: Array, tracks: Sequence[Track]) -> None:
+        """The array's memory must not be used for another before these tracks have come this far."""
+
+    def hand_over(self, array: Array, device: Device) -> None:
+        """The array leaves the tracks: it will be used on the device's current stream."""
 
 
 def dtype_named(name: str) -> np.dtype[Any]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import array_api_compat.torch as xp
 import torch
 from numpy.typing import NDArray
 
 from crossdevice.backends.array_api_backend import ArrayApiBackend, check_host_device, native
+from crossdevice.backends.cuda_streams import CudaStreams
+from crossdevice.backends.nccl_engines import Share, lack_of_engine, name_of_engine, nccl_all_reduce
 from crossdevice.backends.protocol import Look, dtype_named
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
+from crossdevice.values.reduce_op import ReduceOp
 
 _guards: Any = None
 with contextlib.suppress(ImportError):  # not part of what PyTorch promises
@@ -148,12 +151,73 @@ class TorchBackend(ArrayApiBackend):
         """The tensor itself."""
         return tensor
 
-    def engine_all_reduce(self, arrays: Sequence[torch.Tensor], op: str) -> list[torch.Tensor]:
+    def engine_name(self) -> str | None:
+        """NCCL, through one of its bindings."""
+        return name_of_engine(self.name)
+
+    def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
+        """What NCCL lacks."""
+        return lack_of_engine(self.name, dtype, op, num_devices)
+
+    def engine_all_reduce(self, arrays: Sequence[torch.Tensor], op: ReduceOp) -> list[torch.Tensor]:
         """NCCL, from this one process."""
-        results = [torch.empty_like(array) for array in arrays]
-        numbers = {"SUM": 0, "PROD": 1, "MAX": 2, "MIN": 3}  # ncclRedOp_t
-        torch.cuda.nccl.all_reduce(list(arrays), results, numbers[op])
-        return results
+        return nccl_all_reduce(self, arrays, op, _share)
+
+    def streams(self, devices: Iterable[Device]) -> TorchStreams | None:
+        """Side streams where there are several GPUs; other devices are left to PyTorch."""
+        apart = {device for device in devices if not device.is_host}
+        if len(apart) < 2 or {device.type for device in apart} != {"cuda"}:
+            return None
+        return TorchStreams(apart)
+
+
+class TorchStreams(CudaStreams):
+    """PyTorch's own streams; its allocator is told which of them read what."""
+
+    _kept: ClassVar[dict[Any, Any]] = {}
+
+    def new_stream(self, device: Device) -> Any:
+        """One of PyTorch's pool."""
+        return torch.cuda.Stream(torch_device(device))
+
+    def current_stream(self, device: Device) -> Any:
+        """That of the calling thread."""
+        return torch.cuda.current_stream(torch_device(device))
+
+    def handle_of(self, stream: Any) -> int:
+        """cudaStream_t."""
+        return stream.cuda_stream
+
+    def use(self, stream: Any) -> None:
+        """Sets the current device too."""
+        torch.cuda.set_stream(stream)
+
+    def current_device(self) -> int:
+        """By its number."""
+        return torch.cuda.current_device()
+
+    def use_device(self, device: int) -> None:
+        """By its number."""
+        torch.cuda.set_device(device)
+
+    def event_on(self, stream: Any) -> Any:
+        """A new event."""
+        return stream.record_event()
+
+    def make_wait(self, stream: Any, event: Any) -> None:
+        """On the GPU; the host goes on."""
+        stream.wait_event(event)
+
+    def keep_for(self, stream: Any, array: torch.Tensor) -> None:
+        """The caching allocator waits for the stream before it hands the memory out again."""
+        if array.is_cuda:
+            array.record_stream(stream)
+
+
+def _share(source: torch.Tensor, device: Device) -> Share:
+    target = torch.empty_like(source)
+    stream = torch.cuda.current_stream(source.device).cuda_stream
+    return Share(source, target, device, stream, source.data_ptr(), target.data_ptr(), source.numel())
 
 
 def torch_device(device: Device) -> torch.device:

@@ -20,6 +20,7 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.cli.demo_networks import NETWORKS, initial_parameters
 from crossdevice.cli.line_chart import Line, Panel, charts_svg
+from crossdevice.cli.output_file import output_file
 from crossdevice.errors import OptionError
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.values.options import CommunicationOptions
@@ -71,19 +72,25 @@ class TimedOps(CrossDeviceOps):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's options."""
-    parser.add_argument("--backend", choices=sorted(NETWORKS), default="numpy", help="array library")
-    parser.add_argument("--devices", type=int, default=4, help="how many logical CPU devices")
-    parser.add_argument("--ops", default=None, help=f"algorithm, one of {', '.join(ALGORITHMS)}")
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument(
-        "--picture", type=Path, default=Path("crossdevice-demo.svg"), help="where to draw curves"
+    add = parser.add_argument
+    add("--backend", choices=sorted(NETWORKS), default="numpy", help="array library (numpy)")
+    add("--devices", type=int, default=4, metavar="N", help="how many logical CPU devices (4)")
+    add("--ops", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (what suits the devices)")
+    add("--epochs", type=int, default=30, metavar="N", help="how often all digits are learnt from (30)")
+    add(
+        "--picture",
+        type=output_file,
+        default=Path("crossdevice-demo.svg"),
+        metavar="FILE",
+        help="where to draw curves (crossdevice-demo.svg)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains on the devices asked for and on one, and compares."""
-    if arguments.devices < 1 or arguments.epochs < 1:
-        raise OptionError("--devices and --epochs must be 1 or more")
+    for name in ("devices", "epochs"):
+        if getattr(arguments, name) < 1:
+            raise OptionError(f"--{name} must be 1 or more; got {getattr(arguments, name)}")
     digits = load_digits()
     devices = [f"cpu:{index}" for index in range(arguments.devices)]
     strategy = MirroredStrategy(devices, ALGORITHMS.load(arguments.ops)() if arguments.ops else None)

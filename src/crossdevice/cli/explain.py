@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.cli.bench.work import bytes_of
 from crossdevice.cli.explanation import Explanation, explanation_of
+from crossdevice.cli.output_file import output_file
 from crossdevice.cli.plan_page import plan_page
+from crossdevice.cli.sections import Section, show
 from crossdevice.errors import OptionError
 from crossdevice.plans.rendering import size_text
 from crossdevice.plans.timing import Parts
@@ -25,14 +22,6 @@ MOST_LINES, MOST_COLUMNS, MOST_ROWS = 60, 160, 24
 """Longer plans lose their middle, longer lines and tables their end, unless --all."""
 
 _ALIASES = {"hierarchical": "hierarchical_copy"}
-
-
-class Section(NamedTuple):
-    """A title over a table."""
-
-    title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--all", action="store_true", help=f"all steps, also above {MOST_LINES}")
     add("--json", action="store_true", help="for other programs")
-    add("--html", type=Path, metavar="FILE", help="write a page that plays the plan step by step")
+    add("--html", type=output_file, metavar="FILE", help="write a page that plays the plan step by step")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,8 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     lines, sections = explanation.steps(), list(_sections(explanation))
     if not arguments.all:
         lines, sections = _abbreviated(lines), list(map(_shortened, sections))
-    show = _show_rich if sys.stdout.isatty() and importlib.util.find_spec("rich") else _show_plain
-    show(_headline(explanation), sections, lines)
+    show(_headline(explanation), sections, "steps", lines)
     return 0
 
 
@@ -143,30 +131,3 @@ def _time(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
-
-
-def _show_plain(headline: Sequence[str], sections: Sequence[Section], lines: Sequence[str]) -> None:
-    print("\n".join(headline))
-    for title, headings, rows in sections:
-        widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-        print(f"\n{title}")
-        for row in (headings, *rows):
-            print(("  " + "  ".join(map(str.ljust, row, widths))).rstrip())
-    if lines:
-        print("\nsteps\n" + "\n".join(lines))
-
-
-def _show_rich(headline: Sequence[str], sections: Sequence[Section], lines: Sequence[str]) -> None:
-    console: Any = importlib.import_module("rich.console").Console(highlight=False)
-    table_class: Any = importlib.import_module("rich.table").Table
-    escape: Any = importlib.import_module("rich.markup").escape
-    console.print(f"[bold]{escape(headline[0])}[/bold]")
-    for line in headline[1:]:
-        console.print(escape(line))
-    for title, headings, rows in sections:
-        table = table_class(*headings, title=title, title_justify="left", box=None)
-        for row in rows:
-            table.add_row(*map(escape, row))
-        console.print(table)
-    for line in lines:
-        console.print(escape(line), style="dim")

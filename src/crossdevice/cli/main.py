@@ -13,6 +13,7 @@ from crossdevice.errors import CrossDeviceError
 COMMANDS = {
     "bench": "measure reductions, in the columns of nccl-tests, beside other libraries",
     "demo": "train a classifier of handwritten digits on logical CPU devices",
+    "doctor": "say what is here (devices, libraries, links, threads), what is chosen, and what is missing",
     "explain": "show what an algorithm does on a machine, step by step, and what it costs there",
 }
 """Each command is a module of this package with `add_arguments(parser)` and `run(arguments) -> exit code`."""
@@ -28,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=summary, description=summary)
         if given[:1] == [name]:  # only the chosen one is imported
             importlib.import_module(f"crossdevice.cli.{name}").add_arguments(command)
-    chosen = parser.parse_args(given)
+    chosen, unknown = parser.parse_known_args(given)
+    if unknown:  # by itself, argparse would show how to use `crossdevice`, not the command
+        commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: int = importlib.import_module(f"crossdevice.cli.{chosen.command}").run(chosen)
     except CrossDeviceError as error:

@@ -14,14 +14,12 @@ from crossdevice.execution.outputs import check_out, read_out, wrapped
 from crossdevice.execution.overlaps import check_overlaps
 from crossdevice.execution.reduction import PreparedReduction
 from crossdevice.execution.sparse import SparseReduction, check_sparse, densified
-from crossdevice.execution.tracing import CALLER, Work, flight_recorder, now
+from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import check_reducible, result_dtype
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
-
-READING = Work("queue", "read and check", CALLER)
 
 
 class Request(NamedTuple):
@@ -165,7 +163,9 @@ def reduce_dense(
     results = []
     for arrays, spec, out in dense:
         at = algorithm.reduce_to_device or spec.destinations[0]
-        answers = accumulate(function, arrays, spec, op, options.precision, at)
+        devices = (*spec.devices, at, *spec.destinations)
+        with recorded(Work("reduce", f"accumulation_fn {op.name}", devices, spec.num_bytes)):
+            answers = accumulate(function, arrays, spec, op, options.precision, at)
         if out is not None:
             check_out(answers, spec, spec.backend.dtype_of(out[0]), "accumulation_fn's result")
             for target, answer in zip(out, answers, strict=True):

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import OutError
 from crossdevice.execution.intake import Leaf, one_backend, read_value
-from crossdevice.execution.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.leaf_spec import Dense, LeafSpec, bytes_of
 from crossdevice.execution.outputs import check_out, read_out, wrapped
 from crossdevice.execution.overlaps import check_overlaps
-from crossdevice.execution.tracing import Work, recorded
+from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded, transfer
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DelegatingValues
 from crossdevice.values.indexed_slices import IndexedSlices
 
+Place: TypeAlias = "Callable[[Backend, Array, Device, Device], Array]"
+"""Puts an array on a device: (backend, array, where it is, where it goes)."""
+
 
 def copied_to(value: Any, destinations: tuple[Device, ...]) -> Any:
     """The value in new memory on each destination."""
-    return _on_each(value, destinations, _copy)
+    return _on_each(value, destinations, "broadcast", _copy)
 
 
 def shared_with(value: Any, destinations: tuple[Device, ...]) -> Any:
     """The value itself where a destination shares its memory, a copy elsewhere."""
-    return _on_each(value, destinations, _shared)
+    return _on_each(value, destinations, "broadcast, shared", _shared)
 
 
-def _on_each(
-    value: Any, destinations: tuple[Device, ...], place: Callable[[Backend, Array, Device, Device], Array]
-) -> Any:
-    read = read_value(_component(value))
+def _on_each(value: Any, destinations: tuple[Device, ...], name: str, place: Place) -> Any:
+    started = now()
+    read = read_value(component_of(value))
     (source,) = read.devices
     backends = [_checked_backend(leaf, read.devices, destinations) for leaf in read.leaves]
-    with recorded(Work("copy", "broadcast", (source, *destinations))):
+    flight_recorder.events.append((READING, started, now(), 1))
+    with recorded(_work(name, read.leaves, backends, source, destinations)):
         results = [
             [_placed(place, backend, leaf.arrays[0], source, device) for device in destinations]
             for leaf, backend in zip(read.leaves, backends, strict=True)
@@ -43,7 +46,9 @@ def _on_each(
 
 def copied_into(value: Any, destinations: tuple[Device, ...], out: Any) -> Any:
     """The value, written to the arrays of `out`."""
-    read = read_value(_component(value))
+    started = now()
+    read = read_value(component_of(value))
+    (source,) = read.devices
     outs = read_out(out, read, destinations)
     specs: list[LeafSpec] = []
     for leaf, arrays in zip(read.leaves, outs, strict=True):
@@ -57,20 +62,40 @@ def copied_into(value: Any, destinations: tuple[Device, ...], out: Any) -> Any:
     check_overlaps(
         [Dense(leaf.arrays, spec, out) for leaf, spec, out in zip(read.leaves, specs, outs, strict=True)]
     )
-    for spec, leaf, arrays in zip(specs, read.leaves, outs, strict=True):
-        for target in arrays:
-            if target is not leaf.arrays[0]:
-                spec.backend.write(
-                    target, spec.backend.copy(leaf.arrays[0], _device_of(spec, arrays, target))
-                )
+    flight_recorder.events.append((READING, started, now(), 1))
+    backends = [spec.backend for spec in specs]
+    with recorded(_work("broadcast into out", read.leaves, backends, source, destinations)):
+        for backend, leaf, arrays in zip(backends, read.leaves, outs, strict=True):
+            for target, device in zip(arrays, destinations, strict=True):
+                _write(backend, leaf.arrays[0], source, target, device)
     return wrapped(outs, read.structure, destinations)
 
 
-def _device_of(spec: LeafSpec, arrays: Any, target: Array) -> Device:
-    return next(device for device, array in zip(spec.destinations, arrays, strict=True) if array is target)
+def _write(backend: Backend, array: Array, source: Device, target: Array, device: Device) -> None:
+    if target is array:
+        return
+    with recorded(transfer(source, device, bytes_of(backend, array))):
+        shares_memory = backend.memory_of(source) == backend.memory_of(device)
+        backend.write(target, array if shares_memory else backend.copy(array, device))
 
 
-def _component(value: Any) -> Any:
+def _work(
+    name: str, leaves: Sequence[Leaf], backends: Sequence[Backend], source: Device, targets: Sequence[Device]
+) -> Work:
+    num_bytes = sum(
+        bytes_of(backend, part)
+        for leaf, backend in zip(leaves, backends, strict=True)
+        for part in _parts_of(leaf.arrays[0])
+    )
+    return Work("copy", name, (source, *targets), num_bytes)
+
+
+def _parts_of(array: Any) -> tuple[Array, ...]:
+    return (array.values, array.indices) if isinstance(array, IndexedSlices) else (array,)
+
+
+def component_of(value: Any) -> Any:
+    """The value itself; of one that delegates, the component that counts here."""
     return value.current() if isinstance(value, DelegatingValues) else value
 
 
@@ -82,24 +107,19 @@ def _checked_backend(leaf: Leaf, devices: tuple[Device, ...], destinations: tupl
     return backend
 
 
-def _placed(
-    place: Callable[[Backend, Array, Device, Device], Array],
-    backend: Backend,
-    array: Any,
-    source: Device,
-    device: Device,
-) -> Any:
+def _placed(place: Place, backend: Backend, array: Any, source: Device, device: Device) -> Any:
     if not isinstance(array, IndexedSlices):
         return place(backend, array, source, device)
-    values, indices = (place(backend, part, source, device) for part in (array.values, array.indices))
+    values, indices = (place(backend, part, source, device) for part in _parts_of(array))
     return array.with_parts(values, indices, array.dense_shape)
 
 
-def _copy(backend: Backend, array: Array, source: Device, device: Device) -> Array:  # noqa: ARG001
-    return backend.copy(array, device)
+def _copy(backend: Backend, array: Array, source: Device, device: Device) -> Array:
+    with recorded(transfer(source, device, bytes_of(backend, array))):
+        return backend.copy(array, device)
 
 
 def _shared(backend: Backend, array: Array, source: Device, device: Device) -> Array:
     if backend.memory_of(source) != backend.memory_of(device):
-        return backend.copy(array, device)
+        return _copy(backend, array, source, device)
     return backend.read_only(array, device)

@@ -26,7 +26,16 @@ class PlanningAlgorithm(Protocol):
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:
         """Why the algorithm's own means cannot be used; None if they can."""
 
-    def plan_pack(self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision) -> Plan:
+    @property
+    def uses_engine(self) -> bool:
+        """Whether it leaves whole collectives to a library such as NCCL."""
+
+    def engine_lack(self, spec: LeafSpec, precision: Precision, op: ReduceOp) -> str | None:
+        """Why an algorithm that uses an engine does without; None if it does not."""
+
+    def plan_pack(
+        self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision, op: ReduceOp
+    ) -> Plan:
         """The plan for one pack."""
 
 
@@ -48,10 +57,12 @@ def explained(
     if specs and options.lowering == "auto" and all(spec.shares_host_memory for spec in specs):
         lines.append("all devices share the host's memory: the plan below is lowered to one fused pass")
     lines += dict.fromkeys(_on_one_gpu(spec, op, options) for spec in specs if spec.shared_gpu is not None)
+    if reason is None and algorithm.uses_engine and len(devices) > 1:
+        lines += dict.fromkeys(_engine_line(algorithm, spec, options, op) for spec in specs)
     for number, pack in enumerate(algorithm.packing.packs(items_of(specs), options.bytes_per_pack)):
         spec = specs[pack[0].item]
         plan = algorithm.plan_pack(
-            spec, sum(stop - start for _, start, stop in pack), number, options.precision
+            spec, sum(stop - start for _, start, stop in pack), number, options.precision, op
         )
         lines.append(
             f"pack {number} ({len(pack)} values of {spec.dtype}): {render_plan(plan, ITEM_BYTES[spec.dtype])}"
@@ -70,3 +81,10 @@ def _on_one_gpu(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions) -> 
             return f"{where}: the plan below is lowered to one fused pass on the GPU"
         reason = unfit
     return f"{where}; the plan below is run step by step: {reason}"
+
+
+def _engine_line(
+    algorithm: PlanningAlgorithm, spec: LeafSpec, options: CommunicationOptions, op: ReduceOp
+) -> str:
+    lack = algorithm.engine_lack(spec, options.precision, op)
+    return f"engine: {spec.backend.engine_name()}" if lack is None else f"does without an engine: {lack}"

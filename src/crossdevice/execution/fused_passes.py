@@ -76,7 +76,7 @@ class FusedPasses(Passes):
             else:
                 flats = [np.empty(size, dtype) for _ in range(num_results)]
         else:
-            flats = [_written(spec.backend, array) for array in out]
+            flats = [written_view(spec.backend, array) for array in out]
         fused_pass([spec.backend.host_view(array) for array in arrays], flats, recipe)
         return self._adopted(0, flats, out)
 
@@ -89,7 +89,7 @@ class FusedPasses(Passes):
                 num_results = 1 if self._shares[number] else len(spec.destinations)
                 wanted += [(number, (spec.num_elements, self._dtypes[number]))] * num_results
             else:
-                outputs[number] = [_written(spec.backend, array) for array in out]
+                outputs[number] = [written_view(spec.backend, array) for array in out]
         adopts = any(self._specs[number].backend.is_immutable for number, _ in wanted)
         made = result_pool.empty_batch([size for _, size in wanted], on_lines=adopts)
         for (number, _), flat in zip(wanted, made, strict=True):
@@ -104,7 +104,7 @@ class FusedPasses(Passes):
         if out is not None:
             if number in self._read_twice:
                 for target, flat in zip(out, flats, strict=True):
-                    _written(backend, target)[:] = flat
+                    written_view(backend, target)[:] = flat
             for array in out:
                 backend.mark_written(array)
             return tuple(out)
@@ -130,7 +130,8 @@ def _arrays_of(
         yield [array[start:stop] for array in inputs[leaf]], written
 
 
-def _written(backend: Backend, out: Array) -> NDArray[Any]:
+def written_view(backend: Backend, out: Array) -> NDArray[Any]:
+    """The memory of a host array that was checked to be writable."""
     view = backend.writable_view(out)
     if view is None:  # checked before, but arrays can be made read-only at any time
         raise OutError("out has become read-only since it was last written to")

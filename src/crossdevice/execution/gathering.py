@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import ConversionError, DtypeMismatchError, ShapeMismatchError
 from crossdevice.execution.intake import Leaf, check_agreement, one_backend, read_value
+from crossdevice.execution.leaf_spec import bytes_of
 from crossdevice.execution.outputs import wrapped
-from crossdevice.execution.tracing import Work, recorded
+from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded, transfer
 from crossdevice.values.device import Device
 
 
@@ -21,27 +22,42 @@ class Gathering(NamedTuple):
     backend: Backend
     axis: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all replicas together."""
+        return sum([bytes_of(self.backend, array) for array in self.arrays])
+
     def run(self, devices: Sequence[Device], destinations: Sequence[Device]) -> list[Array]:
         """The arrays in replica order along the axis, in new memory on each destination."""
         return [self._gathered(devices, destination) for destination in destinations]
 
     def _gathered(self, devices: Sequence[Device], destination: Device) -> Array:
-        memory = self.backend.memory_of(destination)
         here = [
-            array if self.backend.memory_of(device) == memory else self.backend.copy(array, destination)
+            self._brought(array, device, destination)
             for array, device in zip(self.arrays, devices, strict=True)
         ]
-        return self.backend.concat(here, self.axis, destination)
+        with recorded(Work("pack", f"join along axis {self.axis}", (destination,))):
+            return self.backend.concat(here, self.axis, destination)
+
+    def _brought(self, array: Array, source: Device, target: Device) -> Array:
+        if self.backend.memory_of(source) == self.backend.memory_of(target):
+            return array
+        with recorded(transfer(source, target, bytes_of(self.backend, array))):
+            return self.backend.copy(array, target)
 
 
 def gathered(value: Any, destinations: tuple[Device, ...], axis: int) -> Any:
     """The value's replicas end to end on each destination, wrapped."""
+    started = now()
     read = read_value(value)
     gatherings = [check_gather(leaf, read.devices, axis) for leaf in read.leaves]
     for gathering in gatherings:
         for device in destinations:
             gathering.backend.check_device(device)
-    with recorded(Work("copy", "gather", (*read.devices, *destinations))):
+    flight_recorder.events.append((READING, started, now(), 1))
+    devices = (*read.devices, *destinations)
+    num_bytes = sum(gathering.num_bytes for gathering in gatherings)
+    with recorded(Work("copy", "gather", devices, num_bytes, f"axis {axis}")):
         results = [gathering.run(read.devices, destinations) for gathering in gatherings]
     return wrapped(results, read.structure, destinations)
 

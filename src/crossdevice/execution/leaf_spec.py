@@ -33,6 +33,11 @@ class LeafSpec:
         """Elements of one replica's array."""
         return math.prod(self.shape)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one replica's array."""
+        return self.num_elements * ITEM_BYTES[self.dtype]
+
     @functools.cached_property
     def shares_host_memory(self) -> bool:
         """Whether everything happens in the host's memory."""
@@ -52,6 +57,14 @@ class Dense(NamedTuple):
     arrays: Sequence[Array]
     spec: LeafSpec
     out: Sequence[Array] | None = None
+
+
+def bytes_of(backend: Backend, array: Array) -> int:
+    """Bytes of an array's elements; 0 where nobody knows, as of strings."""
+    known: int | None = getattr(array, "nbytes", None)  # to name a dtype takes NumPy longer than to record
+    if known is None:
+        known = math.prod(backend.shape_of(array)) * ITEM_BYTES.get(backend.dtype_of(array), 0)
+    return known
 
 
 def items_of(specs: Sequence[LeafSpec]) -> list[Item]:

@@ -17,6 +17,8 @@ from crossdevice.errors import (
 )
 from crossdevice.execution.combining import combine
 from crossdevice.execution.intake import Leaf, check_agreement, one_backend
+from crossdevice.execution.leaf_spec import bytes_of
+from crossdevice.execution.tracing import Work, recorded, transfer
 from crossdevice.kernels.host.recipe import Recipe
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import check_reducible, result_dtype
@@ -30,34 +32,58 @@ class SparseReduction:
     """A checked leaf of IndexedSlices, ready to be reduced on one device."""
 
     slices: tuple[IndexedSlices, ...]
+    devices: tuple[Device, ...]
     backend: Backend
     op: ReduceOp
     precision: Precision
     dense_shape: tuple[int, ...] | None
+    num_replicas: int
 
     def run(self, at: Device, destinations: Sequence[Device]) -> list[Any]:
         """All rows on device `at`, divided for a mean, then copied to each destination."""
+        num_bytes = sum([self._bytes_of(part.values, part.indices) for part in self.slices])
+        devices = (*self.devices, at, *destinations)
+        with recorded(Work("reduce", f"IndexedSlices {self.op.name}", devices, num_bytes, "rows end to end")):
+            memory = self.backend.memory_of(at)
+            parts = [
+                (part.values, part.indices)
+                if self.backend.memory_of(source) == memory
+                else self._copied(part.values, part.indices, source, at)
+                for part, source in zip(self.slices, self.devices, strict=True)
+            ]
+            with recorded(Work("pack", "join rows", (at,))):
+                values, indices = self._joined(parts, at)
+            if self.op is ReduceOp.MEAN:
+                with recorded(Work("reduce", "divide rows", (at,))):
+                    values = self._divided(values, at)
+            copies = [self._copied(values, indices, at, device) for device in destinations]
+            with recorded(Work("unpack", "results as slices", tuple(destinations))):
+                return [self.slices[0].with_parts(*pair, self.dense_shape) for pair in copies]
+
+    def _copied(self, values: Array, indices: Array, source: Device, target: Device) -> tuple[Array, Array]:
+        with recorded(transfer(source, target, self._bytes_of(values, indices))):
+            return self.backend.copy(values, target), self.backend.copy(indices, target)
+
+    def _joined(self, parts: Sequence[tuple[Array, Array]], at: Device) -> tuple[Array, Array]:
         backend = self.backend
-        values = backend.concat([backend.copy(part.values, at) for part in self.slices], 0, at)
-        if self.op is ReduceOp.MEAN:
-            dtype = result_dtype(backend.dtype_of(values), self.op)
-            recipe = Recipe(ReduceOp.SUM, self.precision, len(self.slices))
-            shape = backend.shape_of(values)
-            values = backend.reshape(combine(backend, [backend.flat(values)], recipe, dtype, at), shape)
-        indices = [backend.copy(part.indices, at) for part in self.slices]
+        indices = [part for _, part in parts]
         if len({backend.dtype_of(part) for part in indices}) > 1:
             indices = [backend.cast(part, "int64") for part in indices]
-        joined = backend.concat(indices, 0, at)
-        return [
-            self.slices[0].with_parts(
-                backend.copy(values, device), backend.copy(joined, device), self.dense_shape
-            )
-            for device in destinations
-        ]
+        return backend.concat([part for part, _ in parts], 0, at), backend.concat(indices, 0, at)
+
+    def _divided(self, values: Array, at: Device) -> Array:
+        backend = self.backend
+        dtype = result_dtype(backend.dtype_of(values), self.op)
+        recipe = Recipe(ReduceOp.SUM, self.precision, self.num_replicas)
+        flat = combine(backend, [backend.flat(values)], recipe, dtype, at)
+        return backend.reshape(flat, backend.shape_of(values))
+
+    def _bytes_of(self, values: Array, indices: Array) -> int:
+        return bytes_of(self.backend, values) + bytes_of(self.backend, indices)
 
 
 def check_sparse(
-    leaf: Leaf, devices: Sequence[Device], op: ReduceOp, precision: Precision
+    leaf: Leaf, devices: tuple[Device, ...], op: ReduceOp, precision: Precision
 ) -> SparseReduction:
     """Refuses slices that do not fit together."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -76,7 +102,7 @@ def check_sparse(
     check_agreement(
         [part.dense_shape for part in slices], devices, "dense_shape", ShapeMismatchError, str, leaf.path
     )
-    return SparseReduction(slices, backend, op, precision, usual)
+    return SparseReduction(slices, devices, backend, op, precision, usual, len(slices))
 
 
 def densified(leaf: Leaf, devices: Sequence[Device]) -> Leaf:

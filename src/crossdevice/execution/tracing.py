@@ -35,19 +35,26 @@ MAX_RECORDED = 2048
 FOLDER_VARIABLE = "CROSSDEVICE_FLIGHT_RECORDER"
 """Names a folder: when a running reduction fails, the record is written there."""
 
-MICRO = 1e6
+NANO = 1e9
+
+TRANSFER = "transfer"
 
 _DUMPED = "_crossdevice_has_dumped"
 
 
 class Work(NamedTuple):
-    """Something that is done on devices together: described once, recorded many times."""
+    """Something that is done on devices together, of which some may be named twice."""
 
     phase: Phase
     name: str
     devices: tuple[Device, ...]
     num_bytes: int = 0
     plan: str = ""
+
+
+def transfer(source: Device, target: Device, num_bytes: int) -> Work:
+    """One array that goes from a device to another: an arrow in a trace."""
+    return Work("copy", TRANSFER, (source, target), num_bytes)
 
 
 class Record(NamedTuple):
@@ -125,6 +132,7 @@ def trace(path: str | Path) -> Iterator[None]:
     One row per device; phases queue, pack, reduce, copy and unpack; an arrow for every copy. The file is
     also written when an error leaves the block.
     """
+    Path(path).touch()  # what cannot be written is refused before the work, not after it
     outer = flight_recorder.events
     inner: collections.deque[Event] = collections.deque()
     flight_recorder.events = inner
@@ -144,43 +152,67 @@ def write_trace(path: str | Path, events: Iterable[Event]) -> None:
 
 
 def _chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
-    records = [(event[0], _record(*event)) for event in events]
+    records = sorted(
+        ((event[0], _record(*event)) for event in events),
+        # What encloses others first, though it was recorded after them.
+        key=lambda pair: (pair[1].started_seconds, -pair[1].seconds),
+    )
     origin = min((record.started_seconds for _, record in records), default=0.0)
     process = os.getpid()
-    rows: dict[Device, int] = {}
+    rows = _Rows()
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": "crossdevice"}}
     for number, (done, record) in enumerate(records):
-        for device in dict.fromkeys(record.devices):
-            if device not in rows:
-                rows[device] = len(rows) + 1
-                name = {"ph": "M", "pid": process, "tid": rows[device]}
+        # Whole nanoseconds, as Perfetto counts: rounded apart, slices that nest would not.
+        start = round((record.started_seconds - origin) * NANO)
+        stop = round((record.started_seconds + record.seconds - origin) * NANO)
+        threads = []
+        for device in record.devices:
+            thread, is_new = rows.place(device, start, stop)
+            threads.append(thread)
+            if is_new:
+                name = {"ph": "M", "pid": process, "tid": thread}
                 yield {**name, "name": "thread_name", "args": {"name": str(device)}}
                 yield {**name, "name": "thread_sort_index", "args": {"sort_index": device.index}}
-            start = (record.started_seconds - origin) * MICRO
-            arguments = {"bytes": record.num_bytes, "plan": record.plan}
             yield {
                 "ph": "X",
                 "pid": process,
-                "tid": rows[device],
-                "ts": start,
-                "dur": record.seconds * MICRO,
+                "tid": thread,
+                "ts": start / 1000,
+                "dur": (stop - start) / 1000,
                 "name": record.what,
                 "cat": record.phase,
-                "args": arguments,
+                "args": {"bytes": record.num_bytes, "plan": record.plan},
             }
-        if isinstance(done, Copy) and len(record.devices) == 2:
-            source, target = (rows[device] for device in record.devices)
-            middle = (record.started_seconds + record.seconds / 2 - origin) * MICRO
-            flow = {"pid": process, "cat": "copy", "name": "copy", "id": number, "ts": middle}
-            yield {**flow, "ph": "s", "tid": source}
-            yield {**flow, "ph": "f", "bp": "e", "tid": target}
+        if len(threads) == 2 and (isinstance(done, Copy) or record.what == TRANSFER):
+            flow = {"pid": process, "cat": "copy", "name": "copy", "id": number, "ts": (start + stop) / 2000}
+            yield {**flow, "ph": "s", "tid": threads[0]}
+            yield {**flow, "ph": "f", "bp": "e", "tid": threads[1]}
+
+
+class _Rows:
+    """One row per device; more only where threads worked at once, since slices of a row have to nest."""
+
+    def __init__(self) -> None:
+        self._open: dict[Device, list[tuple[int, list[int]]]] = {}
+        self._count = itertools.count(1)
+
+    def place(self, device: Device, start: int, stop: int) -> tuple[int, bool]:
+        """A row of the device in which nothing ends inside this slice, and whether it is new."""
+        rows = self._open.setdefault(device, [])
+        for number, ends in rows:
+            while ends and ends[-1] <= start:
+                ends.pop()
+            if not ends or stop <= ends[-1]:
+                ends.append(stop)
+                return number, False
+        rows.append((next(self._count), [stop]))
+        return rows[-1][0], True
 
 
 def _record(done: Work | Step, started: float, stopped: float, item_bytes: int) -> Record:
     if isinstance(done, Work):
-        return Record(
-            done.phase, done.name, done.devices, done.num_bytes, started, stopped - started, done.plan
-        )
+        devices = tuple(dict.fromkeys(done.devices))
+        return Record(done.phase, done.name, devices, done.num_bytes, started, stopped - started, done.plan)
     buffers = (*sources_of(done), *targets_of(done))
     devices = tuple(dict.fromkeys(buffer.device for buffer in buffers))
     num_bytes = sum(buffer.length for buffer in targets_of(done)) * item_bytes
@@ -202,5 +234,5 @@ def _phase(step: Step) -> Phase:
             assert_never(step)
 
 
-CALLER = (host_device(0),)
-"""Where reading and checking happens: the host's first device."""
+READING = Work("queue", "read and check", (host_device(0),))
+"""Before any work, on the host's first device."""

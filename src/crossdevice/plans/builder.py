@@ -36,11 +36,11 @@ class PlanBuilder:
         num_elements: int,
         pack_number: int = 0,
         *,
-        keeps_replica_order: bool = False,
+        has_engine: bool = True,
     ) -> None:
-        """`keeps_replica_order` says that sums must be made in replica order, which no engine promises."""
+        """`has_engine` says that a library's engine can do this reduction, in whatever order it likes."""
         self.pack_number = pack_number
-        self.keeps_replica_order = keeps_replica_order
+        self.has_engine = has_engine
         self._num_buffers = 0
         self._steps: list[Step] = []
         self._all_replicas = (1 << len(devices)) - 1

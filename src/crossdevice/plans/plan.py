@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 
+from crossdevice.plans.schedule import Scheduled, scheduled
 from crossdevice.plans.steps import Buffer, Copy, EngineAllReduce, Step, sources_of, targets_of
 from crossdevice.values.device import Device
 
@@ -22,6 +23,17 @@ class Plan:
     def num_elements(self) -> int:
         """Elements in the pack."""
         return self.inputs[0].length
+
+    @functools.cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """Every device that a buffer is on."""
+        steps = (buffer for step in self.steps for buffer in targets_of(step))
+        return tuple(dict.fromkeys(buffer.device for buffer in (*self.inputs, *steps)))
+
+    @functools.cached_property
+    def schedule(self) -> tuple[Scheduled, ...]:
+        """The steps with their tracks, for devices that work at the same time."""
+        return scheduled(self.steps)
 
     def traffic(self, *, unsummed: bool = False) -> dict[tuple[Device, Device], int]:
         """Elements copied over each link (from, to); copies within a device are left out.

@@ -27,10 +27,10 @@ def num_gpus() -> int:
 
 
 def thread_state(devices: Sequence[Device]) -> ThreadState | None:
-    """What PyTorch keeps per thread and replicas inherit: grad and inference mode, autocast.
+    """What PyTorch keeps per thread and replicas inherit: grad and inference mode, autocast, streams.
 
-    A replica on a GPU also has that GPU as its current one, so that `"cuda"` means its own.
-    None if there is nothing to inherit.
+    A replica on a GPU also has that GPU as its current one, so that `"cuda"` means its own, and works on the
+    caller's stream there, where its values are combined. None if there is nothing to inherit.
     """
     torch = _loaded()
     if torch is None:
@@ -39,13 +39,15 @@ def thread_state(devices: Sequence[Device]) -> ThreadState | None:
     dtypes = {
         kind: torch.get_autocast_dtype(kind) for kind in _AUTOCAST_TYPES if torch.is_autocast_enabled(kind)
     }
-    if records and not infers and not dtypes and all(device.type != "cuda" for device in devices):
+    streams = {device: torch.cuda.current_stream(device.index) for device in devices if device.type == "cuda"}
+    if records and not infers and not dtypes and not streams:
         return None
 
     def enter(device: Device) -> AbstractContextManager[Any]:
         stack = ExitStack()
-        if device.type == "cuda":
+        if device in streams:
             stack.enter_context(torch.cuda.device(device.index))
+            stack.enter_context(torch.cuda.stream(streams[device]))
         if infers:
             stack.enter_context(torch.inference_mode())
         stack.enter_context(torch.set_grad_enabled(records))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from crossdevice.errors import ContextError
 from crossdevice.values.replica_scope import enter_replica
+from crossdevice.values.variable import variables_made_by
 
 if TYPE_CHECKING:
     from crossdevice.strategies.base import Strategy
@@ -39,7 +40,7 @@ def scope_of(strategy: Strategy) -> Iterator[Strategy]:
     _check_same(place, strategy, "scope")
     if place.context is not None:
         raise ContextError(f"scope was entered inside {place.context}; enter it outside of replica functions")
-    with _at(place._replace(strategy=strategy)):
+    with _at(place._replace(strategy=strategy)), variables_made_by(strategy.create_variable):
         yield strategy
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 from crossdevice.errors import DeviceError
 
@@ -89,6 +89,9 @@ class Device:
     def __repr__(self) -> str:
         return f"Device({str(self)!r})"
 
+
+Track: TypeAlias = "tuple[Device, Device]"
+"""Where work is done in order: on the way from one device to another or, with the same twice, on a device."""
 
 _HOST = Device("cpu")
 

@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from crossdevice.errors import ConversionError, ShapeMismatchError
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DistributedValues
 from crossdevice.values.reduce_op import VariableAggregation, VariableSynchronization
+from crossdevice.values.replica_scope import current_replica
+
+_creator: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar(
+    "crossdevice_variable_creator", default=None
+)
 
 
-class Variable:
+@contextlib.contextmanager
+def variables_made_by(creator: Callable[..., Any]) -> Iterator[None]:
+    """In the block, `Variable(...)` without a device is what `creator` makes of the other arguments."""
+    token = _creator.set(creator)
+    try:
+        yield
+    finally:
+        _creator.reset(token)
+
+
+class _MadeInScope(type):
+    """Calls the creator of the scope instead of the class, as TensorFlow's variables do."""
+
+    def __call__(
+        cls,
+        value: Any,
+        device: Device | str | None = None,
+        name: str = "Variable",
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+    ) -> Any:
+        creator = _creator.get()
+        if cls is not Variable or device is not None or creator is None or current_replica() is not None:
+            return super().__call__(value, device, name, synchronization, aggregation)
+        return creator(value, name=name, synchronization=synchronization, aggregation=aggregation)
+
+
+class Variable(metaclass=_MadeInScope):
     """An array with a name and a device; as a destination it says where, and is never written.
+
+    In a strategy's scope, without a device, it is what `strategy.create_variable` makes.
 
     >>> counter = Variable(1.0, device="cpu:2", name="counter")
     >>> counter.assign_add(2.0).value(), counter.device

@@ -46,7 +46,7 @@ def test_several_replicas_on_one_gpu_are_the_other_reason():
 
 
 def test_where_the_order_of_replicas_counts_shards_are_summed_in_it():
-    build = PlanBuilder(GPUS, 640, keeps_replica_order=True)
+    build = PlanBuilder(GPUS, 640, has_engine=False)
     plan = build.plan(NcclAllReduce().plan_sum(build, GPUS))
     check_plan(plan)
     assert not any(isinstance(step, EngineAllReduce) for step in plan.steps)

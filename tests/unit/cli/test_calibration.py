@@ -13,10 +13,21 @@ def test_the_line_goes_through_points_that_lie_on_one():
     assert found.bytes_per_second == pytest.approx(2e10)
 
 
+def test_half_the_time_is_as_wrong_as_twice_the_time():
+    found = calibration.fit([100, 100, 200, 200], [1.0, 4.0, 2.0, 8.0])
+    assert found.call_seconds + 100 / found.bytes_per_second == pytest.approx(2.0)
+
+
 def test_noise_never_makes_a_call_take_less_than_nothing():
     found = calibration.fit([100, 200], [1.0, 3.0])
     assert found.call_seconds == 0
     assert found.bytes_per_second > 0
+
+
+def test_a_busy_machine_is_noticed_by_calls_that_differ():
+    warm_up, quiet, busy = [9.0], [1.0, 1.0, 1.1, 1.1], [1.0, 1.0, 4.0, 4.0]
+    assert calibration.spread_of({1: [warm_up, quiet, quiet]}) < calibration.BUSY_SPREAD
+    assert calibration.spread_of({1: [warm_up, quiet, quiet], 2: [warm_up, busy, busy]}) == 4.0
 
 
 def test_a_file_is_written_that_explain_can_read(tmp_path, capsys):

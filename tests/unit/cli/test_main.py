@@ -68,3 +68,35 @@ def test_python_m_crossdevice_is_the_command():
     words = [sys.executable, "-m", "crossdevice", "--version"]
     answer = subprocess.run(words, capture_output=True, text=True, check=True)
     assert answer.stdout == f"crossdevice {crossdevice.__version__}\n"
+
+
+def test_an_unknown_argument_shows_how_to_use_the_command(a_command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(["made_up", "--nummer", "3"])
+    assert stop.value.code == 2
+    shown = capsys.readouterr().err
+    assert "usage: crossdevice made_up [-h] [--number NUMBER]" in shown
+    assert "unrecognized arguments: --nummer 3" in shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "--json"],
+        ["bench", "--chart"],
+        ["bench", "--calibrate"],
+        ["explain", "--html"],
+        ["demo", "--picture"],
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(words, tmp_path, capsys):
+    for path, reason in (
+        (tmp_path / "missing" / "file.svg", "there is no folder"),
+        (tmp_path, "is a folder"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            command.main([*words, str(path)])
+        assert stop.value.code == 2
+        shown = capsys.readouterr()
+        assert reason in shown.err
+        assert not shown.out

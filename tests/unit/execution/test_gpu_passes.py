@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 
@@ -44,7 +45,7 @@ class Recorded(Passes):
 
 def num_fused(spec, options=DEFAULT, via=None):
     """How many leaves of a batch of one are fused on a GPU; the others are run step by step."""
-    plan_pack = cd.DirectAllReduce().plan_pack
+    plan_pack = functools.partial(cd.DirectAllReduce().plan_pack, op=ReduceOp.SUM)
     prepared = PreparedReduction([spec], ReduceOp.SUM, options, Packing(), plan_pack, via=via)
     assert prepared._crosses_memories == (not prepared._gpu_passes)
     return len(prepared._gpu_passes)

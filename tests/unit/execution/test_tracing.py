@@ -2,13 +2,19 @@
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import crossdevice as cd
 from crossdevice.execution import tracing
+
+QUERY_TRACE = Path(__file__).parents[2] / "perfetto" / "query_trace.mjs"
 
 STEPWISE = cd.CommunicationOptions(lowering="off")
 
@@ -29,19 +35,105 @@ def rows_of(events):
     return {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
 
 
-@pytest.mark.parametrize("options", [STEPWISE, cd.CommunicationOptions()], ids=["stepwise", "fused"])
-def test_there_is_one_row_per_device_with_complete_events(tmp_path, options):
-    value = value_on(4)
-    events = traced(tmp_path, lambda: cd.RingAllReduce().reduce("sum", value, value, options))
-    assert sorted(rows_of(events).values()) == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+def slices_on(count):
+    return cd.PerReplica(
+        [cd.IndexedSlices(np.ones((2, 3), np.float32), np.array([k, k + 1]), (9, 3)) for k in range(count)]
+    )
+
+
+def calls_of_each_kind():
+    value, ops = value_on(4), cd.RingAllReduce()
+    return {
+        "stepwise": lambda: ops.reduce("sum", value, value, STEPWISE),
+        "fused": lambda: ops.reduce("sum", value, value),
+        "batch": lambda: ops.batch_reduce("mean", [(value, value), (value_on(4, 10), value)]),
+        "sparse sum": lambda: ops.reduce("sum", slices_on(4), value),
+        "sparse mean": lambda: ops.reduce("mean", slices_on(4), value),
+        "gather": lambda: ops.gather(value, value),
+        "broadcast": lambda: ops.broadcast(value.values[3], value),
+        "broadcast into out": lambda: ops.broadcast(np.ones(64, np.float32), value, out=value_on(4)),
+        "broadcast, shared": lambda: ops.broadcast(
+            np.ones(64), value, options=cd.CommunicationOptions(share_results=True)
+        ),
+        "broadcast of slices": lambda: ops.broadcast(slices_on(1).values[0], value),
+        "accumulation_fn": lambda: cd.ReductionToOneDevice("cpu:0", sum).reduce("sum", value, value),
+    }
+
+
+KINDS = tuple(calls_of_each_kind())
+
+ALLOWED = {
+    "M": {"ph", "pid", "tid", "name", "args"},
+    "X": {"ph", "pid", "tid", "ts", "dur", "name", "cat", "args"},
+    "s": {"ph", "pid", "tid", "ts", "name", "cat", "id"},
+    "f": {"ph", "pid", "tid", "ts", "name", "cat", "id", "bp"},
+}
+"""Keys that the trace event format has for each phase, all of them needed but a process' thread."""
+
+
+def check_is_chrome_trace(events):
+    """All that the trace event format asks for, and what Perfetto drops if it is otherwise."""
+    for event in events:
+        assert event.keys() == ALLOWED[event["ph"]] - (set() if "tid" in event else {"tid"})
+        assert event["pid"] == os.getpid()
+        assert isinstance(event.get("tid", 1), int)
+        assert isinstance(event["name"], str)
+    kinds = [(e["name"], e.get("tid")) for e in events if e["ph"] == "M"]
+    assert len(kinds) == len(set(kinds)), "one name for each row"
+    assert {name for name, _ in kinds} == {"process_name", "thread_name", "thread_sort_index"}
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["tid"] for event in spans} == set(rows_of(events))
     for event in spans:
         assert event["ts"] >= 0
         assert event["dur"] >= 0
-        assert event["pid"] == os.getpid()
         assert event["cat"] in ("queue", "pack", "reduce", "copy", "unpack")
-        assert set(event["args"]) == {"bytes", "plan"}
+        assert event["args"].keys() == {"bytes", "plan"}
+    for row in rows_of(events):
+        check_nesting([event for event in spans if event["tid"] == row])
+    check_arrows(events, spans)
+
+
+def check_nesting(spans):
+    """A slice that ends inside another one that began before it is dropped."""
+    open_ends = []
+    for start, stop in sorted(map(nanoseconds, spans), key=lambda span: (span[0], -span[1])):
+        while open_ends and open_ends[-1] <= start:
+            open_ends.pop()
+        assert not open_ends or stop <= open_ends[-1]
+        open_ends.append(stop)
+
+
+def nanoseconds(span):
+    """Start and stop as Perfetto reads them: in whole nanoseconds, each."""
+    start, length = span["ts"] * 1000, span["dur"] * 1000
+    assert abs(start - round(start)) < 1e-3
+    assert abs(length - round(length)) < 1e-3
+    return round(start), round(start) + round(length)
+
+
+def check_arrows(events, spans):
+    """Each arrow has one start and one end, in slices of two rows."""
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert len(starts) + len(ends) == sum(event["ph"] in "sf" for event in events)
+    assert starts.keys() == ends.keys()
+    for number, start in starts.items():
+        end = ends[number]
+        assert (start["name"], start["cat"]) == (end["name"], end["cat"])
+        assert end["bp"] == "e", "otherwise the arrow ends at the next slice, not at the one around it"
+        assert start["ts"] <= end["ts"]
+        assert start["tid"] != end["tid"]
+        for event in (start, end):
+            assert any(
+                e["tid"] == event["tid"] and e["ts"] <= event["ts"] <= e["ts"] + e["dur"] for e in spans
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_runs_there_is_one_row_per_device_of_well_formed_events(tmp_path, kind):
+    events = traced(tmp_path, calls_of_each_kind()[kind])
+    assert sorted(rows_of(events).values()) == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+    check_is_chrome_trace(events)
 
 
 def test_steps_have_all_phases_and_each_copy_an_arrow_between_two_rows(tmp_path):
@@ -54,14 +146,8 @@ def test_steps_have_all_phases_and_each_copy_an_arrow_between_two_rows(tmp_path)
         "copy",
         "unpack",
     }
-    starts = {event["id"]: event for event in events if event["ph"] == "s"}
-    ends = {event["id"]: event for event in events if event["ph"] == "f"}
-    assert starts.keys() == ends.keys()
-    assert len(starts) == 2 * 4 * 3, "2 (N - 1) copies on each of N devices"
-    for number, start in starts.items():
-        assert start["tid"] != ends[number]["tid"]
-        enclosing = [e for e in events if e["ph"] == "X" and e["tid"] == start["tid"] and e["cat"] == "copy"]
-        assert any(e["ts"] <= start["ts"] <= e["ts"] + e["dur"] for e in enclosing)
+    arrows = [event for event in events if event["ph"] == "s"]
+    assert len(arrows) == 2 * 4 * 3, "2 (N - 1) copies on each of N devices"
 
 
 def test_a_batch_of_fused_passes_shows_its_phases(tmp_path):
@@ -70,20 +156,15 @@ def test_a_batch_of_fused_passes_shows_its_phases(tmp_path):
     assert {event["cat"] for event in events if event["ph"] == "X"} == {"queue", "pack", "reduce", "unpack"}
 
 
-def test_slices_of_a_row_nest(tmp_path):
-    value = value_on(3)
-    events = traced(tmp_path, lambda: cd.TreeAllReduce().reduce("sum", value, value, STEPWISE))
-    for row in rows_of(events):
-        spans = sorted(
-            ((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == row),
-            key=lambda span: (span[0], -span[1]),
-        )
-        open_ends = []
-        for start, stop in spans:
-            while open_ends and open_ends[-1] <= start:
-                open_ends.pop()
-            assert not open_ends or stop <= open_ends[-1] + 1e-6
-            open_ends.append(stop)
+def test_work_of_several_threads_at_once_gets_rows_of_its_own(tmp_path):
+    work = tracing.Work("reduce", "x", (cd.Device.parse("cpu:0"),))
+    tracing.write_trace(
+        tmp_path / "run.json", [(work, 0.0, 2.0, 1), (work, 1.0, 3.0, 1), (work, 1.2, 1.5, 1)]
+    )
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    check_is_chrome_trace(events)
+    assert list(rows_of(events).values()) == ["cpu:0", "cpu:0"]
+    assert sum(event["ph"] == "X" for event in events) == 3
 
 
 def test_the_recorder_is_always_on_and_bounded():
@@ -100,13 +181,75 @@ def test_the_recorder_is_always_on_and_bounded():
     assert last.plan == "accurate, 1 fused, 0 step by step"
 
 
-def test_broadcasts_and_gathers_are_recorded_too():
-    cd.RingAllReduce().broadcast(np.ones(3), value_on(2))
-    cd.RingAllReduce().gather(value_on(2), "cpu:5")
-    assert [(record.phase, record.what) for record in cd.flight_record()[-2:]] == [
-        ("copy", "broadcast"),
-        ("copy", "gather"),
-    ]
+def recorded_by(call):
+    """What a call adds to the record."""
+    tracing.flight_recorder.events.clear()
+    call()
+    return cd.flight_record()
+
+
+ONE = 64 * 4
+"""Bytes of one replica's value."""
+
+ROWS = 2 * 3 * 4 + 2 * 8
+"""Bytes of one replica's slices: values and indices."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "num_bytes"),
+    [
+        ("sparse sum", "IndexedSlices SUM", 4 * ROWS),
+        ("sparse mean", "IndexedSlices MEAN", 4 * ROWS),
+        ("gather", "gather", 4 * ONE),
+        ("broadcast", "broadcast", ONE),
+        ("broadcast into out", "broadcast into out", ONE),
+        ("broadcast, shared", "broadcast, shared", 2 * ONE),
+        ("broadcast of slices", "broadcast", ROWS),
+        ("accumulation_fn", "accumulation_fn SUM", ONE),
+    ],
+)
+def test_not_only_dense_reductions_are_recorded(kind, what, num_bytes):
+    record = recorded_by(calls_of_each_kind()[kind])
+    assert (record[0].phase, record[0].what) == ("queue", "read and check")
+    whole = record[-1]
+    assert (whole.what, whole.num_bytes) == (what, num_bytes)
+    assert set(whole.devices) == set(value_on(4).devices)
+    for part in record[1:-1]:
+        assert whole.started_seconds <= part.started_seconds
+        assert part.started_seconds + part.seconds <= whole.started_seconds + whole.seconds
+
+
+def test_a_sparse_reduction_has_all_phases():
+    record = recorded_by(calls_of_each_kind()["sparse mean"])
+    assert {entry.phase for entry in record} == {"queue", "pack", "reduce", "copy", "unpack"}
+
+
+def transfers_of(events):
+    """From which device to which, for each arrow."""
+    rows = rows_of(events)
+    ends = {event["id"]: rows[event["tid"]] for event in events if event["ph"] == "f"}
+    return sorted((rows[event["tid"]], ends[event["id"]]) for event in events if event["ph"] == "s")
+
+
+def test_a_broadcast_has_an_arrow_to_each_other_device_unless_memory_is_shared(tmp_path):
+    kinds = calls_of_each_kind()
+    arrows = [("cpu:0", f"cpu:{k}") for k in (1, 2, 3)]
+    for kind, expected in (("broadcast into out", arrows), ("broadcast, shared", [])):
+        assert transfers_of(traced(tmp_path, kinds[kind])) == expected
+
+
+@pytest.mark.parametrize("kind", ["gather", "sparse sum"])
+def test_where_memories_are_apart_every_array_that_is_brought_has_an_arrow(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(
+        "crossdevice.backends.numpy_backend.NumpyBackend.memory_of", lambda _, device: str(device)
+    )
+    calls = {
+        "gather": lambda: cd.RingAllReduce().gather(value_on(4), "cpu:2"),
+        "sparse sum": lambda: cd.RingAllReduce().reduce("sum", slices_on(4), "cpu:2"),
+    }
+    events = traced(tmp_path, calls[kind])
+    check_is_chrome_trace(events)
+    assert transfers_of(events) == [(f"cpu:{k}", "cpu:2") for k in (0, 1, 3)]
 
 
 def test_traces_nest_and_end_in_the_record(tmp_path):
@@ -121,6 +264,13 @@ def test_traces_nest_and_end_in_the_record(tmp_path):
     assert "RingAllReduce" in outer
     assert "TreeAllReduce" in outer
     assert cd.flight_record()[-1].what == "TreeAllReduce SUM"
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_the_work(tmp_path):
+    reached = []
+    with pytest.raises(FileNotFoundError), cd.trace(tmp_path / "missing" / "run.json"):
+        reached.append(True)
+    assert not reached
 
 
 class Broken(Exception):
@@ -168,22 +318,31 @@ def test_without_a_folder_nothing_is_written_and_a_trace_is_written_all_the_same
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_the_perfetto_trace_processor_reads_a_trace(tmp_path):
-    processor = pytest.importorskip(
-        "perfetto.trace_processor", reason="the perfetto package is not installed"
+def asked_of_perfetto(path, *queries):
+    """The rows of each query, from Perfetto's own trace processor."""
+    processor, node = Path(sys.prefix) / "trace-processor", shutil.which("node")
+    if not processor.is_dir() or node is None:
+        pytest.skip("needs Node.js, and what python tests/perfetto/install_trace_processor.py installs")
+    words = [node, str(QUERY_TRACE), str(processor), str(path), *queries]
+    answer = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
+
+
+def test_perfetto_reads_every_event_of_a_trace(tmp_path):
+    events = traced(tmp_path, lambda: [call() for call in calls_of_each_kind().values()])
+    slices, flows, rows, faults = asked_of_perfetto(
+        tmp_path / "run.json",
+        "select category, slice.name, thread.name, extract_arg(slice.arg_set_id, 'args.bytes') from slice"
+        " join thread_track on slice.track_id = thread_track.id join thread using (utid)",
+        "select a.name, b.name from flow join slice a on slice_out = a.id join slice b on slice_in = b.id",
+        "select name from thread where name like 'cpu:%' order by name",
+        "select name, value from stats where severity != 'info' and value > 0",
     )
-    value = value_on(4)
-    path = tmp_path / "run.json"
-    with cd.trace(path):
-        cd.RingAllReduce().reduce("sum", value, value, STEPWISE)
-    try:
-        reader = processor.TraceProcessor(trace=str(path))
-    except Exception as error:  # its program is fetched over the network when first used
-        pytest.skip(f"perfetto's trace processor does not start here: {error}")
-    try:
-        flows = next(iter(reader.query("select count(*) as n from flow"))).n
-        rows = {row.name for row in reader.query("select name from thread where name like 'cpu:%'")}
-    finally:
-        reader.close()
-    assert flows == 24
-    assert rows == {"cpu:0", "cpu:1", "cpu:2", "cpu:3"}
+    assert faults == []
+    assert rows == [["cpu:0"], ["cpu:1"], ["cpu:2"], ["cpu:3"]]
+    names = rows_of(events)
+    written = [[e["cat"], e["name"], names[e["tid"]], e["args"]["bytes"]] for e in events if e["ph"] == "X"]
+    assert sorted(slices) == sorted(written)
+    assert len(flows) == sum(event["ph"] == "s" for event in events)
+    assert all(source == target for source, target in flows), "an arrow joins the two slices of one copy"

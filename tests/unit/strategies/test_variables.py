@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 
 import numpy as np
@@ -84,6 +85,37 @@ def test_creation_works_in_a_scope_and_outside_and_not_in_a_replica(strategy):
         assert isinstance(strategy.create_variable(1.0), cd.MirroredVariable)
     with pytest.raises(ContextError):
         strategy.run(lambda: strategy.create_variable(1.0))
+
+
+def test_in_a_scope_a_variable_without_a_device_is_one_of_the_strategy(strategy):
+    with strategy.scope():
+        variable = cd.Variable(np.float32([1.0]), name="weights", aggregation=Aggregation.SUM)
+        counter = cd.Variable(0.0, synchronization=Synchronization.ON_READ, aggregation=Aggregation.SUM)
+        elsewhere = cd.Variable(np.float32([1.0]), device="cpu:5")
+    assert isinstance(variable, cd.MirroredVariable)
+    assert (variable.name, variable.aggregation) == ("weights", Aggregation.SUM)
+    strategy.run(lambda: variable.assign_add(np.float32([1.0])))
+    assert copies(variable) == [[3.0], [3.0]]
+    assert isinstance(counter, cd.SyncOnReadVariable)
+    for plain in (elsewhere, cd.Variable(np.float32([1.0]))):
+        assert type(plain) is cd.Variable
+
+
+def test_in_a_replica_a_variable_is_that_replicas_own(strategy):
+    with strategy.scope():
+        made = strategy.run(lambda: cd.Variable(np.float32([1.0])))
+        merged = strategy.run(
+            lambda: cd.get_replica_context().merge_call(lambda _: cd.Variable(np.float32([1.0])))
+        )
+    assert {type(variable) for variable in made.values} == {cd.Variable}
+    assert isinstance(merged, cd.MirroredVariable), "a merge function speaks for all replicas"
+
+
+def test_a_variable_that_is_copied_or_pickled_in_a_scope_stays_what_it_is(strategy):
+    variable = cd.Variable(np.float32([1.0]), name="weights")
+    with strategy.scope():
+        for again in (copy.deepcopy(variable), pickle.loads(pickle.dumps(variable))):
+            assert (type(again), again.name, again.value().tolist()) == (cd.Variable, "weights", [1.0])
 
 
 def test_bad_combinations_are_refused(strategy):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,9 +19,18 @@ from crossdevice.values.topology_files import read_topology
 MIB = 1 << 20
 SIZES = (MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB)
 
-TURNS = 5
+TURNS = 7
 TURN_SECONDS = 0.05
+TURN_CALLS = 5
 """Sizes take turns, so that a noisy moment does not fall on one of them alone."""
+
+QUANTILE = 0.25
+"""Of all calls of a size: what else runs on a machine only ever makes calls slower."""
+
+BUSY_SPREAD = 1.5
+"""Upper quartile / lower quartile of a size's calls: above, too many of them were interrupted."""
+
+FIT_STEPS = 20
 
 MICROSECOND = 1e-6
 
@@ -35,55 +43,76 @@ class Fit(NamedTuple):
 
 
 def calibrate(path: Path, num_devices: int, *, turns: int = TURNS, shrink: int = 1) -> int:
-    """Writes the topology of this host and prints what it predicts beside what is measured after that."""
+    """Writes the topology of this host and prints what it predicts beside other calls of the same minute."""
     sizes = [size // shrink for size in SIZES]
     # Where arrays lie can make a pass twice as slow, so the check has the arrays of the fit.
     arrays = {size: (_arrays(num_devices, size), _arrays(num_devices, size)) for size in sizes}
-    measured = _measured_seconds(arrays, turns)
-    moved = [2 * num_devices * size for size in measured]
-    path.write_text(_file(fit(moved, list(measured.values()))), encoding="utf-8")
-    again = _measured_seconds(arrays, turns)
+    calls = _timed_calls(arrays, turns)
+    # The first turn warms up; the others are dealt out, so that a change of load falls on both.
+    to_fit, to_check = (_quantiles(calls, QUANTILE, slice(start, None, 2)) for start in (1, 2))
+    moved = [2 * num_devices * size for size in to_fit]
+    path.write_text(_file(fit(moved, list(to_fit.values()))), encoding="utf-8")
     topology = read_topology(path, num_devices)
     print(f"# all-reduce on {num_devices} devices of this host, written to {path}")
+    print("# measured: calls that the fit has not seen, lower quartile of each size")
     print(f"{'size':>9} {'measured':>12} {'predicted':>12}  us")
-    for size, seconds in again.items():
+    for size, seconds in to_check.items():
         predicted = fused_pass_parts(num_devices, num_devices, size, topology).seconds
         times = f"{seconds / MICROSECOND:12.1f} {predicted / MICROSECOND:12.1f}"
         print(f"{size_text(size):>9} {times}  {predicted / seconds - 1:+.0%}")
+    spread = spread_of(calls)
+    if spread > BUSY_SPREAD:
+        print(f"# calls of one size differ by a factor of {spread:.1f}: calibrate again on a quiet machine")
     return 0
 
 
 def fit(moved_bytes: Sequence[int], seconds: Sequence[float]) -> Fit:
-    """The line through these points with the least relative errors.
+    """The line through these points with the least squares of log(predicted / measured).
+
+    So a prediction of half the time is as wrong as one of twice the time, and errors have no side.
 
     >>> fit([1000, 2000, 4000], [3.0, 5.0, 9.0])
     Fit(call_seconds=1.0, bytes_per_second=500.0)
     """
-    # Least squares of (a + b x) / t - 1: two normal equations.
-    rows = [(1 / t, x / t) for x, t in zip(moved_bytes, seconds, strict=True)]
-    aa, ab, bb = (sum(one[i] * one[j] for one in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a1, b1 = (sum(one[i] for one in rows) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    call, slope = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
-    if call < 0 or slope <= 0:  # noise: no call takes less than nothing
-        call, slope = 0.0, b1 / bb
+    x, t = np.array(moved_bytes, np.float64), np.array(seconds)
+    proportional = Fit(0.0, float(np.exp(np.mean(np.log(x / t)))))
+    call, slope = 0.0, 1 / proportional.bytes_per_second
+    for _ in range(FIT_STEPS):  # Gauss-Newton
+        line = call + slope * x
+        step, *_ = np.linalg.lstsq(np.stack([1 / line, x / line], axis=1), np.log(t / line), rcond=None)
+        call, slope = call + float(step[0]), slope + float(step[1])
+        if call < 0 or slope <= 0:  # noise: no call takes less than nothing
+            return proportional
     return Fit(round(call, 12), 1 / slope)
 
 
-def _measured_seconds(arrays: Mapping[int, tuple[PerReplica, PerReplica]], turns: int) -> dict[int, float]:
-    """The median time of an all-reduce of each size into memory that is given."""
+def _timed_calls(
+    arrays: Mapping[int, tuple[PerReplica, PerReplica]], turns: int
+) -> dict[int, list[list[float]]]:
+    """The seconds of all-reduces of each size into memory that is given, turn by turn."""
     ops = DirectAllReduce()
-    medians: dict[int, list[float]] = {size: [] for size in arrays}
-    for _ in range(turns + 1):
+    calls: dict[int, list[list[float]]] = {size: [] for size in arrays}
+    for _ in range(2 * turns + 1):
         for size, (value, out) in arrays.items():
             seconds: list[float] = []
-            while len(seconds) < 3 or sum(seconds) < TURN_SECONDS:
+            while len(seconds) < TURN_CALLS or sum(seconds) < TURN_SECONDS:
                 started = time.perf_counter()
                 ops.reduce("sum", value, value, out=out)
                 seconds.append(time.perf_counter() - started)
-            medians[size].append(statistics.median(seconds))
-    # The first turn warms up.
-    return {size: statistics.median(found[1:]) for size, found in medians.items()}
+            calls[size].append(seconds)
+    return calls
+
+
+def _quantiles(
+    calls: Mapping[int, Sequence[Sequence[float]]], quantile: float, turns: slice
+) -> dict[int, float]:
+    return {size: float(np.quantile(np.concatenate(found[turns]), quantile)) for size, found in calls.items()}
+
+
+def spread_of(calls: Mapping[int, Sequence[Sequence[float]]]) -> float:
+    """How many times as long as the lower quartile the upper quartile of a size's calls takes, at worst."""
+    low, high = (_quantiles(calls, quantile, slice(1, None)) for quantile in (QUANTILE, 1 - QUANTILE))
+    return max(high[size] / low[size] for size in calls)
 
 
 def _arrays(num_devices: int, num_bytes: int) -> PerReplica:

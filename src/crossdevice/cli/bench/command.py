@@ -9,7 +9,6 @@ import importlib
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import BACKENDS
@@ -22,6 +21,7 @@ from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
 from crossdevice.cli.bench.progress import progress
 from crossdevice.cli.bench.report import Report
 from crossdevice.cli.bench.work import COLLECTIVES, Work, bytes_of, dtype_of, op_of, sizes_between
+from crossdevice.cli.output_file import output_file
 from crossdevice.errors import OptionError
 from crossdevice.functions import DEFAULT_ALGORITHM
 from crossdevice.kernels.host.threads import set_num_threads
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("-o", "--op", default="sum", help="sum, avg, min, max or prod (sum)")
     add("-g", "--ngpus", type=int, default=8, metavar="N", help="number of devices (8)")
-    add("-J", "--json", type=Path, metavar="FILE", help="write the results as JSON")
+    add("-J", "--json", type=output_file, metavar="FILE", help="write the results as JSON")
     add("--collective", choices=COLLECTIVES, default="all_reduce")
     add(
         "--algorithm",
@@ -63,8 +63,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=f"peers, separated by commas: {', '.join(PEERS)}, or all",
     )
-    add("--calibrate", type=Path, metavar="FILE", help="write this host's topology for explain and choose")
-    add("--chart", type=Path, action="append", default=[], metavar="FILE", help="draw FILE.svg or FILE.html")
+    add(
+        "--calibrate",
+        type=output_file,
+        metavar="FILE",
+        help="write this host's topology for explain and choose to FILE.toml; measures nothing else",
+    )
+    add(
+        "--chart",
+        type=output_file,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="draw FILE.svg or FILE.html",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -42,10 +42,11 @@ def footer_lines(rows: Sequence[Row], ours: Sequence[str]) -> list[str]:
     lines = [f"# {'Out of bounds values':<20} : {verdict}"]
     lines.append(f"# {'Avg bus bandwidth':<20} : {average_bus_bandwidth(rows, ours[:1]):.6g}")
     if len(names) > 1:
+        width = max(map(len, names))
         for name in names:
             found = num_wrong(rows, [name])
             count = "unchecked" if found is None else f"{found} wrong"
-            lines.append(f"#   {name:<28} {average_bus_bandwidth(rows, [name]):>9.4g} GB/s  {count}")
+            lines.append(f"#   {name:<{width}} {average_bus_bandwidth(rows, [name]):>9.4g} GB/s  {count}")
     return lines
 
 

@@ -156,7 +156,7 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prep
         if recipe.op is ReduceOp.PROD:
             return None
     family = _family(recipe, dtype.name, into.name)
-    if family is None or (dtype.name == "float16" and not numba_pass.has_half_conversions()):
+    if family is None or ("float16" in (dtype.name, into.name) and not numba_pass.has_half_conversions()):
         return None
     shape, positions, program = "chain", None, None
     if recipe.order is not None and family in ("native", "rounded"):
@@ -165,8 +165,9 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prep
             shape, program = "tree", program_of(recipe.order)
             if program is None:
                 return None
-    # Wrap-around does not know signs, so one kernel does for both.
-    element = dtype.name.removeprefix("u") if family == "wrapping" else dtype.name
+    element = into.name if family == "narrowed" else dtype.name
+    if family == "wrapping":  # which does not know signs, so one kernel does for both
+        element = element.removeprefix("u")
     kernel = numba_pass.compiled_kernel(f"{shape} {family} {recipe.op.name} {element}")
     is_exact = family in ("exact", "enclosed")
     return _Prepared(kernel, divisor_for(recipe, into), is_exact, part, positions, array("q", program or ()))
@@ -176,7 +177,7 @@ def _family(recipe: Recipe, dtype: str, into: str) -> str | None:
     """The family of arithmetic that repeats what `numpy_pass` does; None leaves it to do it."""
     op = ReduceOp.SUM if recipe.divisor is None else ReduceOp.MEAN
     if dtype not in (*FLOATS, *INTEGERS) or into != result_dtype(dtype, op):
-        return None
+        return _family_between_widths(recipe, dtype, into)
     if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
         return "extreme" if dtype == into else None
     if dtype in INTEGERS:
@@ -188,6 +189,13 @@ def _family(recipe: Recipe, dtype: str, into: str) -> str | None:
     if recipe.precision == "exact":
         return "enclosed" if dtype == "float64" else "exact"
     return {"float64": "compensated", "bfloat16": "exact_in_single"}.get(dtype, "wide")
+
+
+def _family_between_widths(recipe: Recipe, dtype: str, into: str) -> str | None:
+    """Partial sums of narrow floats in float64, and sums of such partial sums."""
+    if recipe.precision != "accurate" or recipe.op is not ReduceOp.SUM or not {dtype, into} <= set(FLOATS):
+        return None
+    return {into: "widened", dtype: "narrowed"}.get("float64")
 
 
 def _family_of_integers(recipe: Recipe, dtype: str) -> str | None:

@@ -27,7 +27,7 @@ def num_threads() -> int:
     global _num_threads
     if _num_threads is None:
         given = os.environ.get(VARIABLE)
-        _num_threads = _checked(given, VARIABLE) if given else _granted_processors()
+        _num_threads = _checked(given, VARIABLE) if given else granted_processors()
     return _num_threads
 
 
@@ -132,7 +132,8 @@ def _checked(given: object, name: str) -> int:
     return int(number)
 
 
-def _granted_processors() -> int:
+def granted_processors() -> int:
+    """The processors this process may run on, but no more than its control group's share of them."""
     knows_affinity = hasattr(os, "sched_getaffinity")
     usable = len(os.sched_getaffinity(0)) if knows_affinity else os.cpu_count() or 1
     return max(1, math.ceil(min(usable, _share())))

@@ -17,6 +17,8 @@ from crossdevice.kernels.host.vector_lanes import (
     as_single,
     from_double,
     from_single,
+    in_memory_order,
+    in_widened_order,
 )
 
 
@@ -97,6 +99,19 @@ class Wide(Arithmetic):
         return from_double(lanes, lanes.divided(total, divisor), self.dtype)
 
 
+class Widened(Wide):
+    """Accumulates in float64 and keeps that: a partial result, to be combined with others."""
+
+    def __init__(self, op: str, dtype: str) -> None:
+        super().__init__(op, dtype)
+        self.result_dtype = "float64"
+
+    def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
+        (total,) = state
+        quotient = lanes.with_one_nan(lanes.divided(total, divisor))
+        return in_memory_order(lanes, quotient, self.dtype)
+
+
 class Compensated(Arithmetic):
     """float64 sums with the rounding errors of all additions added back at the end."""
 
@@ -111,12 +126,26 @@ class Compensated(Arithmetic):
         return total, lanes.build.fadd(errors, error)
 
     def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
+        return lanes.with_one_nan(self._quotient(lanes, state, divisor))
+
+    def _quotient(self, lanes: Lanes, state: State, divisor: Value) -> Value:
         total, errors = state
         build = lanes.build
         # Not if they are 0, which would turn -0 into +0, nor NaN, which is what infinities leave there.
         counts = build.fcmp_ordered("!=", errors, lanes.constant(DOUBLE, 0.0))
-        total = build.select(counts, build.fadd(total, errors), total)
-        return lanes.with_one_nan(lanes.divided(total, divisor))
+        return lanes.divided(build.select(counts, build.fadd(total, errors), total), divisor)
+
+
+class Narrowed(Compensated):
+    """Partial results in float64 become a narrower dtype, rounded once; it is named after that one."""
+
+    def __init__(self, op: str, dtype: str) -> None:
+        super().__init__(op, "float64")
+        self.result_dtype = dtype
+
+    def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
+        quotient = in_widened_order(lanes, self._quotient(lanes, state, divisor), self.result_dtype)
+        return from_double(lanes, quotient, self.result_dtype)
 
 
 class Extreme(Arithmetic):

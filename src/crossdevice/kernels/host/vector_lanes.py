@@ -203,6 +203,23 @@ def as_single(lanes: Lanes, stored: Value, dtype: str) -> Value:
     return build.bitcast(build.shuffle_vector(even, odd, both), lanes.vector(SINGLE))
 
 
+def in_memory_order(lanes: Lanes, widened: Value, dtype: str) -> Value:
+    """Elements widened by `as_single` or `as_double`, as they came from memory."""
+    half = lanes.count // 2
+    return _taken(lanes, widened, dtype, [lane // 2 + lane % 2 * half for lane in range(lanes.count)])
+
+
+def in_widened_order(lanes: Lanes, ordered: Value, dtype: str) -> Value:
+    """Elements in memory's order, as `as_single` and `as_double` would have them."""
+    return _taken(lanes, ordered, dtype, [*range(0, lanes.count, 2), *range(1, lanes.count, 2)])
+
+
+def _taken(lanes: Lanes, value: Value, dtype: str, positions: list[int]) -> Value:
+    if dtype != "bfloat16" or lanes.count == 1:
+        return value
+    return lanes.build.shuffle_vector(value, value, ir.Constant(lanes.vector(INT32), positions))
+
+
 def as_double(lanes: Lanes, stored: Value, dtype: str) -> Value:
     """Any float as float64, exactly."""
     if dtype == "float64":

@@ -48,7 +48,7 @@ def passes_for(columns, options, op="mean", name="direct", num_packs=0):
         return work
     for number, pack in enumerate(Packing(num_packs=num_packs).packs(items_of(specs))):
         length = sum(stop - start for _, start, stop in pack)
-        work.add_pack(pack, ops.plan_pack(specs[pack[0].item], length, number, "fast"), recipe)
+        work.add_pack(pack, ops.plan_pack(specs[pack[0].item], length, number, "fast", ReduceOp(op)), recipe)
     return work
 
 

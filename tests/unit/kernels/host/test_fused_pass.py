@@ -65,6 +65,21 @@ def test_threads_and_streams_do_not_change_bits(name, precision, random):
 
 
 @pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+@pytest.mark.usefixtures("num_threads")
+def test_partial_sums_may_be_wide_and_their_sums_narrow_again(name, random):
+    dtype, wide = dtype_named(name), np.dtype("float64")
+    for size in (1, 7, 64, 1000, 70_001):
+        inputs = [adversarial(random, dtype, size) for _ in range(3)]
+        partial = np.empty(size, wide)
+        fused_pass(inputs, [partial], Recipe(SUM, "accurate"))
+        assert same_bits(partial, expected_of(inputs, Recipe(SUM, "accurate"), wide))
+        partials = [partial, *(adversarial(random, wide, size) for _ in range(2))]
+        result = np.empty(size, dtype)
+        fused_pass(partials, [result], Recipe(SUM, "accurate", 7))
+        assert same_bits(result, expected_of(partials, Recipe(SUM, "accurate", 7), dtype))
+
+
 def test_outputs_of_any_alignment_are_written(random):
     inputs = [adversarial(random, np.dtype("float32"), 100_000) for _ in range(4)]
     expected = expected_of(inputs, Recipe(SUM, "accurate"), np.float32)

@@ -1,0 +1,86 @@
+"""All-reduce over the devices of several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.errors import OptionError
+from crossdevice.plans.builder import PlanBuilder
+from crossdevice.plans.steps import Buffer
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.values.device import Device
+from crossdevice.values.options import CommunicationOptions, as_options
+
+
+class CollectiveAllReduce(CrossDeviceOps):
+    """Sums the replicas of all processes of a group; every process gets the result on its own devices.
+
+    Each process calls with its own replicas and destinations. They are reduced in one pass, each process
+    gets the shards it is responsible for from all others, combines them once and shares the result: the
+    bytes of a ring, in two rounds. Without a group it sums the devices of this process.
+
+    Args:
+        devices: the devices of this process, and
+        group_size: the number of replicas of all processes: given both, they must fit together.
+        options: the defaults of every call; what a call's own options set comes first.
+        group: the processes that take part; `crossdevice.cluster.from_env().form_group()` makes one.
+
+    >>> import numpy as np
+    >>> from crossdevice.process_groups.thread_group import run_ranks
+    >>> def program(group):
+    ...     ops = CollectiveAllReduce(group=group)
+    ...     return float(ops.reduce("sum", np.float32(group.rank + 1), "cpu:0"))
+    >>> run_ranks(3, program)
+    [6.0, 6.0, 6.0]
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device | str] | None = None,
+        group_size: int | None = None,
+        options: CommunicationOptions | None = None,
+        *,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        if group is not None and not isinstance(group, ProcessGroup):
+            raise OptionError(f"group must be a ProcessGroup or None, got {type(group).__name__}")
+        self.group = group
+        self.options = as_options(options)
+        if devices is not None and group_size is not None:
+            num_devices = len(list(map(Device.parse, devices)))
+            num_processes = 1 if group is None else group.size
+            if group_size != num_devices * num_processes:
+                raise OptionError(
+                    f"group_size is {group_size}; {num_devices} devices in each of {num_processes} processes "
+                    f"are {num_devices * num_processes}"
+                )
+
+    def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
+        """The part of this process: each device sums its shard, and all get all shards."""
+        sums = build.add_by_shards()
+        return [build.join(sums, at=device) for device in destinations]
+
+    def chosen_options(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        """The defaults, but for what the call's own options set."""
+        return self.options.merge(as_options(options))
+
+    def broadcast(
+        self,
+        tensor: Any,
+        destinations: Any,
+        *,
+        options: CommunicationOptions | None = None,
+        out: Any = None,
+        from_rank: int | None = None,
+    ) -> Any:
+        """Copies a value to each destination.
+
+        Args:
+            from_rank: the rank whose value it is to be, on all processes, which bring one of the same
+                structure, shapes and dtypes. None copies this process's own, and asks nobody else.
+        """
+        if from_rank is not None:
+            tensor = self.value_of_rank(tensor, from_rank, options)
+        return super().broadcast(tensor, destinations, options=options, out=out)

@@ -1,0 +1,138 @@
+"""CUDA streams for the tracks of a plan: what is ordered with what, whichever library makes them."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from typing_extensions import Self
+
+from crossdevice.backends.protocol import Array
+from crossdevice.values.device import Device, Track
+
+
+class CudaStreams(abc.ABC):
+    """Side streams that begin after, and are waited for by, the current stream of every device they touch.
+
+    A track between two GPUs is a stream on each, so that neither a copy's reading nor its writing end waits
+    for what its device computes. The host's ends have no stream: what is copied to the host is there when
+    the copy returns.
+
+    Streams are kept for the next run, apart for every current stream that they serve. So memory that one
+    run made, and the caller let go, is used again only after what the caller did with it.
+    """
+
+    _kept: ClassVar[dict[Any, Any]]
+
+    def __init__(self, devices: Iterable[Device]) -> None:
+        self._device = self.current_device()
+        self._current = {device: self.current_stream(device) for device in devices if not device.is_host}
+        self._begun = {device: self.event_on(stream) for device, stream in self._current.items()}
+        self._opened: dict[Track, tuple[Any, ...]] = {}
+        self._tracks: tuple[Track, ...] = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """The current streams of both ends wait for each track, also for its reading of what goes in."""
+        try:
+            for track, streams in self._opened.items():
+                if streams:
+                    done = self.event_on(streams[-1])
+                    for device in _gpus(track):
+                        self.make_wait(self._current[device], done)
+        finally:
+            # Not after every step: switching costs more than a small copy.
+            for stream in self._current.values():
+                self.use(stream)
+            self.use_device(self._device)
+
+    def switch_to(self, tracks: tuple[Track, ...]) -> None:
+        """Makes the streams of these tracks the current ones, and the last one's device the current one."""
+        if tracks and tracks != self._tracks:
+            for track in tracks:
+                for stream in self._streams(track):
+                    self.use(stream)
+            self._tracks = tracks
+
+    def mark(self, tracks: Sequence[Track]) -> list[Any]:
+        """An event on each track; that of a copy is on its target, which waits for its source's stream."""
+        return [self.event_on(streams[-1]) for streams in map(self._streams, tracks) if streams]
+
+    def wait(self, tracks: Sequence[Track], mark: list[Any]) -> None:
+        """All streams of these tracks wait for the events."""
+        for track in tracks:
+            for stream in self._streams(track):
+                for event in mark:
+                    self.make_wait(stream, event)
+
+    def keep(self, array: Array, tracks: Sequence[Track]) -> None:
+        """Tells the library's allocator which streams read the array."""
+        for track in tracks:
+            for stream in self._streams(track):
+                self.keep_for(stream, array)
+
+    def hand_over(self, array: Array, device: Device) -> None:
+        """PyTorch may give one stream to several tracks: its allocator must know the caller's."""
+        if not device.is_host:
+            self.keep_for(self._current[device], array)
+
+    def _streams(self, track: Track) -> tuple[Any, ...]:
+        opened = self._opened.get(track)
+        if opened is None:
+            gpus = _gpus(track)
+            serves = tuple(self.handle_of(self._current[device]) for device in gpus)
+            opened = tuple(self._stream((track, device, serves), device) for device in gpus)
+            for stream in opened:
+                for device in gpus:
+                    self.make_wait(stream, self._begun[device])
+            self._opened[track] = opened
+        return opened
+
+    def _stream(self, key: object, device: Device) -> Any:
+        if key not in self._kept:
+            self._kept.setdefault(key, self.new_stream(device))
+        return self._kept[key]
+
+    @abc.abstractmethod
+    def new_stream(self, device: Device) -> Any:
+        """A stream that does not wait for the default stream."""
+
+    @abc.abstractmethod
+    def current_stream(self, device: Device) -> Any:
+        """The stream on which the calling thread works on this device."""
+
+    @abc.abstractmethod
+    def handle_of(self, stream: Any) -> int:
+        """CUDA's own name of the stream."""
+
+    @abc.abstractmethod
+    def use(self, stream: Any) -> None:
+        """Makes it the current stream of its device, and its device the current one."""
+
+    @abc.abstractmethod
+    def current_device(self) -> Any:
+        """The device that the library works on when none is named."""
+
+    @abc.abstractmethod
+    def use_device(self, device: Any) -> None:
+        """Makes it so again."""
+
+    @abc.abstractmethod
+    def event_on(self, stream: Any) -> Any:
+        """An event that happens when all that is on the stream by now is done."""
+
+    @abc.abstractmethod
+    def make_wait(self, stream: Any, event: Any) -> None:
+        """What comes next on the stream waits for the event."""
+
+    @abc.abstractmethod
+    def keep_for(self, stream: Any, array: Array) -> None:
+        """The array's memory is not used for another before the stream has come this far."""
+
+
+def _gpus(track: Track) -> list[Device]:
+    """The ends that have streams, the target last."""
+    return [device for device in dict.fromkeys(track) if not device.is_host]

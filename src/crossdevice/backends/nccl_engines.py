@@ -1,0 +1,295 @@
+"""NCCL from one process: the bindings it can be called through, and what is left to it and what is not."""
+
+from __future__ import annotations
+
+import abc
+import atexit
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from crossdevice.backends.protocol import Array, Backend
+from crossdevice.errors import EngineError
+from crossdevice.values.device import Device, device_of
+from crossdevice.values.dtypes import COMPLEXES, FLOATS, INTEGERS
+from crossdevice.values.reduce_op import ReduceOp
+
+NUMBERS = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+}
+"""ncclDataType_t: there are no 16-bit integers and no complex numbers."""
+
+OPERATIONS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.MEAN: 4}
+"""ncclRedOp_t."""
+
+WIDER = {"int16": "int32", "uint16": "int32", "uint32": "int64", "uint64": "int64"}
+"""How integers travel that a binding lacks: sums and products wrap to the same bits in more bits."""
+
+PARTS = {"complex64": "float32", "complex128": "float64"}
+
+
+class Share(NamedTuple):
+    """One device's part in a collective: equally long arrays to read and to write, and the stream for it."""
+
+    source: Array
+    target: Array
+    device: Device
+    stream: int
+    source_address: int
+    target_address: int
+    num_elements: int
+
+
+class NcclEngine(abc.ABC):
+    """One binding of NCCL; constructing it fails with an ImportError where it is missing."""
+
+    name: ClassVar[str]
+    libraries: ClassVar[tuple[str, ...]]
+    """Whose arrays it takes."""
+
+    dtypes: ClassVar[frozenset[str]] = frozenset(NUMBERS)
+    """What it can reduce as it is."""
+
+    @abc.abstractmethod
+    def version(self) -> str:
+        """NCCL's version."""
+
+    @abc.abstractmethod
+    def all_reduce(self, shares: Sequence[Share], dtype: str, op: ReduceOp) -> None:
+        """One group of calls, one for each device; enqueued when it returns."""
+
+    def forget(self, devices: tuple[int, ...]) -> None:  # noqa: B027 - nothing to do is an answer
+        """After a failure: the next collective on these devices starts anew."""
+
+
+class CommunicatorsEngine(NcclEngine):
+    """A binding whose communicators are ours to keep: one clique for each tuple of devices, until the end."""
+
+    def __init__(self) -> None:
+        self._cliques: dict[tuple[int, ...], Sequence[Any]] = {}
+        atexit.register(self._free)
+
+    @abc.abstractmethod
+    def connect(self, devices: tuple[int, ...]) -> Sequence[Any]:
+        """A communicator for each device."""
+
+    def clique(self, shares: Sequence[Share]) -> Sequence[Any]:
+        """The communicators of these devices, in their order."""
+        devices = tuple(share.device.index for share in shares)
+        if devices not in self._cliques:
+            self._cliques[devices] = self.connect(devices)
+        return self._cliques[devices]
+
+    def forget(self, devices: tuple[int, ...]) -> None:
+        """Aborts their communicators."""
+        for communicator in self._cliques.pop(devices, ()):
+            with contextlib.suppress(Exception):  # the failure that led here is the one to report
+                communicator.abort()
+
+    def _free(self) -> None:
+        while self._cliques:
+            _, clique = self._cliques.popitem()
+            for communicator in clique:
+                with contextlib.suppress(Exception):  # the process ends in any case
+                    communicator.destroy()
+
+
+class Nccl4pyEngine(CommunicatorsEngine):
+    """NVIDIA's own binding, nccl4py: takes arrays of any library."""
+
+    name = "nccl4py"
+    libraries = ("torch", "cupy")
+
+    def __init__(self) -> None:
+        import nccl.core
+
+        if nccl.core.get_version().libnccl is None:
+            raise ImportError("nccl4py finds no libnccl (pip install nvidia-nccl-cu13, or -cu12)")
+        super().__init__()
+        self._nccl = nccl.core
+
+    def version(self) -> str:
+        """Of the library it has loaded."""
+        return str(self._nccl.get_version().libnccl.version)
+
+    def connect(self, devices: tuple[int, ...]) -> Sequence[Any]:
+        """ncclCommInitAll."""
+        return self._nccl.Communicator.init_all(list(devices))
+
+    def all_reduce(self, shares: Sequence[Share], dtype: str, op: ReduceOp) -> None:  # noqa: ARG002
+        """It asks the arrays for their dtype itself."""
+        clique = self.clique(shares)
+        operation = self._nccl.NcclRedOp(OPERATIONS[op])
+        with self._nccl.group():
+            for communicator, share in zip(clique, shares, strict=True):
+                communicator.allreduce(share.source, share.target, operation, stream=share.stream)
+
+
+class TorchEngine(NcclEngine):
+    """PyTorch's binding for one process, which keeps communicators itself and works on current streams."""
+
+    name = "torch.cuda.nccl"
+    libraries = ("torch",)
+    dtypes = frozenset(NUMBERS) - {"uint32", "uint64"}
+
+    def __init__(self) -> None:
+        import torch.cuda.nccl
+
+        if not hasattr(torch._C, "_nccl_all_reduce"):
+            raise ImportError("this PyTorch was built without NCCL")
+        self._nccl = torch.cuda.nccl
+
+    def version(self) -> str:
+        """Of the library PyTorch was built with."""
+        return ".".join(map(str, self._nccl.version()))
+
+    def all_reduce(self, shares: Sequence[Share], dtype: str, op: ReduceOp) -> None:  # noqa: ARG002
+        """PyTorch groups the calls."""
+        sources, targets = [share.source for share in shares], [share.target for share in shares]
+        self._nccl.all_reduce(sources, targets, OPERATIONS[op])
+
+
+class CupyEngine(CommunicatorsEngine):
+    """CuPy's binding, which takes addresses."""
+
+    name = "cupy.cuda.nccl"
+    libraries = ("cupy", "torch")
+
+    def __init__(self) -> None:
+        from cupy.cuda import nccl
+
+        if not nccl.available:
+            raise ImportError("this CuPy finds no NCCL")
+        super().__init__()
+        self._nccl = nccl
+
+    def version(self) -> str:
+        """From a number such as 22703."""
+        number = self._nccl.get_version()
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+    def connect(self, devices: tuple[int, ...]) -> Sequence[Any]:
+        """ncclCommInitAll."""
+        return self._nccl.NcclCommunicator.initAll(list(devices))
+
+    def all_reduce(self, shares: Sequence[Share], dtype: str, op: ReduceOp) -> None:
+        """By address and number."""
+        clique = self.clique(shares)
+        self._nccl.groupStart()
+        try:
+            for communicator, share in zip(clique, shares, strict=True):
+                communicator.allReduce(
+                    share.source_address,
+                    share.target_address,
+                    share.num_elements,
+                    NUMBERS[dtype],
+                    OPERATIONS[op],
+                    share.stream,
+                )
+        finally:
+            self._nccl.groupEnd()
+
+
+ENGINES: dict[str, type[NcclEngine]] = {
+    engine.name: engine for engine in (Nccl4pyEngine, TorchEngine, CupyEngine)
+}
+"""The bindings by name; the first that is there and takes an array is used."""
+
+_group_lock = threading.Lock()
+"""Two groups on the same GPUs, enqueued in another order on each, would wait for each other for ever."""
+
+
+@functools.cache
+def engine_named(name: str) -> NcclEngine | str:
+    """The engine, or why it cannot be used here."""
+    try:
+        return ENGINES[name]()
+    except ImportError as missing:
+        return str(missing)
+    except Exception as failure:  # a binding that is there but broken must not break what works without it
+        return f"{type(failure).__name__}: {failure}"
+
+
+def engine_for(library: str) -> NcclEngine | None:
+    """The first engine that takes this library's arrays."""
+    names = [name for name, engine in ENGINES.items() if library in engine.libraries]
+    found = (engine_named(name) for name in names)
+    return next((engine for engine in found if isinstance(engine, NcclEngine)), None)
+
+
+def name_of_engine(library: str) -> str | None:
+    """The engine and its version, in words."""
+    engine = engine_for(library)
+    return None if engine is None else f"NCCL {engine.version()} through {engine.name}"
+
+
+def lack_of_engine(library: str, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
+    """Why NCCL is not used for this; None if it is."""
+    engine = engine_for(library)
+    if engine is None:
+        takes = ", ".join(name for name, kind in ENGINES.items() if library in kind.libraries)
+        return f"none of NCCL's bindings for {library} arrays is here ({takes})"
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        if dtype in FLOATS:
+            return "NCCL's minimum and maximum lose NaN"
+        if dtype == "uint64" and dtype not in engine.dtypes:
+            return f"{engine.name} has no uint64"
+    if op is ReduceOp.PROD and dtype in COMPLEXES:
+        return "NCCL cannot multiply complex numbers"
+    if op is ReduceOp.MEAN and (dtype in INTEGERS or num_devices.bit_count() != 1):
+        return "NCCL's average multiplies by 1/n first, which has other bits unless n is a power of two"
+    return None
+
+
+def nccl_all_reduce(
+    backend: Backend, arrays: Sequence[Array], op: ReduceOp, share_of: Callable[[Array, Device], Share]
+) -> list[Array]:
+    """Flat arrays, one per GPU, reduced to a new one on each; dtypes that NCCL lacks travel in others."""
+    dtype = backend.dtype_of(arrays[0])
+    devices = [device_of(array) or Device("cpu") for array in arrays]
+    engine = engine_for(backend.name)
+    if engine is None:
+        raise EngineError(lack_of_engine(backend.name, dtype, op, len(arrays)))
+    travels_as = PARTS.get(dtype) or (dtype if dtype in engine.dtypes else WIDER[dtype])
+    shares: list[Share] = []
+    for array, device in zip(arrays, devices, strict=True):
+        with backend.working_on(device):
+            shares.append(share_of(_staged(backend, array, dtype, travels_as), device))
+    try:
+        with _group_lock:
+            engine.all_reduce(shares, travels_as, op)
+    except Exception as failure:
+        engine.forget(tuple(device.index for device in devices))
+        raise EngineError(
+            f"NCCL {engine.version()} through {engine.name} failed to all-reduce {op.name} of "
+            f"{shares[0].num_elements} {travels_as} on {', '.join(map(str, devices))}: {failure} "
+            "(NCCL_DEBUG=INFO in the environment makes NCCL say why)"
+        ) from failure
+    results: list[Array] = []
+    for share in shares:
+        with backend.working_on(share.device):
+            results.append(_unstaged(backend, share.target, dtype, travels_as))
+    return results
+
+
+def _staged(backend: Backend, array: Array, dtype: str, travels_as: str) -> Array:
+    if dtype in PARTS:
+        return backend.parts_of(array)
+    return array if dtype == travels_as else backend.cast(array, travels_as)
+
+
+def _unstaged(backend: Backend, array: Array, dtype: str, travels_as: str) -> Array:
+    if dtype in PARTS:
+        return backend.from_parts(array)
+    return array if dtype == travels_as else backend.cast(array, dtype)

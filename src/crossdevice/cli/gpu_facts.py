@@ -1,0 +1,114 @@
+"""What is known of GPUs: by NVIDIA's management library, without waking them, and by the array libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+PEER_READ, PEER_NVLINK = 0, 2
+"""nvmlGpuP2PCapsIndex_t; nvidia-ml-py has the first of them wrong."""
+
+
+class Gpu(NamedTuple):
+    """One GPU, by the management library's number, which CUDA_VISIBLE_DEVICES does not change."""
+
+    number: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+    num_nvlinks: int
+
+
+class Managed(NamedTuple):
+    """All that the management library says; `links` has a word for each pair of GPUs."""
+
+    driver: str
+    cuda: str
+    gpus: list[Gpu]
+    links: dict[tuple[int, int], str]
+
+
+def managed() -> Managed | str:
+    """What the management library says, or why it does not."""
+    if importlib.util.find_spec("pynvml") is None:
+        return "nvidia-ml-py is not installed"
+    nvml: Any = importlib.import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as failure:
+        return str(failure)
+    try:
+        return _asked(nvml)
+    except nvml.NVMLError as failure:
+        return str(failure)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _asked(nvml: Any) -> Managed:
+    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    version = nvml.nvmlSystemGetCudaDriverVersion_v2()
+    pairs = [(a, b) for a in range(len(handles)) for b in range(len(handles)) if a != b]
+    return Managed(
+        _text(nvml.nvmlSystemGetDriverVersion()),
+        f"{version // 1000}.{version % 1000 // 10}",
+        [_gpu(nvml, number, handle) for number, handle in enumerate(handles)],
+        {(a, b): _link(nvml, handles[a], handles[b]) for a, b in pairs},
+    )
+
+
+def _gpu(nvml: Any, number: int, handle: Any) -> Gpu:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    active = 0
+    with contextlib.suppress(nvml.NVMLError):  # a GPU says so at its first link too many
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+            active += nvml.nvmlDeviceGetNvLinkState(handle, link)
+    return Gpu(number, _text(nvml.nvmlDeviceGetName(handle)), memory.total, memory.free, active)
+
+
+def _link(nvml: Any, one: Any, other: Any) -> str:
+    try:
+        for capability, word in ((PEER_NVLINK, "NVLink"), (PEER_READ, "peer access")):
+            if nvml.nvmlDeviceGetP2PStatus(one, other, capability) == nvml.NVML_P2P_STATUS_OK:
+                return word
+    except nvml.NVMLError as failure:
+        return f"unknown ({failure})"
+    return "through the host"
+
+
+def _text(given: Any) -> str:
+    """Older releases answer in bytes."""
+    return given.decode() if isinstance(given, bytes) else str(given)
+
+
+def _seen_by_torch() -> int:
+    torch: Any = importlib.import_module("torch")
+    count: int = torch.cuda.device_count()
+    return count
+
+
+def _seen_by_cupy() -> int:
+    runtime: Any = importlib.import_module("cupy").cuda.runtime
+    try:
+        count: int = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError:
+        return 0
+    return count
+
+
+LIBRARIES: dict[str, Callable[[], int]] = {"torch": _seen_by_torch, "cupy": _seen_by_cupy}
+
+
+def seen_by_libraries() -> dict[str, int | str]:
+    """Each library that is installed, with how many GPUs it can use, or what went wrong when it was asked."""
+    return {name: _seen_by(name) for name in LIBRARIES if importlib.util.find_spec(name) is not None}
+
+
+def _seen_by(name: str) -> int | str:
+    try:
+        return LIBRARIES[name]()
+    except Exception as failure:  # a broken installation is what one runs this to learn of
+        return f"{type(failure).__name__}: {failure}"

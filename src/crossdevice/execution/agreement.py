@@ -1,0 +1,165 @@
+"""What a call is, told to other processes before any data moves, and how two such calls differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from crossdevice.errors import DtypeMismatchError, MismatchError, ShapeMismatchError, StructureMismatchError
+from crossdevice.process_groups.board import ranks_named
+from crossdevice.process_groups.group import Call, ProcessGroup
+
+COMPARING = b"comparing"
+"""The signature of calls whose ranks do not know yet whether they agree."""
+
+DIGEST_BYTES = 16
+
+VARYING = 0
+"""In place of a number of replicas: not all leaves have as many."""
+
+
+class LeafDescription(NamedTuple):
+    """One leaf: its place, what it is ("array", "rows"), its dtype, and what must agree of its shape."""
+
+    path: str
+    kind: str
+    dtype: str
+    shape: tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """All that must be the same on every rank for a call to make sense."""
+
+    operation: str
+    structure: str
+    leaves: tuple[LeafDescription, ...]
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The description in one line that can be read again."""
+        return json.dumps([self.operation, self.structure, self.leaves])
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """A few bytes that stand for it."""
+        return hashlib.blake2b(self.text.encode(), digest_size=DIGEST_BYTES).digest()
+
+    @functools.cached_property
+    def what(self) -> str:
+        """The call, for people."""
+        if not self.leaves:
+            return f"{self.operation} of nothing"
+        path, kind, dtype, shape = self.leaves[0]
+        more = f" and {len(self.leaves) - 1} more" if len(self.leaves) > 1 else ""
+        rows = " rows" if kind == "rows" else ""
+        return f"{self.operation} of {dtype}{rows} {_shape_text(shape)}{f' at {path}' if path else ''}{more}"
+
+    @property
+    def paths(self) -> str:
+        """Where the leaves are, and so how many there are."""
+        return (
+            f"{len(self.leaves)} places: {', '.join(leaf.path or 'the value itself' for leaf in self.leaves)}"
+        )
+
+    @classmethod
+    def read(cls, text: str) -> Description:
+        """The description whose text this is."""
+        operation, structure, leaves = json.loads(text)
+        return cls(
+            operation, structure, tuple(LeafDescription(p, k, d, tuple(shape)) for p, k, d, shape in leaves)
+        )
+
+
+@contextmanager
+def agreed_call(
+    group: ProcessGroup,
+    description: Description,
+    replicas: tuple[int, ...],
+    timeout_seconds: float | None,
+) -> Iterator[tuple[Call, tuple[tuple[int, ...], ...]]]:
+    """The group's next call, once all ranks are known to make it, and each rank's replicas of each leaf.
+
+    Args:
+        replicas: how many replicas this rank has of each leaf; other ranks may have more or fewer.
+
+    Raises:
+        MismatchError: the same on every rank; the group can be used further.
+    """
+    key = (description.digest, replicas)
+    known = group.agreed.get(key)
+    compares = group.checks == "always" or (known is None and group.checks == "new")
+    with group.call(description.what, COMPARING if compares else description.digest, timeout_seconds) as call:
+        if compares:
+            if group.checks == "new":
+                call.what += f" ({sum(replicas)} arrays, for the first time)"
+            known = group.agreed[key] = _compared(call, description, replicas)
+            call.signature = description.digest
+            if len(set(known)) > 1:
+                # What is new to one rank may be known to another, as soon as they bring different numbers.
+                group.checks = "always"
+        yield call, known or (replicas,) * group.size
+
+
+def _compared(call: Call, description: Description, replicas: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    usual = replicas[0] if len(set(replicas)) == 1 else VARYING
+    headers = call.all_gather(description.digest + usual.to_bytes(8, "little"))
+    if any(header[:DIGEST_BYTES] != description.digest for header in headers):
+        texts = call.all_gather_uneven(description.text.encode())
+        descriptions = [Description.read(text.decode()) for text in texts]
+        raise _difference(descriptions, call.group.members, call.number)
+    numbers = [int.from_bytes(header[DIGEST_BYTES:], "little") for header in headers]
+    if VARYING not in numbers:
+        return tuple((number,) * len(replicas) for number in numbers)
+    records = call.all_gather(b"".join(number.to_bytes(8, "little") for number in replicas))
+    return tuple(
+        tuple(int.from_bytes(record[start : start + 8], "little") for start in range(0, len(record), 8))
+        for record in records
+    )
+
+
+def _difference(descriptions: Sequence[Description], members: Sequence[str], number: int) -> MismatchError:
+    """The first thing in which calls differ, as an error that names the odd ones out."""
+    for verb, error, answers, place in _questions(descriptions):
+        if len(set(answers)) > 1:
+            return error(
+                f"call {number} differs between ranks: {_odd_ones_out(answers, members, verb, place)}"
+            )
+    return MismatchError(f"call {number} is not the same on all ranks")
+
+
+def _questions(
+    descriptions: Sequence[Description],
+) -> Iterator[tuple[str, type[MismatchError], list[str], str]]:
+    """What is asked about calls, the largest differences first: a verb, the error, the answers, a place."""
+    yield "calls", MismatchError, [each.operation for each in descriptions], ""
+    yield "has structure", StructureMismatchError, [each.structure for each in descriptions], ""
+    yield "has leaves at", StructureMismatchError, [each.paths for each in descriptions], ""
+    for column in zip(*(each.leaves for each in descriptions), strict=True):
+        place = f" at {column[0].path}" if column[0].path else ""
+        yield "holds", StructureMismatchError, [leaf.kind for leaf in column], place
+        yield "has dtype", DtypeMismatchError, [leaf.dtype for leaf in column], place
+        yield "has shape", ShapeMismatchError, [_shape_text(leaf.shape) for leaf in column], place
+
+
+def _odd_ones_out(answers: Sequence[str], members: Sequence[str], verb: str, place: str) -> str:
+    usual = max(answers, key=lambda answer: (answers.count(answer), answer == answers[0]))
+    odd = [rank for rank, answer in enumerate(answers) if answer != usual]
+    others = [rank for rank, answer in enumerate(answers) if answer == usual]
+    named = "; ".join(f"{members[rank]} {verb} {answers[rank]}{place}" for rank in odd)
+    one, _, _ = verb.partition(" ")
+    return f"{named}; {ranks_named(others)} {one if len(others) == 1 else PLURALS[one]} {usual}"
+
+
+PLURALS = {"calls": "call", "has": "have", "holds": "hold"}
+
+
+def _shape_text(shape: Sequence[int | None]) -> str:
+    """A shape, with * where any length will do."""
+    inside = ", ".join("*" if length is None else str(length) for length in shape)
+    return f"({inside},)" if len(shape) == 1 else f"({inside})"

@@ -1,0 +1,39 @@
+"""Arrays of any length from all ranks, end to end, and one rank's arrays for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.process_groups.group import Call
+from crossdevice.process_groups.protocol import Message
+
+Flat = NDArray[Any]
+
+
+def arrays_of_all_ranks(call: Call, arrays: Sequence[Flat]) -> list[list[Flat]]:
+    """For each rank its flat arrays, which may differ in length from rank to rank, not in dtype."""
+    lengths = np.array([array.size for array in arrays], np.int64)
+    of_ranks = [np.frombuffer(record, np.int64) for record in call.all_gather(lengths.tobytes())]
+    rooms = {
+        peer: [np.empty(length, array.dtype) for length, array in zip(of_ranks[peer], arrays, strict=True)]
+        for peer in call.others()
+    }
+    call.exchange(
+        [Message(peer, array) for peer in rooms for array in arrays if array.size],
+        [Message(peer, room) for peer, received in rooms.items() for room in received if room.size],
+    )
+    return [rooms[rank] if rank in rooms else list(arrays) for rank in range(call.group.size)]
+
+
+def arrays_of_rank(call: Call, arrays: Sequence[Flat], rank: int) -> list[Flat]:
+    """One rank's flat arrays, which every rank has in the same lengths and dtypes."""
+    if call.group.rank == rank:
+        call.exchange([Message(peer, array) for peer in call.others() for array in arrays if array.size], [])
+        return list(arrays)
+    rooms = [np.empty_like(array) for array in arrays]
+    call.exchange([], [Message(rank, room) for room in rooms if room.size])
+    return rooms

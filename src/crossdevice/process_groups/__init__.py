@@ -1,0 +1,1 @@
+"""Other processes: groups that make the same calls, on engines that exist (torch.distributed, MPI)."""

@@ -1,0 +1,67 @@
+"""Finding out which process of how many this is, and forming a group with the others."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+
+from crossdevice.errors import OptionError
+from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
+from crossdevice.process_groups.launchers import Launch, launched
+from crossdevice.process_groups.registry import ENGINES
+
+
+class Cluster(Launch):
+    """The processes of one launch, seen from one of them.
+
+    >>> cluster = Cluster(rank=1, size=4, launcher="by hand", address="10.0.0.1", port=29500)
+    >>> cluster.rank, cluster.size
+    (1, 4)
+    """
+
+    def form_group(
+        self,
+        engine: str | None = None,
+        *,
+        name: str = "",
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        checks: Checks = "new",
+    ) -> ProcessGroup:
+        """A group of all processes of the launch; each of them calls this.
+
+        Args:
+            engine: `"torch"` (gloo) or `"mpi"`. If none is named, MPI under its own launchers where mpi4py
+                is installed, else torch.
+            name: tells apart groups that are formed at the same time, in no particular order.
+            timeout_seconds: for forming the group, and then for each of its calls.
+        """
+        if self.size == 1:
+            engine = "threads"
+        elif engine is None:
+            engine = "mpi" if self.has_mpi and importlib.util.find_spec("mpi4py") else "torch"
+        try:
+            join = ENGINES.load(engine)
+        except ModuleNotFoundError as error:
+            raise OptionError(
+                f"the engine {engine!r} needs {error.name}: pip install 'crossdevice[{engine}]'"
+            ) from error
+        joined = join(self, name=name, timeout_seconds=timeout_seconds)
+        return ProcessGroup(joined, timeout_seconds=timeout_seconds, checks=checks)
+
+
+def from_env(environ: Mapping[str, str] | None = None) -> Cluster:
+    """The cluster that the launcher's environment variables describe; one process if there are none.
+
+    Understands, in this order: torchrun and other RANK and WORLD_SIZE, TF_CONFIG, Open MPI, PMI (MPICH, Intel
+    MPI), Slurm. `recognised` says what was found.
+
+    Args:
+        environ: in place of `os.environ`.
+
+    >>> from_env({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}).recognised
+    'environment: rank 1 of 4, meeting at 10.0.0.1:29500, from RANK, WORLD_SIZE, MASTER_ADDR'
+    >>> from_env({}).recognised
+    'nothing: one process'
+    """
+    return Cluster(**vars(launched(os.environ if environ is None else environ)))

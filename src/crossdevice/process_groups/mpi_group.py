@@ -1,0 +1,204 @@
+"""Groups on MPI: bytes and notes travel over communicators of their own, on whatever MPI mpi4py finds."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from crossdevice.errors import DeadlineError, OptionError
+from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
+from crossdevice.process_groups.launchers import Launch
+from crossdevice.process_groups.protocol import AllReduceOf, Message
+
+EAGER_SECONDS = 0.002
+"""For how long a wait asks again at once; later it sleeps in between, so that others get the core."""
+
+PAUSE_SECONDS = 0.0001
+"""Between two questions: in this time shared memory or a socket fills with some MiB at most."""
+
+LAST_WORDS_SECONDS = 2.0
+"""What other ranks get to say what they know of an error, before one of them ends the job."""
+
+LARGEST_MESSAGE_BYTES = 1 << 30
+"""Larger ones are cut, because not every MPI counts beyond 2 GiB."""
+
+
+def form_group(
+    communicator: MPI.Intracomm | None = None,
+    *,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    checks: Checks = "new",
+) -> ProcessGroup:
+    """A group of all processes of an MPI communicator, or of all that MPI has started; all of them call this.
+
+    Args:
+        timeout_seconds: for forming the group, and then for each of its calls.
+    """
+    engine = MpiEngine(communicator, timeout_seconds=timeout_seconds)
+    return ProcessGroup(engine, timeout_seconds=timeout_seconds, checks=checks)
+
+
+def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> MpiEngine:  # noqa: ARG001
+    """The engine of this process of a launch."""
+    world = MPI.COMM_WORLD
+    if (world.rank, world.size) != (cluster.rank, cluster.size):
+        raise OptionError(
+            f"MPI says that this is rank {world.rank} of {world.size}, but recognised {cluster.recognised}; "
+            f"mpi4py uses {_name()}: is the launcher that of another MPI?"
+        )
+    return MpiEngine(world, timeout_seconds=timeout_seconds)
+
+
+class MpiEngine:
+    """One rank of MPI, on two copies of a communicator: one for data, one for notes."""
+
+    device_all_reduces: Mapping[str, AllReduceOf] = MappingProxyType({})
+
+    def __init__(
+        self, communicator: MPI.Intracomm | None = None, *, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise OptionError(
+                "MPI was started without MPI_THREAD_MULTIPLE, but data and notes travel from two threads; "
+                "mpi4py asks for it unless mpi4py.rc.thread_level says otherwise"
+            )
+        self.name = _name()
+        end = time.monotonic() + timeout_seconds
+        self._data = _copied(MPI.COMM_WORLD if communicator is None else communicator, end)
+        self._notices = _copied(self._data, end)
+        self.rank: int = self._data.rank
+        self.size: int = self._data.size
+        self.largest_tag = int(self._data.Get_attr(MPI.TAG_UB) or 32767)
+        self._is_abandoned = False
+        self._posting: list[tuple[MPI.Request, bytes]] = []
+        self._notes: dict[int, str] = {}
+        self._reading = threading.Lock()
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
+    ) -> None:
+        """All at once; MPI keeps messages of one tag in order."""
+        coming = [
+            self._data.Irecv([piece, MPI.BYTE], peer, tag)
+            for peer, memory in receives
+            for piece in _pieces(memory)
+        ]
+        going = [
+            self._data.Isend([piece, MPI.BYTE], peer, tag)
+            for peer, memory in sends
+            for piece in _pieces(memory)
+        ]
+        requests, end = [*coming, *going], time.monotonic() + timeout_seconds
+        is_done = False
+        try:
+            is_done = _wait(lambda: MPI.Request.Testall(requests), end, lambda: self._is_abandoned)
+        finally:
+            if not is_done:
+                _leave_behind(coming, going)
+        if not is_done:
+            raise TimeoutError(f"no answer in {timeout_seconds:g} seconds")
+        # Notes of ranks that waited for this one: nobody may ever ask for them, and they pile up.
+        self._read_notes()
+
+    def post(self, note: str) -> None:
+        """A small message to all others, whether or not they will read it."""
+        text = note.encode()
+        self._posting = [(request, sent) for request, sent in self._posting if not request.Test()]
+        self._posting += [
+            (self._notices.Isend([text, MPI.BYTE], peer, 0), text)
+            for peer in range(self.size)
+            if peer != self.rank
+        ]
+        with self._reading:
+            self._notes[self.rank] = note
+
+    def notes(self) -> Mapping[int, str]:
+        """The latest that came from each rank."""
+        self._read_notes()
+        with self._reading:
+            return dict(self._notes)
+
+    def abandon(self) -> None:
+        """Stops waiting. At exit MPI would wait for all ranks, so then it is told to end the whole job."""
+        self._is_abandoned = True
+        atexit.unregister(_abort)
+        atexit.register(_abort)
+
+    def close(self) -> None:
+        """Communicators stay until MPI ends, since all ranks would have to give them up together."""
+        self._is_abandoned = True
+
+    def _read_notes(self) -> None:
+        with self._reading:
+            status = MPI.Status()
+            while (message := self._notices.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+                text = bytearray(status.Get_count(MPI.BYTE))
+                message.Recv([text, MPI.BYTE])
+                self._notes[status.source] = text.decode()
+
+
+def _copied(communicator: MPI.Intracomm, end: float) -> MPI.Intracomm:
+    """A communicator in which only our messages travel."""
+    copy, request = communicator.Idup()
+    if not _wait(request.Test, end):
+        atexit.register(_abort)
+        raise DeadlineError(
+            f"the group of {communicator.size} was not formed: not all ranks came. "
+            "All processes that mpirun has started must form it"
+        )
+    return copy
+
+
+# Not time.sleep(0), for which Linux takes some 50 us.
+_let_others_run: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+
+
+def _wait(is_done: Callable[[], bool], end: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+    """Whether it is done before the end. Asking is what makes MPI work."""
+    eager_end = time.monotonic() + EAGER_SECONDS
+    while not is_done():
+        now = time.monotonic()
+        if now > end or is_over():
+            return False
+        if now < eager_end:
+            _let_others_run()
+        else:
+            time.sleep(PAUSE_SECONDS)
+    return True
+
+
+_left_behind: list[MPI.Request] = []
+
+
+def _leave_behind(coming: list[MPI.Request], going: list[MPI.Request]) -> None:
+    """Takes back the receives. Requests hold their memory, which MPI may use as long as it runs."""
+    for request in coming:
+        if request != MPI.REQUEST_NULL:
+            request.Cancel()
+    _left_behind.extend([*coming, *going])
+
+
+def _pieces(memory: Any) -> list[Any]:
+    flat = memory.reshape(-1).view(np.uint8)
+    return [
+        flat[start : start + LARGEST_MESSAGE_BYTES] for start in range(0, flat.size, LARGEST_MESSAGE_BYTES)
+    ]
+
+
+def _name() -> str:
+    vendor, version = MPI.get_vendor()
+    return f"{vendor} {'.'.join(map(str, version))}"
+
+
+def _abort() -> None:
+    if not MPI.Is_finalized():
+        time.sleep(LAST_WORDS_SECONDS)
+        MPI.COMM_WORLD.Abort(1)

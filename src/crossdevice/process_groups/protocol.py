@@ -1,0 +1,59 @@
+"""What crossdevice asks of an engine between processes: to exchange bytes, and a board for notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from numpy.typing import NDArray
+
+
+class Message(NamedTuple):
+    """Memory that goes to, or comes from, another rank: a contiguous host array, seen as its bytes."""
+
+    peer: int
+    memory: NDArray[Any]
+
+
+AllReduceOf: TypeAlias = Callable[[Any, str], Callable[[float], None]]
+"""Makes an all-reduce of an array in place, with a ReduceOp's name but not MEAN, into a call that blocks.
+
+It is made in the thread, and so on the streams, of whoever wrote the array, and called with a timeout.
+"""
+
+
+class Engine(Protocol):
+    """How the ranks of one group reach each other. All calls block; each comes from one thread at a time."""
+
+    name: str
+    """As users know it: "gloo", "Open MPI"."""
+
+    rank: int
+    size: int
+
+    largest_tag: int
+    """Tags are whole numbers from 0 to this one, at least 32767."""
+
+    device_all_reduces: Mapping[str, AllReduceOf]
+    """By type of device, for PyTorch's tensors that need not go through the host's memory."""
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
+    ) -> None:
+        """Sends and receives all at once, and returns when all memory may be used again.
+
+        Between two ranks, messages of one tag arrive in order; messages of another tag are never taken for
+        them. An engine may come back late, or never: the caller does not rely on `timeout_seconds`.
+        """
+
+    def post(self, note: str) -> None:
+        """Puts this rank's note on the board in place of its last one, whatever other ranks are doing."""
+
+    def notes(self) -> Mapping[int, str]:
+        """The latest note of every rank that has put one up."""
+
+    def abandon(self) -> None:
+        """Told when an error has left something on its way; called from any thread, and must not block."""
+
+    def close(self) -> None:
+        """Gives up what belongs to the engine; other ranks need not take part."""

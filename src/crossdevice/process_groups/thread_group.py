@@ -1,0 +1,115 @@
+"""Ranks as threads of one process, for tests: everything but the processes is real."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.errors import OptionError
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.launchers import Launch
+from crossdevice.process_groups.protocol import AllReduceOf, Message
+
+
+class Room:
+    """Where the ranks of one thread group leave messages and notes for each other."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.mail: dict[tuple[int, int, int], deque[NDArray[np.uint8]]] = {}
+        self.notes: dict[int, str] = {}
+
+
+class ThreadEngine:
+    """One rank in a room. Bytes are copied, so that no rank sees another's memory change."""
+
+    name = "threads"
+    largest_tag = (1 << 31) - 1
+    device_all_reduces: Mapping[str, AllReduceOf] = MappingProxyType({})
+
+    def __init__(self, room: Room, rank: int) -> None:
+        self._room = room
+        self.rank = rank
+        self.size = room.size
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
+    ) -> None:
+        """Leaves copies of what is sent, and waits for what is to come."""
+        room, end = self._room, time.monotonic() + timeout_seconds
+        with room.changed:
+            for peer, memory in sends:
+                left = room.mail.setdefault((self.rank, peer, tag), deque())
+                left.append(memory.reshape(-1).view(np.uint8).copy())
+            room.changed.notify_all()
+            for peer, memory in receives:
+                mail = room.mail.setdefault((peer, self.rank, tag), deque())
+                while not mail:
+                    if not room.changed.wait(end - time.monotonic()):
+                        raise TimeoutError(f"nothing came from rank {peer}")
+                memory.reshape(-1).view(np.uint8)[:] = mail.popleft()
+            for key in [key for key, mail in room.mail.items() if not mail]:
+                if key[1] == self.rank:
+                    del room.mail[key]
+
+    def post(self, note: str) -> None:
+        """Notes hang in the room."""
+        self._room.notes[self.rank] = note
+
+    def notes(self) -> Mapping[int, str]:
+        """All notes of the room."""
+        return dict(self._room.notes)
+
+    def abandon(self) -> None:
+        """Whoever waits in the room goes on waiting until its deadline."""
+
+    def close(self) -> None:
+        """There is nothing to give up."""
+
+
+def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> ThreadEngine:  # noqa: ARG001
+    """A room for one: the engine of a process that is alone."""
+    if cluster.size > 1:
+        raise OptionError(f"threads reach no other processes; recognised {cluster.recognised}")
+    return ThreadEngine(Room(1), 0)
+
+
+def run_ranks(size: int, function: Callable[[ProcessGroup], Any], **options: Any) -> list[Any]:
+    """Calls `function(group)` as each rank of a group of threads, and returns their results in order.
+
+    Args:
+        options: those of ProcessGroup.
+
+    Raises:
+        The exception of the lowest rank that raised one, once all have ended.
+
+    >>> run_ranks(3, lambda group: group.rank)
+    [0, 1, 2]
+    """
+    room = Room(size)
+    results: list[Any] = [None] * size
+    errors: dict[int, BaseException] = {}
+
+    def be(rank: int) -> None:
+        try:
+            with ProcessGroup(ThreadEngine(room, rank), **options) as group:
+                results[rank] = function(group)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=be, args=(rank,), name=f"rank {rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in sorted(errors):
+        raise errors[rank]
+    return results

@@ -1,0 +1,58 @@
+"""All-reduces of PyTorch's tensors where they are: NCCL for GPUs, each rank with GPUs of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PAUSE_SECONDS = 0.00005
+"""Between two questions whether a collective has ended."""
+
+
+class DeviceCollectives:
+    """Those of one rank on an engine of torch.distributed, which is started by the first of them."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, start: Callable[..., Any]) -> None:
+        """`start` makes the engine of a store, a rank, a size and a timeout."""
+        self._place = (store, rank, size)
+        self._start = start
+        self._engine: Any = None
+
+    def all_reduce_of(self, tensor: torch.Tensor, op: str) -> Callable[[float], None]:
+        """An all-reduce after all that the current stream is to do before it."""
+        on_gpu = tensor.device.type == "cuda"
+        stream = torch.cuda.current_stream(tensor.device) if on_gpu else None
+        options = dist.AllreduceOptions()
+        options.reduceOp = {
+            "SUM": dist.ReduceOp.SUM,
+            "PROD": dist.ReduceOp.PRODUCT,
+            "MIN": dist.ReduceOp.MIN,
+            "MAX": dist.ReduceOp.MAX,
+        }[op]
+
+        def run(timeout_seconds: float) -> None:
+            end = time.monotonic() + timeout_seconds
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                if self._engine is None:
+                    self._engine = self._start(*self._place, timedelta(seconds=timeout_seconds))
+                work = self._engine.allreduce([tensor], options)
+                while not work.is_completed():
+                    if time.monotonic() > end:
+                        raise TimeoutError(f"no answer in {timeout_seconds:g} seconds")
+                    time.sleep(PAUSE_SECONDS)
+                work.wait()
+
+        return run
+
+
+def nccl_of(store: dist.Store, rank: int, size: int) -> DeviceCollectives | None:
+    """Those of NCCL, if PyTorch has it and sees a GPU."""
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return None
+    return DeviceCollectives(dist.PrefixStore("nccl", store), rank, size, dist.ProcessGroupNCCL)

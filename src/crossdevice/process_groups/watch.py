@@ -1,0 +1,99 @@
+"""What one rank sees on the board while it waits: who came, who differs, who gave up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+from crossdevice.process_groups.board import Note, odd_ones_out, roll_call
+
+PATIENCE_SECONDS = 0.25
+"""How long a call may take before its rank puts up a note; quick calls put up none."""
+
+DEADLINE_PASSED = "its deadline passed"
+
+Visit: TypeAlias = Callable[[Note], "Mapping[int, Note] | None"]
+"""Puts up a note and reads all of them; None if the board cannot be reached."""
+
+
+class NumberedCall(Protocol):
+    """The call that is waited in."""
+
+    number: int
+    num_exchanges: int
+    what: str
+    signature: bytes
+
+
+class Watch:
+    """One rank's view of the board while it waits."""
+
+    def __init__(self, visit: Visit, call: NumberedCall, members: Sequence[str], rank: int) -> None:
+        self._visit = visit
+        self._call = call
+        self._members = members
+        self._rank = rank
+        self._beat = 0
+        self._notes: dict[int, Note] = {}
+        self._fresh: dict[int, bool] = {}
+        self._is_reachable = True
+        self.gave_up = ""
+
+    def look(self) -> None:
+        """Puts up a note and reads the others'."""
+        call = self._call
+        mine = Note(
+            call.number, call.num_exchanges, call.what, call.signature.hex(), self._beat, self.gave_up
+        )
+        self._beat += 1
+        found = self._visit(mine)
+        self._is_reachable = found is not None
+        for rank, note in (found or {}).items():
+            if self._notes.get(rank) != note:
+                self._fresh[rank] = True
+            self._notes[rank] = note
+        self._notes[self._rank] = mine
+
+    def look_for(self, seconds: float) -> None:
+        """Looks until the others had time to say where they are; whoever says nothing new is not fresh."""
+        self._fresh = {self._rank: True}
+        end = time.monotonic() + seconds
+        self.look()
+        while time.monotonic() < end and len(self._fresh) < len(self._members):
+            time.sleep(PATIENCE_SECONDS / 2)
+            self.look()
+
+    def look_until_all_came(self, seconds: float) -> None:
+        """Looks until all ranks have put up a note at this call, but no longer than that."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if sum(note.call >= self._call.number for note in self._notes.values()) == len(self._members):
+                return
+            time.sleep(PATIENCE_SECONDS / 5)
+            self.look()
+
+    def odd_ones_out(self) -> str | None:
+        """How the ranks at this call differ in it, as far as their notes tell."""
+        return odd_ones_out(self._notes, self._rank, self._members)
+
+    def someone_gave_up(self) -> bool:
+        """Whether a rank will not come; one whose deadline has passed does not count, as ours will too."""
+        return any(note.gave_up not in ("", DEADLINE_PASSED) for note in self._notes.values())
+
+    def waited_in_vain(self) -> str:
+        """Ranks whose deadline has passed before this one came."""
+        return "".join(
+            f"{self._members[rank]} gave up, since its deadline passed; "
+            for rank, note in sorted(self._notes.items())
+            if note.gave_up == DEADLINE_PASSED
+        )
+
+    def roll_call(self) -> str:
+        """Which ranks are where."""
+        known = roll_call(self._notes, self._fresh, self._members, self._call.number)
+        return (
+            known
+            if self._is_reachable
+            else f"the board of notes cannot be reached; as far as it was read, {known}"
+        )

@@ -1,0 +1,130 @@
+"""One rank of a group that breaks: `failing_rank.py absent|kill|stall|differ|cut torch|mpi SECONDS`."""
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from crossdevice import cluster
+from crossdevice.errors import CrossDeviceError
+from multiprocess.launching import FOLDER, report
+
+ODD_RANK = 2
+STALL_SECONDS = 9.0
+
+
+def main(scenario, engine, seconds):
+    here = cluster.from_env()
+    if scenario == "absent":
+        report(here.rank, absent(here, engine, float(seconds)))
+        return
+    group = here.form_group(engine, timeout_seconds=float(seconds))
+    facts = {"members": group.members}
+    start = time.monotonic()
+    try:
+        for _ in range(20):
+            once(group, "reduce")
+            once(group, "gather")
+        start = time.monotonic()
+        SCENARIOS[scenario](group)
+    except CrossDeviceError as error:
+        facts |= {
+            "error": type(error).__name__,
+            "text": str(error),
+            "seconds": time.monotonic() - start,
+            "at": time.time(),
+            "is_broken": group.is_broken,
+        }
+        facts["later"] = refusal(group)
+    if engine == "torch":
+        group.close()
+        facts["again"] = formed_again(scenario, here)
+    report(here.rank, facts)
+    if scenario == "stall" and engine == "torch":
+        wait_for(f"rank {ODD_RANK}.json")  # rank 0 keeps the store in which that one reads who gave up
+
+
+def absent(here, engine, seconds):
+    """One rank does not come where the group is formed."""
+    if here.rank == ODD_RANK:
+        importlib.import_module("mpi4py.MPI")  # MPI itself starts only when all ranks do, and cannot be asked
+        time.sleep(STALL_SECONDS)
+        return None
+    start = time.monotonic()
+    try:
+        here.form_group(engine, timeout_seconds=seconds)
+    except CrossDeviceError as error:
+        return {
+            "error": type(error).__name__,
+            "text": str(error),
+            "seconds": time.monotonic() - start,
+        }
+
+
+def kill(group):
+    if group.rank == ODD_RANK:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    while True:
+        once(group, "reduce", bytes(1 << 23))
+
+
+def stall(group):
+    if group.rank == ODD_RANK:
+        time.sleep(STALL_SECONDS)
+    once(group, "reduce")
+
+
+def differ(group):
+    once(group, "gather" if group.rank == ODD_RANK else "reduce")
+
+
+def cut(group):
+    """Until somebody pulls the cable."""
+    (Path(os.environ[FOLDER]) / f"busy {group.rank}").touch()
+    while True:
+        once(group, "reduce", bytes(1 << 15))
+
+
+SCENARIOS = {"kill": kill, "stall": stall, "differ": differ, "cut": cut}
+
+
+def once(group, what, record=b"small"):
+    with group.call(what, what.encode()) as call:
+        call.all_gather(record)
+
+
+def wait_for(name):
+    end = time.monotonic() + 60.0
+    while not (Path(os.environ[FOLDER]) / name).exists() and time.monotonic() < end:
+        time.sleep(0.1)
+
+
+def refusal(group):
+    """What a broken group says to the next call."""
+    try:
+        once(group, "reduce")
+    except CrossDeviceError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def formed_again(scenario, here):
+    """Those who are left form a group in the same store, while a stalled rank is still away."""
+    from crossdevice.process_groups.torch_group import form_group, store_at
+
+    left = [rank for rank in range(here.size) if scenario == "differ" or rank != ODD_RANK]
+    if here.rank not in left or scenario == "cut":
+        return None
+    store = store_at(here.address, here.port, is_keeper=False, timeout_seconds=30.0)
+    with (
+        form_group(left.index(here.rank), len(left), store=store, timeout_seconds=30.0) as group,
+        group.call("gather", b"again") as call,
+    ):
+        return [record.decode() for record in call.all_gather(b"%d" % here.rank)]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,185 @@
+"""Starts ranks as processes, ends all of them after a hard deadline, and finds those that are left."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import crossdevice
+
+HERE = Path(__file__).parent
+PACKAGE_PARENT = Path(crossdevice.__file__).parents[1]
+FOLDER = "CROSSDEVICE_TEST_FOLDER"
+MARK = "CROSSDEVICE_TEST_LAUNCH"
+"""An environment variable by which every process of a launch is known, whoever has started it."""
+
+ENDING_SECONDS = 10.0
+
+
+class Outcome(NamedTuple):
+    """How a launch ended: its exit codes, what each rank has reported, and everything that was printed."""
+
+    codes: list[int]
+    reports: dict[int, Any]
+    output: str
+    left: list[int]
+
+
+def report(rank: int, facts: Any) -> None:
+    """Called by a rank: what the test wants to know from it."""
+    path = Path(os.environ[FOLDER]) / f"rank {rank}.json"
+    path.with_suffix(".part").write_text(json.dumps(facts))
+    path.with_suffix(".part").rename(path)
+
+
+def launch(
+    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]],
+    folder: Path,
+    seconds: float,
+    during: Callable[[Path], None] = lambda _: None,
+) -> Outcome:
+    """Runs commands, each with further variables, side by side until all have ended.
+
+    Args:
+        during: called with the folder once all have been started.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = secrets.token_hex()
+    output = folder / "output"
+    processes = []
+    end = time.monotonic() + seconds
+    try:
+        with open(output, "wb") as stream:
+            for command, variables in commands:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env={**_environment(), **variables, MARK: mark, FOLDER: str(folder)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=stream,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+            during(folder)
+            for process in processes:
+                process.wait(max(end - time.monotonic(), 0))
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"not done after {seconds:g} s; printed so far: {output.read_text()}") from None
+    finally:
+        left = _still_there(mark)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        for process in processes:
+            process.wait()
+    reports = {int(path.stem.split()[1]): json.loads(path.read_text()) for path in folder.glob("rank *.json")}
+    return Outcome([process.returncode for process in processes], reports, output.read_text(), left)
+
+
+def ranks(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict[str, str]]]:
+    """Plain processes that know each other from RANK and WORLD_SIZE, so that nobody ends one with another."""
+    port = str(free_port())
+    return [
+        (
+            [sys.executable, str(HERE / script), *arguments],
+            {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        )
+        for rank in range(size)
+    ]
+
+
+def torchrun(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict[str, str]]]:
+    """Ranks under torchrun, which picks a port itself."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    return [([*command, str(HERE / script), *arguments], {})]
+
+
+def mpirun(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict[str, str]]]:
+    """Ranks under the mpirun that came with this Python's packages, else the one on the path."""
+    command = [str(find_mpirun()), "-n", str(size), sys.executable, str(HERE / script), *arguments]
+    return [
+        (
+            command,
+            {
+                # More ranks than cores are allowed (Open MPI 4, then 5), and in containers one often is root.
+                "OMPI_MCA_rmaps_base_oversubscribe": "1",
+                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+                "OMPI_MCA_mpi_yield_when_idle": "1",
+                "OMPI_ALLOW_RUN_AS_ROOT": "1",
+                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            },
+        )
+    ]
+
+
+def find_mpirun() -> str | None:
+    """Where mpirun is, if there is one."""
+    beside = str(Path(sys.executable).parent)
+    return shutil.which("mpirun", path=beside) or shutil.which("mpirun")
+
+
+needs_mpi = pytest.mark.skipif(
+    importlib.util.find_spec("mpi4py") is None or find_mpirun() is None,
+    reason="mpi4py and mpirun are not both here",
+)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@contextmanager
+def in_turn(folder: Path) -> Iterator[None]:
+    """One worker of pytest-xdist at a time: a machine with few cores has no room for several launches."""
+    import fcntl  # not on Windows, where nothing is launched
+
+    with open(folder / "launches.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what its own launcher may have said."""
+    paths = [str(PACKAGE_PARENT), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_", "TORCHELASTIC_", "MASTER_"))
+        and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TF_CONFIG")
+    }
+    return {**inherited, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def _still_there(mark: str) -> list[int]:
+    """Processes of a launch that have not ended some time after it; those on their way out get that time."""
+    end = time.monotonic() + ENDING_SECONDS
+    while (found := _marked(mark)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+def _marked(mark: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                if mark.encode() in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:
+                continue  # it ended meanwhile, or belongs to somebody else
+    return found

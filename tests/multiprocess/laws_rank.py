@@ -1,0 +1,34 @@
+"""One rank that runs all laws on an engine and reports what became of each: `laws_rank.py torch|mpi`."""
+
+import sys
+import traceback
+import warnings
+
+from crossdevice import cluster
+from multiprocess.launching import report
+from multiprocess.laws import GROUP_LAWS
+from multiprocess.laws_of_reductions import REDUCTION_LAWS
+
+
+def main(engine):
+    warnings.simplefilter("error")
+    here = cluster.from_env()
+
+    def form():
+        return here.form_group(engine, timeout_seconds=60.0)
+
+    with form() as group:
+        fates = {name: fate(law, group, form) for name, law in (GROUP_LAWS | REDUCTION_LAWS).items()}
+    report(here.rank, {"recognised": here.recognised, "engine": group.engine_name, **fates})
+
+
+def fate(law, group, form):
+    try:
+        law(group, form)
+    except Exception:
+        return traceback.format_exc()
+    return "kept"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

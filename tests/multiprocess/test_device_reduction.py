@@ -1,0 +1,19 @@
+"""Tensors that an engine reduces on their own devices; on GPUs that is NCCL, which takes one rank per GPU."""
+
+from multiprocess import launching
+
+
+def test_the_engines_own_all_reduce_gives_the_same_results(tmp_path):
+    found = launching.launch(launching.torchrun("device_rank.py", size=2), tmp_path, 120.0)
+    assert found.codes == [0], found.output
+    expected = {
+        "sum": [[[6.0, 6.0]] * 3] * 2,
+        "mean of integers": [0.5, 7.0],
+        "max in place": [[[3.0, 3.0]] * 3] * 2,
+        "is written": True,
+        "by way of the host too": [[[2.0, 2.0]] * 3, [2] * 4],
+        "explained": "1 values: the engine's own all-reduce, on the devices they are on",
+        "ring": "pack 0 (1 values of float32): sends one partial result in float32 to every other process, "
+        "24 bytes",
+    }
+    assert found.reports == {0: expected, 1: expected}

@@ -1,0 +1,98 @@
+"""Ranks that die, stall or call something else, as real processes: the others say who, soon, and go on."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+
+from multiprocess import launching
+from multiprocess.failing_rank import ODD_RANK
+from multiprocess.launching import needs_mpi
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
+
+SIZE = 3
+DEADLINE_SECONDS = 3.0
+LATE_SECONDS = 5.0
+"""After the deadline, at most: others get time to say where they are."""
+
+HARD_SECONDS = 120.0
+
+
+@pytest.fixture
+def fail(tmp_path, tmp_path_factory):
+    """Runs a scenario, and returns how it ended."""
+
+    def run(scenario, engine="torch", launcher=launching.ranks):
+        commands = launcher("failing_rank.py", scenario, engine, str(DEADLINE_SECONDS), size=SIZE)
+        with launching.in_turn(tmp_path_factory.getbasetemp().parent):
+            outcome = launching.launch(commands, tmp_path / "launch", HARD_SECONDS)
+        assert outcome.left == []
+        return outcome
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("scenario", "error", "ranks"),
+    [
+        ("kill", "ProcessGroupError", [0, 1]),
+        ("stall", "DeadlineError", [0, 1]),
+        ("differ", "MismatchError", [0, 1, 2]),
+    ],
+)
+def test_the_others_name_the_odd_rank_in_time_and_form_a_new_group(scenario, error, ranks, fail):
+    outcome = fail(scenario)
+    for rank in ranks:
+        facts = outcome.reports[rank]
+        assert facts["error"] == error, facts
+        assert facts["members"][ODD_RANK] in facts["text"]
+        assert f", process {facts['members'][ODD_RANK].split()[-1]}" in facts["text"]
+        assert facts["seconds"] < DEADLINE_SECONDS + LATE_SECONDS
+        assert facts["is_broken"]
+        assert facts["later"].startswith("ProcessGroupError: this group is broken")
+        assert facts["again"] == [str(rank) for rank in ranks]
+    odd_code = -signal.SIGKILL if scenario == "kill" else 0
+    assert outcome.codes == [0, 0, odd_code], outcome.output
+    if scenario == "stall":
+        late = outcome.reports[ODD_RANK]
+        assert late["error"] == "ProcessGroupError"
+        assert f"{late['members'][0]} gave up, since its deadline passed" in late["text"]
+
+
+@needs_mpi
+def test_on_mpi_a_stalled_rank_is_named_and_the_job_ends(fail):
+    outcome = fail("stall", "mpi", launching.mpirun)
+    for rank in (0, 1):
+        facts = outcome.reports[rank]
+        assert facts["error"] == "DeadlineError", facts
+        assert facts["members"][ODD_RANK] in facts["text"]
+        assert facts["seconds"] < DEADLINE_SECONDS + LATE_SECONDS
+    assert outcome.codes != [0]
+
+
+@needs_mpi
+def test_on_mpi_calls_that_differ_are_named(fail):
+    outcome = fail("differ", "mpi", launching.mpirun)
+    for rank in range(SIZE):
+        facts = outcome.reports[rank]
+        assert facts["error"] == "MismatchError", facts
+        assert facts["members"][ODD_RANK] in facts["text"]
+
+
+@needs_mpi
+def test_a_launcher_ends_the_job_of_a_killed_mpi_rank(fail):
+    assert fail("kill", "mpi", launching.mpirun).codes != [0]
+
+
+@needs_mpi
+def test_on_mpi_a_group_that_not_all_ranks_form_is_given_up(fail):
+    outcome = fail("absent", "mpi", launching.mpirun)
+    for rank in (0, 1):
+        facts = outcome.reports[rank]
+        assert facts["error"] == "DeadlineError", facts
+        assert "not all ranks came" in facts["text"]
+        assert facts["seconds"] < DEADLINE_SECONDS + LATE_SECONDS
+    assert outcome.codes != [0]

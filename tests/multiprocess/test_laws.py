@@ -1,0 +1,82 @@
+"""The laws of groups, on threads of one process and on processes under torchrun and mpirun."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.thread_group import Room, ThreadEngine, run_ranks
+from multiprocess import launching
+from multiprocess.launching import needs_mpi
+from multiprocess.laws import GROUP_LAWS
+from multiprocess.laws_of_reductions import REDUCTION_LAWS
+
+LAWS = GROUP_LAWS | REDUCTION_LAWS
+ROWS = [("torch", 2), ("torch", 3), ("torch", 4), ("mpi", 2), ("mpi", 4)]
+LAUNCH_SECONDS = 240.0
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
+
+
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory):
+    """What became of each launch; it happens once, in whichever worker needs it first."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def outcome(engine, size):
+        path = shared / f"laws on {engine} {size}.json"
+        with launching.in_turn(shared):
+            if not path.exists():
+                run = launching.mpirun if engine == "mpi" else launching.torchrun
+                found = launching.launch(
+                    run("laws_rank.py", engine, size=size), path.with_suffix(""), LAUNCH_SECONDS
+                )
+                path.write_text(json.dumps(found))
+        return launching.Outcome(*json.loads(path.read_text()))
+
+    return outcome
+
+
+@needs_linux
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(
+    ("engine", "size"),
+    [pytest.param(*row, marks=needs_mpi if row[0] == "mpi" else (), id=f"{row[0]}-{row[1]}") for row in ROWS],
+)
+def test_processes_keep(law, engine, size, outcomes):
+    found = outcomes(engine, size)
+    assert {int(rank): facts[law] for rank, facts in found.reports.items()} == dict.fromkeys(
+        range(size), "kept"
+    ), found.output
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    ("engine", "size"),
+    [pytest.param(*row, marks=needs_mpi if row[0] == "mpi" else (), id=f"{row[0]}-{row[1]}") for row in ROWS],
+)
+def test_launches_are_recognised_and_leave_no_process(engine, size, outcomes):
+    found = outcomes(engine, size)
+    assert found.codes == [0], found.output
+    assert found.left == []
+    launcher = "Open MPI" if engine == "mpi" else "torchrun"
+    for rank, facts in found.reports.items():
+        assert facts["recognised"].startswith(f"{launcher}: rank {rank} of {size}, local rank ")
+        assert facts["engine"].startswith("Open MPI" if engine == "mpi" else "gloo")
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_threads_keep(law, size):
+    rooms = [Room(size) for _ in range(3)]
+
+    def run(group):
+        left = iter(rooms)
+        LAWS[law](group, lambda: ProcessGroup(ThreadEngine(next(left), group.rank), timeout_seconds=60.0))
+
+    run_ranks(size, run, timeout_seconds=60.0)

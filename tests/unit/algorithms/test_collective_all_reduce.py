@@ -1,0 +1,102 @@
+"""Between processes as little is sent as a docstring says, and the constructor's numbers fit together."""
+
+import numpy as np
+import pytest
+
+import crossdevice as cd
+from crossdevice.errors import OptionError
+from crossdevice.process_groups.thread_group import run_ranks
+
+
+def sent_bytes(num_processes, num_devices, num_elements, **options):
+    """What each process sends for one sum of float32."""
+
+    def run(group):
+        ops = cd.CollectiveAllReduce(group=group, options=cd.CommunicationOptions(**options))
+        value = cd.PerReplica([np.ones(num_elements, np.float32)] * num_devices)
+        ops.reduce("sum", value, value)
+        sent = []
+        exchange = group._engine.exchange
+
+        def counted(sends, *rest):
+            sent.extend(message.memory.nbytes for message in sends)
+            exchange(sends, *rest)
+
+        group._engine.exchange = counted
+        ops.reduce("sum", value, value)
+        return sum(sent)
+
+    return run_ranks(num_processes, run)
+
+
+@pytest.mark.parametrize("num_processes", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("precision", ["fast", "accurate", "exact"])
+def test_one_replica_each_sends_the_bytes_of_a_ring(num_processes, precision):
+    elements = 64 * num_processes * 300
+    ring = 2 * (num_processes - 1) * 4 * elements // num_processes
+    assert sent_bytes(num_processes, 1, elements, precision=precision) == [ring] * num_processes
+
+
+def test_several_replicas_send_one_partial_sum_as_wide_as_the_accumulator():
+    elements = 64 * 2 * 300
+    half = elements // 2
+    assert sent_bytes(2, 4, elements) == [half * 8 + half * 4] * 2
+    assert sent_bytes(2, 4, elements, precision="fast") == [half * 4 + half * 4] * 2
+    assert sent_bytes(2, 4, elements, precision="exact") == [4 * half * 4 + half * 4] * 2
+
+
+def test_an_explanation_says_what_is_sent():
+    def run(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        value = cd.PerReplica([np.ones(64 * 2 * 300, np.float32)] * 4)
+        small = cd.PerReplica([np.ones(8, np.float32)] * 4)
+        return [ops.explain(value, value), ops.explain(small, small)]
+
+    large, small = run_ranks(2, run)[1]
+    assert large.splitlines() == [
+        "SUM of 4 replicas in each of 2 processes on threads, precision accurate; this is rank 1",
+        "pack 0 (1 values of float32): sends shards of one partial result in float64 to their owners, "
+        f"and its own shard of the result to all, {sent_bytes(2, 4, 64 * 2 * 300)[1]} bytes",
+    ]
+    assert small.endswith("sends one partial result in float64 to every other process, 64 bytes")
+
+
+def test_small_values_go_to_everyone_at_once():
+    assert sent_bytes(3, 1, 10) == [2 * 10 * 4] * 3
+
+
+def test_numbers_must_fit_together():
+    assert cd.CollectiveAllReduce(["cpu:0", "cpu:1"], 2).group is None
+    with pytest.raises(OptionError, match="group_size is 3; 2 devices in each of 1 processes are 2"):
+        cd.CollectiveAllReduce(["cpu:0", "cpu:1"], 3)
+    with pytest.raises(OptionError, match="group must be a ProcessGroup or None, got str"):
+        cd.CollectiveAllReduce(group="gloo")
+
+
+def test_its_options_are_defaults_of_every_call():
+    ops = cd.CollectiveAllReduce(options=cd.CommunicationOptions(precision="fast"))
+    value = cd.PerReplica([np.full(2, number, np.float16) for number in (2048, 1, 1)])
+    assert ops.reduce("sum", value, "cpu:0").tolist() == [2048.0] * 2
+    exact = cd.CommunicationOptions(precision="exact")
+    assert ops.reduce("sum", value, "cpu:0", exact).tolist() == [2050.0] * 2
+
+
+def test_a_broadcast_without_a_rank_asks_nobody():
+    def run(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        own = ops.broadcast(np.float32(group.rank), "cpu:0")
+        with pytest.raises(OptionError, match="from_rank must be a rank from 0 to 1, got 2"):
+            ops.broadcast(np.float32(1), "cpu:0", from_rank=2)
+        return float(own)
+
+    assert run_ranks(2, run) == [0.0, 1.0]
+
+
+def test_nccl_that_cannot_be_had_is_said_once(caplog):
+    def run(group):
+        ops = cd.CollectiveAllReduce(group=group, options=cd.CommunicationOptions(implementation="nccl"))
+        return [ops.reduce("sum", np.ones(2), "cpu:0").tolist() for _ in range(3)]
+
+    assert run_ranks(1, run) == [[[1.0, 1.0]] * 3]
+    (record,) = caplog.records
+    assert "everything else goes through threads" in record.getMessage()

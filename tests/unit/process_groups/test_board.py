@@ -1,0 +1,36 @@
+"""What notes tell about ranks."""
+
+from crossdevice.process_groups.board import Note, odd_ones_out, ranks_named, roll_call
+
+MEMBERS = [f"rank {rank} (host-{rank})" for rank in range(4)]
+
+
+def test_notes_are_read_as_they_were_written():
+    note = Note(7, 1, 'reduce "ä"', "0a", 3, "it lost contact")
+    assert Note.read(note.written()) == note
+
+
+def test_ranks_at_other_calls_are_not_compared():
+    notes = {0: Note(3, 1, "reduce", "a", 0), 1: Note(4, 1, "gather", "b", 0)}
+    assert odd_ones_out(notes, 0, MEMBERS) is None
+
+
+def test_the_smallest_party_is_named_first_and_a_single_rank_in_full():
+    notes = {rank: Note(3, 1, "reduce", "a", 0) for rank in range(4)} | {2: Note(3, 1, "gather", "b", 0)}
+    assert odd_ones_out(notes, 0, MEMBERS) == "rank 2 (host-2) calls gather; ranks 0, 1, 3 call reduce"
+
+
+def test_everyone_who_is_missing_is_named_with_the_reason():
+    notes = {
+        0: Note(5, 1, "reduce", "a", 1),
+        1: Note(5, 1, "reduce", "a", 1),
+        2: Note(6, 1, "gather", "b", 0),
+    }
+    assert roll_call(notes, {0: True}, MEMBERS, 5) == (
+        "rank 1 (host-1) arrived, but is not heard from any more; "
+        "rank 2 (host-2) is already at call 6 (gather); rank 3 (host-3) has not arrived; rank 0 is there"
+    )
+
+
+def test_ranks_are_counted():
+    assert (ranks_named([3]), ranks_named([0, 2])) == ("rank 3", "ranks 0, 2")

@@ -1,0 +1,52 @@
+"""Errands run in another thread, one after the other, and tell what became of them."""
+
+import threading
+
+import pytest
+
+from crossdevice.process_groups.courier import Courier
+
+
+@pytest.fixture
+def courier():
+    courier = Courier("a courier")
+    yield courier
+    courier.dismiss()
+
+
+def test_an_errand_returns_what_its_function_does(courier):
+    errand = courier.send(lambda: threading.current_thread().name)
+    assert errand.wait(10.0)
+    assert errand.result() == "a courier"
+
+
+def test_an_errand_raises_what_its_function_does(courier):
+    errand = courier.send(lambda: 1 // 0)
+    assert errand.wait(10.0)
+    with pytest.raises(ZeroDivisionError):
+        errand.result()
+
+
+def test_whoever_waits_may_stop_waiting(courier):
+    gate = threading.Event()
+    errand = courier.send(gate.wait)
+    assert not errand.wait(0.0)
+    gate.set()
+    assert errand.wait(10.0)
+
+
+def test_errands_are_run_in_order(courier):
+    seen = []
+    errands = [courier.send(lambda number=number: seen.append(number)) for number in range(50)]
+    assert errands[-1].wait(10.0)
+    assert seen == list(range(50))
+
+
+def test_a_dismissed_courier_finishes_and_ends():
+    courier = Courier("a courier that leaves")
+    errand = courier.send(lambda: "done")
+    thread = courier._thread
+    courier.dismiss()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert errand.result() == "done"

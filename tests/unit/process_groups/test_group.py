@@ -1,0 +1,144 @@
+"""Groups on threads: what happens when ranks do not make the same calls in time."""
+
+import threading
+import time
+
+import pytest
+
+from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
+from crossdevice.process_groups import group as group_module
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.thread_group import Room, ThreadEngine, run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _others_get_less_time(monkeypatch):
+    monkeypatch.setattr(group_module, "GRACE_SECONDS", 0.6)
+
+
+def gather(group, what="gather", signature=b"same", seconds=None):
+    with group.call(what, signature, seconds) as call:
+        return call.all_gather(b"%d" % group.rank)
+
+
+def refused(function, *arguments):
+    try:
+        function(*arguments)
+    except Exception as error:
+        return error
+    return None
+
+
+def test_calls_that_differ_are_named_on_every_rank():
+    def differ(group):
+        return refused(gather, group, "reduce" if group.rank == 1 else "gather", b"%d" % (group.rank == 1))
+
+    for error in run_ranks(3, differ):
+        assert isinstance(error, MismatchError)
+        assert "call 1 is not the same on all ranks: rank 1 (" in str(error)
+        assert "calls reduce; ranks 0, 2 call gather" in str(error)
+
+
+def test_a_rank_that_is_late_is_named_by_those_who_waited():
+    done = threading.Barrier(3)
+
+    def be_late(group):
+        if group.rank == 1:
+            done.wait()
+            return None
+        error = refused(gather, group, "gather", b"same", 0.3)
+        done.wait()
+        return error
+
+    errors = run_ranks(3, be_late)
+    for rank in (0, 2):
+        assert isinstance(errors[rank], DeadlineError)
+        assert "rank 1 (" in str(errors[rank])
+        assert "has not arrived; ranks 0, 2 are there" in str(errors[rank])
+
+
+def test_a_broken_group_refuses_later_calls_and_says_why():
+    errors = []
+
+    def wait_alone(group):
+        if group.rank == 0:
+            refused(gather, group, "gather", b"same", 0.1)
+            errors.append(refused(gather, group))
+
+    run_ranks(2, wait_alone)
+    (error,) = errors
+    assert isinstance(error, ProcessGroupError)
+    assert "a new one has to be formed: call 1 (gather) was not done in 0.1 seconds" in str(error)
+
+
+def test_a_closed_group_refuses_calls():
+    group = ProcessGroup(ThreadEngine(Room(1), 0))
+    group.close()
+    group.close()
+    with pytest.raises(ProcessGroupError, match="it was closed"):
+        gather(group)
+
+
+def test_unknown_checks_are_refused():
+    with pytest.raises(OptionError, match="one of new, always, off; got 'sometimes'"):
+        ProcessGroup(ThreadEngine(Room(1), 0), checks="sometimes")
+
+
+class Broken(ThreadEngine):
+    """Fails in its second exchange, and remembers that it was abandoned; its board is out of reach."""
+
+    num_exchanges = 0
+    num_visits = 0
+    is_abandoned = False
+
+    def exchange(self, sends, receives, tag, timeout_seconds):
+        self.num_exchanges += 1
+        if self.num_exchanges > 1:
+            raise ConnectionError("the line is dead")
+        super().exchange(sends, receives, tag, timeout_seconds)
+
+    def post(self, note):
+        self.num_visits += 1
+        time.sleep(2.0)
+
+    def abandon(self):
+        self.is_abandoned = True
+
+
+def test_an_engine_that_fails_is_abandoned_and_its_board_is_not_asked_twice_at_once():
+    room, engines = Room(2), {}
+
+    def be(rank):
+        engines[rank] = Broken(room, rank)
+        group = ProcessGroup(engines[rank])
+        errors[rank] = refused(gather, group)
+        group.close()
+
+    errors = {}
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in range(2):
+        assert isinstance(errors[rank], ProcessGroupError)
+        assert "the board of notes cannot be reached" in str(errors[rank])
+        assert "(threads: the line is dead)" in str(errors[rank])
+        assert engines[rank].is_abandoned
+        assert engines[rank].num_visits == 1
+
+
+def test_a_note_of_an_earlier_exchange_is_no_mismatch():
+    """A rank that waited in the first exchange says nothing new while the second one is slow."""
+
+    def run(group):
+        if group.rank == 2:
+            time.sleep(0.6)
+        with group.call("reduce", b"first", 20.0) as call:
+            call.all_gather(b"1")
+            call.signature = b"second"
+            if group.rank == 1:
+                time.sleep(0.6)
+            return call.all_gather(b"2")
+
+    assert run_ranks(3, run) == [[b"2"] * 3] * 3

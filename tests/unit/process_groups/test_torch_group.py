@@ -1,0 +1,125 @@
+"""Gloo between threads that meet in a store of one process; real processes are in tests/multiprocess."""
+
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from crossdevice.errors import DeadlineError, OptionError, ProcessGroupError
+
+torch = pytest.importorskip("torch")
+
+from crossdevice.process_groups import torch_group  # noqa: E402
+from crossdevice.process_groups.protocol import Message  # noqa: E402
+
+
+@pytest.fixture
+def store():
+    return torch.distributed.HashStore()
+
+
+def run(size, function, store, **options):
+    def be(rank):
+        with torch_group.form_group(
+            rank, size, "127.0.0.1", store=store, **{"timeout_seconds": 20.0, **options}
+        ) as group:
+            return function(group)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(be, range(size)))
+
+
+def gather(group):
+    with group.call("gather", b"ranks") as call:
+        return call.all_gather(b"%d" % group.rank)
+
+
+def test_a_rank_that_does_not_come_is_named(store):
+    with pytest.raises(DeadlineError, match="ranks 1, 2 did not come; rank 0 came"):
+        torch_group.form_group(0, 3, "127.0.0.1", store=store, timeout_seconds=0.2)
+
+
+def test_a_rank_beyond_the_size_is_refused(store):
+    with pytest.raises(OptionError, match="got rank 2 of 2"):
+        torch_group.form_group(2, 2, store=store)
+
+
+def test_without_a_store_an_address_is_needed():
+    with pytest.raises(OptionError, match="got neither"):
+        torch_group.form_group(0, 2)
+
+
+def test_a_store_that_cannot_be_reached_is_named():
+    with pytest.raises(ProcessGroupError, match=r"the store at 127.0.0.1:1, .* could not be reached"):
+        torch_group.form_group(1, 2, "127.0.0.1", 1, timeout_seconds=0.5)
+
+
+def test_groups_follow_each_other_in_one_store(store):
+    for size in (2, 3, 2):
+        assert run(size, gather, store) == [[b"%d" % rank for rank in range(size)]] * size
+
+
+def test_names_tell_groups_apart(store):
+    with ThreadPoolExecutor(2) as pool:
+        ours, theirs = pool.map(lambda name: run(2, gather, store, name=name), ["ours", "theirs"])
+    assert ours == theirs == [[b"0", b"1"]] * 2
+
+
+def test_memory_is_sent_as_it_is_and_without_a_warning(store):
+    values = np.arange(6, dtype=np.float16).reshape(2, 3)
+    values.flags.writeable = False
+
+    def swap(group):
+        got = np.empty_like(values)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tensor = torch_group._tensor(values)
+        assert tensor.data_ptr() == values.ctypes.data
+        with group.call("swap", b"") as call:
+            other = 1 - group.rank
+            call.exchange([Message(other, values)], [Message(other, got)])
+        return got.tolist()
+
+    assert run(2, swap, store) == [values.tolist()] * 2
+
+
+def test_the_interface_named_by_the_environment_is_used(store, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(ProcessGroupError, match="GLOO_SOCKET_IFNAME"):
+        run(1, gather, store)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert run(1, gather, store) == [[b"0"]]
+
+
+def test_closing_ends_what_is_on_its_way(store):
+    """Long before the engine's own deadline."""
+    engines = {}
+
+    def join(rank):
+        engines[rank] = torch_group.TorchEngine(store, rank, 2, address="127.0.0.1", timeout_seconds=20.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(join, range(2)))
+    ended = threading.Event()
+
+    def wait_in_vain():
+        try:
+            engines[0].exchange([], [Message(1, np.empty(4))], 7, 250.0)
+        except ConnectionError:
+            ended.set()
+
+    waiting = threading.Thread(target=wait_in_vain)
+    waiting.start()
+    while not engines[0]._is_out:
+        pass
+    engines[0].close()
+    waiting.join()
+    assert ended.is_set()
+    engines[1].close()
+
+
+def test_gloo_errors_are_cut_to_what_they_tell():
+    error = RuntimeError("[/a/pair.cc:1] Connection closed by peer [::1]:2. This is typically a crash\nframe")
+    assert torch_group._reason(error) == "Connection closed by peer [::1]:2"
