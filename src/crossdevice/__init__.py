@@ -27,6 +27,7 @@ from crossdevice.strategies.current import (
     in_cross_replica_context,
 )
 from crossdevice.strategies.mirrored import MirroredStrategy
+from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
 from crossdevice.strategies.replica_context import ReplicaContext
 from crossdevice.strategies.variables import MirroredVariable, SyncOnReadVariable
 from crossdevice.values.device import Device
@@ -55,6 +56,7 @@ __all__ = [
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "PerReplica",
     "ReduceOp",

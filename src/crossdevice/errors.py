@@ -38,6 +38,9 @@ class DtypeError(CrossDeviceError, TypeError):
 class MismatchError(CrossDeviceError, ValueError):
     """Replicas that should agree and do not; the message names the odd one out."""
 
+    is_on_all_ranks: bool = False
+    """Whether every process of a group has raised it, so that none waits for this one."""
+
 
 class ShapeMismatchError(MismatchError):
     """Replicas with different shapes."""

@@ -104,12 +104,12 @@ def ranks(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict
 def torchrun(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict[str, str]]]:
     """Ranks under torchrun, which picks a port itself."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    return [([*command, str(HERE / script), *arguments], {})]
+    return [([*command, _path(script), *arguments], {})]
 
 
 def mpirun(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict[str, str]]]:
     """Ranks under the mpirun that came with this Python's packages, else the one on the path."""
-    command = [str(find_mpirun()), "-n", str(size), sys.executable, str(HERE / script), *arguments]
+    command = [str(find_mpirun()), "-n", str(size), sys.executable, _path(script), *arguments]
     return [
         (
             command,
@@ -123,6 +123,11 @@ def mpirun(script: str, *arguments: str, size: int) -> list[tuple[list[str], dic
             },
         )
     ]
+
+
+def _path(script: str) -> str:
+    """A script beside this file, or -m for the module that the next argument names."""
+    return script if script == "-m" else str(HERE / script)
 
 
 def find_mpirun() -> str | None:

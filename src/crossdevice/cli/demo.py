@@ -22,7 +22,10 @@ from crossdevice.cli.demo_networks import NETWORKS, initial_parameters
 from crossdevice.cli.line_chart import Line, Panel, charts_svg
 from crossdevice.cli.output_file import output_file
 from crossdevice.errors import OptionError
+from crossdevice.process_groups.cluster import Cluster, from_env
+from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.strategies.mirrored import MirroredStrategy
+from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -87,24 +90,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains on the devices asked for and on one, and compares."""
+    """Trains on the devices asked for and on one, and compares; with other processes under a launcher."""
     for name in ("devices", "epochs"):
         if getattr(arguments, name) < 1:
             raise OptionError(f"--{name} must be 1 or more; got {getattr(arguments, name)}")
     digits = load_digits()
-    devices = [f"cpu:{index}" for index in range(arguments.devices)]
+    cluster = from_env()
+    if cluster.size == 1:
+        return _run_alone(digits, arguments)
+    return _run_with_others(digits, arguments, cluster)
+
+
+def _run_alone(digits: Digits, arguments: argparse.Namespace) -> int:
+    devices = _logical_devices(arguments.devices)
     strategy = MirroredStrategy(devices, ALGORITHMS.load(arguments.ops)() if arguments.ops else None)
     ops = TimedOps(strategy.extended.cross_device_ops)
+    _introduce(strategy, digits, arguments)
+    with _progress(2 * arguments.epochs) as advance:
+        many = _train(digits, arguments, MirroredStrategy(devices, ops), f"{len(devices)} devices", advance)
+        single = _train(digits, arguments, MirroredStrategy(["cpu:0"]), "1 device", advance)
+    _report(many, single, len(devices), ", ".join(devices))
+    if ops.microseconds:
+        print(
+            f"{len(ops.microseconds)} reductions by {type(ops.ops).__name__}: "
+            f"{np.median(ops.microseconds):.0f} us each (median), {sum(ops.microseconds) / 1e6:.2f} s in all"
+        )
+    return _draw(many, single, arguments)
+
+
+def _run_with_others(digits: Digits, arguments: argparse.Namespace, cluster: Cluster) -> int:
+    """The same devices shared among processes, so the same bits as alone; only the first process speaks."""
+    if arguments.ops is not None:
+        raise OptionError("--ops is for one process; several use CollectiveAllReduce")
+    share, longer = divmod(arguments.devices, cluster.size)
+    if not share:
+        raise OptionError(f"{cluster.size} processes need as many devices; got --devices {arguments.devices}")
+    devices = _logical_devices(share + (cluster.rank < longer))
+    strategy = MultiWorkerMirroredStrategy(cluster, devices=devices)
+    title = f"{arguments.devices} devices"
+    if not strategy.is_chief:
+        _shared_digests(_train(digits, arguments, strategy, title, lambda _: None), strategy.group)
+        return 0
+    _introduce(strategy, digits, arguments)
+    with _progress(2 * arguments.epochs) as advance:
+        many = _shared_digests(_train(digits, arguments, strategy, title, advance), strategy.group)
+        single = _train(digits, arguments, MirroredStrategy(["cpu:0"]), "1 device", advance)
+    _report(many, single, arguments.devices, f"{arguments.devices} devices of {cluster.size} processes")
+    return _draw(many, single, arguments)
+
+
+def _logical_devices(number: int) -> list[str]:
+    return [f"cpu:{index}" for index in range(number)]
+
+
+def _introduce(strategy: MirroredStrategy, digits: Digits, arguments: argparse.Namespace) -> None:
     print(strategy.explain())
     print(
         f"{len(digits.labels)} digits to learn from, {len(digits.held_out_labels)} held out; "
         f"{arguments.epochs} epochs in batches of {BATCH_SIZE}, {arguments.backend}"
     )
-    with _progress(2 * arguments.epochs) as advance:
-        many = _train(digits, arguments, MirroredStrategy(devices, ops), f"{len(devices)} devices", advance)
-        single = _train(digits, arguments, MirroredStrategy(["cpu:0"]), "1 device", advance)
-    _report(many, single, devices, ops)
-    arguments.picture.write_text(_picture(many, single, len(devices)), encoding="utf-8")
+
+
+def _shared_digests(training: Training, group: ProcessGroup) -> Training:
+    """The same with the digests of all processes."""
+    with group.call("compare parameters", b"digests") as call:
+        of_ranks = call.all_gather_uneven("\n".join(training.digests).encode())
+    return training._replace(digests=[line for text in of_ranks for line in text.decode().split("\n")])
+
+
+def _draw(many: Training, single: Training, arguments: argparse.Namespace) -> int:
+    arguments.picture.write_text(_picture(many, single, arguments.devices), encoding="utf-8")
     print(f"curves of loss, accuracy and time per step: {arguments.picture}")
     return 0 if len(set(many.digests)) == 1 else 1
 
@@ -150,20 +205,15 @@ def _train(
     return training
 
 
-def _report(many: Training, single: Training, devices: Sequence[str], ops: TimedOps) -> None:
+def _report(many: Training, single: Training, num_devices: int, places: str) -> None:
     print()
     print(f"{'':<12} accuracy on held-out digits   training, seconds")
-    for title, training in ((f"{len(devices)} devices", many), ("1 device", single)):
+    for title, training in ((f"{num_devices} devices", many), ("1 device", single)):
         print(f"{title:<12} {training.accuracies[-1]:>27.4f}   {training.seconds:>17.2f}")
     if len(set(many.digests)) == 1:
-        print(f"all replicas hold the same bits: sha256 {many.digests[0][:16]}... on {', '.join(devices)}")
+        print(f"all replicas hold the same bits: sha256 {many.digests[0][:16]}... on {places}")
     else:
         print(f"REPLICAS DIFFER: {[digest[:16] for digest in many.digests]}")
-    if ops.microseconds:
-        print(
-            f"{len(ops.microseconds)} reductions by {type(ops.ops).__name__}: "
-            f"{np.median(ops.microseconds):.0f} us each (median), {sum(ops.microseconds) / 1e6:.2f} s in all"
-        )
 
 
 def _picture(many: Training, single: Training, num_devices: int) -> str:

@@ -112,7 +112,9 @@ def _compared(call: Call, description: Description, replicas: tuple[int, ...]) -
     if any(header[:DIGEST_BYTES] != description.digest for header in headers):
         texts = call.all_gather_uneven(description.text.encode())
         descriptions = [Description.read(text.decode()) for text in texts]
-        raise _difference(descriptions, call.group.members, call.number)
+        difference = _difference(descriptions, call.group.members, call.number)
+        difference.is_on_all_ranks = True
+        raise difference
     numbers = [int.from_bytes(header[DIGEST_BYTES:], "little") for header in headers]
     if VARYING not in numbers:
         return tuple((number,) * len(replicas) for number in numbers)

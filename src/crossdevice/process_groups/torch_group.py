@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ipaddress
 import os
 import re
@@ -147,7 +148,9 @@ class TorchEngine:
         return {rank: note for rank, note in enumerate(self._everyones("note")) if note}
 
     def abandon(self) -> None:
-        """Gloo gives up at its deadline, or when the group is closed."""
+        """Gloo gives up at its deadline, or when the group is closed, which must be before Python ends."""
+        atexit.unregister(self.close)
+        atexit.register(self.close)
 
     def close(self) -> None:
         """Hangs up. What is on its way ends with an error, here and at the other end."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from crossdevice.algorithms.base import CrossDeviceOps
-from crossdevice.backends.protocol import Array, Backend
+from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.errors import ConversionError
 from crossdevice.execution.intake import Leaf, one_backend, read_value
-from crossdevice.values.device import Device
+from crossdevice.values.device import Device, host_device
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, check_reducible, result_dtype
 from crossdevice.values.nesting import unflatten
@@ -57,16 +60,53 @@ def _reduced(
     shapes = [backend.shape_of(array) for array in leaf.arrays]
     axes = _checked_axes(axis, len(shapes[0]), leaf)
     counts = [math.prod(shape[number] for number in axes) for shape in shapes]
-    counted = [replica for replica, count in enumerate(counts) if count] or [0]
-    locally = PerReplica.of(
-        tuple(_local(op, leaf.arrays[replica], axes, backend, dtype) for replica in counted),
-        tuple(devices[replica] for replica in counted),
-    )
+    count = sum(counts) if ops.group is None else int(ops.gather(np.array([sum(counts)]), to).sum())
+    # Where there is nothing at all, the first replica says what that comes to, on every process.
+    counted = [replica for replica, own in enumerate(counts) if own or not (count or replica)]
+    partials = [_local(op, leaf.arrays[replica], axes, backend, dtype) for replica in counted]
+    places = [devices[replica] for replica in counted]
+    if ops.group is not None:
+        if count:
+            shape = [length for number, length in enumerate(shapes[0]) if number not in axes]
+            partial = dtype
+            if op not in (ReduceOp.MIN, ReduceOp.MAX):  # which are never wider, and not of nothing
+                partial = backend.dtype_of(_local(op, leaf.arrays[0][:0], axes, backend, dtype))
+            partials = _of_all_processes(partials, shape, partial, backend, to, ops)
+            places = [to] * len(partials)
+        ops = _within_process(ops)
     over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
-    total = ops.reduce(over_replicas, locally, to)
+    total = ops.reduce(over_replicas, PerReplica.of(tuple(partials), tuple(places)), to)
     if op is ReduceOp.MEAN:
-        total = _divided(total, sum(counts), backend)
+        total = _divided(total, count, backend)
     return _rounded(total, backend, result_dtype(dtype, op))
+
+
+def _of_all_processes(
+    partials: Sequence[Array],
+    shape: Sequence[int],
+    dtype: str,
+    backend: Backend,
+    to: Device,
+    ops: CrossDeviceOps,
+) -> list[Array]:
+    """The partial results of all replicas that have any elements, in the order of processes.
+
+    They travel unsummed, and every process combines them as one alone would: so the bits do not
+    depend on which replicas are in which process.
+    """
+    flats = [np.empty(0, dtype_named(dtype)), *map(backend.to_host, partials)]
+    rows = np.concatenate(flats).reshape(len(partials), *shape)
+    return [
+        backend.from_host(np.array(row).reshape(-1), tuple(shape), to)
+        for row in ops.gather(rows, host_device(0))
+    ]
+
+
+def _within_process(ops: CrossDeviceOps) -> CrossDeviceOps:
+    """The same algorithm with the same options, for the replicas of this process alone."""
+    alone = copy.copy(ops)
+    alone.group = None
+    return alone
 
 
 def _local(op: ReduceOp, array: Array, axes: tuple[int, ...], backend: Backend, dtype: str) -> Array:

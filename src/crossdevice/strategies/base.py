@@ -13,6 +13,7 @@ from crossdevice.strategies.input import (
     DealtDataset,
     DistributedDataset,
     InputContext,
+    Seats,
     ValueContext,
     batches_of,
 )
@@ -28,6 +29,9 @@ from crossdevice.values.replica_scope import check_cross_replica
 
 class Strategy(abc.ABC):
     """Runs one function as several replicas, and combines what they return."""
+
+    first_replica: int = 0
+    """The number of this process's first replica among those of all processes."""
 
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
@@ -49,8 +53,8 @@ class Strategy(abc.ABC):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas run together."""
-        return len(self._extended.worker_devices)
+        """How many replicas run together, in all processes."""
+        return self._extended.num_replicas
 
     def scope(self) -> AbstractContextManager[Strategy]:
         """Makes this the current strategy for a `with` block, which may be entered again inside itself."""
@@ -100,12 +104,12 @@ class Strategy(abc.ABC):
         return create_variable(self, initial_value, name, dtype, trainable, synchronization, aggregation)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """What each replica holds of a value, as a tuple; one entry for a value that is not distributed."""
+        """What each replica of this process holds of a value; the value alone if it is not distributed."""
         if isinstance(value, DistributedValues):
             return value.values
         if not distributed_leaves(value):
             return (value,)
-        return tuple(select_replica(replica, value) for replica in range(self.num_replicas_in_sync))
+        return tuple(select_replica(replica, value) for replica in range(len(self._extended.worker_devices)))
 
     def experimental_distribute_dataset(
         self,
@@ -120,19 +124,26 @@ class Strategy(abc.ABC):
             dataset: any iterable of batches, a PyTorch DataLoader for one; or, with `batch_size`, an
                 array or a structure of arrays.
         """
-        return DistributedDataset(batches_of(dataset, batch_size), self._extended.worker_devices)
+        return DistributedDataset(batches_of(dataset, batch_size), self._seats)
 
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: Any = None,  # noqa: ARG002 - TensorFlow's argument
     ) -> Iterable[Any]:
-        """Batches of one replica each, which `dataset_fn(InputContext)` makes, dealt out in turn."""
-        batches = dataset_fn(InputContext(num_replicas_in_sync=self.num_replicas_in_sync))
-        return DealtDataset(batches_of(batches, None), self._extended.worker_devices)
+        """Batches of one replica each, which `dataset_fn(InputContext)` makes, dealt out in turn.
+
+        Where there are several processes, each makes those of its own replicas.
+        """
+        context = InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
+        return DealtDataset(batches_of(dataset_fn(context), None), self._seats)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """A PerReplica (or a structure of them) of what `value_fn(ValueContext)` returns for each replica."""
-        number = self.num_replicas_in_sync
-        values = [value_fn(ValueContext(replica, number)) for replica in range(number)]
-        return regroup(values, self._extended.worker_devices, always_wrap=True)
+        seats = self._seats
+        values = [value_fn(ValueContext(number, seats.num_replicas)) for number in seats.numbers]
+        return regroup(values, seats.devices, always_wrap=True)
+
+    @property
+    def _seats(self) -> Seats:
+        return Seats(self._extended.worker_devices, self.first_replica, self.num_replicas_in_sync)

@@ -152,7 +152,7 @@ class DistributedVariable(DelegatingValues):
         return context
 
     def _copy_of(self, context: ReplicaContext) -> ReplicaVariable:
-        copy: ReplicaVariable = self._values[context.replica_id_in_sync_group]
+        copy: ReplicaVariable = self._values[context.local_replica]
         return copy
 
     def _write_own(self, context: ReplicaContext, write: Write, value: Any) -> Any:
@@ -173,7 +173,7 @@ class DistributedVariable(DelegatingValues):
         if context is None:
             refuse_per_replica("assign", self.name, value)
         elif isinstance(value, PerReplica):
-            value = value.values[context.replica_id_in_sync_group]
+            value = value.values[context.local_replica]
         if isinstance(value, DelegatingValues):
             value = value.current()
         if isinstance(value, Variable):

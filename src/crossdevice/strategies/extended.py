@@ -32,9 +32,15 @@ _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 class StrategyExtended:
     """What `strategy.extended` is: every reduction goes through the strategy's own `cross_device_ops`."""
 
-    def __init__(self, devices: tuple[Device, ...], cross_device_ops: CrossDeviceOps) -> None:
+    def __init__(
+        self,
+        devices: tuple[Device, ...],
+        cross_device_ops: CrossDeviceOps,
+        num_replicas: int | None = None,
+    ) -> None:
         self._devices = devices
         self._cross_device_ops = cross_device_ops
+        self._num_replicas = len(devices) if num_replicas is None else num_replicas
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
@@ -43,8 +49,13 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
-        """The device of each replica."""
+        """The device of each replica of this process."""
         return self._devices
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas there are, in all processes."""
+        return self._num_replicas
 
     @property
     def parameter_devices(self) -> tuple[Device, ...]:
@@ -161,7 +172,7 @@ class StrategyExtended:
     def _same_everywhere(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
         if op in _IDEMPOTENT:
             if (
-                len(self._devices) == 1
+                self._num_replicas == 1
                 and hasattr(value, "dtype")
                 and not isinstance(value, DistributedValues)
             ):
@@ -174,10 +185,10 @@ class StrategyExtended:
             )
         if op is ReduceOp.SUM and _is_zero(value):
             return value.copy() if isinstance(value, np.ndarray) else value
-        if len(self._devices) > 1:
+        if self._num_replicas > 1:
             raise ReduceOpError(
                 f"{op.name} of a {type(value).__name__} that is not distributed: it is unclear whether each "
-                f"of the {len(self._devices)} replicas contributes it; hand over a PerReplica"
+                f"of the {self._num_replicas} replicas contributes it; hand over a PerReplica"
             )
         return self._cross_device_ops.broadcast(value, destinations)
 

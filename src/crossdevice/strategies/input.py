@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,21 +41,36 @@ class ValueContext(NamedTuple):
     num_replicas_in_sync: int = 1
 
 
+class Seats(NamedTuple):
+    """The devices of this process's replicas, and which of all replicas they are."""
+
+    devices: tuple[Device, ...]
+    first_replica: int
+    num_replicas: int
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of this process's replicas among all."""
+        return range(self.first_replica, self.first_replica + len(self.devices))
+
+
 class DistributedDataset:
     """Global batches, each cut along its first axis into one part per replica.
 
     Parts differ in length by at most one, the first ones being longer; of a batch with fewer examples than
     replicas, the last parts are empty. Nothing is dropped, padded or given to two replicas, so
-    a mean over examples is `strategy.reduce("mean", per_example, axis=0)`.
+    a mean over examples is `strategy.reduce("mean", per_example, axis=0)`. Where there are several
+    processes, each goes through the same batches and takes the parts of its own replicas.
     """
 
-    def __init__(self, batches: Iterable[Any], devices: Sequence[Device]) -> None:
+    def __init__(self, batches: Iterable[Any], seats: Seats) -> None:
         self._batches = batches
-        self._devices = devices
+        self._seats = seats
 
     def __iter__(self) -> Iterator[Any]:
+        seats = self._seats
         for number, batch in enumerate(self._batches):
-            yield regroup(_parts(batch, self._devices, number), self._devices)
+            yield regroup(_parts(batch, seats, number), seats.devices, among=seats.num_replicas)
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]  # without a length of its own: Python's TypeError
@@ -64,20 +79,39 @@ class DistributedDataset:
 class DealtDataset:
     """Batches that are one replica's each already, dealt out in turn.
 
-    If the last round has too few, the remaining replicas get empty arrays of the same kind.
+    If the last round has too few, the remaining replicas get empty arrays of the same kind; so does a
+    process whose batches have come to an end before those of others.
+
+    Args:
+        of_all_processes: called with this process's number of batches before each round, gives those of all.
     """
 
-    def __init__(self, batches: Iterable[Any], devices: Sequence[Device]) -> None:
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        seats: Seats,
+        of_all_processes: Callable[[int], Sequence[int]] = lambda number: (number,),
+    ) -> None:
         self._batches = batches
-        self._devices = devices
+        self._seats = seats
+        self._of_all_processes = of_all_processes
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._batches)
-        while own := list(itertools.islice(batches, len(self._devices))):
-            missing = len(self._devices) - len(own)
-            own += [_rows(own[0], 0, 0)] * missing
-            parts = [_moved(part, device) for part, device in zip(own, self._devices, strict=True)]
-            yield regroup(parts, self._devices)
+        devices, batches = self._seats.devices, iter(self._batches)
+        own = list(itertools.islice(batches, len(devices)))
+        numbers = self._of_all_processes(len(own))
+        if any(numbers) and not all(numbers):
+            raise ConversionError(
+                f"the dataset of process {numbers.index(0)} is empty, and those of others are not; "
+                "each needs at least one batch, which may have no examples"
+            )
+        nothing = _rows(own[0], 0, 0) if own else None
+        while any(numbers):
+            own += [nothing] * (len(devices) - len(own))
+            parts = [_moved(part, device) for part, device in zip(own, devices, strict=True)]
+            yield regroup(parts, devices, among=self._seats.num_replicas)
+            own = list(itertools.islice(batches, len(devices)))
+            numbers = self._of_all_processes(len(own))
 
 
 class ArrayBatches:
@@ -112,12 +146,12 @@ def batches_of(dataset: Any, batch_size: int | None) -> Iterable[Any]:
     return dataset  # type: ignore[no-any-return]
 
 
-def _parts(batch: Any, devices: Sequence[Device], number: int) -> list[Any]:
-    share, longer = divmod(_num_examples(batch, f"batch {number}"), len(devices))
-    edges = [replica * share + min(replica, longer) for replica in range(len(devices) + 1)]
+def _parts(batch: Any, seats: Seats, number: int) -> list[Any]:
+    share, longer = divmod(_num_examples(batch, f"batch {number}"), seats.num_replicas)
+    edges = [replica * share + min(replica, longer) for replica in range(seats.num_replicas + 1)]
     return [
-        _moved(_rows(batch, start, stop), device)
-        for (start, stop), device in zip(itertools.pairwise(edges), devices, strict=True)
+        _moved(_rows(batch, *edges[replica : replica + 2]), device)
+        for replica, device in zip(seats.numbers, seats.devices, strict=True)
     ]
 
 

@@ -52,15 +52,18 @@ class MirroredStrategy(Strategy):
             raise OptionError(
                 f"cross_device_ops must be a CrossDeviceOps or None, got {type(cross_device_ops).__name__}"
             )
-        self._devices = _checked_devices(devices) if devices else _default_devices()
+        self._devices = _checked_devices(devices) if devices else default_devices()
         self._choice = (
             choose_algorithm(self._devices)
             if cross_device_ops is None
             else Choice(cross_device_ops, "given to the strategy")
         )
         self._idle: list[ReplicaThreads] = []
-        super().__init__(StrategyExtended(self._devices, self._choice.cross_device_ops))
+        super().__init__(self._extended_of(self._choice.cross_device_ops))
         logger.info("%s", self.explain())
+
+    def _extended_of(self, ops: CrossDeviceOps) -> StrategyExtended:
+        return StrategyExtended(self._devices, ops)
 
     def run(
         self,
@@ -94,7 +97,7 @@ class MirroredStrategy(Strategy):
             leave_run(token)
         # Only threads of a run that went well are kept; those of any other are gone or on their way.
         self._idle.append(threads)
-        return regroup(results, self._devices)
+        return regroup(results, self._devices, among=self.num_replicas_in_sync)
 
     def explain(self) -> str:
         """Which devices there are, how values are reduced over them, and why so.
@@ -159,13 +162,15 @@ def _call_as_replica(
         return fn(*args, **kwargs)
 
 
-def _default_devices() -> tuple[Device, ...]:
+def default_devices(process: int = 0, num_processes: int = 1) -> tuple[Device, ...]:
+    """All GPUs, or a logical device for each core; their share for one of several processes of a host."""
     num_gpus = loaded_torch.num_gpus()
     if num_gpus:
-        return tuple(Device("cuda", index) for index in range(num_gpus))
+        own = range(process, num_gpus, num_processes) or [process % num_gpus]
+        return tuple(Device("cuda", index) for index in own)
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
     num_cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return tuple(host_device(index) for index in range(num_cores))
+    return tuple(host_device(index) for index in range(max(1, num_cores // num_processes)))
 
 
 def _checked_devices(devices: Sequence[Device | str]) -> tuple[Device, ...]:

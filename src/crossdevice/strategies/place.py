@@ -67,7 +67,7 @@ def outside_of_replicas(strategy: Strategy) -> AbstractContextManager[None]:
 
 def enter_replica_context(context: ReplicaContext) -> None:
     """Makes the running contextvars context one replica's; each replica has a copy of its own."""
-    enter_replica(context.replica_id_in_sync_group)
+    enter_replica(context.local_replica)
     _place.set(Place(context.strategy, context, True))
 
 

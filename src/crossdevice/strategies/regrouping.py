@@ -23,16 +23,20 @@ def regroup(
     devices: Sequence[Device],
     wrap: type[DistributedValues] = PerReplica,
     always_wrap: bool = False,
+    among: int | None = None,
 ) -> Any:
     """One structure of distributed values from one structure per replica; a lone replica's stays as it is.
 
     An object that all replicas share (None, a name, a variable) stays bare. Arrays and numbers do not:
     whether they count once or once per replica would otherwise depend on who made them.
 
+    Args:
+        among: how many replicas there are in all, if others are in other processes.
+
     >>> regroup([(1.0, "ab"), (1.0, "ab")], [Device("cpu"), Device("cpu", 1)])[1]
     'ab'
     """
-    if len(components) == 1 and not always_wrap:
+    if (among or len(components)) == 1 and not always_wrap:
         return components[0]
     if all(component is None for component in components):
         return None

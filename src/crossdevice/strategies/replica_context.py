@@ -42,7 +42,12 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """The number of this replica, from 0."""
+        """The number of this replica, from 0, among those of all processes."""
+        return self._strategy.first_replica + self._replica
+
+    @property
+    def local_replica(self) -> int:
+        """Its number among those of this process: its place in the components of local values."""
         return self._replica
 
     @property
@@ -94,7 +99,7 @@ class ReplicaContext:
         devices = self._strategy.extended.worker_devices
 
         def merge(arguments: list[Any]) -> Sequence[Any]:
-            merged_args, merged_kwargs = regroup(arguments, devices)
+            merged_args, merged_kwargs = regroup(arguments, devices, among=self.num_replicas_in_sync)
             return spread(merge_fn(self._strategy, *merged_args, **merged_kwargs), devices)
 
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
@@ -111,8 +116,9 @@ class ReplicaContext:
         """Waits for the same call of all replicas; `merge` turns all their values into all their answers."""
         if current_place().context is not self:
             raise ContextError(
-                f"{name} belongs to replica {self._replica} ({self._device}) and was called elsewhere: in "
-                "another replica, another thread or a merge function; ask get_replica_context() there"
+                f"{name} belongs to replica {self.replica_id_in_sync_group} ({self._device}) and was called "
+                "elsewhere: in another replica, another thread or a merge function; ask "
+                "get_replica_context() there"
             )
         if options is not DEFAULT_OPTIONS:
             details = (*details, *_differences(options))
@@ -127,7 +133,8 @@ class ReplicaContext:
         return PerReplica.of(tuple(trees), placed_on(trees, self._strategy.extended.worker_devices))
 
     def __repr__(self) -> str:
-        return f"ReplicaContext(replica {self._replica} of {self.num_replicas_in_sync}, {self._device})"
+        number, count = self.replica_id_in_sync_group, self.num_replicas_in_sync
+        return f"ReplicaContext(replica {number} of {count}, {self._device})"
 
 
 def _differences(options: CommunicationOptions) -> list[str]:

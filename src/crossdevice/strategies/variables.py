@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import assert_never
 
+from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.numpy_backend import array_of_numbers
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ConversionError, OptionError, ReduceOpError
@@ -54,7 +55,9 @@ class MirroredVariable(DistributedVariable, Mirrored):
         def merge(values: list[Any]) -> Sequence[Any]:
             ops = self._strategy.extended.cross_device_ops
             if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                return _components(self._written(write, ops.broadcast(values[0], self)))
+                return _components(
+                    self._written(write, ops.broadcast(of_first_replica(values[0], ops), self))
+                )
             op = ReduceOp.from_variable_aggregation(aggregation)
             return _components(
                 self._written(write, ops.reduce(op, PerReplica.of(tuple(values), self.devices), self))
@@ -111,7 +114,7 @@ class SyncOnReadVariable(DistributedVariable):
                 whole = PerReplica.of(arrays, self.devices)
                 return self._strategy.extended.cross_device_ops.reduce(op, whole, self.devices[0])
             case VariableAggregation.ONLY_FIRST_REPLICA:
-                return arrays[0]
+                return of_first_replica(arrays[0], self._strategy.extended.cross_device_ops)
             case VariableAggregation.NONE:
                 raise ReduceOpError(
                     f"variable {self.name!r} has aggregation NONE, so its copies have no common value; "
@@ -133,7 +136,7 @@ class SyncOnReadVariable(DistributedVariable):
                 )
             # Copies that add up to the value, as near as their dtype allows.
             dtype = self._backend.dtype_of(value)
-            value = self._backend.cast(value / len(self._values), dtype)
+            value = self._backend.cast(value / self._strategy.num_replicas_in_sync, dtype)
         everywhere = self._strategy.extended.cross_device_ops.broadcast(value, self)
         for copy, own in zip(self._values, _components(everywhere), strict=True):
             write(copy, own)
@@ -149,7 +152,10 @@ def create_variable(
     synchronization: VariableSynchronization,
     aggregation: VariableAggregation,
 ) -> MirroredVariable | SyncOnReadVariable:
-    """A variable with one copy of its initial value on each device of a strategy."""
+    """A variable with one copy of its initial value on each device of a strategy.
+
+    Where there are several processes, the value is that of the first.
+    """
     check_cross_replica("create_variable")
     on_read = synchronization is VariableSynchronization.ON_READ
     if synchronization is VariableSynchronization.NONE:
@@ -167,6 +173,7 @@ def create_variable(
         )
     if dtype is not None:
         array = backend.cast(array, _dtype_name(dtype))
+    array = strategy.extended.cross_device_ops.value_of_rank(array, 0)
     found = backend.dtype_of(array)
     if aggregation is VariableAggregation.MEAN and found not in (*FLOATS, *COMPLEXES):
         raise OptionError(
@@ -185,6 +192,16 @@ def create_variable(
     ]
     kind = SyncOnReadVariable if on_read else MirroredVariable
     return kind(strategy, copies, not on_read if trainable is None else trainable)
+
+
+def of_first_replica(value: Any, ops: CrossDeviceOps) -> Any:
+    """What the first replica of all processes holds, from what the first of this process does."""
+    if not isinstance(value, IndexedSlices) or ops.group is None:
+        return ops.value_of_rank(value, 0)
+    # Processes may have different numbers of rows, so all but the first add none.
+    rows = slice(None) if ops.group.rank == 0 else slice(0)
+    values, indices = (ops.gather(part[rows], part) for part in (value.values, value.indices))
+    return value.with_parts(values, indices, value.dense_shape)
 
 
 def _components(result: Any) -> tuple[Any, ...]:

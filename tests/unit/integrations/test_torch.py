@@ -5,9 +5,21 @@ import copy
 import pytest
 import torch
 
-from crossdevice import CommunicationOptions, MirroredStrategy, PerReplica, RingAllReduce
-from crossdevice.errors import ContextError, MismatchError
-from crossdevice.integrations.torch import DataParallel, MirroredModule
+from crossdevice import (
+    CommunicationOptions,
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    PerReplica,
+    RingAllReduce,
+)
+from crossdevice.errors import ContextError, MismatchError, OptionError
+from crossdevice.integrations.torch import (
+    DataParallel,
+    MirroredModule,
+    ReproducibleMean,
+    reproducible_hook,
+)
+from crossdevice.process_groups.thread_group import run_ranks
 
 
 def network(seed=0):
@@ -225,3 +237,51 @@ def test_data_parallel_refuses_gradients_of_gradients():
     )
     with pytest.raises(RuntimeError):
         gradient.square().sum().backward()
+
+
+# -------------------------------------------------------------------- several processes
+
+
+def normalized_network(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
+
+
+def trained(strategy, module):
+    """All that the first local copy holds after three steps."""
+    model = MirroredModule(module, strategy)
+    optimizers = model.optimizers(sgd)
+
+    def step(x, optimizer):
+        optimizer.zero_grad()
+        (model(x).square().sum() / 24).backward()
+        model.reduce_gradients("sum")
+        optimizer.step()
+
+    x = torch.arange(72.0).reshape(24, 3).sin()
+    for shares in strategy.experimental_distribute_dataset([x, x.cos(), x.square()]):
+        strategy.run(step, args=(shares, optimizers))
+    model.synchronize_buffers()
+    model.check_in_step(buffers=True)
+    return [tensor.numpy().tobytes() for tensor in model.replicas[0].state_dict().values()]
+
+
+def test_modules_of_several_processes_start_as_the_first_and_learn_what_those_of_one_do():
+    expected = trained(MirroredStrategy([f"cpu:{index}" for index in range(4)]), normalized_network(0))
+    modules = [normalized_network(seed) for seed in (0, 1)]
+
+    def rank(group):
+        strategy = MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"], group=group)
+        return trained(strategy, modules[group.rank])
+
+    assert run_ranks(2, rank) == [expected, expected]
+
+
+def test_the_hook_wants_its_own_state():
+    with pytest.raises(OptionError, match=r"register_comm_hook\(ReproducibleMean\(\), reproducible_hook\)"):
+        reproducible_hook(None, None)
+
+
+def test_without_a_default_group_the_hooks_state_wants_a_group():
+    with pytest.raises(OptionError, match="init_process_group first, or give a group"):
+        ReproducibleMean()

@@ -1,6 +1,6 @@
 """The inside of a peer's process: connects to the benchmark and does what it is told, message by message.
 
-    python -m crossdevice.cli.bench.peer NAME PORT NUM_DEVICES RANK FOLDER
+    python -m crossdevice.cli.bench.peer NAME PORT NUM_DEVICES NUM_PROCESSES RANK FOLDER
 
 Messages are lines of JSON. The other side is `process`.
 """
@@ -27,8 +27,9 @@ Message = dict[str, Any]
 
 def main(arguments: list[str]) -> int:
     """Serves until the benchmark hangs up."""
-    name, port, num_devices, rank, folder = arguments
-    competitor: Competitor = peer_class(name)(Seat(int(num_devices), int(rank), folder))
+    name, port, num_devices, num_processes, rank, folder = arguments
+    seat = Seat(int(num_devices), int(num_processes), int(rank), folder)
+    competitor: Competitor = peer_class(name)(seat)
     with socket.create_connection(("127.0.0.1", int(port))) as connection:
         stream = connection.makefile("rw", encoding="utf-8", newline="\n")
 
@@ -62,7 +63,7 @@ class _Desk:
     def _get_ready(self, work: Work) -> Message:
         self._ready = None  # lets go of the last work's arrays first
         if isinstance(self._competitor, Rank):
-            inputs = [data.replica_arrays(work, self._competitor.rank)]
+            inputs = [data.replica_arrays(work, replica) for replica in self._competitor.replicas(work)]
         else:
             inputs = data.all_arrays(work)
         try:

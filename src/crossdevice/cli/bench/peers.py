@@ -20,6 +20,7 @@ class Seat(NamedTuple):
     """What a peer in another process is told when it is made."""
 
     num_devices: int
+    num_processes: int
     rank: int
     folder: str
 
@@ -86,6 +87,7 @@ def launcher() -> str | None:
 
 
 def peer_class(name: str) -> Any:
-    """The peer's class, imported now."""
-    module, _, attribute = PEERS[name].target.partition(":")
-    return getattr(importlib.import_module(f"crossdevice.cli.bench.{module}"), attribute)
+    """The class of a peer of the table, or of one that a benchmark has itself, by `module:class`."""
+    target = f"crossdevice.cli.bench.{PEERS[name].target}" if name in PEERS else name
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -20,7 +20,7 @@ import crossdevice
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Inspection, Memory
 from crossdevice.cli.bench.peer import TOKEN_VARIABLE
-from crossdevice.cli.bench.peers import PEERS, launcher
+from crossdevice.cli.bench.peers import PEERS, Runs, launcher
 from crossdevice.cli.bench.work import Place, UnsupportedWorkError, Work
 from crossdevice.errors import CrossDeviceError
 
@@ -35,10 +35,20 @@ class PeerProcessError(CrossDeviceError, RuntimeError):
 
 
 class PeerProcesses:
-    """One peer's processes; between its turns they sleep, waiting for the next message."""
+    """One peer's processes; between its turns they sleep, waiting for the next message.
 
-    def __init__(self, name: str, num_devices: int) -> None:
+    Args:
+        name: that of a peer of the table, or the `module:class` of another one, for which also
+        runs: says how it is run, and
+        num_processes: in how many processes; otherwise there is one for each device.
+    """
+
+    def __init__(
+        self, name: str, num_devices: int, *, runs: Runs | None = None, num_processes: int | None = None
+    ) -> None:
         self.name = name
+        self._runs = runs or PEERS[name].runs
+        self._num_processes = num_processes or (1 if self._runs == "process" else num_devices)
         self._folder = tempfile.mkdtemp(prefix="crossdevice-bench-")
         self._complaints = Path(self._folder) / "stderr"
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -79,17 +89,17 @@ class PeerProcesses:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, num_devices: int) -> None:
-        runs = PEERS[self.name].runs
-        num_processes = 1 if runs == "process" else num_devices
+        runs, num_processes = self._runs, self._num_processes
         token = secrets.token_hex()
         with socket.create_server(("127.0.0.1", 0)) as server, open(self._complaints, "wb") as complaints:
             server.settimeout(0.2)
             port = server.getsockname()[1]
             for rank in range(1 if runs == "mpirun" else num_processes):
                 command = [sys.executable, "-m", "crossdevice.cli.bench.peer"]
-                command += [self.name, str(port), str(num_devices), str(rank), self._folder]
+                command += [self.name, str(port), str(num_devices), str(num_processes), str(rank)]
+                command += [self._folder]
                 if runs == "mpirun":
-                    command = [str(launcher()), "-n", str(num_devices), *command]
+                    command = [str(launcher()), "-n", str(num_processes), *command]
                 self._processes.append(
                     subprocess.Popen(
                         command,

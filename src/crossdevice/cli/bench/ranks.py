@@ -1,4 +1,4 @@
-"""Peers of as many processes as there are replicas: one rank of gloo or of MPI, with its buffers."""
+"""Peers of several processes, most with one replica each: one rank of gloo or of MPI, with its buffers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ class Rank:
 
     name: str
     rank: int
+
+    def replicas(self, work: Work) -> Sequence[int]:  # noqa: ARG002
+        """Those whose inputs this rank has."""
+        return [self.rank]
 
     def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
         """`inputs` are this rank's alone."""

@@ -1,0 +1,12 @@
+"""PyTorch: modules on several devices, and gradients between processes.
+
+`DataParallel` takes the place of `torch.nn.DataParallel`. `MirroredModule` is for training steps that run as
+replicas of a strategy, backward pass and optimizer included. `reproducible_hook` is for
+`torch.nn.parallel.DistributedDataParallel`.
+"""
+
+from crossdevice.integrations.torch.communication_hook import ReproducibleMean, reproducible_hook
+from crossdevice.integrations.torch.data_parallel import DataParallel
+from crossdevice.integrations.torch.mirrored_module import MirroredModule
+
+__all__ = ["DataParallel", "MirroredModule", "ReproducibleMean", "reproducible_hook"]

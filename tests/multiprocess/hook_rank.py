@@ -1,0 +1,94 @@
+"""One rank that trains with DistributedDataParallel and our hook, and reports the bits of its gradients."""
+
+import hashlib
+import sys
+
+import torch
+import torch.distributed as dist
+
+import crossdevice as cd
+from crossdevice.integrations.torch import ReproducibleMean, reproducible_hook
+from crossdevice.process_groups.torch_group import form_group
+from multiprocess.launching import report
+
+
+def network(dtype):
+    torch.manual_seed(3)
+    layers = [torch.nn.Linear(64, 600), torch.nn.Tanh(), torch.nn.Linear(600, 700), torch.nn.Linear(700, 8)]
+    return torch.nn.Sequential(*layers).to(dtype)
+
+
+def batch(number, dtype):
+    """The numbers of one rank's share, with magnitudes far apart."""
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(16, 64, generator=generator) * 10.0 ** torch.randint(-3, 3, (16, 1), generator=generator)
+    return x.to(dtype)
+
+
+def gradients(model, x):
+    model.zero_grad()
+    model(x).float().square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def digest(tensors):
+    return hashlib.sha256(
+        b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
+    ).hexdigest()
+
+
+def hooked(dtype, share, bucket_cap_mb, precision="accurate", group=None):
+    """Gradients of two steps: DDP lays out its buckets anew after the first."""
+    model = torch.nn.parallel.DistributedDataParallel(network(dtype), bucket_cap_mb=bucket_cap_mb)
+    model.register_comm_hook(ReproducibleMean(group, precision), reproducible_hook)
+    return [gradients(model, batch(share + step, dtype)) for step in (0, 10)]
+
+
+def by_our_means(dtype, share, group):
+    ops = cd.CollectiveAllReduce(group=group)
+    own = gradients(network(dtype), batch(share, dtype))
+    return ops.batch_reduce("mean", [(gradient, gradient) for gradient in own])
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = form_group(rank, size, name="test")
+    facts = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        small, large = hooked(dtype, rank, 0.2), hooked(dtype, rank, 25, group=group)
+        ours = by_our_means(dtype, rank, group)
+        plain = torch.nn.parallel.DistributedDataParallel(network(dtype))
+        near = zip(gradients(plain, batch(rank, dtype)), small[0], strict=True)
+        tolerance = {"rtol": 0.05, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-6}
+        exact = hooked(dtype, rank, 25, "exact", group)
+        turned = hooked(dtype, (rank + 1) % size, 25, "exact", group)
+        facts[str(dtype)] = {
+            "buckets make no difference": list(map(digest, small)) == list(map(digest, large)),
+            "as CollectiveAllReduce": digest(small[0]) == digest(ours),
+            "near those of plain DDP": all(
+                torch.allclose(p.float(), h.float(), **tolerance) for p, h in near
+            ),
+            "the order of ranks makes no difference to exact": digest(exact[0]) == digest(turned[0]),
+            "bits": digest(small[0]),
+        }
+    facts["error"] = error_of_a_broken_group(group)
+    report(rank, facts)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def error_of_a_broken_group(group):
+    model = torch.nn.parallel.DistributedDataParallel(network(torch.float32))
+    model.register_comm_hook(ReproducibleMean(group), reproducible_hook)
+    group.give_up("it was told to")
+    try:
+        gradients(model, batch(0, torch.float32))
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

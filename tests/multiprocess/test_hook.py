@@ -1,0 +1,30 @@
+"""DistributedDataParallel with our hook: the same gradients whatever the buckets and the order of ranks."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from multiprocess import launching
+
+LAUNCH_SECONDS = 240.0
+
+pytest.importorskip("torch.distributed")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
+def test_gradients_are_reproducible_means(tmp_path, tmp_path_factory):
+    with launching.in_turn(tmp_path_factory.getbasetemp().parent):
+        found = launching.launch(
+            launching.torchrun("hook_rank.py", size=3), tmp_path / "launch", LAUNCH_SECONDS
+        )
+    assert found.codes == [0], found.output
+    assert found.left == []
+    assert sorted(found.reports) == [0, 1, 2]
+    for facts in found.reports.values():
+        for dtype in ("torch.float32", "torch.bfloat16"):
+            assert all(facts[dtype].values()), facts[dtype]
+            assert facts[dtype]["bits"] == found.reports[0][dtype]["bits"]
+        assert "ProcessGroupError: this group is broken" in facts["error"]
+        assert "it was told to" in facts["error"]
