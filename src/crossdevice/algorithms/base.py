@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -330,15 +330,20 @@ class CrossDeviceOps:
         if not is_plain_batch(pairs):
             return
         op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
-        requests = [Request(read_value(value), read_destinations(target)) for value, target in pairs]
-        leaves = [leaf for request in requests for leaf in checked_leaves(request, op, chosen)]
-        specs = tuple(leaf.spec for leaf in leaves if isinstance(leaf, Dense))
-        is_dense = len(specs) == len(pairs) and all(request.value.structure is None for request in requests)
-        if is_dense and len({spec.backend for spec in specs}) == 1:
+        specs: list[LeafSpec] = []
+        for value, target in pairs:
+            request = Request(read_value(value), read_destinations(target))
+            if request.value.structure is not None:
+                return
+            (leaf,) = checked_leaves(request, op, chosen)
+            # Numbers and variables are read anew in every call.
+            if not isinstance(leaf, Dense) or not all(map(operator.is_, leaf.arrays, value.values)):
+                return
+            specs.append(leaf.spec)
+        if len({spec.backend for spec in specs}) == 1:
             if len(self._batches) >= MAX_KEPT:
                 self._batches.clear()
-            with contextlib.suppress(AttributeError, RuntimeError):  # numbers among the arrays
-                self._batches[key] = RememberedBatch(self.prepared(specs, op, chosen), specs, pairs)
+            self._batches[key] = RememberedBatch(self.prepared(tuple(specs), op, chosen), specs, pairs)
 
     @functools.cached_property
     def _batches(self) -> dict[Any, RememberedBatch]:

@@ -117,10 +117,13 @@ def test_mistakes_are_found_after_calls_without_any(make):
 def test_numbers_structures_and_slices_are_read_every_time(make, made_again):
     ops = cd.DirectAllReduce()
     slices = cd.IndexedSlices(make(np.ones((1, 2), np.float32)), make(np.array([1])), (3, 2))
+    variables = [cd.Variable(make(np.ones(2, np.float32)), device=f"cpu:{k}") for k in range(2)]
     for value in (
         cd.PerReplica([1.0, 2.0]),
+        cd.PerReplica(variables),
         cd.PerReplica([{"a": make(np.ones(2, np.float32))}] * 2),
         cd.PerReplica([slices, slices]),
+        cd.PerReplica([{}, {}]),
     ):
         for _ in range(2):
             assert len(ops.batch_reduce("sum", to_itself([*batch(make), value, *batch(make)]))) == 7
