@@ -10,6 +10,7 @@ import crossdevice as cd
 from conformance import array_libraries
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.errors import ConversionError, DeviceError, OutError
+from crossdevice.kernels.cuda.availability import kernels_missing
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "uint8", "complex64")
 PLACEMENTS = {
@@ -65,16 +66,25 @@ def same(found, right):
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"nccl"}))
-@pytest.mark.parametrize("precision", ["accurate", "exact"])
-def test_results_have_the_bits_of_the_host(library, name, precision):
-    ops, options = ALGORITHMS.load(name)(), cd.CommunicationOptions(precision=precision)
+@pytest.mark.parametrize(
+    ("precision", "lowering"),
+    [("fast", "auto"), ("accurate", "auto"), ("accurate", "off"), ("exact", "auto")],
+)
+def test_results_have_the_bits_of_the_host(library, name, precision, lowering):
+    if (precision, lowering) != ("accurate", "auto") and name not in ("tree", "direct"):
+        pytest.skip("two algorithms stand for all, since JAX compiles every step of each")
+    ops = ALGORITHMS.load(name)()
+    options = cd.CommunicationOptions(precision=precision, lowering=lowering)
     for dtype, placement, op in itertools.product(DTYPES, PLACEMENTS[library], ("sum", "mean", "max")):
         if (dtype == "complex64" and op == "max") or (dtype, library) == ("bfloat16", "cupy"):
             continue
-        if (library, op) == ("jax", "mean") and dtype in ("int8", "uint8"):
+        is_stepped = lowering == "off" or "cpu:0" in placement or kernels_missing() is not None
+        if is_stepped and precision == "fast":
+            continue  # in the order of the plan, whose steps on one device the host does not take
+        if is_stepped and (library, op) == ("jax", "mean") and dtype in ("int8", "uint8"):
             continue  # a float32 division, which XLA does on GPUs to within a unit of the last place only
         arrays = arrays_of(dtype, len(placement))
-        right = cd.reduce(arrays, op, options=options)
+        right = ops.reduce(op, cd.PerReplica(arrays, ["cpu:0"] * len(arrays)), "cpu:0", options)
         value = cd.PerReplica([placed(library, *pair) for pair in zip(arrays, placement, strict=True)])
         result = ops.reduce(op, value, value, options)
         components = result.values if len(placement) > 1 else (result,)
@@ -109,6 +119,46 @@ def test_out_is_written_where_the_library_can(library):
     else:
         cd.TreeAllReduce().reduce("sum", value, value, out=value)
         assert [on_host(array).tolist() for array in arrays] == [[3, 3]] * 3
+
+
+def test_a_gpu_is_one_memory_and_its_plans_are_fused(library):
+    if kernels_missing() is not None:
+        pytest.skip(str(kernels_missing()))
+    value = cd.PerReplica([placed(library, np.ones(3, np.float32), "cuda:0") for _ in range(3)])
+    assert "one fused pass on the GPU" in cd.RingAllReduce().explain(value, value)
+
+
+def test_work_comes_after_what_the_library_does_and_before_what_it_does_next(library):
+    """Long computations before, and inputs that are gone or overwritten right after."""
+    ops, size = cd.DirectAllReduce(), 2_000_001
+    if library == "cupy":
+        cupy = importlib.import_module("cupy")
+        for stream in (cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream.null):
+            with stream:
+                big = cupy.ones((3000, 3000), cupy.float32)
+                arrays = [cupy.zeros(size, cupy.float32) for _ in range(3)]
+                for _ in range(20):
+                    big = big @ big * 0
+                arrays[2] += 5 + big[0, 0]
+                value = cd.PerReplica(arrays)
+                result = ops.reduce("sum", value, value)
+                total = result.values[1] + 0
+                arrays[2][:] = -1
+                del result
+                cupy.zeros(size, cupy.float32).fill(-1)
+            stream.synchronize()
+            assert (total == 5).all()
+        return
+    jax = importlib.import_module("jax")
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: (y @ y) * 0, x)[0, 0])
+    for _ in range(3):
+        zero = slow(placed(library, np.ones((3000, 3000), np.float32), "cuda:0"))
+        arrays = [placed(library, np.zeros(size, np.float32), "cuda:0") + zero + k for k in range(3)]
+        result = ops.reduce("sum", cd.PerReplica(arrays), "cuda:0")
+        del arrays, zero
+        overwriting = [jax.numpy.full(size, -1.0) for _ in range(4)]
+        assert (np.asarray(result) == 3).all()
+        del overwriting
 
 
 def test_cupys_bfloat16_is_refused(library):

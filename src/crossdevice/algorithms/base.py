@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +19,13 @@ from crossdevice.execution.intake import read_value
 from crossdevice.execution.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.outputs import wrapped
 from crossdevice.execution.reduction import PreparedReduction
-from crossdevice.execution.remembering import RememberedCall, call_key
+from crossdevice.execution.remembering import (
+    RememberedBatch,
+    RememberedCall,
+    batch_key,
+    call_key,
+    is_plain_batch,
+)
 from crossdevice.execution.spreading import checked_outs, checked_pairs, spread_outs, spread_pairs
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
@@ -39,7 +46,8 @@ logger = logging.getLogger("crossdevice")
 MAX_KEPT = 1024
 """Prepared reductions an object keeps; a program with more signatures starts over."""
 
-_KEPT = ("_kept", "_calls", "_between")
+_KEPT = ("_kept", "_calls", "_recent", "_batches", "_between")
+"""The attributes in which an object keeps what it prepared."""
 
 
 class CrossDeviceOps:
@@ -123,10 +131,15 @@ class CrossDeviceOps:
             A bare array for one destination device, a Mirrored for several.
         """
         chosen = experimental_hints if options is None else options
+        recent = self.__dict__.get("_recent")
+        if recent is not None and recent.fits(reduce_op, per_replica_value, destinations, chosen):
+            check_cross_replica("reduce")
+            return recent(per_replica_value.values, out)
         key = call_key(reduce_op, per_replica_value, destinations, chosen)
         known = None if key is None else self._calls.get(key)
         if known is not None:
             check_cross_replica("reduce")
+            self._recent = known.as_recent(reduce_op, per_replica_value, destinations, chosen)
             return known(per_replica_value.values, out)
         pairs = [(per_replica_value, destinations)]
         (answer,) = self._reduce(reduce_op, pairs, chosen, [out], "reduce")
@@ -145,10 +158,18 @@ class CrossDeviceOps:
     ) -> list[Any]:
         """Reduces many values at once: they share packs and passes. `out` has an entry for each pair."""
         pairs = checked_pairs(value_destination_pairs)
+        chosen = experimental_hints if options is None else options
+        key = batch_key(reduce_op, pairs, chosen) if out is None else None
+        known = None if key is None else self._batches.get(key)
+        columns = None if known is None else known.columns_of(pairs)
+        if known is not None and columns is not None:
+            check_cross_replica("batch_reduce")
+            return known(columns)
         outs = [None] * len(pairs) if out is None else checked_outs(out, len(pairs))
-        return self._reduce(
-            reduce_op, pairs, experimental_hints if options is None else options, outs, "batch_reduce"
-        )
+        answers = self._reduce(reduce_op, pairs, chosen, outs, "batch_reduce")
+        if key is not None:
+            self._remember_batch(key, reduce_op, pairs, chosen)
+        return answers
 
     def broadcast(
         self,
@@ -301,6 +322,32 @@ class CrossDeviceOps:
             spec = leaves[0].spec
             prepared = self.prepared((spec,), op, chosen)
             self._calls[key] = RememberedCall(prepared, spec, result_dtype(spec.dtype, op))
+
+    def _remember_batch(self, key: Any, reduce_op: Any, pairs: Any, options: Any) -> None:
+        """Keeps what the next such batch needs, if it is dense, of one library and of our own doing."""
+        if self.accumulation_fn is not None or self.group is not None or self._overrides_hooks():
+            return
+        if not is_plain_batch(pairs):
+            return
+        op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
+        specs: list[LeafSpec] = []
+        for value, target in pairs:
+            request = Request(read_value(value), read_destinations(target))
+            if request.value.structure is not None:
+                return
+            (leaf,) = checked_leaves(request, op, chosen)
+            # Numbers and variables are read anew in every call.
+            if not isinstance(leaf, Dense) or not all(map(operator.is_, leaf.arrays, value.values)):
+                return
+            specs.append(leaf.spec)
+        if len({spec.backend for spec in specs}) == 1:
+            if len(self._batches) >= MAX_KEPT:
+                self._batches.clear()
+            self._batches[key] = RememberedBatch(self.prepared(tuple(specs), op, chosen), specs, pairs)
+
+    @functools.cached_property
+    def _batches(self) -> dict[Any, RememberedBatch]:
+        return {}
 
     @functools.cached_property
     def _calls(self) -> dict[Any, RememberedCall]:

@@ -10,11 +10,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.protocol import HOST_MEMORY, Array, Streams
+from crossdevice.backends.protocol import HOST_MEMORY, Array, Look, Streams
 from crossdevice.errors import DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.reduce_op import ReduceOp
+
+
+class SignatureLook:
+    """The signatures of arrays."""
+
+    knows_layout = False
+
+    def __init__(self, backend: ArrayApiBackend, arrays: Sequence[Array]) -> None:
+        self._backend = backend
+        self._signatures = [backend.signature(array) for array in arrays]
+
+    def fits(self, arrays: Sequence[Array]) -> bool:
+        """Whether the signatures are the same."""
+        try:
+            return self._signatures == [self._backend.signature(array) for array in arrays]
+        except (AttributeError, RuntimeError):  # not all are arrays of that library
+            return False
 
 
 class ArrayApiBackend(abc.ABC):
@@ -22,6 +39,7 @@ class ArrayApiBackend(abc.ABC):
 
     name: str
     is_immutable = False
+    shares_gpu_arrays = False
 
     @abc.abstractmethod
     def namespace(self) -> Any:
@@ -42,6 +60,10 @@ class ArrayApiBackend(abc.ABC):
     def signature(self, array: Array) -> Hashable:
         """Type, dtype, shape and device."""
         return type(array), array.dtype, array.shape, array.device
+
+    def look_of(self, arrays: Sequence[Array]) -> Look:
+        """That of their signatures."""
+        return SignatureLook(self, arrays)
 
     def dtype_of(self, array: Array) -> str:
         """The dtype's name, without the library's prefix."""
@@ -104,6 +126,14 @@ class ArrayApiBackend(abc.ABC):
         """Copies values into an existing array."""
         out[...] = value
 
+    def gpu_stream(self, device: Device) -> int | None:  # noqa: ARG002
+        """PyTorch's, unless the library has one that can be asked for."""
+        return None
+
+    def from_dlpack(self, tensor: Any) -> Array:
+        """Most libraries do as the standard says."""
+        return self.namespace().from_dlpack(tensor)
+
     def engine_name(self) -> str | None:
         """Most libraries have no engine."""
         return None
@@ -126,6 +156,11 @@ def address_range(array: NDArray[Any]) -> tuple[int, int]:
     start: int = array.__array_interface__["data"][0]
     if array.flags.c_contiguous:
         return start, start + array.nbytes
+    return strided_range(start, array)
+
+
+def strided_range(start: int, array: Any) -> tuple[int, int]:
+    """The same for any array with strides in bytes whose first element is at `start`."""
     if not array.size:
         return start, start
     reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]

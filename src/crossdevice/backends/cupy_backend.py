@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.array_api_backend import ArrayApiBackend
+from crossdevice.backends.array_api_backend import ArrayApiBackend, strided_range
 from crossdevice.backends.cuda_streams import CudaStreams
 from crossdevice.backends.nccl_engines import Share, lack_of_engine, name_of_engine, nccl_all_reduce
 from crossdevice.errors import ConversionError, DeviceError
@@ -20,9 +20,13 @@ from crossdevice.values.reduce_op import ReduceOp
 
 
 class CupyBackend(ArrayApiBackend):
-    """No array of CuPy is in the host's memory, so every plan is carried out step by step."""
+    """No array of CuPy is in the host's memory; on one GPU the kernels of PyTorch and Triton do their work.
+
+    That happens on CuPy's own current stream, so that it needs no events.
+    """
 
     name = "cupy"
+    shares_gpu_arrays = True
 
     def namespace(self) -> Any:
         """CuPy, through array-api-compat."""
@@ -53,8 +57,18 @@ class CupyBackend(ArrayApiBackend):
         return np.ascontiguousarray(cupy.asnumpy(array)).reshape(-1)
 
     def address_range(self, array: Any) -> tuple[int, int]:
-        """On the GPU."""
-        return array.data.ptr, array.data.ptr + array.nbytes
+        """On the GPU, gaps between elements included."""
+        return strided_range(array.data.ptr, array)
+
+    def gpu_stream(self, device: Device) -> int | None:
+        """CuPy's current stream of the device."""
+        with self.working_on(device):
+            handle: int = cupy.cuda.get_current_stream().ptr
+        return handle
+
+    def from_dlpack(self, tensor: Any) -> Any:
+        """In CuPy's own namespace."""
+        return cupy.from_dlpack(tensor)
 
     def writable_view(self, array: Any) -> None:  # noqa: ARG002
         """There is none on the host."""

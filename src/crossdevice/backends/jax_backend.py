@@ -18,6 +18,7 @@ from crossdevice.errors import ConversionError, DeviceError, DtypeError
 from crossdevice.values.device import Device
 
 _WIDE = ("float64", "complex128", "int64", "uint64")
+_NO_WIDE = "JAX has no {} unless jax_enable_x64 is set; set it, or ask for precision='fast'"
 
 
 class JaxBackend(ArrayApiBackend):
@@ -34,6 +35,7 @@ class JaxBackend(ArrayApiBackend):
 
     name = "jax"
     is_immutable = True
+    shares_gpu_arrays = True
 
     def namespace(self) -> Any:
         """JAX's own, which follows the standard."""
@@ -123,9 +125,7 @@ class JaxBackend(ArrayApiBackend):
     def cast(self, array: Any, dtype: str) -> Any:
         """Refused where JAX would quietly take half the bits."""
         if dtype in _WIDE and not jax.config.jax_enable_x64:
-            raise DtypeError(
-                f"JAX has no {dtype} unless jax_enable_x64 is set; set it, or ask for precision='fast'"
-            )
+            raise DtypeError(_NO_WIDE.format(dtype))
         device = Device.parse(array.device)
         if device.is_host:
             return self.from_host(self.host_view(array).astype(dtype_named(dtype)), array.shape, device)
@@ -150,6 +150,13 @@ class JaxBackend(ArrayApiBackend):
         """Real and imaginary parts, put together."""
         pairs = parts.reshape(-1, 2)
         return jax.lax.complex(pairs[:, 0], pairs[:, 1])
+
+    def from_dlpack(self, tensor: Any) -> Any:
+        """Refused where JAX would quietly take half the bits."""
+        dtype = str(tensor.dtype).rpartition(".")[2]
+        if dtype in _WIDE and not jax.config.jax_enable_x64:
+            raise DtypeError(_NO_WIDE.format(dtype))
+        return jnp.from_dlpack(tensor)
 
     def scatter_rows(self, rows: Any, indices: Any, shape: tuple[int, ...]) -> Any:
         """Repeated indices add up."""

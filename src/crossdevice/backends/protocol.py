@@ -19,6 +19,16 @@ Array = Any
 HOST_MEMORY = "host"
 
 
+class Look(Protocol):
+    """How a list of arrays looked once: all that checks and passes ask about them, but not their elements."""
+
+    knows_layout: bool
+    """Whether arrays that fit also lie in memory alike, with the same strides."""
+
+    def fits(self, arrays: Sequence[Any]) -> bool:
+        """Whether these look the same, one by one."""
+
+
 class Backend(Protocol):
     """One array library. Dtypes are named as in `values.dtypes`; nothing here changes its arguments
     except `write`."""
@@ -28,11 +38,17 @@ class Backend(Protocol):
     is_immutable: bool
     """Whether arrays cannot be written to: results may then share one memory, and `out=` is refused."""
 
+    shares_gpu_arrays: bool
+    """Whether arrays on a GPU can be handed over and taken back by DLPack."""
+
     def check_array(self, array: Array, where: str) -> None:
         """Refuses arrays that are not plain and dense; `where` opens the message."""
 
     def signature(self, array: Array) -> Hashable:
         """All that checks look at: arrays with equal signatures pass or fail them alike."""
+
+    def look_of(self, arrays: Sequence[Array]) -> Look:
+        """How these arrays look, to be compared with others."""
 
     def check_device(self, device: Device) -> None:
         """Refuses devices that do not exist, naming those that do."""
@@ -111,6 +127,12 @@ class Backend(Protocol):
 
     def write(self, out: Array, value: Array) -> None:
         """Copies values into an existing array."""
+
+    def gpu_stream(self, device: Device) -> int | None:
+        """The handle of the stream that the library works on now; None for PyTorch's current one."""
+
+    def from_dlpack(self, tensor: Any) -> Array:
+        """An array of the same memory on the same GPU."""
 
     def engine_name(self) -> str | None:
         """The engine that does whole collectives on these arrays, with its version; None if there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -13,16 +14,34 @@ from numpy.typing import NDArray
 from crossdevice.backends.array_api_backend import ArrayApiBackend, check_host_device, native
 from crossdevice.backends.cuda_streams import CudaStreams
 from crossdevice.backends.nccl_engines import Share, lack_of_engine, name_of_engine, nccl_all_reduce
-from crossdevice.backends.protocol import dtype_named
+from crossdevice.backends.protocol import Look, dtype_named
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.reduce_op import ReduceOp
+
+_guards: Any = None
+with contextlib.suppress(ImportError):  # not part of what PyTorch promises
+    from torch._C._dynamo import guards as _guards
+
+
+class TensorLook:
+    """Tensors as PyTorch's compiler compares them: all of them in one call that Python takes no part in."""
+
+    knows_layout = True
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._check = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+    def fits(self, arrays: Sequence[Any]) -> bool:
+        """Whether type, dtype, shape, strides, device and views as conjugates or negatives are the same."""
+        return bool(self._check(*arrays))
 
 
 class TorchBackend(ArrayApiBackend):
     """Results are detached: reductions are not recorded for automatic differentiation."""
 
     name = "torch"
+    shares_gpu_arrays = True
 
     def namespace(self) -> Any:
         """PyTorch, through array-api-compat."""
@@ -39,6 +58,10 @@ class TorchBackend(ArrayApiBackend):
     def signature(self, array: Any) -> Hashable:
         """Type, dtype, shape, device and layout."""
         return type(array), array.dtype, array.shape, array.device, array.layout
+
+    def look_of(self, arrays: Sequence[torch.Tensor]) -> Look:
+        """By a part of PyTorch that might be gone one day."""
+        return super().look_of(arrays) if _guards is None else TensorLook(arrays)
 
     def check_device(self, device: Device) -> None:
         """Host devices are logical; others must be there."""
@@ -123,6 +146,10 @@ class TorchBackend(ArrayApiBackend):
     def write(self, out: torch.Tensor, value: torch.Tensor) -> None:
         """In place, past automatic differentiation."""
         out.detach().copy_(value)
+
+    def from_dlpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
 
     def engine_name(self) -> str | None:
         """NCCL, through one of its bindings."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from crossdevice.backends.nccl_engines import ENGINES, NcclEngine, engine_named, name_of_engine
 from crossdevice.cli.gpu_facts import Managed, managed, seen_by_libraries
+from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
 from crossdevice.kernels.host import numpy_pass, threads
 from crossdevice.kernels.host.control_groups import words_of_groups
 from crossdevice.plans.rendering import size_text
@@ -218,8 +219,13 @@ def _threads(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
     yield Finding("threads of a large pass", str(ours), ours <= granted, advice)
 
 
-def _kernels(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
-    """Where numba keeps compiled kernels: the first of its places that can be written to."""
+def _kernels(gpus: Gpus) -> Iterator[Finding]:
+    """Which GPUs fuse, and where numba keeps kernels: the first of its places that can be written to."""
+    for device in gpus.usable:
+        reason = kernels_missing() or gpu_unfit(device.index)
+        advice = "" if kernels_missing() is None else "pip install 'crossdevice[gpu]', on Linux"
+        found = "by kernels of Triton" if reason is None else f"none, plans are run step by step: {reason}"
+        yield Finding(f"fused passes on {device}", found, reason is None, advice)
     if _version("numba") is None:
         yield Finding("compiled kernels", "none without numba", False, "pip install numba")
         return

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from crossdevice.execution.batch import Request, checked_leaves
+from crossdevice.execution.gpu_passes import why_stepped
 from crossdevice.execution.leaf_spec import Dense, LeafSpec, items_of
+from crossdevice.execution.reduction import recipe_for
 from crossdevice.plans.packing import Packing
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.rendering import render_plan
 from crossdevice.values.device import Device
-from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.dtypes import ITEM_BYTES, result_dtype
 from crossdevice.values.options import CommunicationOptions, Precision
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -54,6 +56,7 @@ def explained(
         lines.append(f"{len(checked) - len(specs)} sparse: rows are gathered on one device, then copied")
     if specs and options.lowering == "auto" and all(spec.shares_host_memory for spec in specs):
         lines.append("all devices share the host's memory: the plan below is lowered to one fused pass")
+    lines += dict.fromkeys(_on_one_gpu(spec, op, options) for spec in specs if spec.shared_gpu is not None)
     if reason is None and algorithm.uses_engine and len(devices) > 1:
         lines += dict.fromkeys(_engine_line(algorithm, spec, options, op) for spec in specs)
     for number, pack in enumerate(algorithm.packing.packs(items_of(specs), options.bytes_per_pack)):
@@ -65,6 +68,19 @@ def explained(
             f"pack {number} ({len(pack)} values of {spec.dtype}): {render_plan(plan, ITEM_BYTES[spec.dtype])}"
         )
     return "\n".join(lines)
+
+
+def _on_one_gpu(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions) -> str:
+    """What becomes of a leaf that is on one GPU only."""
+    where = f"all {spec.dtype} values are in the memory of {spec.shared_gpu}"
+    reason = "lowering is off"
+    if options.lowering == "auto":
+        recipe = recipe_for(op, options, len(spec.devices))
+        unfit = why_stepped(spec, recipe, result_dtype(spec.dtype, op))
+        if unfit is None:
+            return f"{where}: the plan below is lowered to one fused pass on the GPU"
+        reason = unfit
+    return f"{where}; the plan below is run step by step: {reason}"
 
 
 def _engine_line(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,25 +12,14 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.errors import OutError
 from crossdevice.execution.leaf_spec import LeafSpec
-from crossdevice.execution.lowering import lower
+from crossdevice.execution.passes import Passes, Task
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass
 from crossdevice.kernels.host.pool import SMALLEST_POOLED_BYTES, result_pool
 from crossdevice.kernels.host.recipe import Recipe
-from crossdevice.plans.packing import Pack
-from crossdevice.plans.plan import Plan
 
 
-class Task(NamedTuple):
-    """Elements `start` to `stop` of a leaf, in one fused pass to these of its outputs."""
-
-    leaf: int
-    start: int
-    stop: int
-    outputs: tuple[int, ...]
-
-
-class FusedPasses:
+class FusedPasses(Passes):
     """Passes over leaves in host memory, prepared before there are arrays.
 
     With `shares_results`, and always where arrays are immutable, all destinations of a leaf get one
@@ -40,37 +29,13 @@ class FusedPasses:
     def __init__(
         self, specs: Mapping[int, LeafSpec], dtypes: Mapping[int, str], *, shares_results: bool
     ) -> None:
-        self._specs = specs
+        super().__init__(specs)
         self._dtypes = {number: dtype_named(name) for number, name in dtypes.items()}
         self._shares = {number: shares_results or spec.backend.is_immutable for number, spec in specs.items()}
-        self._passes: dict[Recipe, list[Task]] = {}
-        self._read_twice: set[int] = set()
         devices = tuple(dict.fromkeys(device for spec in specs.values() for device in spec.devices))
         self._packing = Work("pack", "views of inputs, memory for results", devices)
         self._reducing = Work("reduce", "fused passes", devices)
         self._unpacking = Work("unpack", "results as arrays", devices)
-
-    def add_leaf(self, number: int, recipe: Recipe) -> None:
-        """A whole leaf in one pass, its replicas in order."""
-        spec = self._specs[number]
-        self._add(Task(number, 0, spec.num_elements, tuple(range(len(spec.destinations)))), recipe)
-
-    def add_pack(self, pack: Pack, plan: Plan, recipe: Recipe) -> None:
-        """A pack in the order of its plan: the plan's pieces, mapped to ranges of the leaves in the pack."""
-        offset = 0
-        pieces = lower(plan)
-        if sum(piece.stop - piece.start for piece in pieces) > plan.num_elements:
-            # Some destinations get another order than others: no pass may overwrite what the next one reads.
-            self._read_twice.update(segment.item for segment in pack)
-        for segment in pack:
-            length = segment.stop - segment.start
-            shift = segment.start - offset
-            for piece in pieces:
-                start, stop = max(piece.start, offset), min(piece.stop, offset + length)
-                if start < stop:
-                    task = Task(segment.item, start + shift, stop + shift, piece.outputs)
-                    self._add(task, recipe._replace(order=piece.order))
-            offset += length
 
     def run(
         self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
@@ -114,9 +79,6 @@ class FusedPasses:
             flats = [written_view(spec.backend, array) for array in out]
         fused_pass([spec.backend.host_view(array) for array in arrays], flats, recipe)
         return self._adopted(0, flats, out)
-
-    def _add(self, task: Task, recipe: Recipe) -> None:
-        self._passes.setdefault(recipe, []).append(task)
 
     def _outputs(self, outs: Sequence[Sequence[Array] | None]) -> dict[int, list[NDArray[Any]]]:
         outputs: dict[int, list[NDArray[Any]]] = {}

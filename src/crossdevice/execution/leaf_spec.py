@@ -44,6 +44,12 @@ class LeafSpec:
         memories = {self.backend.memory_of(device) for device in (*self.devices, *self.destinations)}
         return memories == {HOST_MEMORY}
 
+    @functools.cached_property
+    def shared_gpu(self) -> Device | None:
+        """The one GPU on which everything happens, if it does on one."""
+        (device, *others) = dict.fromkeys((*self.devices, *self.destinations))
+        return None if others or device.type != "cuda" else device
+
 
 class Dense(NamedTuple):
     """A checked leaf of plain arrays, ready to be reduced, into `out` unless that is None."""

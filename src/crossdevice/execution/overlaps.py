@@ -24,7 +24,7 @@ class _Range(NamedTuple):
 
 
 def check_overlaps(leaves: Sequence[Dense]) -> None:
-    """Refuses host outputs that overlap each other, or an input they are not exactly (in place is exact)."""
+    """Refuses outputs that overlap each other, or an input they are not exactly (in place is exact)."""
     ranges = sorted(_ranges(leaves))
     if all(left[1] <= right[0] for left, right in itertools.pairwise(ranges)):
         return
@@ -48,7 +48,7 @@ def _ranges(leaves: Sequence[Dense]) -> list[tuple[int, int, bool, int, int]]:
     """The fields of a `_Range` for each array, but for inputs that are one of their leaf's own outputs."""
     ranges: list[tuple[int, int, bool, int, int]] = []
     for leaf, (arrays, spec, out) in enumerate(leaves):
-        if spec.shares_host_memory:
+        if spec.shares_host_memory or spec.shared_gpu is not None:
             bounds, outs = spec.backend.address_range, out or ()
             replaced = set(map(id, outs))
             ranges += [(*bounds(array), True, leaf, number) for number, array in enumerate(outs)]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from crossdevice.backends.protocol import Array
+from crossdevice.backends.protocol import Array, Backend, Look
 from crossdevice.execution.fused_passes import FusedPasses
+from crossdevice.execution.gpu_passes import GpuPasses, why_stepped
 from crossdevice.execution.leaf_spec import LeafSpec, items_of
+from crossdevice.execution.passes import Passes
 from crossdevice.execution.stepped_packs import SteppedPacks
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.host.recipe import Recipe
@@ -36,16 +38,30 @@ class PreparedReduction:
         name: str = "reduction",
     ) -> None:
         """`via` is a device that all sums pass through, if there is one; `name` is for the record."""
-        lowers = options.lowering == "auto" and (via is None or via.is_host)
-        shared = {number: spec for number, spec in enumerate(specs) if lowers and spec.shares_host_memory}
-        apart = {number: spec for number, spec in enumerate(specs) if number not in shared}
         dtypes = {number: result_dtype(spec.dtype, op) for number, spec in enumerate(specs)}
+        recipes = [recipe_for(op, options, len(spec.devices)) for spec in specs]
+        shared: dict[int, LeafSpec] = {}
+        on_gpus: dict[tuple[Backend, Device], dict[int, LeafSpec]] = {}
+        for number, spec in enumerate(specs):
+            if options.lowering == "auto" and spec.shares_host_memory and (via is None or via.is_host):
+                shared[number] = spec
+            gpu = spec.shared_gpu if options.lowering == "auto" and via in (None, spec.shared_gpu) else None
+            if gpu is not None and why_stepped(spec, recipes[number], dtypes[number]) is None:
+                on_gpus.setdefault((spec.backend, gpu), {})[number] = spec
+        fused = [*shared, *(number for leaves in on_gpus.values() for number in leaves)]
+        apart = {number: spec for number, spec in enumerate(specs) if number not in fused}
         self._num_leaves = len(specs)
         self._passes = FusedPasses(shared, dtypes, shares_results=options.share_results)
+        self._gpu_passes = [
+            GpuPasses(leaves, dtypes, gpu, shares_results=options.share_results)
+            for (_, gpu), leaves in on_gpus.items()
+        ]
         self._packs = SteppedPacks(apart, dtypes)
-        self._crosses_memories = bool(apart)
-        self._work = _work(name, specs, op, options, num_fused=len(shared))
-        recipes = [_recipe(op, options, len(spec.devices)) for spec in specs]
+        self._uses_host, self._crosses_memories = bool(shared), bool(apart)
+        self._work = _work(name, specs, op, options, num_fused=len(fused))
+        passes: dict[int, Passes] = dict.fromkeys(shared, self._passes)
+        for leaves, work in zip(on_gpus.values(), self._gpu_passes, strict=True):
+            passes.update(dict.fromkeys(leaves, work))
         if options.precision == "fast" or apart:
             for number, pack in enumerate(packing.packs(items_of(specs), options.bytes_per_pack)):
                 leaf = pack[0].item
@@ -55,20 +71,28 @@ class PreparedReduction:
                 if leaf in apart:
                     self._packs.add_pack(pack, plan, recipes[leaf])
                 elif options.precision == "fast":
-                    self._passes.add_pack(pack, plan, recipes[leaf])
+                    passes[leaf].add_pack(pack, plan, recipes[leaf])
         if options.precision != "fast":
             # Replicas in order, whatever the plan: the bits of a plan that is run step by step.
-            for leaf in shared:
-                self._passes.add_leaf(leaf, recipes[leaf])
+            for leaf in fused:
+                passes[leaf].add_leaf(leaf, recipes[leaf])
 
     def run(
-        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
+        self,
+        columns: Sequence[Sequence[Array]],
+        outs: Sequence[Sequence[Array] | None],
+        look: Look | None = None,
     ) -> list[tuple[Array, ...]]:
-        """For each leaf its result on each destination, written to `outs` where given."""
+        """For each leaf its result on each destination, written to `outs` where given.
+
+        `look`, if given, is how the arrays look that are about to be reduced.
+        """
         # Not `with recorded(...)`: small calls spend their time here.
         started = now()
         try:
-            results = self._passes.run(columns, outs)
+            results = self._passes.run(columns, outs) if self._uses_host else {}
+            for passes in self._gpu_passes:
+                results.update(passes.run(columns, outs, look))
             if self._crosses_memories:
                 results.update(self._packs.run(columns, outs))
         except Exception as error:
@@ -79,7 +103,8 @@ class PreparedReduction:
         return [results[number] for number in range(self._num_leaves)]
 
 
-def _recipe(op: ReduceOp, options: CommunicationOptions, num_replicas: int) -> Recipe:
+def recipe_for(op: ReduceOp, options: CommunicationOptions, num_replicas: int) -> Recipe:
+    """What is computed of so many replicas, but for the order of a plan."""
     if op is ReduceOp.MEAN:
         return Recipe(ReduceOp.SUM, options.precision, num_replicas)
     return Recipe(op, options.precision)

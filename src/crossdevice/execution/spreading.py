@@ -16,6 +16,8 @@ def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     if not isinstance(pairs, Iterable):
         raise ConversionError(f"value_destination_pairs is a {type(pairs).__name__}; {expected}")
     listed = list(pairs)
+    if set(map(type, listed)) <= {tuple} and set(map(len, listed)) <= {2}:
+        return listed
     for number, pair in enumerate(listed):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ConversionError(f"pair {number} is a {type(pair).__name__}; {expected}")

@@ -121,15 +121,21 @@ def _from_library(device: Any) -> Device | None:
     kind = getattr(device, "type", None)
     if isinstance(kind, str):
         index = getattr(device, "index", None)
-        return None if kind == "cpu" and index is None else Device(_SHORT_TYPES.get(kind, kind), index or 0)
+        return None if kind == "cpu" and index is None else _device(_SHORT_TYPES.get(kind, kind), index or 0)
     platform = getattr(device, "platform", None)
     if isinstance(platform, str):
-        return Device(_SHORT_TYPES.get(platform, platform), int(device.id))
+        return _device(_SHORT_TYPES.get(platform, platform), int(device.id))
     name = getattr(device, "name", None)
     if isinstance(name, str):
         return _parse(name, _HOST)
     number = getattr(device, "id", None)
-    return Device("cuda", number) if isinstance(number, int) else None
+    return _device("cuda", number) if isinstance(number, int) else None
+
+
+@functools.cache
+def _device(kind: str, index: int) -> Device:
+    """One object for each: the devices of a batch are compared by the thousand."""
+    return Device(kind, index)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -18,14 +18,14 @@ def instruction(kind: int, level: int, position: int = 0) -> int:
     return kind | level << 8 | position << 16
 
 
-def program_of(order: Order) -> list[int] | None:
+def program_of(order: Order, max_depth: int = MAX_DEPTH) -> list[int] | None:
     """The instructions for an order; None if it nests too deep.
 
     >>> program_of((0, 1)) == [instruction(START, 0, 0), instruction(WITH_INPUT, 0, 1)]
     True
     """
     steps = list(_steps(order, 0))
-    if max(level for _, level, _ in steps) > MAX_DEPTH:
+    if max(level for _, level, _ in steps) > max_depth:
         return None
     return [instruction(*step) for step in steps]
 

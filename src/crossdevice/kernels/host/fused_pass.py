@@ -170,7 +170,7 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prep
         element = element.removeprefix("u")
     kernel = numba_pass.compiled_kernel(f"{shape} {family} {recipe.op.name} {element}")
     is_exact = family in ("exact", "enclosed")
-    return _Prepared(kernel, _divisor(recipe, into), is_exact, part, positions, array("q", program or ()))
+    return _Prepared(kernel, divisor_for(recipe, into), is_exact, part, positions, array("q", program or ()))
 
 
 def _family(recipe: Recipe, dtype: str, into: str) -> str | None:
@@ -208,7 +208,8 @@ def _family_of_integers(recipe: Recipe, dtype: str) -> str | None:
     return "true_mean" if ITEM_BYTES[dtype] <= 4 else None
 
 
-def _divisor(recipe: Recipe, into: np.dtype[Any]) -> float:
+def divisor_for(recipe: Recipe, into: np.dtype[Any]) -> float:
+    """What a kernel divides by: under "fast" the divisor as the result's dtype has it."""
     if recipe.divisor is None:
         return 1.0
     if recipe.precision != "fast" and into.name in FLOATS:

@@ -1,0 +1,1 @@
+"""The fused pass over the memory of one GPU."""

@@ -1,0 +1,102 @@
+"""Which arithmetic of the GPU repeats the bits of the host's reference, as a small hashable value."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from crossdevice.kernels.host.association import positions_of, program_of
+from crossdevice.kernels.host.fused_pass import divisor_for
+from crossdevice.kernels.host.recipe import Order, Recipe
+from crossdevice.kernels.host.rounding import BFLOAT16
+from crossdevice.values.dtypes import COMPLEXES, FLOATS, INTEGERS, ITEM_BYTES
+from crossdevice.values.reduce_op import ReduceOp
+
+BLOCK_BYTES = 4096
+"""What one program of a kernel reads of each input."""
+
+MAX_ARRAYS = 64
+"""Inputs, and outputs, of one task: code is written out for each of them."""
+
+_PARTS = {"complex64": "float32", "complex128": "float64"}
+
+
+class Arithmetic(NamedTuple):
+    """What N inputs go through to become a result; all of it is compiled into a kernel.
+
+    `element` and `result` name dtypes, no complex ones: those are twice as many of their parts.
+    """
+
+    family: str
+    op: str
+    element: str
+    result: str
+    divisor: float | None = None
+    program: tuple[int, ...] = ()
+    """Instructions for inputs that combine as a tree; empty if they combine from left to right."""
+
+
+class Arrangement(NamedTuple):
+    """An arithmetic, and the order in which it is to be given its inputs (None: as they come)."""
+
+    arithmetic: Arithmetic
+    positions: tuple[int, ...] | None = None
+
+
+def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
+    """How the kernels do what `numpy_pass` does; why not, if they cannot.
+
+    >>> from crossdevice.values.reduce_op import ReduceOp
+    >>> arranged(Recipe(ReduceOp.SUM, "accurate", 3), "bfloat16", "bfloat16").arithmetic[:4]
+    ('wide', 'SUM', 'bfloat16', 'bfloat16')
+    >>> arranged(Recipe(ReduceOp.SUM, "exact"), "float32", "float32")
+    'exact sums and products of float32 have no GPU kernel'
+    """
+    if recipe.op is ReduceOp.PROD and dtype in COMPLEXES:
+        return f"products of {dtype} have no GPU kernel"
+    element, result = _PARTS.get(dtype, dtype), _PARTS.get(into, into)
+    family = _family(recipe, element)
+    if family is None:
+        what = "exact sums and products" if element in FLOATS else "means without wrap-around"
+        return f"{what} of {dtype} have no GPU kernel"
+    into_dtype = BFLOAT16 if result == "bfloat16" else np.dtype(result)
+    divisor = None if recipe.divisor is None else divisor_for(recipe, into_dtype)
+    arithmetic = Arithmetic(family, recipe.op.name, element, result, divisor)
+    if recipe.order is None or family not in ("native", "rounded"):
+        return Arrangement(arithmetic)
+    return _in_order(arithmetic, recipe.order)
+
+
+def block_elements(arithmetic: Arithmetic) -> int:
+    """Elements that one program reads of each input."""
+    return BLOCK_BYTES // ITEM_BYTES[arithmetic.element]
+
+
+def parts_in(dtype: str) -> int:
+    """How many elements of the kernels one element of a dtype is."""
+    return 2 if dtype in _PARTS else 1
+
+
+def _in_order(arithmetic: Arithmetic, order: Order) -> Arrangement:
+    positions = positions_of(order)
+    if positions is not None:
+        return Arrangement(arithmetic, positions)
+    program = program_of(order, max_depth=MAX_ARRAYS)
+    return Arrangement(arithmetic._replace(program=tuple(program or ())))
+
+
+def _family(recipe: Recipe, dtype: str) -> str | None:
+    if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
+        return "extreme"
+    if dtype in INTEGERS:
+        if recipe.divisor is None:
+            return "wrapping"
+        if recipe.precision == "fast":
+            return "wrapping_mean"
+        return "true_mean" if ITEM_BYTES[dtype] <= 4 else None
+    if recipe.precision == "fast":
+        return "native" if ITEM_BYTES[dtype] >= 4 else "rounded"
+    if recipe.precision == "exact":
+        return None
+    return "compensated" if dtype == "float64" and recipe.op is ReduceOp.SUM else "wide"

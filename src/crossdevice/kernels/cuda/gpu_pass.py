@@ -1,0 +1,60 @@
+"""The fused pass over a GPU's memory: all tasks of a batch, in one launch for each arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from crossdevice.kernels.cuda.address_table import AddressTable
+from crossdevice.kernels.cuda.families import block_elements
+from crossdevice.kernels.cuda.task import KernelTask, Launch, Place
+
+MAX_ARGUMENTS = 40
+"""Addresses that a launch takes as arguments; more of them, or more tasks, come in a table."""
+
+
+class _Alone(NamedTuple):
+    """A task that is launched by itself."""
+
+    launch: Launch
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
+    num_elements: int
+
+
+class GpuPass:
+    """Tasks on the arrays of one device, which is the current one; prepared, and compiled, before these."""
+
+    def __init__(self, tasks: Sequence[KernelTask], device: torch.device) -> None:
+        from crossdevice.kernels.cuda.triton_launching import launch_by_arguments
+
+        kinds: dict[tuple[object, ...], list[KernelTask]] = {}
+        for task in tasks:
+            if task.num_elements:
+                kinds.setdefault((task.arithmetic, len(task.inputs), len(task.outputs)), []).append(task)
+        self._alone: list[_Alone] = []
+        tabled: list[list[KernelTask]] = []
+        for kind in kinds.values():
+            arithmetic, inputs, outputs, num_elements = kind[0]
+            if len(kind) > 1 or len(inputs) + len(outputs) > MAX_ARGUMENTS:
+                tabled.append(kind)
+                continue
+            num_programs = -(-num_elements // block_elements(arithmetic))
+            launch = launch_by_arguments(arithmetic, len(inputs), len(outputs), num_programs)
+            self._alone.append(_Alone(launch, inputs, outputs, num_elements))
+        self._table = AddressTable(tabled, device) if tabled else None
+
+    def run(self, addresses: list[int], stream: int) -> None:
+        """Launches all tasks on the arrays at these addresses; `stream` is PyTorch's current one."""
+        for launch, inputs, outputs, num_elements in self._alone:
+            launch(
+                stream,
+                tuple([addresses[position] + offset for position, offset in inputs]),
+                tuple([addresses[position] + offset for position, offset in outputs]),
+                num_elements,
+            )
+        if self._table is not None:
+            for launch, place_of_addresses, place_of_rows in self._table.on_device(addresses, stream):
+                launch(stream, place_of_addresses, place_of_rows)

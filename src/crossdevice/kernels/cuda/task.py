@@ -1,0 +1,44 @@
+"""What the kernels of the GPU are given to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.kernels.cuda.families import Arithmetic, block_elements
+
+Launch = Callable[..., None]
+"""Starts a kernel; called with a stream's handle and the kernel's arguments, constants left out."""
+
+
+class Place(NamedTuple):
+    """Where an array starts: so many bytes after the address at this position of a list of addresses."""
+
+    position: int
+    offset: int = 0
+
+    def moved(self, num_bytes: int) -> Place:
+        """The place so many bytes on."""
+        return Place(self.position, self.offset + num_bytes)
+
+
+class KernelTask(NamedTuple):
+    """Elements in a row of every input, combined into those of every output."""
+
+    arithmetic: Arithmetic
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
+    num_elements: int
+
+
+def rows_of(tasks: Sequence[KernelTask]) -> NDArray[np.int64]:
+    """For each program of a launch the task, the block of it, and the task's number of elements."""
+    block = block_elements(tasks[0].arithmetic)
+    sizes = np.array([task.num_elements for task in tasks], np.int64)
+    num_blocks = -(-sizes // block)
+    task = np.repeat(np.arange(len(tasks)), num_blocks)
+    firsts = np.cumsum(num_blocks) - num_blocks
+    return np.stack([task, np.arange(len(task)) - firsts[task], sizes[task]], axis=1)

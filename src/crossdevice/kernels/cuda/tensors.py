@@ -1,0 +1,77 @@
+"""Arrays of any library as PyTorch's tensors, with its work in the right order before and after."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+_held: collections.deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = collections.deque()
+"""Memory of other libraries that kernels may still read, each with what happens when they are done."""
+
+
+def device_named(kind: str, index: int) -> torch.device:
+    """PyTorch's name of a device."""
+    return torch.device(kind, index)
+
+
+def tensors_of(arrays: Sequence[Any]) -> list[torch.Tensor]:
+    """The same memory as flat, contiguous tensors; copies where it is neither.
+
+    PyTorch's current stream waits for whatever computes arrays of other libraries (DLPack).
+    """
+    tensors = [array if isinstance(array, torch.Tensor) else torch.from_dlpack(array) for array in arrays]
+    return [tensor if is_plain(tensor) else _plain(tensor) for tensor in tensors]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements are in memory as they are, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def writable_tensors(arrays: Sequence[Any]) -> list[torch.Tensor] | None:
+    """The same memory as tensors; None if kernels cannot write to it as it is."""
+    tensors = [array if isinstance(array, torch.Tensor) else torch.from_dlpack(array) for array in arrays]
+    return tensors if all(map(is_plain, tensors)) else None
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where they start."""
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
+def stream_of(device: torch.device) -> int:
+    """The handle of PyTorch's current stream; 0 on the host, where kernels are interpreted."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def is_current(device: torch.device) -> bool:
+    """Whether PyTorch's current device is this one."""
+    return device.type != "cuda" or torch.cuda.current_device() == device.index
+
+
+@contextlib.contextmanager
+def working_on(device: torch.device, handle: int | None) -> Iterator[None]:
+    """Inside, this device is current, and the stream of that handle; None leaves the stream as it is."""
+    with torch.cuda.device(device):
+        if handle is None:
+            yield
+        else:
+            with torch.cuda.stream(torch.cuda.ExternalStream(handle, device)):
+                yield
+
+
+def hold_until_done(tensors: Sequence[torch.Tensor]) -> None:
+    """Keeps memory of libraries that know nothing of PyTorch's streams until the current one gets here."""
+    while _held and _held[0][0].query():
+        _held.popleft()
+    event = torch.cuda.Event()
+    event.record()
+    _held.append((event, tensors))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()

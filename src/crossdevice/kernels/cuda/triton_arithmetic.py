@@ -1,0 +1,210 @@
+"""How elements are widened, combined and rounded, in Triton: the bits of the host's arithmetic.
+
+bfloat16 is read and written as 16-bit integers, and MIN and MAX of floats work on integers: no
+compiler and no interpreter can then round or order them in a way of its own.
+"""
+
+# ruff: noqa: N803, RUF005, SIM108 - Triton: what is compiled in is in capitals, tuples are not unpacked
+# mypy: disable-error-code="no-untyped-def, assignment"
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from crossdevice.kernels.cuda.families import Arithmetic
+from crossdevice.kernels.host.association import START, WITH_INPUT
+
+_TYPES = {
+    "bfloat16": tl.uint16,
+    **{name: getattr(tl, name) for name in ("float16", "float32", "float64")},
+    **{f"{sign}int{bits}": getattr(tl, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
+_TYPES_OF_BITS = {"bfloat16": tl.int16, "float16": tl.int16, "float32": tl.int32, "float64": tl.int64}
+
+_INFINITIES = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float64": 0x7FF << 52}
+
+_START = tl.constexpr(START)
+_WITH_INPUT = tl.constexpr(WITH_INPUT)
+
+
+class Way(NamedTuple):
+    """An arithmetic as the functions below take it."""
+
+    family: str
+    op: str
+    element: str
+    result: str
+    divisor: float | None
+    program: tuple[int, ...]
+    levels: tuple[int, ...]
+    """The accumulators that the program needs, by number."""
+    divides: bool
+    """False where a multiplication has the same bits: by a power of two."""
+    read_as: Any
+    written_as: Any
+    largest: int
+    """For MIN and MAX of floats, the bits of one but its sign, all set; 0 for other things."""
+    infinity: int
+    beyond: int
+    """What NaN is while floats are put in order: less or more than all numbers, so that it wins."""
+
+
+def way_of(arithmetic: Arithmetic) -> Way:
+    """The same, with the types of memory and the numbers that go with the dtype."""
+    levels = tuple(range(max((step >> 8 & 255 for step in arithmetic.program), default=0) + 1))
+    divides = arithmetic.divisor is not None and math.frexp(arithmetic.divisor)[0] != 0.5
+    if arithmetic.family != "extreme" or arithmetic.element not in _INFINITIES:
+        types = _TYPES[arithmetic.element], _TYPES[arithmetic.result]
+        return Way(*arithmetic, levels, divides, *types, 0, 0, 0)
+    read_as = _TYPES_OF_BITS[arithmetic.element]
+    largest = (1 << (read_as.primitive_bitwidth - 1)) - 1
+    beyond = -largest - 1 if arithmetic.op == "MIN" else largest
+    infinity = _INFINITIES[arithmetic.element]
+    return Way(*arithmetic, levels, divides, read_as, read_as, largest, infinity, beyond)
+
+
+@triton.jit
+def widened(stored, WAY: tl.constexpr):
+    """The form in which elements are combined."""
+    value = stored
+    if WAY.family == "wide":
+        if WAY.element != "float64":
+            value = _as_single(stored, WAY).to(tl.float64)
+    elif WAY.family == "rounded":
+        value = _as_single(stored, WAY)
+    elif WAY.family == "true_mean":
+        value = stored.to(tl.int64)
+    elif WAY.largest != 0:
+        # Integers that sort as IEEE 754-2019 has floats: -0 before +0, and NaN beyond all numbers.
+        if WAY.largest == 0x7FFF:
+            value = stored.to(tl.int32)
+        value = tl.where((value & WAY.largest) > WAY.infinity, WAY.beyond, _turned(value, WAY))
+    return value
+
+
+@triton.jit
+def combined(total, element, WAY: tl.constexpr):
+    """An accumulator with one more element, or another accumulator, in it."""
+    if WAY.op == "MIN":
+        total = tl.where(element < total, element, total)
+    elif WAY.op == "MAX":
+        total = tl.where(element > total, element, total)
+    elif WAY.op == "PROD":
+        total = total * element
+    else:
+        total = total + element
+    if WAY.family == "rounded":
+        total = _as_single(_halves_of(total, WAY), WAY)
+    return total
+
+
+@triton.jit
+def error_of(total, element, grown):
+    """What rounding took from total + element (Knuth)."""
+    of_element = grown - total
+    return (total - (grown - of_element)) + (element - of_element)
+
+
+@triton.jit
+def compensated(total, errors):
+    """A sum with its errors added back."""
+    # Not if they are 0, which would turn -0 into +0, nor NaN, which is what infinities leave there.
+    return tl.where(tl.abs(errors) > 0, total + errors, total)
+
+
+@triton.jit
+def finished(total, WAY: tl.constexpr):
+    """What is written."""
+    if WAY.family == "wrapping_mean" or WAY.family == "true_mean":
+        total = total.to(WAY.written_as)
+    if WAY.divisor is not None:
+        number = tl.full(total.shape, WAY.divisor, total.dtype)
+        if not WAY.divides:
+            total = total * (1.0 / WAY.divisor)
+        elif total.dtype == tl.float32:
+            # The plain division of float32 is off by up to two units of the last place.
+            total = tl.div_rn(total, number)
+        else:
+            total = total / number
+    if WAY.family == "wide" or WAY.family == "compensated":
+        total = _rounded_once(total, WAY)
+    elif WAY.family == "rounded":
+        total = _halves_of(total, WAY)
+    elif WAY.largest != 0:
+        quiet: tl.constexpr = WAY.infinity | ((WAY.infinity & -WAY.infinity) >> 1)
+        total = tl.where(total == WAY.beyond, quiet, _turned(total, WAY))
+    return total.to(WAY.written_as)
+
+
+@triton.jit
+def stepped(levels, element, STEP: tl.constexpr, WAY: tl.constexpr):
+    """The accumulators of a tree after one instruction (see the host's `association`)."""
+    kind: tl.constexpr = WAY.program[STEP] & 255
+    level: tl.constexpr = (WAY.program[STEP] >> 8) & 255
+    if kind == _START:
+        value = element
+    elif kind == _WITH_INPUT:
+        value = combined(levels[level], element, WAY)
+    else:
+        value = combined(levels[level], levels[level + 1], WAY)
+    if level == 0:
+        changed = (value,)
+    else:
+        changed = (levels[0],)
+    for number in tl.static_range(1, len(levels)):
+        if number == level:
+            changed = changed + (value,)
+        else:
+            changed = changed + (levels[number],)
+    return changed
+
+
+@triton.jit
+def _as_single(stored, WAY: tl.constexpr):
+    if WAY.element == "bfloat16":
+        single = (stored.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        single = stored.to(tl.float32)
+    return single
+
+
+@triton.jit
+def _halves_of(single, WAY: tl.constexpr):
+    """float32 rounded to float16, or to the bits of bfloat16."""
+    if WAY.result == "bfloat16":
+        bits = single.to(tl.uint32, bitcast=True)
+        upper = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+        halves = tl.where(single != single, 0x7FC0, upper).to(tl.uint16)
+    else:
+        halves = single.to(tl.float16)
+    return halves
+
+
+@triton.jit
+def _rounded_once(wide, WAY: tl.constexpr):
+    """float64 rounded once; every NaN becomes the positive quiet one."""
+    if WAY.result == "float64":
+        value = tl.where(wide != wide, float("nan"), wide)
+    elif WAY.result == "float32":
+        value = tl.where(wide != wide, float("nan"), wide.to(tl.float32))
+    else:
+        # By way of float32 rounded to odd: two roundings would not be one.
+        near = wide.to(tl.float32)
+        back = near.to(tl.float64)
+        bits = near.to(tl.int32, bitcast=True)
+        bits = tl.where(tl.abs(back) > tl.abs(wide), bits - 1, bits)
+        bits = tl.where(back != wide, bits | 1, bits)
+        bits = tl.where(wide != wide, 0x7FC00000, bits)
+        value = _halves_of(bits.to(tl.float32, bitcast=True), WAY)
+    return value
+
+
+@triton.jit
+def _turned(bits, WAY: tl.constexpr):
+    """Negative numbers with all bits but the sign turned over; the way back is the same."""
+    sign: tl.constexpr = 63 if WAY.largest > 0x7FFFFFFF else 31
+    return bits ^ ((bits >> sign) & WAY.largest)

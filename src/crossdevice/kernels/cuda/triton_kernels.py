@@ -1,0 +1,127 @@
+"""The fused pass in Triton: each program reads a block of every input once and writes it to every output.
+
+Addresses come as whole numbers, as arguments or from a table in the GPU's memory, so that one compiled
+kernel serves arrays of any alignment: a program looks at them and takes the wide accesses if it can.
+"""
+
+# ruff: noqa: N803, RUF005, SIM108 - Triton: what is compiled in is in capitals, tuples are not unpacked
+# mypy: disable-error-code="no-untyped-def, assignment"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from crossdevice.kernels.cuda.triton_arithmetic import (
+    combined,
+    compensated,
+    error_of,
+    finished,
+    stepped,
+    widened,
+)
+
+_ROW_NUMBERS = tl.constexpr(3)
+
+
+@triton.jit(do_not_specialize=["inputs", "outputs", "num_elements"])
+def pass_by_arguments(inputs, outputs, num_elements, WAY: tl.constexpr, BLOCK: tl.constexpr):
+    """One array of every replica; `inputs` and `outputs` are tuples of addresses."""
+    _do_block(inputs, outputs, tl.program_id(0).to(tl.int64) * BLOCK, num_elements, WAY, BLOCK)
+
+
+@triton.jit(do_not_specialize=["addresses", "rows"])
+def pass_by_table(
+    addresses,
+    rows,
+    NUM_INPUTS: tl.constexpr,
+    NUM_OUTPUTS: tl.constexpr,
+    WAY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Many arrays in one launch: `rows` says which block of which task each program does.
+
+    A row is (task, number of the block, elements of the task). `addresses` has a line for each task: the
+    addresses of its inputs, then those of its outputs.
+    """
+    row = rows.to(tl.pointer_type(tl.int64)) + tl.program_id(0).to(tl.int64) * _ROW_NUMBERS
+    task, block, num_elements = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    line = addresses.to(tl.pointer_type(tl.int64)) + task * (NUM_INPUTS + NUM_OUTPUTS)
+    inputs, outputs = _numbers_at(line, NUM_INPUTS), _numbers_at(line + NUM_INPUTS, NUM_OUTPUTS)
+    _do_block(inputs, outputs, block * BLOCK, num_elements, WAY, BLOCK)
+
+
+@triton.jit
+def _numbers_at(place, COUNT: tl.constexpr):
+    found = (tl.load(place),)
+    for number in tl.static_range(1, COUNT):
+        found = found + (tl.load(place + number),)
+    return found
+
+
+@triton.jit
+def _do_block(inputs, outputs, start, num_elements, WAY: tl.constexpr, BLOCK: tl.constexpr):
+    mixed = inputs[0]
+    for number in tl.static_range(1, len(inputs)):
+        mixed = mixed | inputs[number]
+    for number in tl.static_range(len(outputs)):
+        mixed = mixed | outputs[number]
+    left = num_elements - start
+    # Written out twice: only whole blocks at multiples of 16 bytes can be read 16 bytes at a time.
+    if (mixed % 16 == 0) & (left >= BLOCK):
+        value = finished(_combination(inputs, start, left, WAY, BLOCK, True), WAY)
+        for number in tl.static_range(len(outputs)):
+            tl.store(_targets(outputs[number], start, WAY, BLOCK, True), value)
+    else:
+        value = finished(_combination(inputs, start, left, WAY, BLOCK, False), WAY)
+        for number in tl.static_range(len(outputs)):
+            place = _targets(outputs[number], start, WAY, BLOCK, False)
+            tl.store(place, value, mask=tl.arange(0, BLOCK) < left)
+
+
+@triton.jit
+def _combination(inputs, start, left, WAY: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+    total = _element(inputs[0], start, left, WAY, BLOCK, IS_WHOLE)
+    if len(WAY.program) > 0:
+        levels = (total,)
+        for _ in tl.static_range(1, len(WAY.levels)):
+            levels = levels + (total,)
+        for step in tl.static_range(len(WAY.program)):
+            element = _element(inputs[WAY.program[step] >> 16], start, left, WAY, BLOCK, IS_WHOLE)
+            levels = stepped(levels, element, step, WAY)
+        total = levels[0]
+    elif WAY.family == "compensated":
+        errors = tl.zeros_like(total)
+        for number in tl.static_range(1, len(inputs)):
+            element = _element(inputs[number], start, left, WAY, BLOCK, IS_WHOLE)
+            grown = total + element
+            errors += error_of(total, element, grown)
+            total = grown
+        total = compensated(total, errors)
+    else:
+        for number in tl.static_range(1, len(inputs)):
+            total = combined(total, _element(inputs[number], start, left, WAY, BLOCK, IS_WHOLE), WAY)
+    return total
+
+
+@triton.jit
+def _element(address, start, left, WAY: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+    place = _block_at(address.to(tl.pointer_type(WAY.read_as)) + start, BLOCK, IS_WHOLE)
+    if IS_WHOLE:
+        stored = tl.load(place)
+    else:
+        stored = tl.load(place, mask=tl.arange(0, BLOCK) < left, other=0)
+    return widened(stored, WAY)
+
+
+@triton.jit
+def _targets(address, start, WAY: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+    return _block_at(address.to(tl.pointer_type(WAY.written_as)) + start, BLOCK, IS_WHOLE)
+
+
+@triton.jit
+def _block_at(place, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+    places = place + tl.arange(0, BLOCK)
+    if IS_WHOLE:
+        places = tl.max_contiguous(tl.multiple_of(places, 16), BLOCK)
+    return places

@@ -1,0 +1,43 @@
+"""Every kind of kernel of the GPU, on sizes and addresses that are odd: what compute-sanitizer looks at."""
+
+import itertools
+import sys
+
+import torch
+
+import crossdevice as cd
+from crossdevice.values.dtypes import COMPLEXES
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "int64", "uint8", "complex64")
+SIZES = (1, 7, 1024, 5000, 64)
+
+
+def tensor(size: int, dtype: str, offset: int = 0) -> torch.Tensor:
+    return torch.ones(size + offset, device="cuda").to(getattr(torch, dtype))[offset:]
+
+
+def main() -> int:
+    """Prints how many reductions were made."""
+    ops, count = cd.TreeAllReduce(), 0
+    for dtype, op, precision in itertools.product(
+        DTYPES, ("sum", "mean", "max", "prod"), ("fast", "accurate")
+    ):
+        if dtype in COMPLEXES and op in ("max", "prod"):
+            continue
+        options = cd.CommunicationOptions(precision=precision)
+        for size, offset in itertools.product((1, 1025, 4099), (0, 1)):
+            value = cd.PerReplica([tensor(size, dtype, offset) for _ in range(3)])
+            ops.reduce(op, value, value, options)
+            if op == "sum":
+                ops.reduce(op, value, value, options, out=value)
+            count += 1
+        values = [cd.PerReplica([tensor(size, dtype) for _ in range(3)]) for size in SIZES]
+        ops.batch_reduce(op, [(value, value) for value in values], options)
+        count += len(values)
+    torch.cuda.synchronize()
+    sys.stdout.write(f"{count} reductions\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Kernels compile for a GPU that is not there, and read and write 16 bytes at a time wherever they can.
+
+Collected only by test_triton_kernels.py, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from crossdevice.kernels.cuda.families import arranged, block_elements
+from crossdevice.kernels.cuda.triton_arithmetic import way_of
+from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
+from crossdevice.kernels.cuda.triton_launching import ANY_ADDRESS, NUM_WARPS
+from crossdevice.kernels.host.recipe import Recipe
+from crossdevice.values.reduce_op import ReduceOp
+
+SUM, MEAN = Recipe(ReduceOp.SUM, "accurate"), Recipe(ReduceOp.SUM, "accurate", 3)
+KINDS = {
+    "wide": (MEAN, "float32", "float32"),
+    "wide bfloat16": (SUM, "bfloat16", "bfloat16"),
+    "wide product": (Recipe(ReduceOp.PROD, "accurate"), "float16", "float16"),
+    "compensated": (MEAN, "float64", "float64"),
+    "native": (Recipe(ReduceOp.SUM, "fast", 4), "float32", "float32"),
+    "native tree": (Recipe(ReduceOp.SUM, "fast", 3, (0, (2, 1))), "float32", "float32"),
+    "rounded tree": (Recipe(ReduceOp.SUM, "fast", 3, (0, (2, 1))), "bfloat16", "bfloat16"),
+    "least": (Recipe(ReduceOp.MIN, "accurate"), "float16", "float16"),
+    "greatest": (Recipe(ReduceOp.MAX, "accurate"), "uint64", "uint64"),
+    "wrapping": (SUM, "uint8", "uint8"),
+    "wrapping mean": (Recipe(ReduceOp.SUM, "fast", 3), "int64", "float64"),
+    "true mean": (MEAN, "int16", "float32"),
+}
+
+
+class _AbsentGpu:
+    """As much of a driver as compiling needs."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def _absent_gpu(monkeypatch):
+    if not hasattr(pass_by_arguments, "device_caches"):
+        pytest.skip("Triton interprets kernels in this process")
+    monkeypatch.setattr(driver, "_active", _AbsentGpu())
+    pass_by_arguments.device_caches.clear()
+    pass_by_table.device_caches.clear()
+    yield
+    pass_by_arguments.device_caches.clear()
+    pass_by_table.device_caches.clear()
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.usefixtures("_absent_gpu")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_compile_with_wide_accesses_and_without_contraction(kind):
+    arithmetic = arranged(*KINDS[kind]).arithmetic
+    way, block = way_of(arithmetic), block_elements(arithmetic)
+    options = {"grid": (1,), "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    addresses = (ANY_ADDRESS,) * 3
+    for compiled in (
+        pass_by_arguments.warmup(addresses, addresses, ANY_ADDRESS, way, block, **options),
+        pass_by_table.warmup(ANY_ADDRESS, ANY_ADDRESS, 3, 3, way, block, **options),
+    ):
+        code = compiled.asm["ptx"]
+        assert re.search(r"ld\.global\.v(4\.b32|2\.b64)", code)
+        assert re.search(r"st\.global\.v(4\.b32|2\.b64)", code)
+        assert not re.search(r"\bfma\.|\.ftz|div\.full|div\.approx", code)

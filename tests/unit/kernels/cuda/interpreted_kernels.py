@@ -1,0 +1,114 @@
+"""The kernels in Triton's interpreter: the bits of the host's reference, whatever the dtype and the order.
+
+Collected only by test_triton_kernels.py, in a process in which TRITON_INTERPRET is set.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from crossdevice.kernels.cuda.families import BLOCK_BYTES, Arrangement, arranged, block_elements, parts_in
+from crossdevice.kernels.cuda.triton_launching import is_interpreted, launch_by_arguments, launch_by_table
+from crossdevice.kernels.host.numpy_pass import numpy_pass
+from crossdevice.kernels.host.recipe import Recipe
+from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, result_dtype
+from crossdevice.values.reduce_op import ReduceOp
+from unit.kernels.host.adversarial import adversarial, dtype_named, misaligned, same_bits
+
+# The interpreter computes in NumPy, which has something to say about infinities.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+TREES = (((0, 1), (2, (3, 4)), (5, 6)), (6, (5, (4, (3, (2, (1, 0)))))), ((0, 1, 2), 3, (4, 5), 6))
+CHAINS = (None, (6, 2, 1, 0, 3, 4, 5))
+
+
+def recipes(dtype, count, precision):
+    """Every operation, with the dtype of its result."""
+    for op in ReduceOp:
+        if dtype in COMPLEXES and op in (ReduceOp.MIN, ReduceOp.MAX):
+            continue
+        recipe = Recipe(ReduceOp.SUM, precision, count) if op is ReduceOp.MEAN else Recipe(op, precision)
+        orders = (*CHAINS, *TREES) if precision == "fast" and count == 7 else (None,)
+        for order in orders:
+            yield recipe._replace(order=order), result_dtype(dtype, op)
+
+
+def addresses(arrays):
+    return tuple(array.ctypes.data for array in arrays)
+
+
+def check(recipe, dtype, into, count, size, offset=0):
+    """One pass to two outputs; False if there is no kernel."""
+    arrangement = arranged(recipe, dtype, into)
+    if not isinstance(arrangement, Arrangement):
+        return False
+    random = np.random.default_rng(count + size)
+    inputs = [misaligned(adversarial(random, dtype_named(dtype), size), offset) for _ in range(count)]
+    outputs = [misaligned(np.zeros(size, dtype_named(into)), offset) for _ in range(2)]
+    expected = np.empty(size, dtype_named(into))
+    numpy_pass(inputs, [expected], recipe)
+    read = [inputs[position] for position in arrangement.positions or range(count)]
+    num_elements = size * parts_in(dtype)
+    num_programs = -(-num_elements // block_elements(arrangement.arithmetic))
+    launch = launch_by_arguments(arrangement.arithmetic, count, 2, num_programs)
+    launch(0, addresses(read), addresses(outputs), num_elements)
+    for output in outputs:
+        assert same_bits(output, expected, any_nan=recipe.precision == "fast"), (recipe, into, count)
+    return True
+
+
+def test_kernels_are_interpreted():
+    assert is_interpreted
+
+
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+@pytest.mark.parametrize("precision", ["fast", "accurate", "exact"])
+def test_kernels_have_the_bits_of_the_host(dtype, precision):
+    lacking = set()
+    for count in (1, 3, 7):
+        for recipe, into in recipes(dtype, count, precision):
+            if not check(recipe, dtype, into, count, size=300):
+                lacking.add((recipe.op.name, recipe.divisor is not None))
+    sums_and_products = {("SUM", False), ("SUM", True), ("PROD", False)}
+    if dtype in COMPLEXES:
+        assert lacking == (sums_and_products if precision == "exact" else {("PROD", False)})
+    elif "float" in dtype:
+        assert lacking == (sums_and_products if precision == "exact" else set())
+    else:
+        is_mean_of_64_bits = dtype.endswith("64") and precision != "fast"
+        assert lacking == ({("SUM", True)} if is_mean_of_64_bits else set())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex128"])
+def test_whole_blocks_tails_and_odd_addresses_are_right(dtype):
+    recipe, into = Recipe(ReduceOp.SUM, "accurate", 2), result_dtype(dtype, ReduceOp.MEAN)
+    block = BLOCK_BYTES // ITEM_BYTES[dtype]
+    for size in (1, block - 1, block, 2 * block + 3):
+        for offset in (0, ITEM_BYTES[dtype]):
+            assert check(recipe, dtype, into, 2, size, offset)
+
+
+def test_divisors_are_those_of_the_result():
+    for dtype in ("float16", "bfloat16", "float32", "int16"):
+        for precision in ("fast", "accurate"):
+            for divisor in (3, 4, 257, 70_001):
+                recipe = Recipe(ReduceOp.SUM, precision, divisor)
+                assert check(recipe, dtype, result_dtype(dtype, ReduceOp.MEAN), 2, size=300)
+
+
+def test_a_table_serves_many_arrays_in_one_launch():
+    random = np.random.default_rng(5)
+    arithmetic = arranged(Recipe(ReduceOp.SUM, "accurate", 3), "float32", "float32").arithmetic
+    sizes = (1, 1024, 3000, 7)
+    inputs = [[adversarial(random, np.dtype("float32"), size) for _ in range(3)] for size in sizes]
+    outputs = [[misaligned(np.zeros(size, np.float32), 4 * (size == 7)) for _ in range(2)] for size in sizes]
+    table = np.array([(*addresses(i), *addresses(o)) for i, o in zip(inputs, outputs, strict=True)])
+    rows = np.array(
+        [(task, block, size) for task, size in enumerate(sizes) for block in range(-(-size // 1024))]
+    )
+    launch_by_table(arithmetic, 3, 2, len(rows))(0, table.ctypes.data, rows.ctypes.data)
+    for arrays, results in zip(inputs, outputs, strict=True):
+        expected = np.empty_like(arrays[0])
+        numpy_pass(arrays, [expected], Recipe(ReduceOp.SUM, "accurate", 3))
+        assert all(same_bits(result, expected) for result in results)
