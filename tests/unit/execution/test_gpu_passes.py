@@ -111,6 +111,7 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (6, index))
+    availability.gpu_unfit.cache_clear()
     try:
         assert availability.gpu_unfit(1) == (
             "its kernels need compute capability 8.0 or later, and this GPU has 6.1"
