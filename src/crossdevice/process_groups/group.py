@@ -101,7 +101,11 @@ class ProcessGroup:
             seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
             call = Call(self, self._num_calls, what, signature, seconds)
             self._num_calls += 1
-            yield call
+            try:
+                yield call
+            finally:
+                if call.is_out and self._broken is None:
+                    self._break(f"call {call.number} ({call.what}) ended with data on its way")
 
     def give_up(self, why: str) -> None:
         """Breaks the group and tells the others, who would wait for this rank until their deadlines."""
@@ -140,13 +144,16 @@ class ProcessGroup:
 
     # ---------------------------------------------------------------- what a call asks for
 
-    def _carry(self, call: Call, function: Callable[[float], None]) -> None:
-        """Has a function of the engine called with a timeout, and waits for it until the call's deadline."""
-        left = call.seconds_left()
+    def _carry(self, call: Call, function: Callable[[float], None]) -> Errand:
+        """Has a function of the engine called with a timeout."""
         # The engine's own deadline comes after ours, which knows who is missing.
-        errand = self._carrying.send(lambda: function(left + LATER_SECONDS))
+        later = call.seconds_left() + LATER_SECONDS
+        return self._carrying.send(lambda: function(later))
+
+    def _wait(self, call: Call, errand: Errand) -> None:
+        """Waits until the engine is done, but not beyond the call's deadline."""
         try:
-            if not errand.wait(min(PATIENCE_SECONDS, left)):
+            if not errand.wait(min(PATIENCE_SECONDS, call.seconds_left())):
                 self._wait_watching(call, errand)
             errand.result()
         except (MismatchError, DeadlineError) as error:
@@ -235,6 +242,7 @@ class Call:
         self.timeout_seconds = timeout_seconds
         self._end = time.monotonic() + timeout_seconds
         self.num_exchanges = 0
+        self._errand: Errand | None = None
 
     def seconds_left(self) -> float:
         """Until the deadline."""
@@ -246,18 +254,35 @@ class Call:
         Ranks whose calls differ in number or signature use other tags: they wait for each other until one
         of them says so, and never take each other's bytes.
         """
+        self.start_exchange(sends, receives)
+        self.wait()
+
+    def start_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Begins an exchange: its memory is left alone until `wait`, which comes before anything else."""
         self.num_exchanges += 1
         key = b"%d %d " % (self.number, self.num_exchanges) + self.signature
         digest = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
         tag = digest % (self.group._engine.largest_tag + 1)
         if sends or receives:
             exchange = self.group._engine.exchange
-            self.group._carry(self, lambda seconds: exchange(sends, receives, tag, seconds))
+            self._errand = self.group._carry(self, lambda seconds: exchange(sends, receives, tag, seconds))
+
+    def wait(self) -> None:
+        """Waits for what was started, if anything was."""
+        if self._errand is not None:
+            self.group._wait(self, self._errand)
+            self._errand = None
+
+    @property
+    def is_out(self) -> bool:
+        """Whether something is on its way."""
+        return self._errand is not None
 
     def all_reduce(self, array: Any, device_type: str, op: str) -> None:
         """The engine's own all-reduce of an array in place, on a device it `reduces_on`."""
         self.num_exchanges += 1
-        self.group._carry(self, self.group._engine.device_all_reduces[device_type](array, op))
+        self._errand = self.group._carry(self, self.group._engine.device_all_reduces[device_type](array, op))
+        self.wait()
 
     def all_gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, all of one length."""
