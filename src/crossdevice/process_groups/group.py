@@ -159,6 +159,8 @@ class ProcessGroup:
         except (MismatchError, DeadlineError) as error:
             self._break(str(error))
             raise
+        except (ConnectionError, _GaveUpError) as error:
+            raise self._lost(call, error) from None  # whose message says all there is to know
         except Exception as error:
             raise self._lost(call, error) from error
         except BaseException:
@@ -186,8 +188,8 @@ class ProcessGroup:
                 watch.gave_up = DEADLINE_PASSED
                 watch.look_for(GRACE_SECONDS)
                 raise DeadlineError(
-                    f"call {call.number} ({call.what}) was not done in {call.timeout_seconds:g} seconds: "
-                    f"{watch.roll_call()}"
+                    f"call {call.number} ({call.what}) was not done in {call.timeout_seconds:g} seconds "
+                    f"(timeout_seconds): {watch.roll_call()}"
                 )
 
     def _lost(self, call: Call, error: Exception) -> ProcessGroupError | MismatchError:

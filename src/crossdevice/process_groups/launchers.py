@@ -14,6 +14,8 @@ from crossdevice.errors import OptionError
 USUAL_PORT = 29500
 """That of torch.distributed, for launchers that name no port and no job."""
 
+LARGEST_PORT = 65535
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
@@ -76,6 +78,13 @@ class Variables:
             raise OptionError(f"{name} must be a whole number, 0 or more; got {text!r}")
         return int(text)
 
+    def port(self) -> int | None:
+        """MASTER_PORT, if it is set."""
+        port = self.number("MASTER_PORT")
+        if port is not None and not 0 < port <= LARGEST_PORT:
+            raise OptionError(f"MASTER_PORT must be a number from 1 to {LARGEST_PORT}; got {port}")
+        return port
+
     def rank_and_size(self, rank_name: str, *size_names: str) -> tuple[int, int] | None:
         """Both, or None if neither is set."""
         rank, size = self.number(rank_name), self.number(*size_names)
@@ -118,7 +127,7 @@ def _torchrun(variables: Variables) -> Launch | None:
     if place is None:
         return None
     local_rank, local_size = variables.local("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    address, port = variables.text("MASTER_ADDR"), variables.number("MASTER_PORT")
+    address, port = variables.text("MASTER_ADDR"), variables.port()
     is_torchrun = variables.text("TORCHELASTIC_RUN_ID") is not None
     has_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Launch(
@@ -149,7 +158,7 @@ def _tf_config(variables: Variables) -> Launch | None:
             f"TF_CONFIG must be JSON such as "
             f'{{"cluster": {{"worker": ["host:port", ...]}}, "task": {{"type": "worker", "index": 0}}}}; '
             f"got {text!r} ({error})"
-        ) from error
+        ) from None
     if not cluster and job is None:
         return None
     if job is None:
@@ -180,7 +189,8 @@ def _tf_config(variables: Variables) -> Launch | None:
 def _addresses(job: str, tasks: Any) -> list[str]:
     numbered = dict(enumerate(tasks)) if isinstance(tasks, list) else dict(tasks)
     for address in numbered.values():
-        if not re.fullmatch(r"\S+:\d+", str(address)):
+        found = re.fullmatch(r"\S+:(\d+)", str(address))
+        if found is None or not 0 < int(found[1]) <= LARGEST_PORT:
             raise ValueError(f"the address of a {job} is not host:port: {address!r}")
     return [str(numbered[key]) for key in sorted(numbered, key=int)]
 
@@ -254,7 +264,7 @@ def _first_slurm_host(variables: Variables) -> str | None:
 
 def _port(variables: Variables, *job_names: str) -> int:
     """MASTER_PORT, else one that ranks of the same job find and others hardly do."""
-    port = variables.number("MASTER_PORT")
+    port = variables.port()
     if port is not None:
         return port
     job = variables.text(*job_names)

@@ -130,7 +130,7 @@ class TorchEngine:
             for work in works:
                 work.wait(timeout)
         except RuntimeError as error:
-            raise ConnectionError(_reason(error)) from error
+            raise ConnectionError(_reason(error)) from None
         self._is_out = False
 
     def post(self, note: str) -> None:
@@ -205,7 +205,7 @@ class TorchEngine:
             raise ProcessGroupError(
                 f"rank {self.rank} could not connect to all others from {host or 'its default interface'}; "
                 f"GLOO_SOCKET_IFNAME names another interface (gloo: {_reason(error)})"
-            ) from error
+            ) from None
 
 
 class _Adopted:
@@ -259,11 +259,15 @@ def store_at(address: str, port: int, *, is_keeper: bool, timeout_seconds: float
                     multi_tenant=True,
                 )
             except (RuntimeError, TimeoutError) as error:
-                what = "be kept" if is_keeper else "be reached"
+                what, question = (
+                    ("be kept", "is this host's address, and is the port free")
+                    if is_keeper
+                    else ("be reached", "where rank 0 is, and has it been started")
+                )
                 raise ProcessGroupError(
-                    f"the store at {address}:{port}, where ranks meet, could not {what} "
+                    f"the store at {address}:{port}, where ranks meet, could not {what}: is that {question}? "
                     f"(torch.distributed: {_reason(error)})"
-                ) from error
+                ) from None
         return _kept[address, port]
 
 

@@ -68,7 +68,17 @@ def test_a_broken_group_refuses_later_calls_and_says_why():
     run_ranks(2, wait_alone)
     (error,) = errors
     assert isinstance(error, ProcessGroupError)
-    assert "a new one has to be formed: call 1 (gather) was not done in 0.1 seconds" in str(error)
+    assert "formed: call 1 (gather) was not done in 0.1 seconds (timeout_seconds): rank 1 (" in str(error)
+
+
+def test_a_rank_that_gives_up_is_named_by_one_error_without_others_behind_it():
+    def give_up(group):
+        return group.give_up("KeyError: 'w'") if group.rank == 1 else refused(gather, group)
+
+    error = run_ranks(2, give_up)[0]
+    assert isinstance(error, ProcessGroupError)
+    assert "gave up: KeyError: 'w'; rank 0 is there" in str(error)
+    assert error.__cause__ is None
 
 
 def test_a_closed_group_refuses_calls():
@@ -124,6 +134,7 @@ def test_an_engine_that_fails_is_abandoned_and_its_board_is_not_asked_twice_at_o
         assert isinstance(errors[rank], ProcessGroupError)
         assert "the board of notes cannot be reached" in str(errors[rank])
         assert "(threads: the line is dead)" in str(errors[rank])
+        assert errors[rank].__cause__ is None  # one traceback, not one for each layer
         assert engines[rank].is_abandoned
         assert engines[rank].num_visits == 1
 

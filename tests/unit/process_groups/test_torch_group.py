@@ -52,7 +52,9 @@ def test_without_a_store_an_address_is_needed():
 
 
 def test_a_store_that_cannot_be_reached_is_named():
-    with pytest.raises(ProcessGroupError, match=r"the store at 127.0.0.1:1, .* could not be reached"):
+    with pytest.raises(
+        ProcessGroupError, match=r"127.0.0.1:1, .* could not be reached: is that where rank 0"
+    ):
         torch_group.form_group(1, 2, "127.0.0.1", 1, timeout_seconds=0.5)
 
 
