@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 from crossdevice.backends.nccl_engines import ENGINES, NcclEngine, engine_named, name_of_engine
 from crossdevice.cli.gpu_facts import Managed, managed, seen_by_libraries
+from crossdevice.errors import OptionError
 from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
 from crossdevice.kernels.host import numpy_pass, threads
 from crossdevice.kernels.host.control_groups import words_of_groups
 from crossdevice.plans.rendering import size_text
+from crossdevice.process_groups.cluster import from_env
 from crossdevice.strategies.algorithm_choice import choose_algorithm
 from crossdevice.values.device import Device, host_device
 
@@ -75,7 +77,7 @@ LIBRARIES = {
     "triton": Library(("triton",), "'crossdevice[gpu]'", "the fused GPU kernel", True),
     "nccl4py": Library(("nccl4py",), "'nccl4py[cu13]'", "NCCL through NVIDIA's own binding", True),
     "nvidia-ml-py": Library(("nvidia-ml-py",), "'crossdevice[gpu]'", "GPUs and links in this report", True),
-    "mpi4py": Library(("mpi4py",), "mpi4py", "reductions between the processes of MPI"),
+    "mpi4py": Library(("mpi4py",), "'crossdevice[mpi]'", "reductions between the processes of MPI"),
     "rich": Library(("rich",), "'crossdevice[cli]'", "tables and progress bars on a terminal"),
 }
 
@@ -250,6 +252,13 @@ def _is_writable(folder: Path) -> bool:
     return there.is_dir() and os.access(there, os.W_OK)
 
 
+def _processes(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
+    try:
+        yield Finding("launcher", from_env().recognised)
+    except OptionError as refused:
+        yield Finding("launcher", str(refused), False, "set what is missing, or unset what was left behind")
+
+
 def _algorithms(gpus: Gpus) -> Iterator[Finding]:
     for devices in ([host_device(0), host_device(1)], gpus.usable):
         if devices:
@@ -266,5 +275,6 @@ SECTIONS: dict[str, Callable[[Gpus], Iterator[Finding]]] = {
     "shared memory": _memory,
     "threads": _threads,
     "kernels": _kernels,
+    "processes": _processes,
     "algorithms": _algorithms,
 }

@@ -22,6 +22,7 @@ TITLES = [
     "shared memory",
     "threads",
     "kernels",
+    "processes",
     "algorithms",
 ]
 
@@ -102,6 +103,16 @@ def test_json_has_the_same_findings(capsys):
     assert "could not be looked at" not in json.dumps(answer)
 
 
+def test_the_launcher_is_told_and_what_it_left_out(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert findings(capsys)["processes"]["launcher"]["found"].startswith(
+        "RANK is set (1), but WORLD_SIZE is not"
+    )
+    assert "\n  ! launcher: set what is missing" in said(capsys)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert findings(capsys)["processes"]["launcher"]["found"].startswith("environment: rank 1 of 2")
+
+
 def test_a_terminal_with_rich_gets_tables(capsys, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
@@ -173,7 +184,7 @@ def test_missing_libraries_are_named_with_what_they_give(machine, capsys, monkey
     missing = {"mpi4py", "triton"}
     monkeypatch.setattr(diagnosis, "_version", lambda name: None if name in missing else real(name))
     text = said(capsys)
-    assert "\n  mpi4py: pip install mpi4py: reductions between the processes of MPI\n" in text
+    assert "\n  mpi4py: pip install 'crossdevice[mpi]': reductions between the processes of MPI\n" in text
     assert "triton: pip install 'crossdevice[gpu]': the fused GPU kernel" in text
 
 
