@@ -31,7 +31,8 @@ class CommunicationOptions:
 
     Args:
         bytes_per_pack: split a batch into packs of about this size; 0 leaves packing to the algorithm.
-        timeout_seconds: a deadline, in seconds or as a timedelta; None waits for ever.
+        timeout_seconds: a deadline, in seconds or as a timedelta; None waits for ever, between processes as
+            long as their group says.
         implementation: the engine between processes, as a member or its name in any case.
         precision: `"fast"` adds in the arrays' own dtype in the order of the plan, `"accurate"` adds
             wide, in replica order, and rounds once, `"exact"` rounds the true sum, whatever the order.
