@@ -38,3 +38,14 @@ def test_the_figures_are_those_of_the_plans(name):
     assert row[4:] == [str(plan.num_rounds), *arrays, f"{plan.total_traffic(unsummed=True) / 640:g} S"]
     decided = table_rows("decisions/0001-contributions-travel-unsummed.md")[name]
     assert [f"{cell} S" for cell in decided[1:]] == row[6:]
+
+
+def test_decisions_are_numbered_without_gaps_and_listed_by_their_titles():
+    folder = ROOT / "docs" / "decisions"
+    records = sorted(folder.glob("0*.md"))
+    titles = [re.match(r"# (\d+)\. (.+)\n", record.read_text()).groups() for record in records]
+    assert [int(record.name[:4]) for record in records] == list(range(1, len(records) + 1))
+    listed = re.findall(r"^\| \[(\d+)\]\((.+)\) \| (.+) \|$", (folder / "README.md").read_text(), re.M)
+    assert listed == [
+        (number, record.name, title) for (number, title), record in zip(titles, records, strict=True)
+    ]
