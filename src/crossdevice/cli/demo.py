@@ -77,7 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's options."""
     add = parser.add_argument
     add("--backend", choices=sorted(NETWORKS), default="numpy", help="array library (numpy)")
-    add("--devices", type=int, default=4, metavar="N", help="how many logical CPU devices (4)")
+    add(
+        "--devices",
+        type=int,
+        default=4,
+        metavar="N",
+        help="how many logical CPU devices, of all processes (4)",
+    )
     add("--ops", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (what suits the devices)")
     add("--epochs", type=int, default=30, metavar="N", help="how often all digits are learnt from (30)")
     add(
