@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def stream_of(device: torch.device) -> int:
     """The handle of PyTorch's current stream; 0 on the host, where kernels are interpreted."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return _raw_stream(device.index) if device.type == "cuda" else 0
 
 
 def is_current(device: torch.device) -> bool:
@@ -71,6 +71,14 @@ def hold_until_done(tensors: Sequence[torch.Tensor]) -> None:
     event = torch.cuda.Event()
     event.record()
     _held.append((event, tensors))
+
+
+def _slow_raw_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+# Makes no object of PyTorch's for the stream, but is not part of what PyTorch promises.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_raw_stream)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
