@@ -108,8 +108,9 @@ class BetweenProcesses:
             for leaf, gathering, piece in zip(read.leaves, gatherings, pieces, strict=True)
         )
         description = Description(f"gather along axis {axis}", _text(read.structure), described)
-        replicas = (len(read.devices),) * len(gatherings)
-        with agreed_call(self._group, description, replicas, _seconds(options)) as (call, _):
+        # End to end they are one, so ranks may bring as many as they like.
+        ones = (1,) * len(gatherings)
+        with agreed_call(self._group, description, ones, _seconds(options)) as (call, _):
             of_ranks = arrays_of_all_ranks(call, [piece.reshape(-1) for piece in pieces])
         results = [
             _placed(

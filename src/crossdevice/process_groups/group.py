@@ -60,8 +60,8 @@ class ProcessGroup:
         self.size = engine.size
         self.timeout_seconds = timeout_seconds
         self.checks = checks
-        self.agreed: dict[Any, tuple[tuple[int, ...], ...]] = {}
-        """What ranks have compared: for each kind of call, the replicas that each rank has of each leaf."""
+        self.agreed: dict[Any, Any] = {}
+        """What ranks have compared, by kind of call."""
         self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
         self._lock = threading.Lock()
         self._num_calls = 0
