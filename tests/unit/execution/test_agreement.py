@@ -126,3 +126,13 @@ def test_a_gather_takes_any_number_of_replicas_at_any_time():
         ]
 
     assert run_ranks(2, gather) == [[2, 4, 3, 2]] * 2
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_arrays_without_elements_are_gathered_too(axis):
+    def gather(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        value = cd.PerReplica([np.zeros((3, 0)), np.zeros((3, 0))])
+        return ops.gather(value, "cpu:0", axis).shape
+
+    assert run_ranks(2, gather) == [((12, 0), (3, 0))[axis]] * 2
