@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 _held: collections.deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = collections.deque()
 """Memory of other libraries that kernels may still read, each with what happens when they are done."""
+
+_holding = threading.Lock()
 
 
 def device_named(kind: str, index: int) -> torch.device:
@@ -66,11 +69,12 @@ def working_on(device: torch.device, handle: int | None) -> Iterator[None]:
 
 def hold_until_done(tensors: Sequence[torch.Tensor]) -> None:
     """Keeps memory of libraries that know nothing of PyTorch's streams until the current one gets here."""
-    while _held and _held[0][0].query():
-        _held.popleft()
     event = torch.cuda.Event()
     event.record()
-    _held.append((event, tensors))
+    with _holding:  # or two threads that find one of them done would let go of two
+        while _held and _held[0][0].query():
+            _held.popleft()
+        _held.append((event, tensors))
 
 
 def _slow_raw_stream(index: int) -> int:
