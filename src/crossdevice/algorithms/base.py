@@ -71,9 +71,12 @@ class CrossDeviceOps:
     def __setattr__(self, name: str, value: Any) -> None:
         """What was prepared for other settings is forgotten."""
         object.__setattr__(self, name, value)
-        if not name.startswith("_"):
-            for kept in _KEPT:
-                self.__dict__.pop(kept, None)
+        self._forget(name)
+
+    def __delattr__(self, name: str) -> None:
+        """The class's own setting counts again."""
+        object.__delattr__(self, name)
+        self._forget(name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Its settings; what was prepared is prepared again."""
@@ -338,6 +341,11 @@ class CrossDeviceOps:
             if len(self._batches) >= MAX_KEPT:
                 self._batches.clear()
             self._batches[key] = RememberedBatch(self.prepared(tuple(specs), op, chosen), specs, pairs)
+
+    def _forget(self, changed: str) -> None:
+        if not changed.startswith("_"):
+            for kept in _KEPT:
+                self.__dict__.pop(kept, None)
 
     @functools.cached_property
     def _batches(self) -> dict[Any, RememberedBatch]:

@@ -178,3 +178,14 @@ def test_tensors_are_compared_by_signature_where_pytorch_does_not_do_it(monkeypa
         results = ops.batch_reduce("sum", to_itself(batch(LIBRARIES["torch"], start=start)))
         assert first_numbers(results) == [[2 * start + 1] * 2] * 3
     assert len(made_again) == 2
+
+
+def test_settings_that_are_deleted_make_an_object_forget():
+    ops, values = cd.DirectAllReduce(), batch(np.array)
+    ops.uses_engine = True
+    for _ in range(2):
+        ops.reduce("sum", values[0], values[0])
+        ops.batch_reduce("sum", to_itself(values))
+    assert {"_kept", "_calls", "_batches"} <= ops.__dict__.keys()
+    del ops.uses_engine
+    assert not {"_kept", "_calls", "_batches"} & ops.__dict__.keys()
