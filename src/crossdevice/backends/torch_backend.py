@@ -116,8 +116,8 @@ class TorchBackend(ArrayApiBackend):
         return array.detach()
 
     def flat(self, array: torch.Tensor) -> torch.Tensor:
-        """Detached and contiguous."""
-        return array.detach().contiguous().reshape(-1)
+        """Detached and contiguous; engines read its memory, so conjugates and negatives are worked out."""
+        return array.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
 
     def copy(self, array: torch.Tensor, device: Device) -> torch.Tensor:
         """New, contiguous memory on the device."""
