@@ -47,7 +47,8 @@ class ProcessGroup:
         timeout_seconds: the deadline of each call, unless its options say otherwise.
         checks: `"new"` compares what ranks call before data moves, the first time each kind of call is
             made; `"always"` does so each time; `"off"` never does. Once ranks are found to bring different
-            numbers of replicas, `"new"` becomes `"always"`.
+            numbers of replicas, `"new"` becomes `"always"`; if they first do so in a call that some of them
+            know, it is a MismatchError, and the group is broken.
     """
 
     def __init__(
