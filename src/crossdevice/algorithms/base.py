@@ -71,9 +71,12 @@ class CrossDeviceOps:
     def __setattr__(self, name: str, value: Any) -> None:
         """What was prepared for other settings is forgotten."""
         object.__setattr__(self, name, value)
-        if not name.startswith("_"):
-            for kept in _KEPT:
-                self.__dict__.pop(kept, None)
+        self._forget(name)
+
+    def __delattr__(self, name: str) -> None:
+        """The class's own setting counts again."""
+        object.__delattr__(self, name)
+        self._forget(name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Its settings; what was prepared is prepared again."""
@@ -313,13 +316,11 @@ class CrossDeviceOps:
         """Keeps what the next call with this key needs, if it is one dense value of our own doing."""
         if self.accumulation_fn is not None or self.group is not None or self._overrides_hooks():
             return
-        request = Request(read_value(value), read_destinations(destinations))
         op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
-        leaves = checked_leaves(request, op, chosen)
-        if request.value.structure is None and isinstance(leaves[0], Dense):
+        spec = _plain_spec(value, destinations, op, chosen)
+        if spec is not None:
             if len(self._calls) >= MAX_KEPT:
                 self._calls.clear()
-            spec = leaves[0].spec
             prepared = self.prepared((spec,), op, chosen)
             self._calls[key] = RememberedCall(prepared, spec, result_dtype(spec.dtype, op))
 
@@ -332,18 +333,19 @@ class CrossDeviceOps:
         op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
         specs: list[LeafSpec] = []
         for value, target in pairs:
-            request = Request(read_value(value), read_destinations(target))
-            if request.value.structure is not None:
+            spec = _plain_spec(value, target, op, chosen)
+            if spec is None:
                 return
-            (leaf,) = checked_leaves(request, op, chosen)
-            # Numbers and variables are read anew in every call.
-            if not isinstance(leaf, Dense) or not all(map(operator.is_, leaf.arrays, value.values)):
-                return
-            specs.append(leaf.spec)
+            specs.append(spec)
         if len({spec.backend for spec in specs}) == 1:
             if len(self._batches) >= MAX_KEPT:
                 self._batches.clear()
             self._batches[key] = RememberedBatch(self.prepared(tuple(specs), op, chosen), specs, pairs)
+
+    def _forget(self, changed: str) -> None:
+        if not changed.startswith("_"):
+            for kept in _KEPT:
+                self.__dict__.pop(kept, None)
 
     @functools.cached_property
     def _batches(self) -> dict[Any, RememberedBatch]:
@@ -448,3 +450,16 @@ class CrossDeviceOps:
                 answer = leaves[0] if value.structure is None else wrapped(columns, value.structure, devices)
                 answers[number] = answer if out is None else copied_into(answer, devices, out)
         return answers
+
+
+def _plain_spec(
+    value: DistributedValues, destinations: Any, op: ReduceOp, options: CommunicationOptions
+) -> LeafSpec | None:
+    """The spec of a value that is reduced as it is; numbers, variables and rows are read in every call."""
+    request = Request(read_value(value), read_destinations(destinations))
+    if request.value.structure is not None:
+        return None
+    (leaf,) = checked_leaves(request, op, options)
+    if not isinstance(leaf, Dense) or not all(map(operator.is_, leaf.arrays, value.values)):
+        return None
+    return leaf.spec

@@ -19,9 +19,9 @@ from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.reduce_op import ReduceOp
 
-_guards: Any = None
+_TensorGuards: Any = None
 with contextlib.suppress(ImportError):  # not part of what PyTorch promises
-    from torch._C._dynamo import guards as _guards
+    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
 
 
 class TensorLook:
@@ -30,11 +30,12 @@ class TensorLook:
     knows_layout = True
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._check = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self._check = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self._number = len(tensors)
 
     def fits(self, arrays: Sequence[Any]) -> bool:
         """Whether type, dtype, shape, strides, device and views as conjugates or negatives are the same."""
-        return bool(self._check(*arrays))
+        return len(arrays) == self._number and bool(self._check(*arrays))
 
 
 class TorchBackend(ArrayApiBackend):
@@ -61,7 +62,10 @@ class TorchBackend(ArrayApiBackend):
 
     def look_of(self, arrays: Sequence[torch.Tensor]) -> Look:
         """By a part of PyTorch that might be gone one day."""
-        return super().look_of(arrays) if _guards is None else TensorLook(arrays)
+        if _TensorGuards is not None:
+            with contextlib.suppress(AttributeError, TypeError):  # it may also be called in another way
+                return TensorLook(arrays)
+        return super().look_of(arrays)
 
     def check_device(self, device: Device) -> None:
         """Host devices are logical; others must be there."""
@@ -112,8 +116,8 @@ class TorchBackend(ArrayApiBackend):
         return array.detach()
 
     def flat(self, array: torch.Tensor) -> torch.Tensor:
-        """Detached and contiguous."""
-        return array.detach().contiguous().reshape(-1)
+        """Detached and contiguous; engines read its memory, so conjugates and negatives are worked out."""
+        return array.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
 
     def copy(self, array: torch.Tensor, device: Device) -> torch.Tensor:
         """New, contiguous memory on the device."""

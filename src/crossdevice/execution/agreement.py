@@ -76,6 +76,23 @@ class Description:
         )
 
 
+class Agreed(NamedTuple):
+    """What one rank knows of a kind of call: the replicas each rank has of each leaf.
+
+    The signature is equal on ranks that know the same: ranks that bring other numbers than at the time
+    they compared them do not take each other's bytes.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    signature: bytes
+
+    @classmethod
+    def of(cls, description: Description, counts: tuple[tuple[int, ...], ...]) -> Agreed:
+        """For a call of that description."""
+        text = description.digest + repr(counts).encode()
+        return cls(counts, hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest())
+
+
 @contextmanager
 def agreed_call(
     group: ProcessGroup,
@@ -92,18 +109,22 @@ def agreed_call(
         MismatchError: the same on every rank; the group can be used further.
     """
     key = (description.digest, replicas)
-    known = group.agreed.get(key)
+    known: Agreed | None = group.agreed.get(key)
     compares = group.checks == "always" or (known is None and group.checks == "new")
-    with group.call(description.what, COMPARING if compares else description.digest, timeout_seconds) as call:
-        if compares:
+    if known is None and not compares:
+        known = group.agreed[key] = Agreed.of(description, (replicas,) * group.size)
+    arrays = f"{sum(replicas)} array{'' if sum(replicas) == 1 else 's'}"
+    signature = COMPARING if known is None or compares else known.signature
+    with group.call(f"{description.what} ({arrays})", signature, timeout_seconds) as call:
+        if known is None or compares:
             if group.checks == "new":
-                call.what += f" ({sum(replicas)} arrays, for the first time)"
-            known = group.agreed[key] = _compared(call, description, replicas)
-            call.signature = description.digest
-            if len(set(known)) > 1:
+                call.what = f"{description.what} ({arrays}, for the first time)"
+            known = group.agreed[key] = Agreed.of(description, _compared(call, description, replicas))
+            call.signature = known.signature
+            if len(set(known.counts)) > 1:
                 # What is new to one rank may be known to another, as soon as they bring different numbers.
                 group.checks = "always"
-        yield call, known or (replicas,) * group.size
+        yield call, known.counts
 
 
 def _compared(call: Call, description: Description, replicas: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,13 +109,20 @@ class BetweenProcesses:
             for leaf, gathering, piece in zip(read.leaves, gatherings, pieces, strict=True)
         )
         description = Description(f"gather along axis {axis}", _text(read.structure), described)
-        replicas = (len(read.devices),) * len(gatherings)
-        with agreed_call(self._group, description, replicas, _seconds(options)) as (call, _):
+        # End to end they are one, so ranks may bring as many as they like.
+        ones = (1,) * len(gatherings)
+        with agreed_call(self._group, description, ones, _seconds(options)) as (call, _):
             of_ranks = arrays_of_all_ranks(call, [piece.reshape(-1) for piece in pieces])
+            lengths = _lengths_along_axes(
+                call, of_ranks, pieces, [gathering.axis for gathering in gatherings]
+            )
         results = [
             _placed(
                 np.concatenate(
-                    [_along_axis(arrays[number], piece.shape, gathering.axis) for arrays in of_ranks],
+                    [
+                        arrays[number].reshape(_with_length(piece.shape, gathering.axis, found[number]))
+                        for arrays, found in zip(of_ranks, lengths, strict=True)
+                    ],
                     axis=gathering.axis,
                 ),
                 gathering.backend,
@@ -304,11 +312,22 @@ def _without_axis(shape: Sequence[int], axis: int) -> tuple[int | None, ...]:
     return (*shape[:axis], None, *shape[axis + 1 :])
 
 
-def _along_axis(flat: NDArray[Any], shape: Sequence[int], axis: int) -> NDArray[Any]:
-    """A flat array in a shape of which the length along one axis is unknown."""
-    others = [length for number, length in enumerate(shape) if number != axis]
-    length = flat.size // int(np.prod(others)) if flat.size else 0
-    return flat.reshape([*shape[:axis], length, *shape[axis + 1 :]])
+def _with_length(shape: Sequence[int], axis: int, length: int) -> tuple[int, ...]:
+    return (*shape[:axis], length, *shape[axis + 1 :])
+
+
+def _lengths_along_axes(
+    call: Call,
+    of_ranks: Sequence[Sequence[NDArray[Any]]],
+    pieces: Sequence[NDArray[Any]],
+    axes: Sequence[int],
+) -> list[list[int]]:
+    """For each rank the lengths of its arrays along their axes; those without elements have to be told."""
+    units = [math.prod(_with_length(piece.shape, axis, 1)) for piece, axis in zip(pieces, axes, strict=True)]
+    if 0 not in units:
+        return [[flat.size // unit for flat, unit in zip(flats, units, strict=True)] for flats in of_ranks]
+    own = np.array([piece.shape[axis] for piece, axis in zip(pieces, axes, strict=True)], np.int64)
+    return [np.frombuffer(record, np.int64).tolist() for record in call.all_gather(own.tobytes())]
 
 
 def _placed(array: NDArray[Any], backend: Backend, destinations: Sequence[Device]) -> list[Array]:

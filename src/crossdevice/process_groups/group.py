@@ -47,7 +47,8 @@ class ProcessGroup:
         timeout_seconds: the deadline of each call, unless its options say otherwise.
         checks: `"new"` compares what ranks call before data moves, the first time each kind of call is
             made; `"always"` does so each time; `"off"` never does. Once ranks are found to bring different
-            numbers of replicas, `"new"` becomes `"always"`.
+            numbers of replicas, `"new"` becomes `"always"`; if they first do so in a call that some of them
+            know, it is a MismatchError, and the group is broken.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class ProcessGroup:
         self.size = engine.size
         self.timeout_seconds = timeout_seconds
         self.checks = checks
-        self.agreed: dict[Any, tuple[tuple[int, ...], ...]] = {}
-        """What ranks have compared: for each kind of call, the replicas that each rank has of each leaf."""
+        self.agreed: dict[Any, Any] = {}
+        """What ranks have compared, by kind of call."""
         self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
         self._lock = threading.Lock()
         self._num_calls = 0
@@ -103,16 +104,17 @@ class ProcessGroup:
             self._num_calls += 1
             try:
                 yield call
-            finally:
-                if call.is_out and self._broken is None:
-                    self._break(f"call {call.number} ({call.what}) ended with data on its way")
+            except BaseException as error:
+                # Others are in the middle of it, unless they got the same error.
+                is_shared = isinstance(error, MismatchError) and error.is_on_all_ranks
+                if call.num_exchanges and not is_shared:
+                    self._give_up(f"call {call.number} ({call.what}) was left early: {error!r}")
+                raise
 
     def give_up(self, why: str) -> None:
         """Breaks the group and tells the others, who would wait for this rank until their deadlines."""
         with self._lock:
-            if self._broken is None:
-                self._break(why)
-                self._note(Note(self._num_calls, 0, "nothing more", "", 0, why))
+            self._give_up(why)
 
     def close(self) -> None:
         """Ends the group on this rank. What is still on its way is given up."""
@@ -213,6 +215,11 @@ class ProcessGroup:
         self._broken = why
         self._engine.abandon()
 
+    def _give_up(self, why: str) -> None:
+        if self._broken is None:
+            self._break(why)
+            self._note(Note(self._num_calls, 0, "nothing more", "", 0, why))
+
     def _note(self, note: Note) -> dict[int, Note] | None:
         """Puts up this rank's note and reads all; None if the board cannot be reached."""
 
@@ -274,11 +281,6 @@ class Call:
         if self._errand is not None:
             self.group._wait(self, self._errand)
             self._errand = None
-
-    @property
-    def is_out(self) -> bool:
-        """Whether something is on its way."""
-        return self._errand is not None
 
     def all_reduce(self, array: Any, device_type: str, op: str) -> None:
         """The engine's own all-reduce of an array in place, on a device it `reduces_on`."""

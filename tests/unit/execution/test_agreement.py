@@ -89,3 +89,50 @@ def test_a_known_call_is_not_compared_again_unless_asked(checks):
         return len(counted)
 
     assert run_ranks(2, num_exchanges, checks=checks) == [2 if checks == "always" else 1] * 2
+
+
+@pytest.mark.parametrize("precision", ["fast", "accurate"])
+@pytest.mark.parametrize("checks", ["new", "off"])
+def test_numbers_of_replicas_that_each_rank_knows_never_mix(precision, checks):
+    options = cd.CommunicationOptions(precision=precision)
+
+    def reduce(group, ops):
+        for number in (1, 2):
+            ops.reduce("mean", cd.PerReplica([np.ones(3, np.float32)] * number), "cpu:0", options)
+        ops.reduce("mean", cd.PerReplica([np.ones(3, np.float32)] * (group.rank + 1)), "cpu:0", options)
+
+    for error, text in errors_of(2, reduce, checks=checks):
+        assert error is MismatchError
+        assert "of float32 (3,) (1 array)" in text
+        assert "of float32 (3,) (2 arrays)" in text
+
+
+def test_numbers_of_replicas_may_differ_from_the_first_call_on():
+    def reduce(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        values = [cd.PerReplica([np.ones(3)] * number) for number in (1 + group.rank, 2, 2 - group.rank)]
+        return [ops.reduce("sum", value, "cpu:0").tolist() for value in values]
+
+    assert run_ranks(2, reduce) == [[[3.0] * 3, [4.0] * 3, [3.0] * 3]] * 2
+
+
+def test_a_gather_takes_any_number_of_replicas_at_any_time():
+    def gather(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        numbers = (1, 1 + 2 * group.rank, 2 - group.rank, 1)
+        return [
+            len(ops.gather(cd.PerReplica([np.ones(3, np.float32)] * number), "cpu:0")) // 3
+            for number in numbers
+        ]
+
+    assert run_ranks(2, gather) == [[2, 4, 3, 2]] * 2
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_arrays_without_elements_are_gathered_too(axis):
+    def gather(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        value = cd.PerReplica([np.zeros((3, 0)), np.zeros((3, 0))])
+        return ops.gather(value, "cpu:0", axis).shape
+
+    assert run_ranks(2, gather) == [((12, 0), (3, 0))[axis]] * 2

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 
 import crossdevice as cd
+from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ShapeMismatchError
 from crossdevice.execution.remembering import RememberedBatch
 
 torch = pytest.importorskip("torch")
+torch_backend = pytest.importorskip("crossdevice.backends.torch_backend")
 
 LIBRARIES = {"numpy": np.array, "torch": lambda array: torch.from_numpy(np.array(array))}
 
@@ -138,3 +142,50 @@ def test_settings_that_change_make_an_object_forget(make, made_again):
     results = ops.batch_reduce("sum", to_itself(batch(make)))
     assert first_numbers(results) == [[1.0, 1.0]] * 3
     assert len(made_again) == 1
+
+
+def test_a_variable_beside_an_array_is_read_in_every_call(make):
+    ops = cd.DirectAllReduce()
+    variable = cd.Variable(make(np.zeros(3, np.float32)), device="cpu:1")
+    for expected in range(1, 4):
+        variable.assign_add(make(np.ones(3, np.float32)))
+        value = cd.PerReplica([make(np.zeros(3, np.float32)), variable], ["cpu:0", "cpu:1"])
+        assert first_numbers([ops.reduce("sum", value, value)]) == [[expected, expected]]
+
+
+def test_a_look_at_more_arrays_does_not_fit(make):
+    arrays = [make(np.ones(3, np.float32)) for _ in range(3)]
+    look = backend_of_type(type(arrays[0])).look_of(arrays)
+    assert look.fits([array + 1 for array in arrays])
+    assert not look.fits(arrays[:2])
+    assert not look.fits([*arrays, arrays[0]])
+
+
+def test_a_look_does_not_keep_arrays(make):
+    array = make(np.ones(3, np.float32))
+    look = backend_of_type(type(array)).look_of([array])
+    gone = weakref.ref(array)
+    del array
+    assert gone() is None
+    assert look.fits([make(np.ones(3, np.float32))])
+
+
+@pytest.mark.parametrize("guards", [None, lambda *tensors: tensors], ids=["gone", "called in another way"])
+def test_tensors_are_compared_by_signature_where_pytorch_does_not_do_it(monkeypatch, made_again, guards):
+    monkeypatch.setattr(torch_backend, "_TensorGuards", guards)
+    ops = cd.DirectAllReduce()
+    for start in range(1, 4):
+        results = ops.batch_reduce("sum", to_itself(batch(LIBRARIES["torch"], start=start)))
+        assert first_numbers(results) == [[2 * start + 1] * 2] * 3
+    assert len(made_again) == 2
+
+
+def test_settings_that_are_deleted_make_an_object_forget():
+    ops, values = cd.DirectAllReduce(), batch(np.array)
+    ops.uses_engine = True
+    for _ in range(2):
+        ops.reduce("sum", values[0], values[0])
+        ops.batch_reduce("sum", to_itself(values))
+    assert {"_kept", "_calls", "_batches"} <= ops.__dict__.keys()
+    del ops.uses_engine
+    assert not {"_kept", "_calls", "_batches"} & ops.__dict__.keys()

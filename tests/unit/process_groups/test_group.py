@@ -153,3 +153,42 @@ def test_a_note_of_an_earlier_exchange_is_no_mismatch():
             return call.all_gather(b"2")
 
     assert run_ranks(3, run) == [[b"2"] * 3] * 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_call_that_is_left_between_two_exchanges_breaks_the_group(error):
+    def left(group):
+        with group.call("two", b"exchanges") as call:
+            call.all_gather(b"first")
+            raise error
+
+    def leave(group):
+        with pytest.raises(error):
+            left(group)
+        return group.is_broken, str(refused(gather, group))
+
+    for is_broken, text in run_ranks(2, leave):
+        assert is_broken
+        assert f"call 1 (two) was left early: {error.__name__}" in text
+
+
+def test_others_are_told_of_a_call_that_was_left_early():
+    def leave(group):
+        with group.call("two", b"exchanges") as call:
+            call.all_gather(b"first")
+            if group.rank == 0:
+                raise MemoryError("no room")
+            call.all_gather(b"second")
+
+    errors = run_ranks(2, lambda group: refused(leave, group), timeout_seconds=60.0)
+    assert [type(error) for error in errors] == [MemoryError, ProcessGroupError]
+    assert "gave up: call 1 (two) was left early: MemoryError('no room')" in str(errors[1])
+
+
+def test_a_call_that_is_left_before_anything_is_sent_breaks_nothing():
+    def leave(group):
+        with pytest.raises(MemoryError), group.call("nothing", b"yet"):
+            raise MemoryError
+        return gather(group)
+
+    assert run_ranks(2, leave) == [[b"0", b"1"]] * 2

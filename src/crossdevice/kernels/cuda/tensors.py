@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 _held: collections.deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = collections.deque()
 """Memory of other libraries that kernels may still read, each with what happens when they are done."""
+
+_holding = threading.Lock()
 
 
 def device_named(kind: str, index: int) -> torch.device:
@@ -45,7 +48,7 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def stream_of(device: torch.device) -> int:
     """The handle of PyTorch's current stream; 0 on the host, where kernels are interpreted."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return _raw_stream(device.index) if device.type == "cuda" else 0
 
 
 def is_current(device: torch.device) -> bool:
@@ -66,11 +69,20 @@ def working_on(device: torch.device, handle: int | None) -> Iterator[None]:
 
 def hold_until_done(tensors: Sequence[torch.Tensor]) -> None:
     """Keeps memory of libraries that know nothing of PyTorch's streams until the current one gets here."""
-    while _held and _held[0][0].query():
-        _held.popleft()
     event = torch.cuda.Event()
     event.record()
-    _held.append((event, tensors))
+    with _holding:  # or two threads that find one of them done would let go of two
+        while _held and _held[0][0].query():
+            _held.popleft()
+        _held.append((event, tensors))
+
+
+def _slow_raw_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+# Makes no object of PyTorch's for the stream, but is not part of what PyTorch promises.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_raw_stream)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -159,3 +159,13 @@ def test_results_are_ordinary_tensors():
         assert not result._is_view()
         result.add_(torch.ones(result.shape, requires_grad=True))
         assert result.requires_grad
+
+
+def test_a_look_at_a_whole_batch_may_be_followed_by_none():
+    options = cd.CommunicationOptions()
+    columns = columns_of(((5,),))
+    work = passes_for(columns, options)
+    whole = backend_named("torch").look_of([*columns[0], torch.ones(2)])
+    for look in (whole, None, whole):
+        results = work.run(columns, [None], look)
+        assert all(torch.equal(result, right_for(columns[0], options)) for result in results[0])
