@@ -122,8 +122,7 @@ def agreed_call(
             known = group.agreed[key] = Agreed.of(description, _compared(call, description, replicas))
             call.signature = known.signature
             if len(set(known.counts)) > 1:
-                # What is new to one rank may be known to another, as soon as they bring different numbers.
-                group.checks = "always"
+                group.compare_always()
         yield call, known.counts
 
 

@@ -62,6 +62,9 @@ class DeviceReduction:
     ) -> list[tuple[Array, ...]]:
         """For each leaf its result on each destination of this process, written to `outs` where given."""
         partials = self._local.run(columns, [None] * len(columns))
+        if call.group.checks != "off":
+            # The engine's own collectives have no tags: ranks meet under those of the call first.
+            call.all_gather(b"ready")
         results = []
         for number, (spec, (partial,), out) in enumerate(zip(self._specs, partials, outs, strict=True)):
             backend, at = spec.backend, spec.devices[0]

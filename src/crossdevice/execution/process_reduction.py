@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,96 +12,22 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import HOST_MEMORY, Array, dtype_named
 from crossdevice.execution.fused_passes import written_view
 from crossdevice.execution.leaf_spec import LeafSpec
+from crossdevice.execution.process_packs import Piece, ProcessPack, Shard, process_packs
 from crossdevice.execution.tracing import Work, recorded
-from crossdevice.execution.travelling import LINE_ELEMENTS, partial_dtype, shard_edges
 from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.pool import result_pool
 from crossdevice.kernels.host.recipe import Recipe
-from crossdevice.plans.packing import Item, Packing
 from crossdevice.process_groups.group import Call
 from crossdevice.process_groups.protocol import Message
-from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, result_dtype
+from crossdevice.values.dtypes import ITEM_BYTES, result_dtype
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 
 Flat = NDArray[Any]
 
-PACK_BYTES = 32 << 20
-"""A pack is closed once it is larger, unless the options say otherwise."""
-
-SMALL_BYTES = 32 << 10
-"""Up to here every rank gets everything and combines it itself: one exchange instead of two."""
 
 COPYING = Recipe(ReduceOp.SUM, "fast")
 """Of a single input: the input itself."""
-
-
-class _Place(NamedTuple):
-    """Where a leaf lies in its pack."""
-
-    leaf: int
-    start: int
-    stop: int
-
-
-class _Piece(NamedTuple):
-    """The elements `start` to `stop` of a leaf, at `offset` in its pack."""
-
-    leaf: int
-    start: int
-    stop: int
-    offset: int
-
-    @property
-    def in_leaf(self) -> slice:
-        """Where it is in its leaf."""
-        return slice(self.start, self.stop)
-
-    @property
-    def in_pack(self) -> slice:
-        """Where it is in its pack."""
-        return slice(self.offset, self.offset + self.stop - self.start)
-
-
-class _Shard(NamedTuple):
-    """The part of a pack that one rank combines: its place in the pack, and the pieces of leaves in it."""
-
-    place: slice
-    pieces: tuple[_Piece, ...]
-
-
-class _Pack(NamedTuple):
-    """Leaves of one dtype that travel together, each from a cache line of its own on.
-
-    `counts` has the replicas of each rank, `shards` what each combines; of a small pack all combine all.
-    `partial` is the dtype of one partial result per process; None if the replicas' arrays travel.
-    Complex numbers are pairs of reals here, unless they are multiplied.
-    """
-
-    places: tuple[_Place, ...]
-    counts: Sequence[int]
-    shards: tuple[_Shard, ...]
-    is_small: bool
-    num_elements: int
-    dtype: np.dtype[Any]
-    partial: np.dtype[Any] | None
-    result: np.dtype[Any]
-    local_recipe: Recipe
-    final_recipe: Recipe
-
-    @property
-    def travelling(self) -> np.dtype[Any]:
-        """The dtype in which elements are sent to be combined."""
-        return self.dtype if self.partial is None else self.partial
-
-    @property
-    def is_sent_as_it_is(self) -> bool:
-        """Whether the arrays of its only leaf travel themselves."""
-        return self.partial is None and len(self.places) == 1
-
-    def num_arrays(self, rank: int) -> int:
-        """How many arrays a rank contributes."""
-        return self.counts[rank] if self.partial is None else 1
 
 
 class ProcessReduction:
@@ -122,16 +48,9 @@ class ProcessReduction:
         self._rank = rank
         self._shares = [options.share_results or spec.backend.is_immutable for spec in specs]
         self._dtypes = [dtype_named(result_dtype(spec.dtype, op)) for spec in specs]
-        items = [
-            Item(spec.num_elements, ITEM_BYTES[spec.dtype], (spec.dtype, count))
-            for spec, count in zip(specs, counts, strict=True)
-        ]
-        self._packs = [
-            _pack_of([segment.item for segment in pack], specs, op, options, counts[pack[0].item])
-            for pack in Packing().packs(items, options.bytes_per_pack or PACK_BYTES)
-        ]
+        self._packs = process_packs(specs, op, options, counts)
         devices = tuple(dict.fromkeys(device for spec in specs for device in spec.devices))
-        num_bytes = sum(item.num_elements * item.item_bytes for item in items)
+        num_bytes = sum(spec.num_elements * ITEM_BYTES[spec.dtype] for spec in specs)
         self._packing = Work("pack", "share of this process", devices, num_bytes)
         self._moving = Work("copy", "exchange between processes", devices, num_bytes)
         self._reducing = Work("reduce", "shard of this process", devices, num_bytes // len(counts[0]))
@@ -171,7 +90,7 @@ class ProcessReduction:
                 how, sent = f"{what} to every other process", others * pack.num_elements * each
             else:
                 how = f"shards of {what} to their owners, and its own shard of the result to all"
-                own = _length(pack.shards[self._rank])
+                own = pack.shards[self._rank].length
                 sent = (pack.num_elements - own) * each + others * own * pack.result.itemsize
             yield f"pack {number} ({len(pack.places)} values of {pack.dtype.name}): sends {how}, {sent} bytes"
 
@@ -180,7 +99,7 @@ class ProcessReduction:
     def _run_pack(
         self,
         call: Call,
-        pack: _Pack,
+        pack: ProcessPack,
         columns: Sequence[Sequence[Array]],
         total: Flat,
         copies: Mapping[int, Sequence[Flat]],
@@ -193,7 +112,7 @@ class ProcessReduction:
         views = {leaf: self._views(leaf, columns[leaf], pack.dtype) for leaf, _, _ in pack.places}
         share = self._room_for_share(pack, views)
         rooms = {
-            peer: [result_pool.empty(_length(mine), pack.travelling) for _ in range(pack.num_arrays(peer))]
+            peer: [result_pool.empty(mine.length, pack.travelling) for _ in range(pack.num_arrays(peer))]
             for peer in others
         }
         of_others = [mine] if pack.is_small else [pack.shards[peer] for peer in others]
@@ -240,7 +159,7 @@ class ProcessReduction:
             for array, device in zip(arrays, spec.devices, strict=True)
         ]
 
-    def _room_for_share(self, pack: _Pack, views: Mapping[int, Sequence[Flat]]) -> Sequence[Flat]:
+    def _room_for_share(self, pack: ProcessPack, views: Mapping[int, Sequence[Flat]]) -> Sequence[Flat]:
         """What this process contributes, before it is filled; a lone leaf's arrays are sent as they are."""
         if pack.is_sent_as_it_is:
             return views[pack.places[0].leaf]
@@ -249,10 +168,10 @@ class ProcessReduction:
 
     def _fill(
         self,
-        pack: _Pack,
+        pack: ProcessPack,
         share: Sequence[Flat],
         views: Mapping[int, Sequence[Flat]],
-        pieces: Sequence[_Piece],
+        pieces: Sequence[Piece],
     ) -> None:
         """Puts pieces of this process's arrays, or of their partial result, into its share."""
         if pack.is_sent_as_it_is:
@@ -271,8 +190,8 @@ class ProcessReduction:
 
     def _combine(
         self,
-        pack: _Pack,
-        mine: _Shard,
+        pack: ProcessPack,
+        mine: Shard,
         contributions: Sequence[Flat],
         total: Flat,
         copies: Mapping[int, Sequence[Flat]],
@@ -321,66 +240,6 @@ class ProcessReduction:
             else:
                 backend.write(array, backend.from_host(whole, spec.shape, device))
         return tuple(out)
-
-
-def _pack_of(
-    leaves: Sequence[int],
-    specs: Sequence[LeafSpec],
-    op: ReduceOp,
-    options: CommunicationOptions,
-    counts: Sequence[int],
-) -> _Pack:
-    dtype = specs[leaves[0]].dtype
-    over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
-    partial = partial_dtype(dtype, op, options.precision, max(counts))
-    divisor = sum(counts) if op is ReduceOp.MEAN else None
-    names = (dtype, partial, result_dtype(dtype, op))
-    in_parts = dtype in COMPLEXES and op is not ReduceOp.PROD
-    stored, partly, finished = (
-        None if name is None else _part(dtype_named(name)) if in_parts else dtype_named(name)
-        for name in names
-    )
-    places, end = [], 0
-    for leaf in leaves:
-        start = -(-end // LINE_ELEMENTS) * LINE_ELEMENTS
-        end = start + specs[leaf].num_elements * (2 if in_parts else 1)
-        places.append(_Place(leaf, start, end))
-    assert stored is not None
-    assert finished is not None
-    sent_bytes = stored.itemsize * max(counts) if partly is None else partly.itemsize
-    is_small = end * sent_bytes <= SMALL_BYTES  # by the rank with most replicas, so that all choose alike
-    edges = [0, end] if is_small else shard_edges(end, len(counts))
-    shards = tuple(_shard(places, start, stop) for start, stop in itertools.pairwise(edges))
-    return _Pack(
-        tuple(places),
-        counts,
-        shards * len(counts) if is_small else shards,
-        is_small,
-        end,
-        stored,
-        partly,
-        finished,
-        local_recipe=Recipe(over_replicas, options.precision),
-        final_recipe=Recipe(over_replicas, options.precision, divisor),
-    )
-
-
-def _shard(places: Sequence[_Place], start: int, stop: int) -> _Shard:
-    pieces = tuple(
-        _Piece(leaf, max(start, first) - first, min(stop, end) - first, max(start, first))
-        for leaf, first, end in places
-        if max(start, first) < min(stop, end)
-    )
-    return _Shard(slice(start, stop), pieces)
-
-
-def _length(shard: _Shard) -> int:
-    return int(shard.place.stop - shard.place.start)
-
-
-def _part(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype of which a complex one has two."""
-    return np.empty(0, dtype).real.dtype
 
 
 def _messages(pairs: Iterable[tuple[int, Flat]]) -> list[Message]:

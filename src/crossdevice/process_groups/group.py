@@ -86,6 +86,14 @@ class ProcessGroup:
         """Whether the engine all-reduces PyTorch's tensors on such devices where they are."""
         return device_type in self._engine.device_all_reduces
 
+    def compare_always(self) -> None:
+        """From now on every call is compared, unless checks are off.
+
+        For ranks that bring different numbers of replicas: what is new to one may be known to another.
+        """
+        if self.checks == "new":
+            self.checks = "always"
+
     @contextmanager
     def call(self, what: str, signature: bytes, timeout_seconds: float | None = None) -> Iterator[Call]:
         """The next call of this group; one at a time.

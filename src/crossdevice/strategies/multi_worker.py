@@ -73,6 +73,8 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
     def _extended_of(self, ops: CrossDeviceOps) -> StrategyExtended:
         self._counts = _numbers_of_all(self._group, len(self._devices))
+        if len(set(self._counts)) > 1:
+            self._group.compare_always()
         self.first_replica = sum(self._counts[: self._group.rank])
         return StrategyExtended(self._devices, ops, sum(self._counts))
 
