@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ipaddress
+import logging
 import os
 import re
 import socket
@@ -24,6 +25,11 @@ from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGro
 from crossdevice.process_groups.launchers import Launch
 from crossdevice.process_groups.protocol import AllReduceOf, Message
 from crossdevice.process_groups.torch_collectives import nccl_of
+
+logger = logging.getLogger("crossdevice")
+
+SILENT_SECONDS = 10.0
+"""How long ranks are waited for before that is said."""
 
 SMALLEST_PAUSE_SECONDS, LARGEST_PAUSE_SECONDS = 0.001, 0.25
 
@@ -162,10 +168,15 @@ class TorchEngine:
         """Waits until all ranks have said that they are there, and by which address they can be reached."""
         self._store.set(f"note of {self.rank}", "")
         self._store.set(f"address of {self.rank}", own or "")
-        pause = SMALLEST_PAUSE_SECONDS
+        pause, say_so = SMALLEST_PAUSE_SECONDS, time.monotonic() + SILENT_SECONDS
         while not self._store.check(self._keys("address")):
             if time.monotonic() > end:
                 raise self._not_formed()
+            if time.monotonic() > say_so:
+                say_so = end
+                logger.warning(
+                    "waiting for %s to form a group of %d", ranks_named(self._missing()), self.size
+                )
             time.sleep(pause)
             pause = min(2 * pause, LARGEST_PAUSE_SECONDS)
         addresses = self._everyones("address")
@@ -174,14 +185,17 @@ class TorchEngine:
         return _way_to(elsewhere) if own and _is_loopback(own) and elsewhere else own
 
     def _not_formed(self) -> DeadlineError:
-        came = [self._store.check([key]) for key in self._keys("address")]
-        present = [rank for rank in range(self.size) if came[rank]]
-        missing = [rank for rank in range(self.size) if not came[rank]]
+        missing = self._missing()
+        present = [rank for rank in range(self.size) if rank not in missing]
         return DeadlineError(
             f"the group of {self.size} was not formed: {ranks_named(missing)} did not come; "
             f"{ranks_named(present)} came. Are all processes started, and do they agree on their number and "
             "on the address?"
         )
+
+    def _missing(self) -> list[int]:
+        """Ranks that have not come to form the group."""
+        return [rank for rank, key in enumerate(self._keys("address")) if not self._store.check([key])]
 
     def _keys(self, what: str) -> list[str]:
         return [f"{what} of {rank}" for rank in range(self.size)]

@@ -36,6 +36,15 @@ def gather(group):
         return call.all_gather(b"%d" % group.rank)
 
 
+def test_a_long_wait_for_ranks_is_said_once(store, monkeypatch, caplog):
+    monkeypatch.setattr(torch_group, "SILENT_SECONDS", 0.05)
+    with pytest.raises(DeadlineError):
+        torch_group.form_group(0, 3, "127.0.0.1", store=store, timeout_seconds=1.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting for ranks 1, 2 to form a group of 3"
+    ]
+
+
 def test_a_rank_that_does_not_come_is_named(store):
     with pytest.raises(DeadlineError, match="ranks 1, 2 did not come; rank 0 came"):
         torch_group.form_group(0, 3, "127.0.0.1", store=store, timeout_seconds=0.2)
