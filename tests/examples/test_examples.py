@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-NEEDED = {"keras_digits": "tensorflow", "torch_training_loop": "torch"}
+NEEDED = {"keras_digits": "tensorflow", "torch_training_loop": "torch", "reproducible_ddp": "torch"}
 """Libraries that examples need and crossdevice does not."""
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from multiprocess import launching
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "reproducible_ddp.py"
 LAUNCH_SECONDS = 240.0
 
 pytest.importorskip("torch.distributed")
@@ -28,3 +31,14 @@ def test_gradients_are_reproducible_means(tmp_path, tmp_path_factory):
             assert facts[dtype]["bits"] == found.reports[0][dtype]["bits"]
         assert "ProcessGroupError: this group is broken" in facts["error"]
         assert "it was told to" in facts["error"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
+def test_the_example_ends_with_the_same_bits_for_any_bucket_size(tmp_path, tmp_path_factory):
+    with launching.in_turn(tmp_path_factory.getbasetemp().parent):
+        found = launching.launch(
+            launching.torchrun(str(EXAMPLE), size=3), tmp_path / "launch", LAUNCH_SECONDS
+        )
+    assert found.codes == [0], found.output
+    digests = re.findall(r"with the hook: buckets of 0.05 MiB ([0-9a-f]{16}), of 25 MiB \1", found.output)
+    assert len(digests) == 1, found.output
