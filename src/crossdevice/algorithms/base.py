@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from crossdevice.errors import ConversionError
-from crossdevice.execution.batch import Request, check_batch, checked_leaves, reduce_batch
+from crossdevice.execution.batch import Request, check_batch, reduce_batch
 from crossdevice.execution.between_processes import BetweenProcesses
+from crossdevice.execution.call_memory import CallMemory
 from crossdevice.execution.copying import copied_into, copied_to, shared_with
 from crossdevice.execution.destinations import read_destinations
 from crossdevice.execution.explaining import explained
 from crossdevice.execution.gathering import gathered
 from crossdevice.execution.intake import read_value
-from crossdevice.execution.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.leaf_spec import LeafSpec
 from crossdevice.execution.outputs import wrapped
 from crossdevice.execution.reduction import PreparedReduction
-from crossdevice.execution.remembering import (
-    RememberedBatch,
-    RememberedCall,
-    batch_key,
-    call_key,
-    is_plain_batch,
-)
+from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.execution.spreading import checked_outs, checked_pairs, spread_outs, spread_pairs
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
@@ -35,7 +29,6 @@ from crossdevice.plans.steps import Buffer
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, PerReplica
-from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationOptions, Precision, as_options
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
@@ -43,10 +36,7 @@ from crossdevice.values.topology import Topology
 
 logger = logging.getLogger("crossdevice")
 
-MAX_KEPT = 1024
-"""Prepared reductions an object keeps; a program with more signatures starts over."""
-
-_KEPT = ("_kept", "_calls", "_recent", "_batches", "_between")
+_KEPT = ("_kept", "_memory", "_between")
 """The attributes in which an object keeps what it prepared."""
 
 
@@ -99,11 +89,9 @@ class CrossDeviceOps:
     def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions | None = None) -> Any:
         """One process's value, on every process of the group; all bring one of the same shapes and dtypes."""
         check_cross_replica("value_of_rank")
-        return (
-            value
-            if self.group is None
-            else self._between.value_of_rank(value, rank, self.chosen_options(options))
-        )
+        if self.group is None:
+            return value
+        return self._between.value_of_rank(value, rank, self.chosen_options(options))
 
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:  # noqa: ARG002
         """Why values on these devices are not reduced by this algorithm's own means; None if they are."""
@@ -134,20 +122,15 @@ class CrossDeviceOps:
             A bare array for one destination device, a Mirrored for several.
         """
         chosen = experimental_hints if options is None else options
-        recent = self.__dict__.get("_recent")
-        if recent is not None and recent.fits(reduce_op, per_replica_value, destinations, chosen):
-            check_cross_replica("reduce")
-            return recent(per_replica_value.values, out)
-        key = call_key(reduce_op, per_replica_value, destinations, chosen)
-        known = None if key is None else self._calls.get(key)
+        key, known = self._memory.find(reduce_op, per_replica_value, destinations, chosen)
         if known is not None:
             check_cross_replica("reduce")
-            self._recent = known.as_recent(reduce_op, per_replica_value, destinations, chosen)
             return known(per_replica_value.values, out)
         pairs = [(per_replica_value, destinations)]
         (answer,) = self._reduce(reduce_op, pairs, chosen, [out], "reduce")
-        if key is not None:
-            self._remember(key, reduce_op, per_replica_value, destinations, chosen)
+        if key is not None and self._can_remember:
+            op, options = ReduceOp(reduce_op), self.chosen_options(chosen)
+            self._memory.keep(key, op, per_replica_value, destinations, options)
         return answer
 
     def batch_reduce(
@@ -162,16 +145,14 @@ class CrossDeviceOps:
         """Reduces many values at once: they share packs and passes. `out` has an entry for each pair."""
         pairs = checked_pairs(value_destination_pairs)
         chosen = experimental_hints if options is None else options
-        key = batch_key(reduce_op, pairs, chosen) if out is None else None
-        known = None if key is None else self._batches.get(key)
-        columns = None if known is None else known.columns_of(pairs)
-        if known is not None and columns is not None:
+        key, known = self._memory.find_batch(reduce_op, pairs, chosen) if out is None else (None, None)
+        if known is not None:
             check_cross_replica("batch_reduce")
-            return known(columns)
+            return known()
         outs = [None] * len(pairs) if out is None else checked_outs(out, len(pairs))
         answers = self._reduce(reduce_op, pairs, chosen, outs, "batch_reduce")
-        if key is not None:
-            self._remember_batch(key, reduce_op, pairs, chosen)
+        if key is not None and self._can_remember:
+            self._memory.keep_batch(key, ReduceOp(reduce_op), pairs, self.chosen_options(chosen))
         return answers
 
     def broadcast(
@@ -211,10 +192,8 @@ class CrossDeviceOps:
         check_cross_replica("gather")
         chosen = self.chosen_options(options)
         pairs, rebuilt = spread_pairs([(per_replica_value, destinations)])
-        targets = [(value, read_destinations(target)) for value, target in pairs]
-        if self.group is not None:
-            return rebuilt([self._between.gather(value, to, axis, chosen) for value, to in targets])[0]
-        return rebuilt([gathered(value, to, axis) for value, to in targets])[0]
+        gather = gathered if self.group is None else functools.partial(self._between.gather, options=chosen)
+        return rebuilt([gather(value, read_destinations(target), axis) for value, target in pairs])[0]
 
     def explain(
         self,
@@ -285,8 +264,6 @@ class CrossDeviceOps:
                 via=self.reduce_to_device,
                 name=type(self).__name__,
             )
-            if len(self._kept) >= MAX_KEPT:
-                self._kept.clear()
             self._kept[key] = known
         return known
 
@@ -312,35 +289,10 @@ class CrossDeviceOps:
             return build.plan([build.copy(build.inputs[0], to=device) for device in spec.destinations])
         return build.plan(self.plan_sum(build, spec.destinations))
 
-    def _remember(self, key: Any, reduce_op: Any, value: Any, destinations: Any, options: Any) -> None:
-        """Keeps what the next call with this key needs, if it is one dense value of our own doing."""
-        if self.accumulation_fn is not None or self.group is not None or self._overrides_hooks():
-            return
-        op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
-        spec = _plain_spec(value, destinations, op, chosen)
-        if spec is not None:
-            if len(self._calls) >= MAX_KEPT:
-                self._calls.clear()
-            prepared = self.prepared((spec,), op, chosen)
-            self._calls[key] = RememberedCall(prepared, spec, result_dtype(spec.dtype, op))
-
-    def _remember_batch(self, key: Any, reduce_op: Any, pairs: Any, options: Any) -> None:
-        """Keeps what the next such batch needs, if it is dense, of one library and of our own doing."""
-        if self.accumulation_fn is not None or self.group is not None or self._overrides_hooks():
-            return
-        if not is_plain_batch(pairs):
-            return
-        op, chosen = ReduceOp(reduce_op), self.chosen_options(options)
-        specs: list[LeafSpec] = []
-        for value, target in pairs:
-            spec = _plain_spec(value, target, op, chosen)
-            if spec is None:
-                return
-            specs.append(spec)
-        if len({spec.backend for spec in specs}) == 1:
-            if len(self._batches) >= MAX_KEPT:
-                self._batches.clear()
-            self._batches[key] = RememberedBatch(self.prepared(tuple(specs), op, chosen), specs, pairs)
+    @property
+    def _can_remember(self) -> bool:
+        """Whether a known call can be run at once: here, by our own means."""
+        return self.accumulation_fn is None and self.group is None and not self._overrides_hooks()
 
     def _forget(self, changed: str) -> None:
         if not changed.startswith("_"):
@@ -348,12 +300,8 @@ class CrossDeviceOps:
                 self.__dict__.pop(kept, None)
 
     @functools.cached_property
-    def _batches(self) -> dict[Any, RememberedBatch]:
-        return {}
-
-    @functools.cached_property
-    def _calls(self) -> dict[Any, RememberedCall]:
-        return {}
+    def _memory(self) -> CallMemory:
+        return CallMemory(self)
 
     @functools.cached_property
     def _between(self) -> BetweenProcesses:
@@ -361,8 +309,8 @@ class CrossDeviceOps:
         return BetweenProcesses(self.group, self.prepared)
 
     @functools.cached_property
-    def _kept(self) -> dict[Any, PreparedReduction]:
-        return {}
+    def _kept(self) -> SignatureCache[PreparedReduction]:
+        return SignatureCache()
 
     @functools.cached_property
     def _fallbacks_logged(self) -> set[str]:
@@ -450,16 +398,3 @@ class CrossDeviceOps:
                 answer = leaves[0] if value.structure is None else wrapped(columns, value.structure, devices)
                 answers[number] = answer if out is None else copied_into(answer, devices, out)
         return answers
-
-
-def _plain_spec(
-    value: DistributedValues, destinations: Any, op: ReduceOp, options: CommunicationOptions
-) -> LeafSpec | None:
-    """The spec of a value that is reduced as it is; numbers, variables and rows are read in every call."""
-    request = Request(read_value(value), read_destinations(destinations))
-    if request.value.structure is not None:
-        return None
-    (leaf,) = checked_leaves(request, op, options)
-    if not isinstance(leaf, Dense) or not all(map(operator.is_, leaf.arrays, value.values)):
-        return None
-    return leaf.spec

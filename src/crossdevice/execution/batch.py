@@ -13,6 +13,7 @@ from crossdevice.execution.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.outputs import check_out, read_out, wrapped
 from crossdevice.execution.overlaps import check_overlaps
 from crossdevice.execution.reduction import PreparedReduction
+from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.execution.sparse import SparseReduction, check_sparse, densified
 from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded
 from crossdevice.values.device import Device
@@ -129,14 +130,11 @@ def _spec_of(
     known = _known_specs.get(key)
     if known is None:
         known = _checked_spec(leaf, devices, destinations, op)
-        if len(_known_specs) >= MAX_KNOWN_SPECS:
-            _known_specs.clear()
         _known_specs[key] = known
     return known
 
 
-MAX_KNOWN_SPECS = 1 << 14
-_known_specs: dict[Any, LeafSpec] = {}
+_known_specs: SignatureCache[LeafSpec] = SignatureCache(most=1 << 14)
 
 
 def _checked_spec(

@@ -23,6 +23,7 @@ from crossdevice.execution.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.outputs import wrapped
 from crossdevice.execution.process_gathering import arrays_of_all_ranks, arrays_of_rank
 from crossdevice.execution.process_reduction import ProcessReduction
+from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.execution.sparse import SparseReduction
 from crossdevice.process_groups.group import Call, ProcessGroup
 from crossdevice.values.device import Device
@@ -33,9 +34,6 @@ from crossdevice.values.reduce_op import ReduceOp
 
 logger = logging.getLogger("crossdevice")
 
-MAX_KEPT = 1024
-"""Prepared batches that are kept; a program with more signatures starts over."""
-
 
 class BetweenProcesses:
     """The calls of one algorithm on one group; what was prepared for a signature is kept."""
@@ -45,8 +43,8 @@ class BetweenProcesses:
         self._group = group
         self._prepare = prepare
         self._said = False
-        self._descriptions: dict[Any, Description] = {}
-        self._reductions: dict[Any, ProcessReduction | DeviceReduction] = {}
+        self._descriptions: SignatureCache[Description] = SignatureCache()
+        self._reductions: SignatureCache[ProcessReduction | DeviceReduction] = SignatureCache()
 
     def reduce(self, requests: Sequence[Request], op: ReduceOp, options: CommunicationOptions) -> list[Any]:
         """The wrapped result of each request, over the replicas of all ranks."""
@@ -191,7 +189,7 @@ class BetweenProcesses:
         known = self._descriptions.get(key)
         if known is None:
             known = Description(f"reduce {op.name} ({options.precision}{packs})", structures, described)
-            _keep(self._descriptions, key, known)
+            self._descriptions[key] = known
         return known
 
     def _reduce_dense(
@@ -235,14 +233,8 @@ class BetweenProcesses:
                 known = DeviceReduction(specs, op, options, counts, self._prepare)
             else:
                 known = ProcessReduction(specs, op, options, counts, self._group.rank)
-            _keep(self._reductions, key, known)
+            self._reductions[key] = known
         return known
-
-
-def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(kept) >= MAX_KEPT:
-        kept.clear()
-    kept[key] = value
 
 
 def _described(

@@ -186,6 +186,6 @@ def test_settings_that_are_deleted_make_an_object_forget():
     for _ in range(2):
         ops.reduce("sum", values[0], values[0])
         ops.batch_reduce("sum", to_itself(values))
-    assert {"_kept", "_calls", "_batches"} <= ops.__dict__.keys()
+    assert {"_kept", "_memory"} <= ops.__dict__.keys()
     del ops.uses_engine
-    assert not {"_kept", "_calls", "_batches"} & ops.__dict__.keys()
+    assert not {"_kept", "_memory"} & ops.__dict__.keys()

@@ -1,0 +1,30 @@
+"""What is kept for each signature that a program uses, within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, TypeVar
+
+Kept = TypeVar("Kept")
+
+MAX_SIGNATURES = 1024
+
+
+class SignatureCache(dict[Any, Kept]):
+    """A dict that starts over when it is full: a training loop has few signatures, and meets them all again.
+
+    >>> cache = SignatureCache(most=2)
+    >>> for number in range(3):
+    ...     cache[number] = "kept"
+    >>> cache
+    {2: 'kept'}
+    """
+
+    def __init__(self, most: int = MAX_SIGNATURES) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: Hashable, value: Kept) -> None:
+        if len(self) >= self._most:
+            self.clear()
+        super().__setitem__(key, value)
