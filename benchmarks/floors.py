@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from promised_rows import parser_of, schedule_of
 from resnet50 import gradient_shapes
 
 from crossdevice.cli.bench import data, limit
@@ -264,17 +265,10 @@ def selected(table: Sequence[Group], pattern: str) -> list[Group]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rows", default="*", metavar="PATTERN", help="only rows with this in their text")
-    parser.add_argument("--rounds", type=int, default=15, help="of which the median counts (15)")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="small sizes and three rounds, to see that all runs; nothing is judged",
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--group", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    schedule = Schedule(3, 1) if arguments.quick else Schedule(arguments.rounds, 3)
+    schedule = schedule_of(arguments)
     table = selected(groups(quick=arguments.quick), arguments.rows)
     if not table:
         print(f"no row has {arguments.rows!r} in its text", file=sys.stderr)

@@ -10,7 +10,6 @@ processes counts, and medians are compared. Run it on a quiet machine.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fnmatch
 import os
@@ -20,6 +19,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from promised_rows import parser_of, schedule_of
 
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.cli.bench import data
@@ -284,16 +285,8 @@ def selected(table: Sequence[Pair], pattern: str) -> list[Pair]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rows", default="*", metavar="PATTERN", help="only rows with this in their text")
-    parser.add_argument("--rounds", type=int, default=15, help="of which the median counts (15)")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="small arrays and three rounds, to see that all runs; nothing is judged",
-    )
-    arguments = parser.parse_args()
-    schedule = Schedule(3, 1) if arguments.quick else Schedule(arguments.rounds, 3)
+    arguments = parser_of(__doc__).parse_args()
+    schedule = schedule_of(arguments)
     table = selected(pairs(quick=arguments.quick), f"*{arguments.rows.lower()}*")
     if not table:
         print(f"no row has {arguments.rows!r} in its text", file=sys.stderr)
