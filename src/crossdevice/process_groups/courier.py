@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
+
+FAREWELL_SECONDS = 5.0
+"""How long a program that ends waits for couriers to come back."""
 
 
 class Errand:
@@ -16,6 +22,17 @@ class Errand:
         self._is_done = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
+
+    @classmethod
+    def refused(cls) -> Errand:
+        """One that nobody runs any more."""
+
+        def refuse() -> None:
+            raise RuntimeError("Python is about to end, so nobody can be sent out")
+
+        errand = cls(refuse)
+        errand.run()
+        return errand
 
     def run(self) -> None:
         """Makes the call."""
@@ -40,8 +57,12 @@ class Courier:
     """Runs errands one after the other in a daemon thread of its own, started with the first.
 
     An engine that ignores its deadline holds up this thread only. Whoever waits for the errand stops
-    waiting, and gets a new courier for anything that comes after.
+    waiting, and gets a new courier for anything that comes after. A program that ends waits a little for
+    couriers that are out: C++ aborts the process if Python ends a thread inside of it.
     """
+
+    _hired: ClassVar[weakref.WeakSet[Courier]] = weakref.WeakSet()
+    _is_closing_time = False
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -50,10 +71,13 @@ class Courier:
 
     def send(self, function: Callable[[], Any]) -> Errand:
         """Has the function called as soon as everything sent before has been."""
+        if self._is_closing_time:
+            return Errand.refused()
         errand = Errand(function)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
+            self._hired.add(self)
         self._errands.put(errand)
         return errand
 
@@ -61,6 +85,21 @@ class Courier:
         """Ends the thread after the last errand; nothing may be sent afterwards."""
         self._errands.put(None)
 
+    @classmethod
+    def see_off(cls) -> None:
+        """Dismisses all, and waits for them together; called when Python is about to end."""
+        cls._is_closing_time = True
+        end = time.monotonic() + FAREWELL_SECONDS
+        hired = list(cls._hired)
+        for courier in hired:
+            courier.dismiss()
+        for courier in hired:
+            if courier._thread is not None:
+                courier._thread.join(max(end - time.monotonic(), 0.0))
+
     def _run(self) -> None:
         while (errand := self._errands.get()) is not None:
             errand.run()
+
+
+atexit.register(Courier.see_off)

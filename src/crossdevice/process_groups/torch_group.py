@@ -10,9 +10,10 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch.distributed as dist
@@ -94,6 +95,7 @@ class TorchEngine:
 
     name = "gloo"
     largest_tag = (1 << 31) - 1
+    _connected_ones: ClassVar[weakref.WeakSet[TorchEngine]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -123,6 +125,7 @@ class TorchEngine:
             {} if nccl is None else {"cuda": nccl.all_reduce_of}
         )
         self._gloo: Any = self._connected(host, end - time.monotonic())
+        self._connected_ones.add(self)
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
@@ -154,15 +157,19 @@ class TorchEngine:
         return {rank: note for rank, note in enumerate(self._everyones("note")) if note}
 
     def abandon(self) -> None:
-        """Gloo gives up at its deadline, or when the group is closed, which must be before Python ends."""
-        atexit.unregister(self.close)
-        atexit.register(self.close)
+        """Gloo gives up at its deadline, or when the group is closed, as it is before Python ends."""
 
     def close(self) -> None:
         """Hangs up. What is on its way ends with an error, here and at the other end."""
         gloo, self._gloo = self._gloo, None
         if gloo is not None and self._is_out:
             _hang_up(gloo, (self.rank + 1) % self.size)
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Hangs up wherever something is on its way, so that no thread is inside gloo when Python ends."""
+        for engine in list(cls._connected_ones):
+            engine.close()
 
     def _host_met_by_all(self, own: str | None, end: float) -> str | None:
         """Waits until all ranks have said that they are there, and by which address they can be reached."""
@@ -220,6 +227,9 @@ class TorchEngine:
                 f"rank {self.rank} could not connect to all others from {host or 'its default interface'}; "
                 f"GLOO_SOCKET_IFNAME names another interface (gloo: {_reason(error)})"
             ) from None
+
+
+atexit.register(TorchEngine.close_all)  # before couriers are waited for: what is registered last runs first
 
 
 class _Adopted:

@@ -1,6 +1,9 @@
 """Errands run in another thread, one after the other, and tell what became of them."""
 
+import subprocess
+import sys
 import threading
+import weakref
 
 import pytest
 
@@ -42,6 +45,16 @@ def test_errands_are_run_in_order(courier):
     assert seen == list(range(50))
 
 
+def test_nobody_is_sent_out_when_python_is_about_to_end(courier, monkeypatch):
+    monkeypatch.setattr(Courier, "_hired", weakref.WeakSet())
+    monkeypatch.setattr(Courier, "_is_closing_time", False)
+    Courier.see_off()
+    errand = courier.send(lambda: "done")
+    assert errand.wait(0.0)
+    with pytest.raises(RuntimeError, match="Python is about to end"):
+        errand.result()
+
+
 def test_a_dismissed_courier_finishes_and_ends():
     courier = Courier("a courier that leaves")
     errand = courier.send(lambda: "done")
@@ -50,3 +63,25 @@ def test_a_dismissed_courier_finishes_and_ends():
     thread.join(10.0)
     assert not thread.is_alive()
     assert errand.result() == "done"
+
+
+ENDS_WHILE_A_COURIER_IS_OUT = """
+import time
+from crossdevice.process_groups.courier import Courier
+
+def errand():
+    time.sleep({seconds})
+    print("back")
+
+Courier("a courier that is out").send(errand)
+print("the end")
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "printed"), [(0.5, ["the end", "back"]), (600, ["the end"])], ids=["in time", "too late"]
+)
+def test_a_program_that_ends_waits_a_little_for_couriers_that_are_out(seconds, printed):
+    script = ENDS_WHILE_A_COURIER_IS_OUT.format(seconds=seconds)
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout.split("\n")[:-1], found.stderr) == (0, printed, "")

@@ -1,5 +1,7 @@
 """Gloo between threads that meet in a store of one process; real processes are in tests/multiprocess."""
 
+import subprocess
+import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -134,3 +136,38 @@ def test_closing_ends_what_is_on_its_way(store):
 def test_gloo_errors_are_cut_to_what_they_tell():
     error = RuntimeError("[/a/pair.cc:1] Connection closed by peer [::1]:2. This is typically a crash\nframe")
     assert torch_group._reason(error) == "Connection closed by peer [::1]:2"
+
+
+ENDS_IN_AN_EXCHANGE = """
+import threading
+from torch.distributed import HashStore
+from crossdevice.process_groups.torch_group import form_group
+
+store, groups = HashStore(), {}
+
+def form(rank):
+    groups[rank] = form_group(rank, 2, "127.0.0.1", store=store)
+
+threads = [threading.Thread(target=form, args=(rank,)) for rank in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+
+is_out = threading.Event()
+
+def wait_for_rank_1():
+    with groups[0].call("gather", b"alone") as call:
+        is_out.set()
+        call.all_gather(b"0")
+
+threading.Thread(target=wait_for_rank_1, daemon=True).start()
+is_out.wait()
+"""
+
+
+def test_a_process_that_ends_in_the_middle_of_an_exchange_ends_in_order():
+    found = subprocess.run(
+        [sys.executable, "-c", ENDS_IN_AN_EXCHANGE], capture_output=True, text=True, timeout=60
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
