@@ -1,4 +1,4 @@
-"""One rank of a group that breaks: `failing_rank.py absent|kill|stall|differ|cut torch|mpi SECONDS`."""
+"""One rank of a group that breaks: `failing_rank.py SCENARIO torch|mpi SECONDS`, a scenario of those below."""
 
 import importlib
 import os
@@ -71,6 +71,13 @@ def kill(group):
         once(group, "reduce", bytes(1 << 23))
 
 
+def break_off(group):
+    """In the middle of a message: all have begun to read it, and wait for its end."""
+    if group.rank == ODD_RANK:
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    once(group, "reduce", bytes(1 << 27))
+
+
 def stall(group):
     if group.rank == ODD_RANK:
         time.sleep(STALL_SECONDS)
@@ -88,7 +95,7 @@ def cut(group):
         once(group, "reduce", bytes(1 << 15))
 
 
-SCENARIOS = {"kill": kill, "stall": stall, "differ": differ, "cut": cut}
+SCENARIOS = {"kill": kill, "break_off": break_off, "stall": stall, "differ": differ, "cut": cut}
 
 
 def once(group, what, record=b"small"):

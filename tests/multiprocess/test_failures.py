@@ -39,6 +39,7 @@ def fail(tmp_path, tmp_path_factory):
     ("scenario", "error", "ranks"),
     [
         ("kill", "ProcessGroupError", [0, 1]),
+        ("break_off", "ProcessGroupError", [0, 1]),
         ("stall", "DeadlineError", [0, 1]),
         ("differ", "MismatchError", [0, 1, 2]),
     ],
@@ -54,7 +55,7 @@ def test_the_others_name_the_odd_rank_in_time_and_form_a_new_group(scenario, err
         assert facts["is_broken"]
         assert facts["later"].startswith("ProcessGroupError: this group is broken")
         assert facts["again"] == [str(rank) for rank in ranks]
-    odd_code = -signal.SIGKILL if scenario == "kill" else 0
+    odd_code = -signal.SIGKILL if scenario in ("kill", "break_off") else 0
     assert outcome.codes == [0, 0, odd_code], outcome.output
     if scenario == "stall":
         late = outcome.reports[ODD_RANK]

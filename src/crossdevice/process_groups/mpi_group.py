@@ -126,6 +126,9 @@ class MpiEngine:
         with self._reading:
             return dict(self._notes)
 
+    def check_contact(self) -> None:
+        """Its launcher ends the job when a rank is gone."""
+
     def abandon(self) -> None:
         """Stops waiting. At exit MPI would wait for all ranks, so then it is told to end the whole job."""
         self._is_abandoned = True

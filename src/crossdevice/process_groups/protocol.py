@@ -52,6 +52,12 @@ class Engine(Protocol):
     def notes(self) -> Mapping[int, str]:
         """The latest note of every rank that has put one up."""
 
+    def check_contact(self) -> None:
+        """Raises ConnectionError if a rank that `exchange` waits for is gone, as far as the engine can tell.
+
+        Asked now and then by another thread while an exchange takes long; must not block.
+        """
+
     def abandon(self) -> None:
         """Told when an error has left something on its way; called from any thread, and must not block."""
 

@@ -68,6 +68,9 @@ class ThreadEngine:
         """All notes of the room."""
         return dict(self._room.notes)
 
+    def check_contact(self) -> None:
+        """Threads of one process are gone together."""
+
     def abandon(self) -> None:
         """Whoever waits in the room goes on waiting until its deadline."""
 

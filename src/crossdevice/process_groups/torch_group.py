@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -31,6 +31,9 @@ logger = logging.getLogger("crossdevice")
 
 SILENT_SECONDS = 10.0
 """How long ranks are waited for before that is said."""
+
+HANG_UP_TAG, CONTACT_TAG = (1 << 31) - 1, (1 << 31) - 2
+"""Of messages that nobody takes."""
 
 SMALLEST_PAUSE_SECONDS, LARGEST_PAUSE_SECONDS = 0.001, 0.25
 
@@ -94,7 +97,7 @@ class TorchEngine:
     """
 
     name = "gloo"
-    largest_tag = (1 << 31) - 1
+    largest_tag = CONTACT_TAG - 1
     _connected_ones: ClassVar[weakref.WeakSet[TorchEngine]] = weakref.WeakSet()
 
     def __init__(
@@ -119,6 +122,8 @@ class TorchEngine:
         end = time.monotonic() + timeout_seconds
         host = self._host_met_by_all(_way_to(address), end)
         self._is_out = False
+        self._awaited: _Awaited | None = None
+        self._doubted: _Awaited | None = None
         self._is_store_gone = False
         nccl = nccl_of(self._store, rank, size)
         self.device_all_reduces: Mapping[str, AllReduceOf] = (
@@ -134,12 +139,18 @@ class TorchEngine:
         gloo, timeout = self._gloo, timedelta(seconds=timeout_seconds)
         self._is_out = True
         try:
-            works = [gloo.recv([_tensor(memory)], peer, tag) for peer, memory in receives if memory.nbytes]
-            works += [gloo.send([_tensor(memory)], peer, tag) for peer, memory in sends if memory.nbytes]
-            for work in works:
-                work.wait(timeout)
+            messages = [
+                _Awaited(peer, call([_tensor(memory)], peer, tag))
+                for call, these in ((gloo.recv, receives), (gloo.send, sends))
+                for peer, memory in these
+                if memory.nbytes
+            ]
+            for awaited in messages:
+                self._awaited = awaited
+                awaited.work.wait(timeout)
         except RuntimeError as error:
             raise ConnectionError(_reason(error)) from None
+        self._awaited = None
         self._is_out = False
 
     def post(self, note: str) -> None:
@@ -155,6 +166,18 @@ class TorchEngine:
     def notes(self) -> Mapping[int, str]:
         """All that hang there; an empty one was put up by each rank when it came."""
         return {rank: note for rank, note in enumerate(self._everyones("note")) if note}
+
+    def check_contact(self) -> None:
+        """Gloo waits on if a connection ends in the middle of a message, but takes no new ones for it."""
+        awaited, gloo = self._awaited, self._gloo
+        if awaited is None or gloo is None:
+            return
+        try:
+            gloo.send([_tensor(np.zeros(1, np.uint8))], awaited.peer, CONTACT_TAG)
+        except RuntimeError as error:
+            if awaited is self._doubted:
+                raise ConnectionError(_reason(error)) from None
+            self._doubted = awaited  # its message may have come just before it left
 
     def abandon(self) -> None:
         """Gloo gives up at its deadline, or when the group is closed, as it is before Python ends."""
@@ -232,6 +255,13 @@ class TorchEngine:
 atexit.register(TorchEngine.close_all)  # before couriers are waited for: what is registered last runs first
 
 
+class _Awaited(NamedTuple):
+    """A message on its way, with the rank at its other end."""
+
+    peer: int
+    work: dist.Work
+
+
 class _Adopted:
     """Memory that is only sent, but that PyTorch would warn about because it is read-only."""
 
@@ -255,9 +285,7 @@ def _reason(error: Exception) -> str:
 def _hang_up(gloo: Any, peer: int) -> None:
     """Closes all connections of a gloo group, which it does by itself only when a receive comes too late."""
     try:
-        gloo.recv([_tensor(np.empty(1, np.uint8))], peer, TorchEngine.largest_tag).wait(
-            timedelta(milliseconds=1)
-        )
+        gloo.recv([_tensor(np.empty(1, np.uint8))], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
     except RuntimeError:
         return
 
