@@ -1,4 +1,4 @@
-"""One rank of a group that breaks: `failing_rank.py SCENARIO torch|mpi SECONDS`, a scenario of those below."""
+"""One rank of a group that breaks: `failing_rank.py SCENARIO torch|mpi SECONDS`."""
 
 import importlib
 import os

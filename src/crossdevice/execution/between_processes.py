@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from crossdevice.execution.process_gathering import arrays_of_all_ranks, arrays_
 from crossdevice.execution.process_reduction import ProcessReduction
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.execution.sparse import SparseReduction
+from crossdevice.execution.travelling import Delivery
 from crossdevice.process_groups.group import Call, ProcessGroup
 from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices
@@ -55,17 +57,22 @@ class BetweenProcesses:
         description = self._description(requests, checked, op, options)
         with agreed_call(self._group, description, replicas, _seconds(options)) as (call, of_ranks):
             counts = list(zip(*of_ranks, strict=True))
-            reduced = iter(self._reduce_dense(call, leaves, op, options, counts))
-            gathered = iter(_gather_rows(call, leaves, counts))
-        answers = []
-        for request, of_request in zip(requests, checked, strict=True):
-            to = request.destinations
-            results = [
-                next(gathered).run(to[0], to) if isinstance(leaf, SparseReduction) else next(reduced)
-                for leaf in of_request
-            ]
-            answers.append(wrapped(results, request.value.structure, to))
-        return answers
+            deliveries = self._exchange_dense(call, leaves, op, options, counts)
+            gathered = _gather_rows(call, leaves, counts)
+        destinations = [request.destinations for request in requests for _ in request.value.leaves]
+        results: dict[int, Any] = {
+            number: leaf.run(destinations[number][0], destinations[number])
+            for number, leaf in gathered.items()
+        }
+        for numbers, delivery in deliveries:  # `out` is written to when nothing is left that could fail
+            results.update(zip(numbers, delivery(), strict=True))
+        answers = map(results.__getitem__, itertools.count())
+        return [
+            wrapped(
+                [next(answers) for _ in request.value.leaves], request.value.structure, request.destinations
+            )
+            for request in requests
+        ]
 
     def explained(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
         """What `reduce` would send for one request, if every process has as many replicas as this one."""
@@ -192,16 +199,16 @@ class BetweenProcesses:
             self._descriptions[key] = known
         return known
 
-    def _reduce_dense(
+    def _exchange_dense(
         self,
         call: Call,
         leaves: Sequence[Dense | SparseReduction],
         op: ReduceOp,
         options: CommunicationOptions,
         counts: Sequence[tuple[int, ...]],
-    ) -> list[tuple[Array, ...]]:
-        results: dict[int, tuple[Array, ...]] = {}
-        numbers = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Dense)]
+    ) -> list[tuple[Sequence[int], Delivery]]:
+        """What brings dense leaves, given by their numbers, to their destinations."""
+        deliveries: list[tuple[Sequence[int], Delivery]] = []
         for on_device in (False, True):
             dense = {
                 number: leaf
@@ -212,11 +219,11 @@ class BetweenProcesses:
             if dense:
                 specs = tuple(leaf.spec for leaf in dense.values())
                 prepared = self._prepared(specs, op, options, tuple(counts[n] for n in dense), on_device)
-                made = prepared.run(
+                delivery = prepared.run(
                     call, [leaf.arrays for leaf in dense.values()], [leaf.out for leaf in dense.values()]
                 )
-                results.update(zip(dense, made, strict=True))
-        return [results[number] for number in numbers]
+                deliveries.append((tuple(dense), delivery))
+        return deliveries
 
     def _prepared(
         self,
@@ -258,28 +265,24 @@ def _index_dtype(leaf: SparseReduction) -> str:
 
 def _gather_rows(
     call: Call, leaves: Sequence[Dense | SparseReduction], counts: Sequence[tuple[int, ...]]
-) -> list[SparseReduction]:
-    """Sparse leaves with the rows of all ranks, in the order of ranks and their replicas."""
-    sparse = [
-        (leaf, sum(count))
-        for leaf, count in zip(leaves, counts, strict=True)
-        if isinstance(leaf, SparseReduction)
-    ]
+) -> dict[int, SparseReduction]:
+    """Sparse leaves, by their numbers, with the rows of all ranks in the order of ranks and replicas."""
+    sparse = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, SparseReduction)}
     if not sparse:
-        return []
+        return {}
     flats: list[NDArray[Any]] = []
-    for leaf, _ in sparse:
+    for leaf in sparse.values():
         to_host = leaf.backend.to_host
         flats.append(np.concatenate([to_host(part.values) for part in leaf.slices]))
         flats.append(
             np.concatenate([to_host(part.indices) for part in leaf.slices]).astype(_index_dtype(leaf))
         )
     of_ranks = arrays_of_all_ranks(call, flats)
-    gathered = []
-    for number, (leaf, num_replicas) in enumerate(sparse):
+    gathered = {}
+    for order, (number, leaf) in enumerate(sparse.items()):
         backend, first = leaf.backend, leaf.slices[0]
-        values = np.concatenate([arrays[2 * number] for arrays in of_ranks])
-        indices = np.concatenate([arrays[2 * number + 1] for arrays in of_ranks])
+        values = np.concatenate([arrays[2 * order] for arrays in of_ranks])
+        indices = np.concatenate([arrays[2 * order + 1] for arrays in of_ranks])
         device = Device.parse(first.device)
         shape = (indices.size, *backend.shape_of(first.values)[1:])
         rows = first.with_parts(
@@ -287,8 +290,8 @@ def _gather_rows(
             backend.from_host(indices, indices.shape, device),
             leaf.dense_shape,
         )
-        gathered.append(
-            dataclasses.replace(leaf, slices=(rows,), devices=(device,), num_replicas=num_replicas)
+        gathered[number] = dataclasses.replace(
+            leaf, slices=(rows,), devices=(device,), num_replicas=sum(counts[number])
         )
     return gathered
 

@@ -9,6 +9,7 @@ from crossdevice.backends.protocol import Array
 from crossdevice.execution.combining import combine
 from crossdevice.execution.leaf_spec import LeafSpec
 from crossdevice.execution.reduction import PreparedReduction
+from crossdevice.execution.travelling import Delivery
 from crossdevice.kernels.host.recipe import Recipe
 from crossdevice.process_groups.group import Call, ProcessGroup
 from crossdevice.values.dtypes import result_dtype
@@ -59,23 +60,30 @@ class DeviceReduction:
 
     def run(
         self, call: Call, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
-    ) -> list[tuple[Array, ...]]:
-        """For each leaf its result on each destination of this process, written to `outs` where given."""
+    ) -> Delivery:
+        """Reduces with the other ranks; `outs` are written to by whoever calls the delivery."""
         partials = self._local.run(columns, [None] * len(columns))
         if call.group.checks != "off":
             # The engine's own collectives have no tags: ranks meet under those of the call first.
             call.all_gather(b"ready")
-        results = []
-        for number, (spec, (partial,), out) in enumerate(zip(self._specs, partials, outs, strict=True)):
+        totals = []
+        for number, (spec, (partial,)) in enumerate(zip(self._specs, partials, strict=True)):
             backend, at = spec.backend, spec.devices[0]
             call.all_reduce(partial, at.type, self._op.name)
             if self._divisors[number] is not None:
                 recipe = Recipe(self._op, "fast", self._divisors[number])
                 mean = combine(backend, [backend.flat(partial)], recipe, self._dtypes[number], at)
                 partial = backend.reshape(mean, spec.shape)
-            copies = tuple(backend.copy(partial, device) for device in spec.destinations)
-            if out is not None:
-                for target, copied in zip(out, copies, strict=True):
-                    backend.write(target, copied)
-            results.append(copies if out is None else tuple(out))
-        return results
+            totals.append(partial)
+        return lambda: [
+            self._delivered(spec, total, out)
+            for spec, total, out in zip(self._specs, totals, outs, strict=True)
+        ]
+
+    def _delivered(self, spec: LeafSpec, total: Array, out: Sequence[Array] | None) -> tuple[Array, ...]:
+        copies = tuple(spec.backend.copy(total, device) for device in spec.destinations)
+        if out is None:
+            return copies
+        for target, copied in zip(out, copies, strict=True):
+            spec.backend.write(target, copied)
+        return tuple(out)

@@ -14,6 +14,7 @@ from crossdevice.execution.fused_passes import written_view
 from crossdevice.execution.leaf_spec import LeafSpec
 from crossdevice.execution.process_packs import Piece, ProcessPack, Shard, process_packs
 from crossdevice.execution.tracing import Work, recorded
+from crossdevice.execution.travelling import Delivery
 from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.pool import result_pool
 from crossdevice.kernels.host.recipe import Recipe
@@ -58,11 +59,8 @@ class ProcessReduction:
 
     def run(
         self, call: Call, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
-    ) -> list[tuple[Array, ...]]:
-        """For each leaf its result on each destination of this process.
-
-        `outs` are written to once everything has arrived: a rank that is lost leaves them as they were.
-        """
+    ) -> Delivery:
+        """Exchanges everything with the other ranks; `outs` are written to by whoever calls the delivery."""
         flats: dict[int, list[Flat]] = {}
         for pack in self._packs:
             total = result_pool.empty(pack.num_elements, pack.result)
@@ -72,7 +70,7 @@ class ProcessReduction:
                 flats[leaf] = [whole] if outs[leaf] is not None else self._flats(leaf, whole)
                 copies[leaf] = [flat.view(pack.result) for flat in flats[leaf] if flat is not whole]
             self._run_pack(call, pack, columns, total, copies)
-        return [
+        return lambda: [
             self._adopted(leaf, flats[leaf]) if out is None else self._written(leaf, flats[leaf][0], out)
             for leaf, out in enumerate(outs)
         ]

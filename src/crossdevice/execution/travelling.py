@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
+from crossdevice.backends.protocol import Array
 from crossdevice.values.dtypes import COMPLEXES, INTEGERS, ITEM_BYTES
 from crossdevice.values.options import Precision
 from crossdevice.values.reduce_op import ReduceOp
+
+Delivery: TypeAlias = Callable[[], list[tuple[Array, ...]]]
+"""Puts what has come on its destinations, also into `out`; for when no other rank is waited for any more."""
 
 _WIDE = {
     "float16": "float64",

@@ -102,15 +102,20 @@ def test_nccl_that_cannot_be_had_is_said_once(caplog):
     assert "everything else goes through threads" in record.getMessage()
 
 
-def test_memory_that_is_written_to_stays_as_it_was_when_a_rank_is_lost():
+ROWS = cd.IndexedSlices(np.ones((1, 2), np.float32), np.array([0]), (4, 2))
+
+
+@pytest.mark.parametrize(("more", "exchanges"), [([], 3), ([ROWS], 6)], ids=["arrays", "arrays and rows"])
+def test_memory_that_is_written_to_stays_as_it_was_when_a_rank_is_lost(more, exchanges):
     def run(group):
         ops = cd.CollectiveAllReduce(
             group=group, options=cd.CommunicationOptions(bytes_per_pack=4, timeout_seconds=0.5)
         )
         values = [np.full(20_000, number, np.float32) for number in range(3)]
-        ops.batch_reduce("sum", [(value, "cpu:0") for value in values])
+        pairs = [(value, "cpu:0") for value in values + more]
+        ops.batch_reduce("sum", pairs)
         exchange = group._engine.exchange
-        left = iter(range(3))
+        left = iter(range(exchanges))
 
         def lossy(*args):
             if group.rank == 1 and next(left, None) is None:
@@ -119,7 +124,7 @@ def test_memory_that_is_written_to_stays_as_it_was_when_a_rank_is_lost():
 
         group._engine.exchange = lossy
         with pytest.raises((ProcessGroupError, DeadlineError)):
-            ops.batch_reduce("sum", [(value, "cpu:0") for value in values], out=values)
+            ops.batch_reduce("sum", pairs, out=[*values, *(None for _ in more)])
         return [set(value.tolist()) for value in values]
 
     assert run_ranks(2, run) == [[{0.0}, {1.0}, {2.0}]] * 2
