@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -174,6 +175,7 @@ class Streams(Protocol):
         """The array leaves the tracks: it will be used on the device's current stream."""
 
 
+@functools.cache
 def dtype_named(name: str) -> np.dtype[Any]:
     """The NumPy dtype of that name, bfloat16 included."""
     if name == "bfloat16":

@@ -77,9 +77,12 @@ class TorchBackend(ArrayApiBackend):
 
     def host_view(self, array: torch.Tensor) -> NDArray[Any]:
         """The tensor's memory; bfloat16, which NumPy lacks, by way of 16-bit integers."""
-        plain = array.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        # Every step here is taken for thousands of gradients: those that change nothing are left out.
+        plain = array.detach() if array.requires_grad else array
+        if plain.is_conj() or plain.is_neg():
+            plain = plain.resolve_conj().resolve_neg()
         if plain.dtype == torch.bfloat16:
-            return plain.view(torch.int16).numpy().view(dtype_named("bfloat16"))
+            return native(plain.view(torch.int16).numpy()).view(dtype_named("bfloat16"))
         return native(plain.numpy())
 
     def to_host(self, array: torch.Tensor) -> NDArray[Any]:
@@ -105,11 +108,12 @@ class TorchBackend(ArrayApiBackend):
 
     def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> torch.Tensor:
         """Adopts the memory on the host; copies it to any other device."""
-        if flat.dtype == dtype_named("bfloat16"):
-            tensor = torch.from_numpy(flat.view("int16")).view(torch.bfloat16)
+        shaped = flat.reshape(shape)
+        if shaped.dtype == dtype_named("bfloat16"):
+            tensor = torch.from_numpy(shaped.view("int16")).view(torch.bfloat16)
         else:
-            tensor = torch.from_numpy(flat)
-        return tensor.reshape(shape).to(torch_device(device))
+            tensor = torch.from_numpy(shaped)
+        return tensor if device.is_host else tensor.to(torch_device(device))
 
     def read_only(self, array: torch.Tensor, device: Device) -> torch.Tensor:  # noqa: ARG002
         """PyTorch has no such mark: only the memory is shared."""
