@@ -145,14 +145,14 @@ class CrossDeviceOps:
         """Reduces many values at once: they share packs and passes. `out` has an entry for each pair."""
         pairs = checked_pairs(value_destination_pairs)
         chosen = experimental_hints if options is None else options
-        key, known = self._memory.find_batch(reduce_op, pairs, chosen) if out is None else (None, None)
+        outs = [None] * len(pairs) if out is None else checked_outs(out, len(pairs))
+        key, known = self._memory.find_batch(reduce_op, pairs, chosen, outs)
         if known is not None:
             check_cross_replica("batch_reduce")
             return known()
-        outs = [None] * len(pairs) if out is None else checked_outs(out, len(pairs))
         answers = self._reduce(reduce_op, pairs, chosen, outs, "batch_reduce")
         if key is not None and self._can_remember:
-            self._memory.keep_batch(key, ReduceOp(reduce_op), pairs, self.chosen_options(chosen))
+            self._memory.keep_batch(key, ReduceOp(reduce_op), pairs, self.chosen_options(chosen), outs)
         return answers
 
     def broadcast(

@@ -61,9 +61,17 @@ class ArrayApiBackend(abc.ABC):
         """Type, dtype, shape and device."""
         return type(array), array.dtype, array.shape, array.device
 
-    def look_of(self, arrays: Sequence[Array]) -> Look:
-        """That of their signatures."""
+    def look_of(self, arrays: Sequence[Array], *, with_layout: bool = False) -> Look:  # noqa: ARG002
+        """That of their signatures; the standard has no strides."""
         return SignatureLook(self, arrays)
+
+    @abc.abstractmethod
+    def address_range(self, array: Array) -> tuple[int, int]:
+        """Where an array's memory starts and ends."""
+
+    def addresses_of(self, arrays: Sequence[Array]) -> list[int]:
+        """Where their memory starts."""
+        return [self.address_range(array)[0] for array in arrays]
 
     def dtype_of(self, array: Array) -> str:
         """The dtype's name, without the library's prefix."""
@@ -115,7 +123,7 @@ class ArrayApiBackend(abc.ABC):
         xp = self.namespace()
         return self.flat(xp.stack([xp.real(array), xp.imag(array)], axis=-1))
 
-    def mark_written(self, out: Array) -> None:  # noqa: B027 - nothing to do is an answer
+    def mark_written(self, outs: Sequence[Array]) -> None:  # noqa: B027 - nothing to do is an answer
         """Most libraries keep no count."""
 
     def as_indexed_slices(self, array: Array) -> IndexedSlices | None:  # noqa: ARG002

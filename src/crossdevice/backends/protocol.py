@@ -24,7 +24,7 @@ class Look(Protocol):
     """How a list of arrays looked once: all that checks and passes ask about them, but not their elements."""
 
     knows_layout: bool
-    """Whether arrays that fit also lie in memory alike, with the same strides."""
+    """Whether arrays that fit also have the same strides, and are all as writable as those were."""
 
     def fits(self, arrays: Sequence[Any]) -> bool:
         """Whether these look the same, one by one."""
@@ -48,8 +48,8 @@ class Backend(Protocol):
     def signature(self, array: Array) -> Hashable:
         """All that checks look at: arrays with equal signatures pass or fail them alike."""
 
-    def look_of(self, arrays: Sequence[Array]) -> Look:
-        """How these arrays look, to be compared with others."""
+    def look_of(self, arrays: Sequence[Array], *, with_layout: bool = False) -> Look:
+        """How these arrays look, to be compared with others; `with_layout` asks for one that knows it."""
 
     def check_device(self, device: Device) -> None:
         """Refuses devices that do not exist, naming those that do."""
@@ -68,6 +68,9 @@ class Backend(Protocol):
 
     def address_range(self, array: Array) -> tuple[int, int]:
         """Where a host array's memory starts and ends, gaps between its elements included."""
+
+    def addresses_of(self, arrays: Sequence[Array]) -> list[int]:
+        """Where each array is: an address at a fixed distance from its range, for arrays that look alike."""
 
     def writable_view(self, array: Array) -> NDArray[Any] | None:
         """The same as a view that writes to the array; None if that cannot be."""
@@ -123,8 +126,8 @@ class Backend(Protocol):
     def scatter_rows(self, rows: Array, indices: Array, shape: tuple[int, ...]) -> Array:
         """Zeros of `shape` with each row added at its index."""
 
-    def mark_written(self, out: Array) -> None:
-        """Tells the library that an array's memory was written to, where it keeps count of that."""
+    def mark_written(self, outs: Sequence[Array]) -> None:
+        """Tells the library that memory of arrays was written to, where it keeps count of that."""
 
     def write(self, out: Array, value: Array) -> None:
         """Copies values into an existing array."""

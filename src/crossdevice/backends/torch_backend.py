@@ -60,12 +60,12 @@ class TorchBackend(ArrayApiBackend):
         """Type, dtype, shape, device and layout."""
         return type(array), array.dtype, array.shape, array.device, array.layout
 
-    def look_of(self, arrays: Sequence[torch.Tensor]) -> Look:
+    def look_of(self, arrays: Sequence[torch.Tensor], *, with_layout: bool = False) -> Look:
         """By a part of PyTorch that might be gone one day."""
         if _TensorGuards is not None:
             with contextlib.suppress(AttributeError, TypeError):  # it may also be called in another way
                 return TensorLook(arrays)
-        return super().look_of(arrays)
+        return super().look_of(arrays, with_layout=with_layout)
 
     def check_device(self, device: Device) -> None:
         """Host devices are logical; others must be there."""
@@ -95,6 +95,10 @@ class TorchBackend(ArrayApiBackend):
         reach = sum((size - 1) * stride for size, stride in zip(plain.shape, plain.stride(), strict=True))
         start = plain.data_ptr()
         return start, start + (reach + 1) * plain.element_size() if plain.numel() else start
+
+    def addresses_of(self, arrays: Sequence[torch.Tensor]) -> list[int]:
+        """Of the first elements."""
+        return list(map(torch.Tensor.data_ptr, arrays))
 
     def concat(self, arrays: Sequence[torch.Tensor], axis: int, device: Device) -> torch.Tensor:  # noqa: ARG002
         """Detached, like every result."""
@@ -147,9 +151,13 @@ class TorchBackend(ArrayApiBackend):
         dense = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
         return dense.index_add_(0, indices, rows.detach())
 
-    def mark_written(self, out: torch.Tensor) -> None:
+    def mark_written(self, outs: Sequence[torch.Tensor]) -> None:
         """So that a backward pass that saved the old values refuses the new ones."""
-        torch.autograd.graph.increment_version(out)
+        try:
+            torch.autograd.graph.increment_version(outs)
+        except (RuntimeError, TypeError):  # older releases take them one by one
+            for out in outs:
+                torch.autograd.graph.increment_version(out)
 
     def write(self, out: torch.Tensor, value: torch.Tensor) -> None:
         """In place, past automatic differentiation."""

@@ -10,7 +10,7 @@ from crossdevice.backends.protocol import Array
 from crossdevice.execution.batch import Algorithm, Request, checked_leaves
 from crossdevice.execution.destinations import read_destinations
 from crossdevice.execution.intake import read_value
-from crossdevice.execution.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.leaf_spec import Dense
 from crossdevice.execution.remembering import (
     RecentCall,
     RememberedBatch,
@@ -55,21 +55,21 @@ class CallMemory:
         self, key: Hashable, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions
     ) -> None:
         """Remembers a call that was made, if its value is plain."""
-        spec = _plain_spec(value, destinations, op, options)
-        if spec is not None:
-            prepared = self._algorithm.prepared((spec,), op, options)
-            self._calls[key] = RememberedCall(prepared, spec, result_dtype(spec.dtype, op))
+        leaf = _plain_leaf(value, destinations, op, options)
+        if leaf is not None:
+            prepared = self._algorithm.prepared((leaf.spec,), op, options)
+            self._calls[key] = RememberedCall(prepared, leaf.spec, result_dtype(leaf.spec.dtype, op))
 
     def find_batch(
-        self, op: Any, pairs: Sequence[tuple[Any, Any]], options: Any
+        self, op: Any, pairs: Sequence[tuple[Any, Any]], options: Any, outs: Sequence[Any]
     ) -> tuple[Hashable, Callable[[], list[Any]] | None]:
         """The key of a batch, None if it cannot be kept, and what runs it, if it is as it was."""
-        key = batch_key(op, pairs, options)
+        key = batch_key(op, pairs, options, outs)
         known = None if key is None else self._batches.get(key)
-        columns = None if known is None else known.columns_of(pairs)
-        if known is None or columns is None:
+        arrays = None if known is None else known.fitting(pairs, outs)
+        if known is None or arrays is None:
             return key, None
-        return key, lambda: known(columns)
+        return key, lambda: known(arrays)
 
     def keep_batch(
         self,
@@ -77,29 +77,34 @@ class CallMemory:
         op: ReduceOp,
         pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions,
+        outs: Sequence[Any],
     ) -> None:
         """Remembers a batch that was reduced, if all its values are plain and of one library."""
-        if not is_plain_batch(pairs):
+        if not is_plain_batch(pairs, outs):
             return
-        specs: list[LeafSpec] = []
-        for value, destinations in pairs:
-            spec = _plain_spec(value, destinations, op, options)
-            if spec is None:
+        leaves: list[Dense] = []
+        for (value, destinations), out in zip(pairs, outs, strict=True):
+            leaf = _plain_leaf(value, destinations, op, options, out)
+            if leaf is None:
                 return
-            specs.append(spec)
-        if len({spec.backend for spec in specs}) == 1:
-            prepared = self._algorithm.prepared(tuple(specs), op, options)
-            self._batches[key] = RememberedBatch(prepared, specs, pairs)
+            leaves.append(leaf)
+        if len({leaf.spec.backend for leaf in leaves}) == 1:
+            prepared = self._algorithm.prepared(tuple(leaf.spec for leaf in leaves), op, options)
+            self._batches[key] = RememberedBatch(prepared, leaves, pairs)
 
 
-def _plain_spec(
-    value: DistributedValues, destinations: Any, op: ReduceOp, options: CommunicationOptions
-) -> LeafSpec | None:
-    """The spec of a value that is reduced as it is; numbers, variables and rows are read in every call."""
-    request = Request(read_value(value), read_destinations(destinations))
+def _plain_leaf(
+    value: DistributedValues,
+    destinations: Any,
+    op: ReduceOp,
+    options: CommunicationOptions,
+    out: Any = None,
+) -> Dense | None:
+    """The leaf of a value that is reduced as it is; numbers, variables and rows are read in every call."""
+    request = Request(read_value(value), read_destinations(destinations), out)
     if request.value.structure is not None:
         return None
     (leaf,) = checked_leaves(request, op, options)
     if not isinstance(leaf, Dense) or not all(map(operator.is_, leaf.arrays, value.values)):
         return None
-    return leaf.spec
+    return leaf

@@ -40,7 +40,7 @@ class FusedPasses(Passes):
     def run(
         self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
     ) -> dict[int, tuple[Array, ...]]:
-        """The results of each leaf, in new memory or in `outs`."""
+        """The results of each leaf, in new memory or in `outs`, which have been checked in this call."""
         if len(outs) == 1 and len(self._passes) == 1:
             ((recipe, tasks),) = self._passes.items()
             if len(tasks) == 1:
@@ -50,7 +50,7 @@ class FusedPasses(Passes):
             number: [spec.backend.host_view(array) for array in columns[number]]
             for number, spec in self._specs.items()
         }
-        outputs = self._outputs(outs)
+        outputs = self._outputs(columns, outs, inputs)
         packed = now()
         for recipe, tasks in self._passes.items():
             fused_batch([made for task in tasks for made in _arrays_of(task, inputs, outputs)], recipe)
@@ -68,6 +68,7 @@ class FusedPasses(Passes):
     ) -> tuple[Array, ...]:
         """The short way for a single leaf in a single pass, where small calls spend their time."""
         spec, dtype = self._specs[0], self._dtypes[0]
+        views = [spec.backend.host_view(array) for array in arrays]
         if out is None:
             num_results = 1 if self._shares[0] else len(spec.destinations)
             adopts = spec.backend.is_immutable
@@ -76,11 +77,16 @@ class FusedPasses(Passes):
             else:
                 flats = [np.empty(size, dtype) for _ in range(num_results)]
         else:
-            flats = [written_view(spec.backend, array) for array in out]
-        fused_pass([spec.backend.host_view(array) for array in arrays], flats, recipe)
+            flats = views if out is arrays else [written_view(spec.backend, array) for array in out]
+        fused_pass(views, flats, recipe)
         return self._adopted(0, flats, out)
 
-    def _outputs(self, outs: Sequence[Sequence[Array] | None]) -> dict[int, list[NDArray[Any]]]:
+    def _outputs(
+        self,
+        columns: Sequence[Sequence[Array]],
+        outs: Sequence[Sequence[Array] | None],
+        inputs: Mapping[int, list[NDArray[Any]]],
+    ) -> dict[int, list[NDArray[Any]]]:
         outputs: dict[int, list[NDArray[Any]]] = {}
         wanted: list[tuple[int, tuple[int, np.dtype[Any]]]] = []
         for number, spec in self._specs.items():
@@ -88,6 +94,8 @@ class FusedPasses(Passes):
             if out is None or number in self._read_twice:
                 num_results = 1 if self._shares[number] else len(spec.destinations)
                 wanted += [(number, (spec.num_elements, self._dtypes[number]))] * num_results
+            elif out is columns[number]:  # what can be written to is read as it is, not from a copy
+                outputs[number] = inputs[number]
             else:
                 outputs[number] = [written_view(spec.backend, array) for array in out]
         adopts = any(self._specs[number].backend.is_immutable for number, _ in wanted)
@@ -105,8 +113,7 @@ class FusedPasses(Passes):
             if number in self._read_twice:
                 for target, flat in zip(out, flats, strict=True):
                     written_view(backend, target)[:] = flat
-            for array in out:
-                backend.mark_written(array)
+            backend.mark_written(out)
             return tuple(out)
         if self._shares[number]:
             flats = [flats[0]] * len(spec.destinations)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,6 +75,7 @@ class GpuPasses(Passes):
         self._no_targets = [None] * len(specs)
         self._prepared: dict[tuple[bool, ...], _Prepared] = {}
         self._plain_look: Look | None = None
+        self._known: weakref.WeakKeyDictionary[Look, tuple[bool, ...]] = weakref.WeakKeyDictionary()
         self._reducing = Work("reduce", "fused passes", (device,))
 
     def run(
@@ -82,7 +84,10 @@ class GpuPasses(Passes):
         outs: Sequence[Sequence[Array] | None],
         look: Look | None = None,
     ) -> dict[int, tuple[Array, ...]]:
-        """The results of each leaf, in new memory or in `outs`."""
+        """The results of each leaf, in new memory or in `outs`.
+
+        `look`, if given, is how all arrays look, those of `outs` included.
+        """
         started = now()
         handle = self._backend.gpu_stream(self._device)
         if handle is None and self._tensors.is_current(self._place):
@@ -99,11 +104,7 @@ class GpuPasses(Passes):
         outs: Sequence[Sequence[Array] | None],
         look: Look | None,
     ) -> dict[int, tuple[Array, ...]]:
-        own = map(columns.__getitem__, self._specs)
-        inputs = self._inputs([*itertools.chain.from_iterable(own)], look)
-        targets: Sequence[Sequence[Any] | None] = self._no_targets
-        if outs.count(None) < len(outs):
-            targets = [self._writable(number, outs[number]) for number in self._specs]
+        inputs, targets = self._as_tensors(columns, outs, look)
         work, blocks, numbers = self._prepared_for(targets)
         given = [tensor for tensors in targets if tensors is not None for tensor in tensors]
         memory = blocks.blocks()
@@ -115,21 +116,54 @@ class GpuPasses(Passes):
         if self._is_torch and not self._shares and targets is self._no_targets:
             return made
         results = {number: self._adopted(number, parts, outs[number]) for number, parts in made.items()}
-        for number, tensors in zip(self._specs, targets, strict=True):
-            if tensors is not None:
-                results[number] = self._written(outs[number] or ())
-        return results
+        written = {
+            number: tuple(outs[number] or ())
+            for number, tensors in zip(self._specs, targets, strict=True)
+            if tensors is not None
+        }
+        self._backend.mark_written(list(itertools.chain.from_iterable(written.values())))
+        return results | written
+
+    def _as_tensors(
+        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None], look: Look | None
+    ) -> tuple[Sequence[Any], Sequence[Sequence[Any] | None]]:
+        """The tensors that kernels read, and for each leaf those they write to, if there are such."""
+        arrays = list(itertools.chain.from_iterable(map(columns.__getitem__, self._specs)))
+        known = None if look is None else self._known.get(look)
+        if known is not None:
+            return arrays, self._targets_in(outs, known)
+        inputs = self._inputs(arrays, look)
+        pattern: tuple[bool, ...] = ()
+        targets: Sequence[Sequence[Any] | None] = self._no_targets
+        if outs.count(None) < len(outs):
+            targets = [self._writable(number, outs[number]) for number in self._specs]
+            pattern = _pattern_of(targets)
+        if look is not None and look.knows_layout and self._is_torch and inputs is arrays:
+            self._known[look] = pattern
+        return inputs, targets
+
+    def _targets_in(
+        self, outs: Sequence[Sequence[Array] | None], are_written: tuple[bool, ...]
+    ) -> Sequence[Sequence[Any] | None]:
+        if not are_written:
+            return self._no_targets
+        return [
+            outs[number] if is_written else None
+            for number, is_written in zip(self._specs, are_written, strict=True)
+        ]
 
     def _inputs(self, arrays: Sequence[Array], look: Look | None) -> Sequence[Any]:
-        """Arrays as tensors that kernels can read; what is known to be such needs no second look."""
+        """Arrays as tensors that kernels can read: themselves where they are such."""
         known = self._plain_look
-        if known is not None and (look is known or (look is None and known.fits(arrays))):
+        if look is None and known is not None and known.fits(arrays):
             return arrays
         tensors = self._tensors.tensors_of(arrays)
-        if self._is_torch and all(map(operator.is_, tensors, arrays)):
-            seen = self._backend.look_of(arrays) if look is None else look
+        if not self._is_torch or not all(map(operator.is_, tensors, arrays)):
+            return tensors
+        if look is None:
+            seen = self._backend.look_of(arrays)
             self._plain_look = seen if seen.knows_layout else None
-        return tensors
+        return arrays
 
     def _writable(self, number: int, out: Sequence[Array] | None) -> Sequence[Any] | None:
         """The tensors of `out` if kernels may and can write to all of them."""
@@ -138,7 +172,7 @@ class GpuPasses(Passes):
         return self._tensors.writable_tensors(out)
 
     def _prepared_for(self, targets: Sequence[Sequence[Any] | None]) -> _Prepared:
-        pattern = () if targets is self._no_targets else tuple(tensors is not None for tensors in targets)
+        pattern = () if targets is self._no_targets else _pattern_of(targets)
         known = self._prepared.get(pattern)
         if known is None:
             known = self._prepared[pattern] = self._prepare(pattern or (False,) * len(targets))
@@ -205,7 +239,7 @@ class GpuPasses(Passes):
             backend.write(target, array)
         return tuple(out)
 
-    def _written(self, out: Sequence[Array]) -> tuple[Array, ...]:
-        for array in out:
-            self._backend.mark_written(array)
-        return tuple(out)
+
+def _pattern_of(targets: Sequence[Sequence[Any] | None]) -> tuple[bool, ...]:
+    """Which leaves have tensors that kernels write to."""
+    return tuple([tensors is not None for tensors in targets])

@@ -44,6 +44,11 @@ class LeafSpec:
         memories = {self.backend.memory_of(device) for device in (*self.devices, *self.destinations)}
         return memories == {HOST_MEMORY}
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether everything happens in one memory."""
+        return self.shares_host_memory or self.shared_gpu is not None
+
     @functools.cached_property
     def shared_gpu(self) -> Device | None:
         """The one GPU on which everything happens, if it does on one."""

@@ -234,7 +234,7 @@ class ProcessReduction:
             fused_batch([([whole], targets)], COPYING)
         for array, here, device in zip(out, on_host, spec.destinations, strict=True):
             if here:
-                backend.mark_written(array)
+                backend.mark_written((array,))
             else:
                 backend.write(array, backend.from_host(whole, spec.shape, device))
         return tuple(out)

@@ -13,6 +13,7 @@ from crossdevice.execution.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.outputs import check_out, out_components
 from crossdevice.execution.overlaps import check_overlaps
 from crossdevice.execution.reduction import PreparedReduction
+from crossdevice.execution.remembered_outs import FittingArrays, RememberedOuts, can_recognise
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica
 from crossdevice.values.options import CommunicationOptions
@@ -22,13 +23,13 @@ from crossdevice.values.reduce_op import ReduceOp
 class RememberedCall:
     """A prepared reduction of one dense leaf, with all it takes to check `out` and wrap the result."""
 
-    __slots__ = ("_dtype", "_look", "_prepared", "_seen", "_spec")
+    __slots__ = ("_dtype", "_look", "_outs", "_prepared", "_spec")
 
     def __init__(self, prepared: PreparedReduction, spec: LeafSpec, dtype: str) -> None:
         self._prepared = prepared
         self._spec = spec
         self._dtype = dtype
-        self._seen: tuple[Any, ...] = ()
+        self._outs: RememberedOuts | None = None
         self._look: Look | None = None
 
     def as_recent(
@@ -45,23 +46,27 @@ class RememberedCall:
 
     def __call__(self, arrays: Sequence[Array], out: Any, look: Look | None = None) -> Any:
         """Reduces one array per replica, into the arrays of `out` unless it is None."""
-        outs = None if out is None else self._checked(arrays, out)
-        (results,) = self._prepared.run((arrays,), (outs,), look)
+        outs: Sequence[Sequence[Array] | None] = (None,)
+        if out is not None:
+            outs, look = self._checked(arrays, out)
+        (results,) = self._prepared.run((arrays,), outs, look)
         return results[0] if len(results) == 1 else Mirrored.of(results, self._spec.destinations)
 
-    def _checked(self, arrays: Sequence[Array], out: Any) -> Sequence[Array]:
-        """The arrays of `out`; what looks and lies as it did in the last call needs no second look."""
+    def _checked(
+        self, arrays: Sequence[Array], out: Any
+    ) -> tuple[Sequence[Sequence[Array] | None], Look | None]:
+        """The arrays of `out`, and how all look if that is known."""
+        known = self._outs
+        fitting = None if known is None else known.fitting((arrays,), (out,))
+        if known is not None and fitting is not None:
+            known.check_memory(fitting)
+            return fitting.outs, known.look
         outs = out_components(out, self._spec.destinations)
-        backend = self._spec.backend
-        try:
-            seen = tuple((backend.signature(a), backend.address_range(a)) for a in (*arrays, *outs))
-        except (AttributeError, RuntimeError):  # not all are arrays of that library, on the host
-            seen = ()
-        if not seen or seen != self._seen:
-            check_out(outs, self._spec, self._dtype, "")
-            check_overlaps([Dense(arrays, self._spec, outs)])
-            self._seen = seen
-        return outs
+        check_out(outs, self._spec, self._dtype, "")
+        leaf = Dense(arrays, self._spec, outs)
+        check_overlaps([leaf])
+        self._outs = RememberedOuts([leaf]) if can_recognise(self._spec.backend, arrays[0]) else None
+        return (outs,), None
 
 
 class RecentCall:
@@ -100,17 +105,23 @@ class RecentCall:
 
 
 class RememberedBatch:
-    """A prepared reduction of a batch of dense leaves, each a value of its own, into new memory."""
+    """A prepared reduction of a batch of dense leaves, each a value of its own."""
 
     def __init__(
         self,
         prepared: PreparedReduction,
-        specs: Sequence[LeafSpec],
+        leaves: Sequence[Dense],
         pairs: Sequence[tuple[DistributedValues, Any]],
     ) -> None:
-        """Of pairs that have been reduced already and are plain."""
+        """Of pairs that have been reduced already and are plain; their leaves say which have outputs."""
+        specs = [leaf.spec for leaf in leaves]
         self._prepared = prepared
-        self._look = specs[0].backend.look_of([array for value, _ in pairs for array in value.values])
+        self._outs = RememberedOuts(leaves) if any(leaf.out is not None for leaf in leaves) else None
+        self._look = (
+            specs[0].backend.look_of([array for leaf in leaves for array in leaf.arrays])
+            if self._outs is None
+            else self._outs.look
+        )
         self._nothing = [None] * len(pairs)
         self._lengths = [len(spec.devices) for spec in specs]
         self._devices = [spec.devices for spec in specs]
@@ -122,8 +133,8 @@ class RememberedBatch:
         self._destinations = [spec.destinations for spec in specs]
         self._targets = [target is value or _where(target) for value, target in pairs]
 
-    def columns_of(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Array, ...]] | None:
-        """The arrays of each pair; None if they are not as they were."""
+    def fitting(self, pairs: Sequence[tuple[Any, Any]], outs: Sequence[Any]) -> FittingArrays | None:
+        """The arrays of each pair and its `out`; None if they are not as they were."""
         try:
             columns = [value.values for value, _ in pairs]
             devices = [
@@ -134,18 +145,25 @@ class RememberedBatch:
         targets = [target is value or _where(target) for value, target in pairs]
         if devices != self._devices or targets != self._targets or [*map(len, columns)] != self._lengths:
             return None
-        return columns if self._look.fits([*itertools.chain.from_iterable(columns)]) else None
+        if self._outs is not None:
+            return self._outs.fitting(columns, outs)
+        arrays = list(itertools.chain.from_iterable(columns))
+        return FittingArrays(columns, self._nothing, arrays) if self._look.fits(arrays) else None
 
-    def __call__(self, columns: Sequence[tuple[Array, ...]]) -> list[Any]:
-        """Reduces arrays that `columns_of` has looked at."""
-        results = self._prepared.run(columns, self._nothing, self._look)
+    def __call__(self, arrays: FittingArrays) -> list[Any]:
+        """Reduces arrays that fit, unless the memory to write to overlaps."""
+        if self._outs is not None:
+            self._outs.check_memory(arrays)
+        results = self._prepared.run(arrays.columns, arrays.outs, self._look)
         return [
             result[0] if len(result) == 1 else Mirrored.of(result, destinations)
             for result, destinations in zip(results, self._destinations, strict=True)
         ]
 
 
-def batch_key(reduce_op: Any, pairs: Sequence[tuple[Any, Any]], options: Any) -> Hashable | None:
+def batch_key(
+    reduce_op: Any, pairs: Sequence[tuple[Any, Any]], options: Any, outs: Sequence[Any]
+) -> Hashable | None:
     """Under which a batch is remembered, one for each key; None for calls not worth remembering."""
     if len(pairs) < 2 or not isinstance(reduce_op, (str, ReduceOp)):
         return None
@@ -157,15 +175,22 @@ def batch_key(reduce_op: Any, pairs: Sequence[tuple[Any, Any]], options: Any) ->
         seen = [None if b is None else b.signature(a) for a, b in zip(ends, backends, strict=True)]
     except (AttributeError, RuntimeError):  # numbers, or arrays without a device
         return None
-    return None if None in seen or len(seen) < 2 else (reduce_op, options, len(pairs), *seen)
+    if None in seen or len(seen) < 2:
+        return None
+    written = [None if out is None else out is value for (value, _), out in zip(pairs, outs, strict=True)]
+    return (reduce_op, options, *seen, *written)
 
 
-def is_plain_batch(pairs: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether all are distributed values, with destinations that can be compared."""
-    return all(
+def is_plain_batch(pairs: Sequence[tuple[Any, Any]], outs: Sequence[Any]) -> bool:
+    """Whether all are distributed values, with destinations and outputs that can be known again."""
+    if not all(
         isinstance(value, DistributedValues) and (target is value or _where(target) is not None)
         for value, target in pairs
-    )
+    ):
+        return False
+    first = pairs[0][0].values[0]
+    backend = backend_of_type(type(first))
+    return all(out is None for out in outs) or (backend is not None and can_recognise(backend, first))
 
 
 def _has_components(value: Any) -> bool:
