@@ -7,6 +7,7 @@ import pytest
 import crossdevice as cd
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.errors import OutError
+from crossdevice.execution.remembered_outs import RememberedOuts
 from crossdevice.kernels.cuda.availability import kernels_missing
 from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES
 
@@ -134,6 +135,59 @@ def test_out_and_in_place():
     value = cd.PerReplica([memory[:1003]])
     with pytest.raises(OutError, match="overlap"):
         ops.reduce("sum", value, "cuda:0", out=memory[1:1004])
+
+
+def test_a_batch_is_reduced_in_place_again_and_again(monkeypatch):
+    known, check = [], RememberedOuts.check_memory
+    monkeypatch.setattr(
+        RememberedOuts, "check_memory", lambda self, arrays: known.append(arrays) or check(self, arrays)
+    )
+    ops, columns = cd.DirectAllReduce(), batch(5, dtypes=("float32", "bfloat16"))
+    values = [placed(column) for column in columns]
+    for turn in range(6):
+        if turn in (0, 3):  # at other addresses
+            values = [placed(column) for column in columns]
+        for value, column in zip(values, columns, strict=True):
+            for array, source in zip(value.values, column, strict=True):
+                array.copy_(source)
+        results = ops.batch_reduce("mean", [(value, value) for value in values], out=values)
+        assert all(
+            a is b
+            for result, value in zip(results, values, strict=True)
+            for a, b in zip(result.values, value.values, strict=True)
+        )
+        check_batch(ops, columns, results)
+    assert len(known) == 5
+
+
+@pytest.mark.parametrize("precision", ["accurate", "fast"])
+def test_known_batches_write_to_whatever_memory_is_given(precision):
+    ops, options = cd.HierarchicalCopyAllReduce(), cd.CommunicationOptions(precision=precision)
+    columns = [tensors("float32", 4, size) for size in (5, 1003, 1003, 70)]
+    hosts = [cd.PerReplica(column, ["cpu:0"] * 4) for column in columns]
+    expected = ops.batch_reduce("mean", [(host, "cpu:0") for host in hosts], options)
+    for _ in range(4):
+        values = [placed(column) for column in columns]
+        strided = [torch.empty(2006, device="cuda")[::2] for _ in range(4)]
+        odd = [torch.empty(1004, device="cuda")[1:] for _ in range(4)]
+        outs = [None, strided, odd, [*reversed(values[3].values)]]
+        results = ops.batch_reduce("mean", [(value, value) for value in values], options, out=outs)
+        for result, out, right in zip(results, outs, expected, strict=True):
+            assert out is None or all(a is b for a, b in zip(result.values, out, strict=True))
+            assert all(same(part, right) for part in result.values)
+    memory = torch.zeros(2100, device="cuda")
+    odd = [memory[:1003], memory[1002:2005], *odd[2:]]
+    before = [value.clone() for value in values[3].values]
+    with pytest.raises(OutError, match=r"out\[0\] and out\[1\] overlap"):
+        ops.batch_reduce(
+            "mean", [(value, value) for value in values], options, out=[None, strided, odd, outs[3]]
+        )
+    assert all(map(torch.equal, before, values[3].values))
+    strided[1] = torch.empty(2006, dtype=torch.float64, device="cuda")[::2]
+    with pytest.raises(OutError, match="has dtype float64"):
+        ops.batch_reduce(
+            "mean", [(value, value) for value in values], options, out=[None, strided, None, None]
+        )
 
 
 def test_shared_results_are_one_memory():

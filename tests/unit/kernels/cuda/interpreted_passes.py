@@ -5,6 +5,8 @@ Collected only by test_triton_kernels.py, in a process in which TRITON_INTERPRET
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 
@@ -169,3 +171,31 @@ def test_a_look_at_a_whole_batch_may_be_followed_by_none():
     for look in (whole, None, whole):
         results = work.run(columns, [None], look)
         assert all(torch.equal(result, right_for(columns[0], options)) for result in results[0])
+
+
+def test_a_known_look_says_which_outputs_kernels_write_to():
+    options, look_of = cd.CommunicationOptions(), backend_named("torch").look_of
+    shapes = ((3, 4), (3, 4), (5,))
+    work = passes_for(columns_of(shapes), options)
+    looks = {}
+    for _ in range(3):
+        for kind in ("in place", "strided", "strided only", "none"):
+            columns = columns_of(shapes)
+            right = [right_for(column, options) for column in columns]
+            strided = tuple(torch.zeros(4, 3).t() for _ in range(COUNT))
+            outs = {
+                "in place": [columns[0], None, columns[2]],
+                "strided": [strided, columns[1], None],
+                "strided only": [None, strided, None],
+                "none": [None, None, None],
+            }[kind]
+            given = [tensor for out in outs for tensor in out or () if out is strided]
+            arrays = [*columns[0], *columns[1], *columns[2], *given]
+            look = looks.setdefault(kind, look_of(arrays))
+            assert look.fits(arrays)
+            results = work.run(columns, outs, look)
+            for number, out in enumerate(outs):
+                assert all(torch.equal(result, right[number]) for result in results[number])
+                if out is not None:
+                    assert all(map(operator.is_, results[number], out))
+                    assert all(tensor._version for tensor in out)
