@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.protocol import Array, Backend, dtype_named
-from crossdevice.errors import OutError
+from crossdevice.backends.protocol import Array, dtype_named
 from crossdevice.execution.leaf_spec import LeafSpec
 from crossdevice.execution.passes import Passes, Task
 from crossdevice.execution.tracing import Work, flight_recorder, now
@@ -40,15 +39,17 @@ class FusedPasses(Passes):
     def run(
         self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
     ) -> dict[int, tuple[Array, ...]]:
-        """The results of each leaf, in new memory or in `outs`, which have been checked in this call."""
+        """The results of each leaf, in new memory or in `outs`.
+
+        These have passed the checks of this call: views of them are no copies, and can be written to.
+        """
         if len(outs) == 1 and len(self._passes) == 1:
             ((recipe, tasks),) = self._passes.items()
             if len(tasks) == 1:
                 return {0: self._run_alone(recipe, tasks[0].stop, columns[0], outs[0])}
         started = now()
         inputs = {
-            number: [spec.backend.host_view(array) for array in columns[number]]
-            for number, spec in self._specs.items()
+            number: list(map(spec.backend.host_view, columns[number])) for number, spec in self._specs.items()
         }
         outputs = self._outputs(columns, outs, inputs)
         packed = now()
@@ -68,7 +69,7 @@ class FusedPasses(Passes):
     ) -> tuple[Array, ...]:
         """The short way for a single leaf in a single pass, where small calls spend their time."""
         spec, dtype = self._specs[0], self._dtypes[0]
-        views = [spec.backend.host_view(array) for array in arrays]
+        views = list(map(spec.backend.host_view, arrays))
         if out is None:
             num_results = 1 if self._shares[0] else len(spec.destinations)
             adopts = spec.backend.is_immutable
@@ -77,7 +78,7 @@ class FusedPasses(Passes):
             else:
                 flats = [np.empty(size, dtype) for _ in range(num_results)]
         else:
-            flats = views if out is arrays else [written_view(spec.backend, array) for array in out]
+            flats = views if out is arrays else list(map(spec.backend.host_view, out))
         fused_pass(views, flats, recipe)
         return self._adopted(0, flats, out)
 
@@ -94,10 +95,10 @@ class FusedPasses(Passes):
             if out is None or number in self._read_twice:
                 num_results = 1 if self._shares[number] else len(spec.destinations)
                 wanted += [(number, (spec.num_elements, self._dtypes[number]))] * num_results
-            elif out is columns[number]:  # what can be written to is read as it is, not from a copy
-                outputs[number] = inputs[number]
             else:
-                outputs[number] = [written_view(spec.backend, array) for array in out]
+                outputs[number] = (
+                    inputs[number] if out is columns[number] else list(map(spec.backend.host_view, out))
+                )
         adopts = any(self._specs[number].backend.is_immutable for number, _ in wanted)
         made = result_pool.empty_batch([size for _, size in wanted], on_lines=adopts)
         for (number, _), flat in zip(wanted, made, strict=True):
@@ -112,7 +113,7 @@ class FusedPasses(Passes):
         if out is not None:
             if number in self._read_twice:
                 for target, flat in zip(out, flats, strict=True):
-                    written_view(backend, target)[:] = flat
+                    backend.host_view(target)[:] = flat
             backend.mark_written(out)
             return tuple(out)
         if self._shares[number]:
@@ -135,11 +136,3 @@ def _arrays_of(
     written = [flats[position][start:stop] for position in positions if position < len(flats)]
     if written:
         yield [array[start:stop] for array in inputs[leaf]], written
-
-
-def written_view(backend: Backend, out: Array) -> NDArray[Any]:
-    """The memory of a host array that was checked to be writable."""
-    view = backend.writable_view(out)
-    if view is None:  # checked before, but arrays can be made read-only at any time
-        raise OutError("out has become read-only since it was last written to")
-    return view

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.protocol import HOST_MEMORY, Array, dtype_named
-from crossdevice.execution.fused_passes import written_view
+from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend, dtype_named
+from crossdevice.errors import OutError
 from crossdevice.execution.leaf_spec import LeafSpec
 from crossdevice.execution.process_packs import Piece, ProcessPack, Shard, process_packs
 from crossdevice.execution.tracing import Work, recorded
@@ -229,7 +229,7 @@ class ProcessReduction:
         spec = self._specs[leaf]
         backend = spec.backend
         on_host = [backend.memory_of(device) == HOST_MEMORY for device in spec.destinations]
-        targets = [written_view(backend, array) for array, here in zip(out, on_host, strict=True) if here]
+        targets = [_written_view(backend, array) for array, here in zip(out, on_host, strict=True) if here]
         if targets:
             fused_batch([([whole], targets)], COPYING)
         for array, here, device in zip(out, on_host, spec.destinations, strict=True):
@@ -238,6 +238,14 @@ class ProcessReduction:
             else:
                 backend.write(array, backend.from_host(whole, spec.shape, device))
         return tuple(out)
+
+
+def _written_view(backend: Backend, out: Array) -> Flat:
+    """The memory of a host array that was writable when the call began: other ranks may have taken long."""
+    view = backend.writable_view(out)
+    if view is None:
+        raise OutError("out has become read-only since it was checked")
+    return view
 
 
 def _messages(pairs: Iterable[tuple[int, Flat]]) -> list[Message]:
