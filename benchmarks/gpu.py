@@ -157,6 +157,34 @@ def flatten(tensors: Tensors) -> Tensors:
     ]
 
 
+def ours_in_place(tensors: Tensors) -> Call:
+    """A mean into the arrays themselves."""
+    ops = cd.DirectAllReduce()
+    values = [cd.PerReplica(column) for column in zip(*tensors, strict=True)]
+    pairs = [(value, value) for value in values]
+    return lambda: ops.batch_reduce("mean", pairs, out=values)
+
+
+def loop_in_place(tensors: Tensors) -> None:
+    """The same, array by array."""
+    for first, *others in zip(*tensors, strict=True):
+        for other in others:
+            first += other
+        first /= len(tensors)
+        for other in others:
+            other.copy_(first)
+
+
+def foreach_in_place(tensors: Tensors) -> None:
+    """The same, all arrays of two replicas at a time."""
+    total, *others = tensors
+    for other in others:
+        torch._foreach_add_(total, other)
+    torch._foreach_div_(total, len(tensors))
+    for other in others:
+        torch._foreach_copy_(other, total)
+
+
 def check(tensors: Tensors, op: str, results: list[Any]) -> None:
     """Stops if a result is not the wide sum or mean, rounded once, or if two share memory."""
     for column, result in zip(zip(*tensors, strict=True), results, strict=True):
@@ -198,8 +226,10 @@ def resnet_rows(rounds: int, shrink: int) -> list[Row]:
     wall = in_turns({"ours": call, **calls}, wall_seconds, rounds)
     promises = {"a plain loop": (20, 35), "torch._foreach_*": (4, 6), "flatten, cat, split": (4, 6)}
     share = 100 * gpu["limit"] / gpu["ours"]
-    said = f"# ResNet-50 gradients, wall: ours {wall['ours'] * 1e6:.0f} us"
-    print(said + "".join(f", {name} {wall[name] * 1e6:.0f} us" for name in peers), flush=True)
+    say_times("ResNet-50 gradients, wall", wall)
+    in_place = {"a plain loop": loop_in_place, "torch._foreach_*": foreach_in_place}
+    calls = {name: (lambda peer=peer: peer(tensors)) for name, peer in in_place.items()}
+    say_times("the same in place", in_turns({"ours": ours_in_place(tensors), **calls}, wall_seconds, rounds))
     return [
         Row("ResNet-50 gradients x 8, accurate mean, kernel, of the limit", share, "%", 80, 88),
         *(
@@ -207,6 +237,13 @@ def resnet_rows(rounds: int, shrink: int) -> list[Row]:
             for name, promise in promises.items()
         ),
     ]
+
+
+def say_times(what: str, seconds: dict[str, float]) -> None:
+    print(
+        f"# {what}: {', '.join(f'{name} {found * 1e6:.0f} us' for name, found in seconds.items())}",
+        flush=True,
+    )
 
 
 def small_rows(rounds: int) -> list[Row]:
