@@ -176,18 +176,16 @@ def test_known_batches_write_to_whatever_memory_is_given(precision):
             assert out is None or all(a is b for a, b in zip(result.values, out, strict=True))
             assert all(same(part, right) for part in result.values)
     memory = torch.zeros(2100, device="cuda")
-    odd = [memory[:1003], memory[1002:2005], *odd[2:]]
+    overlapping = [memory[:1003], memory[1002:2005], *odd[2:]]
+    wide = [*strided[:3], torch.empty(2006, dtype=torch.float64, device="cuda")[::2]]
     before = [value.clone() for value in values[3].values]
-    with pytest.raises(OutError, match=r"out\[0\] and out\[1\] overlap"):
-        ops.batch_reduce(
-            "mean", [(value, value) for value in values], options, out=[None, strided, odd, outs[3]]
-        )
-    assert all(map(torch.equal, before, values[3].values))
-    strided[1] = torch.empty(2006, dtype=torch.float64, device="cuda")[::2]
-    with pytest.raises(OutError, match="has dtype float64"):
-        ops.batch_reduce(
-            "mean", [(value, value) for value in values], options, out=[None, strided, None, None]
-        )
+    for wrong, message in (
+        ([None, strided, overlapping, outs[3]], r"out\[0\] and out\[1\] overlap"),
+        ([None, wide, odd, outs[3]], "has dtype float64"),
+    ):
+        with pytest.raises(OutError, match=message):
+            ops.batch_reduce("mean", [(value, value) for value in values], options, out=wrong)
+    assert all(map(same, before, values[3].values))
 
 
 def test_shared_results_are_one_memory():
