@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from crossdevice.errors import OutError
 from crossdevice.execution.leaf_spec import Dense
 
-RangeFields: TypeAlias = "tuple[int, int, bool, int, int]"
-"""Of a `Range`: plain tuples are made and sorted faster."""
 
-
-class Range(NamedTuple):
+class _Range(NamedTuple):
     """Addresses `start` to `end`, of an input or an output of a leaf."""
 
     start: int
@@ -28,16 +25,11 @@ class Range(NamedTuple):
 
 def check_overlaps(leaves: Sequence[Dense]) -> None:
     """Refuses outputs that overlap each other, or an input they are not exactly (in place is exact)."""
-    check_ranges(_ranges(leaves))
-
-
-def check_ranges(found: Iterable[RangeFields]) -> None:
-    """The same for known ranges; an input that is one of its leaf's own outputs has none of its own."""
-    ranges = sorted(found)
+    ranges = sorted(_ranges(leaves))
     if all(left[1] <= right[0] for left, right in itertools.pairwise(ranges)):
         return
-    active: list[Range] = []
-    for current in itertools.starmap(Range, ranges):
+    active: list[_Range] = []
+    for current in itertools.starmap(_Range, ranges):
         active = [other for other in active if other.end > current.start]
         for other in active:
             if current.is_written and other.is_written:
@@ -52,8 +44,9 @@ def check_ranges(found: Iterable[RangeFields]) -> None:
             active.append(current)
 
 
-def _ranges(leaves: Sequence[Dense]) -> list[RangeFields]:
-    ranges: list[RangeFields] = []
+def _ranges(leaves: Sequence[Dense]) -> list[tuple[int, int, bool, int, int]]:
+    """The fields of a `_Range` for each array, but for inputs that are one of their leaf's own outputs."""
+    ranges: list[tuple[int, int, bool, int, int]] = []
     for leaf, (arrays, spec, out) in enumerate(leaves):
         if spec.shares_memory:
             bounds, outs = spec.backend.address_range, out or ()
@@ -67,5 +60,5 @@ def _ranges(leaves: Sequence[Dense]) -> list[RangeFields]:
     return ranges
 
 
-def _is_in_place(one: Range, other: Range) -> bool:
+def _is_in_place(one: _Range, other: _Range) -> bool:
     return (one.start, one.end, one.leaf) == (other.start, other.end, other.leaf)

@@ -85,7 +85,7 @@ class PreparedReduction:
     ) -> list[tuple[Array, ...]]:
         """For each leaf its result on each destination, written to `outs` where given.
 
-        `look`, if given, is how the arrays look that are about to be reduced.
+        `look`, if given, is how the arrays look that are about to be reduced, and those of `outs`.
         """
         # Not `with recorded(...)`: small calls spend their time here.
         started = now()

@@ -12,7 +12,7 @@ from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import OutError
 from crossdevice.execution.leaf_spec import Dense
 from crossdevice.execution.outputs import out_components
-from crossdevice.execution.overlaps import check_ranges
+from crossdevice.execution.overlaps import check_overlaps
 
 
 def can_recognise(backend: Backend, array: Array) -> bool:
@@ -40,21 +40,23 @@ class RememberedOuts:
     def __init__(self, leaves: Sequence[Dense]) -> None:
         """Of checked leaves of one library that `can_recognise` them, some with outputs."""
         columns, outs = [leaf.arrays for leaf in leaves], [leaf.out for leaf in leaves]
-        self._destinations = [spec.destinations for _, spec, _ in leaves]
+        self._specs = [leaf.spec for leaf in leaves]
         self._replicas = [_replicas_in(out, column) for out, column in zip(outs, columns, strict=True)]
         self._are_in_place = [
             replicas == tuple(range(len(column)))
             for replicas, column in zip(self._replicas, columns, strict=True)
         ]
-        self._backend = leaves[0].spec.backend
+        self._backend = self._specs[0].backend
         apart = self._apart(columns, outs)
         self.look = self._backend.look_of(apart, with_layout=True)
         self._addresses: list[int] = []
-        self._owners = self._owners_of(leaves)
-        shared = [leaves[leaf].spec.shares_memory for _, leaf, _ in self._owners]
-        self._shared = np.flatnonzero(shared)
-        bounds = [self._backend.address_range(apart[number]) for number in self._shared]
-        places = np.array(self._backend.addresses_of(apart), np.int64)[self._shared]
+        are_compared = self._apart(
+            [[spec.shares_memory] * len(spec.devices) for spec in self._specs],
+            [[spec.shares_memory] * len(spec.destinations) for spec in self._specs],
+        )
+        self._compared = np.flatnonzero(are_compared)
+        bounds = [self._backend.address_range(apart[number]) for number in self._compared]
+        places = np.array(self._backend.addresses_of(apart), np.int64)[self._compared]
         self._reaches = np.array(bounds, np.int64).reshape(-1, 2).T - places
 
     def fitting(self, columns: Sequence[Sequence[Array]], outs: Sequence[Any]) -> FittingArrays | None:
@@ -62,7 +64,7 @@ class RememberedOuts:
         given: list[Sequence[Array] | None] = []
         for number, (column, out) in enumerate(zip(columns, outs, strict=True)):
             try:
-                found = None if out is None else out_components(out, self._destinations[number])
+                found = None if out is None else out_components(out, self._specs[number].destinations)
             except OutError:
                 return None
             if _replicas_in(found, column) != self._replicas[number]:
@@ -76,14 +78,10 @@ class RememberedOuts:
         addresses = self._backend.addresses_of(arrays.apart)
         if addresses == self._addresses:
             return
-        starts, ends = np.array(addresses, np.int64)[self._shared] + self._reaches
+        starts, ends = np.array(addresses, np.int64)[self._compared] + self._reaches
         order = np.lexsort((ends, starts))
-        if (ends[order[:-1]] > starts[order[1:]]).any():
-            owners = [self._owners[number] for number in self._shared]
-            check_ranges(
-                (start, end, *owner)
-                for start, end, owner in zip(starts.tolist(), ends.tolist(), owners, strict=True)
-            )
+        if (ends[order[:-1]] > starts[order[1:]]).any():  # inputs among themselves may
+            check_overlaps(list(map(Dense, arrays.columns, self._specs, arrays.outs)))
         self._addresses = addresses
 
     def _apart(
@@ -91,20 +89,9 @@ class RememberedOuts:
     ) -> list[Array]:
         apart = list(itertools.chain.from_iterable(columns))
         for out, replicas, is_in_place in zip(outs, self._replicas, self._are_in_place, strict=True):
-            if out is not None and not is_in_place:
+            if replicas and out is not None and not is_in_place:
                 apart += [array for array, replica in zip(out, replicas, strict=True) if replica is None]
         return apart
-
-    def _owners_of(self, leaves: Sequence[Dense]) -> list[tuple[bool, int, int]]:
-        """Of each array apart whether it is written, its leaf, and its number as an output or a replica."""
-        owners = []
-        for leaf, replicas in enumerate(self._replicas):
-            for replica in range(len(leaves[leaf].arrays)):
-                is_written = replica in replicas
-                owners.append((is_written, leaf, replicas.index(replica) if is_written else replica))
-        for leaf, replicas in enumerate(self._replicas):
-            owners += [(True, leaf, number) for number, replica in enumerate(replicas) if replica is None]
-        return owners
 
 
 def _replicas_in(out: Sequence[Array] | None, arrays: Sequence[Array]) -> tuple[int | None, ...]:
