@@ -192,8 +192,13 @@ class CrossDeviceOps:
         check_cross_replica("gather")
         chosen = self.chosen_options(options)
         pairs, rebuilt = spread_pairs([(per_replica_value, destinations)])
-        gather = gathered if self.group is None else functools.partial(self._between.gather, options=chosen)
-        return rebuilt([gather(value, read_destinations(target), axis) for value, target in pairs])[0]
+        ready: list[Callable[[], Any]] = [
+            functools.partial(gathered, value, read_destinations(target), axis)
+            if self.group is None
+            else self._between.checked_gather(value, read_destinations(target), axis, chosen)
+            for value, target in pairs
+        ]
+        return rebuilt([gather() for gather in ready])[0]
 
     def explain(
         self,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, TypeVar
+
+from typing_extensions import ParamSpec
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import OptionError
@@ -12,6 +16,22 @@ from crossdevice.plans.steps import Buffer
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.device import Device
 from crossdevice.values.options import CommunicationOptions, as_options
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
+
+def _in_turn(
+    method: Callable[Concatenate[Any, Arguments], Answer],
+) -> Callable[Concatenate[Any, Arguments], Answer]:
+    """A call that takes its place among those of the group even if it is refused before ranks meet."""
+
+    @functools.wraps(method)
+    def made(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+        with contextlib.nullcontext() if self.group is None else self.group.turn():
+            return method(self, *args, **kwargs)
+
+    return made
 
 
 class CollectiveAllReduce(CrossDeviceOps):
@@ -56,6 +76,11 @@ class CollectiveAllReduce(CrossDeviceOps):
                     f"group_size is {group_size}; {num_devices} devices in each of {num_processes} processes "
                     f"are {num_devices * num_processes}"
                 )
+
+    reduce = _in_turn(CrossDeviceOps.reduce)
+    batch_reduce = _in_turn(CrossDeviceOps.batch_reduce)
+    gather = _in_turn(CrossDeviceOps.gather)
+    value_of_rank = _in_turn(CrossDeviceOps.value_of_rank)
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
         """The part of this process: each device sums its shard, and all get all shards."""

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,10 +94,10 @@ class BetweenProcesses:
             lines += ProcessReduction(by_host, op, options, counts, group.rank).explained()
         return "\n".join(lines)
 
-    def gather(
+    def checked_gather(
         self, value: Any, destinations: tuple[Device, ...], axis: int, options: CommunicationOptions
-    ) -> Any:
-        """The replicas of all ranks end to end along `axis`, on each destination of this rank."""
+    ) -> Callable[[], Any]:
+        """What brings the replicas of all ranks, end to end along `axis`, to this rank's destinations."""
         read = read_value(value)
         gatherings = [check_gather(leaf, read.devices, axis) for leaf in read.leaves]
         for gathering in gatherings:
@@ -114,6 +114,18 @@ class BetweenProcesses:
             for leaf, gathering, piece in zip(read.leaves, gatherings, pieces, strict=True)
         )
         description = Description(f"gather along axis {axis}", _text(read.structure), described)
+        return lambda: wrapped(
+            self._gather(gatherings, pieces, destinations, description, options), read.structure, destinations
+        )
+
+    def _gather(
+        self,
+        gatherings: Sequence[Gathering],
+        pieces: Sequence[NDArray[Any]],
+        destinations: tuple[Device, ...],
+        description: Description,
+        options: CommunicationOptions,
+    ) -> list[list[Array]]:
         # End to end they are one, so ranks may bring as many as they like.
         ones = (1,) * len(gatherings)
         with agreed_call(self._group, description, ones, _seconds(options)) as (call, _):
@@ -121,7 +133,7 @@ class BetweenProcesses:
             lengths = _lengths_along_axes(
                 call, of_ranks, pieces, [gathering.axis for gathering in gatherings]
             )
-        results = [
+        return [
             _placed(
                 np.concatenate(
                     [
@@ -135,7 +147,6 @@ class BetweenProcesses:
             )
             for number, (gathering, piece) in enumerate(zip(gatherings, pieces, strict=True))
         ]
-        return wrapped(results, read.structure, destinations)
 
     def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions) -> Any:
         """One rank's value, on every rank; all bring one of the same structure, shapes and dtypes."""

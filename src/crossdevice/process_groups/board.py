@@ -6,12 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+REFUSED = "refused"
+"""In place of a signature: that of no call, as those are hexadecimal."""
+
 
 class Note(NamedTuple):
     """Where a rank is: its call, which exchange of that, what it calls, and how often it has said so.
 
     `signature` is equal on two ranks only if their calls fit together, and empty for a rank that makes no
-    more calls. `gave_up` says why it waits no more.
+    more calls. `gave_up` says why it waits no more, `refused` and `why` which call it has not made, if any.
     """
 
     call: int
@@ -20,6 +23,8 @@ class Note(NamedTuple):
     signature: str
     beat: int
     gave_up: str = ""
+    refused: int = -1
+    why: str = ""
 
     def written(self) -> str:
         """The note as text."""
@@ -35,6 +40,7 @@ def odd_ones_out(notes: Mapping[int, Note], mine: int, members: Sequence[str]) -
     """How the ranks at my call differ in it; None if they do not.
 
     Only notes about the same exchange count: an older one may be of a rank that has moved on since.
+    Whoever has refused my call differs, wherever it is now.
 
     >>> notes = {rank: Note(3, 1, what, what, 0) for rank, what in enumerate(["reduce", "gather", "reduce"])}
     >>> odd_ones_out(notes, 0, ["rank 0 (here)", "rank 1 (there)", "rank 2 (there)"])
@@ -42,16 +48,21 @@ def odd_ones_out(notes: Mapping[int, Note], mine: int, members: Sequence[str]) -
     """
     own = notes[mine]
     here = {
-        rank: note
+        rank: note._replace(signature=REFUSED, what=f"nothing ({note.why})")
+        if note.refused == own.call
+        else note
         for rank, note in sorted(notes.items())
-        if note.signature and (note.call, note.exchange) == (own.call, own.exchange)
+        if note.refused == own.call
+        or (note.signature and (note.call, note.exchange) == (own.call, own.exchange))
     }
     groups: dict[str, list[int]] = {}
     for rank, note in here.items():
         groups.setdefault(note.signature, []).append(rank)
     if len(groups) == 1:
         return None
-    smallest_first = sorted(groups.values(), key=len)
+    smallest_first = sorted(
+        groups.values(), key=lambda ranks: (here[ranks[0]].signature != REFUSED, len(ranks))
+    )
     return "; ".join(
         f"{members[ranks[0]]} calls {here[ranks[0]].what}"
         if len(ranks) == 1

@@ -15,10 +15,16 @@ import numpy as np
 from typing_extensions import Self
 
 from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
-from crossdevice.process_groups.board import Note
+from crossdevice.process_groups.board import REFUSED, Note
 from crossdevice.process_groups.courier import Courier, Errand
 from crossdevice.process_groups.protocol import Engine, Message
-from crossdevice.process_groups.watch import DEADLINE_PASSED, PATIENCE_SECONDS, Watch
+from crossdevice.process_groups.watch import (
+    CALLS_DIFFER,
+    DEADLINE_PASSED,
+    PATIENCE_SECONDS,
+    Refused,
+    Watch,
+)
 
 Checks = Literal["new", "always", "off"]
 CHECKS: tuple[Checks, ...] = ("new", "always", "off")
@@ -66,6 +72,8 @@ class ProcessGroup:
         self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
         self._lock = threading.Lock()
         self._num_calls = 0
+        self._turn = threading.local()
+        self._last_refused = Refused()
         self._broken: str | None = None
         self._carrying = Courier(f"crossdevice rank {self.rank}")
         self._noting = Courier(f"crossdevice notes of rank {self.rank}")
@@ -95,6 +103,21 @@ class ProcessGroup:
             self.checks = "always"
 
     @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Around all that leads to a call: an error before it begins takes its place.
+
+        Other ranks may make that call, and would take this rank's next one for it. They are told.
+        """
+        self._turn.has_begun = False
+        try:
+            yield
+        except BaseException as error:
+            if not self._turn.has_begun:
+                with self._lock:
+                    self._refuse(f"{type(error).__name__}: {error}")
+            raise
+
+    @contextmanager
     def call(self, what: str, signature: bytes, timeout_seconds: float | None = None) -> Iterator[Call]:
         """The next call of this group; one at a time.
 
@@ -102,6 +125,7 @@ class ProcessGroup:
             what: for people, such as "reduce SUM of 3 values".
             signature: equal on all ranks whose calls fit together.
         """
+        self._turn.has_begun = True
         with self._lock:
             if self._broken is not None:
                 raise ProcessGroupError(
@@ -179,11 +203,13 @@ class ProcessGroup:
 
     def _wait_watching(self, call: Call, errand: Errand) -> None:
         """Waits with a note on the board, and an eye on what others put there."""
-        watch = Watch(self._note, call, self.members, self.rank)
+        watch = Watch(self._note, call, self.members, self.rank, self._last_refused)
         while True:
             watch.look()
             if watch.odd_ones_out() is not None:
                 watch.look_until_all_came(GRACE_SECONDS)  # with two of three one cannot tell who is odd
+                watch.gave_up = CALLS_DIFFER
+                watch.look()
                 raise MismatchError(
                     f"call {call.number} is not the same on all ranks: {watch.odd_ones_out()}"
                 )
@@ -205,7 +231,7 @@ class ProcessGroup:
 
     def _lost(self, call: Call, error: Exception) -> ProcessGroupError | MismatchError:
         """The engine failed, or another rank gave up; most often a rank is gone, which puts up no note."""
-        watch = Watch(self._note, call, self.members, self.rank)
+        watch = Watch(self._note, call, self.members, self.rank, self._last_refused)
         watch.gave_up = "it lost contact"
         watch.look_for(GRACE_SECONDS)
         odd = watch.odd_ones_out()
@@ -223,6 +249,12 @@ class ProcessGroup:
         """Nothing is sent after this; whoever still carries something is left to it."""
         self._broken = why
         self._engine.abandon()
+
+    def _refuse(self, why: str) -> None:
+        if self._broken is None:
+            self._last_refused = Refused(self._num_calls, why)
+            self._num_calls += 1
+            self._note(Note(self._last_refused.number, 0, "nothing", REFUSED, 0, "", *self._last_refused))
 
     def _give_up(self, why: str) -> None:
         if self._broken is None:

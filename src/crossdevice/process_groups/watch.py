@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from crossdevice.process_groups.board import Note, odd_ones_out, roll_call
 
@@ -12,9 +12,17 @@ PATIENCE_SECONDS = 0.25
 """How long a call may take before its rank puts up a note; quick calls put up none."""
 
 DEADLINE_PASSED = "its deadline passed"
+CALLS_DIFFER = "calls differ"
 
 Visit: TypeAlias = Callable[[Note], "Mapping[int, Note] | None"]
 """Puts up a note and reads all of them; None if the board cannot be reached."""
+
+
+class Refused(NamedTuple):
+    """A call that this rank has not made, and why."""
+
+    number: int = -1
+    why: str = ""
 
 
 class NumberedCall(Protocol):
@@ -29,11 +37,14 @@ class NumberedCall(Protocol):
 class Watch:
     """One rank's view of the board while it waits."""
 
-    def __init__(self, visit: Visit, call: NumberedCall, members: Sequence[str], rank: int) -> None:
+    def __init__(
+        self, visit: Visit, call: NumberedCall, members: Sequence[str], rank: int, last_refused: Refused
+    ) -> None:
         self._visit = visit
         self._call = call
         self._members = members
         self._rank = rank
+        self._last_refused = last_refused
         self._beat = 0
         self._notes: dict[int, Note] = {}
         self._fresh: dict[int, bool] = {}
@@ -44,7 +55,13 @@ class Watch:
         """Puts up a note and reads the others'."""
         call = self._call
         mine = Note(
-            call.number, call.num_exchanges, call.what, call.signature.hex(), self._beat, self.gave_up
+            call.number,
+            call.num_exchanges,
+            call.what,
+            call.signature.hex(),
+            self._beat,
+            self.gave_up,
+            *self._last_refused,
         )
         self._beat += 1
         found = self._visit(mine)

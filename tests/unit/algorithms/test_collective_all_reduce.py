@@ -1,10 +1,13 @@
 """Between processes as little is sent as a docstring says, and the constructor's numbers fit together."""
 
+import re
+import time
+
 import numpy as np
 import pytest
 
 import crossdevice as cd
-from crossdevice.errors import DeadlineError, OptionError, ProcessGroupError
+from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
 from crossdevice.process_groups.thread_group import run_ranks
 
 
@@ -128,3 +131,74 @@ def test_memory_that_is_written_to_stays_as_it_was_when_a_rank_is_lost(more, exc
         return [set(value.tolist()) for value in values]
 
     assert run_ranks(2, run) == [[{0.0}, {1.0}, {2.0}]] * 2
+
+
+BAD = cd.PerReplica([np.ones(3, np.float32), np.ones(2, np.float32)])
+
+CALLS = {
+    "reduce": lambda ops, value: ops.reduce("sum", value, "cpu:0").tolist(),
+    "batch_reduce": lambda ops, value: ops.batch_reduce("sum", [(value, "cpu:0")])[0].tolist(),
+    "gather": lambda ops, value: ops.gather(value, "cpu:0", axis=1).tolist(),
+    "broadcast": lambda ops, value: ops.broadcast(value, "cpu:0", from_rank=1).tolist(),
+}
+
+
+def good(call, step):
+    array = np.full((1, 3) if call == "gather" else 3, step, np.float32)
+    return array if call == "broadcast" else cd.PerReplica([array, array])
+
+
+def bad(call):
+    return ROWS if call == "broadcast" else BAD
+
+
+def outcomes(group, call, refusing_ranks):
+    """What each of four calls ended with, the second of which has a bad value on some ranks."""
+    ops = cd.CollectiveAllReduce(group=group, options=cd.CommunicationOptions(timeout_seconds=5.0))
+    found = []
+    for step in range(4):
+        is_bad = step == 1 and group.rank in refusing_ranks
+        try:
+            found.append(CALLS[call](ops, bad(call) if is_bad else good(call, step)))
+        except cd.errors.CrossDeviceError as error:
+            found.append(error)
+    return found
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_one_rank_refuses_is_never_taken_for_its_next_one(call):
+    others, refusing = run_ranks(2, lambda group: outcomes(group, call, [1]))
+    assert others[0] == refusing[0]
+    assert isinstance(others[1], MismatchError)
+    assert re.search(r"rank 1 \(.*\) calls nothing \(\w+Error: .*; rank 0 \(.*\) calls", str(others[1]))
+    assert isinstance(others[2], ProcessGroupError)
+    assert not isinstance(refusing[1], ProcessGroupError)
+    if call == "broadcast":
+        return  # whose root waits for nobody
+    assert isinstance(refusing[2], ProcessGroupError)
+    assert re.search(r"rank 0 \(.*\) gave up at call 2 \(calls differ\)", str(refusing[2]))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_after_a_call_that_all_ranks_refuse_the_next_ones_fit(call):
+    first, second = run_ranks(2, lambda group: outcomes(group, call, [0, 1]))
+    assert isinstance(first[1], cd.errors.CrossDeviceError)
+    assert [type(found) for found in first] == [type(found) for found in second]
+    assert [first[step] for step in (0, 2, 3)] == [second[step] for step in (0, 2, 3)]
+    assert not any(isinstance(first[step], Exception) for step in (0, 2, 3))
+
+
+def test_a_rank_that_comes_late_to_a_call_is_told_that_another_refused_it():
+    def run(group):
+        ops = cd.CollectiveAllReduce(group=group, options=cd.CommunicationOptions(timeout_seconds=20.0))
+        if group.rank == 0:
+            time.sleep(1.0)  # by then the other waits in its next call, and its note says so
+        with pytest.raises(cd.errors.CrossDeviceError) as first:
+            ops.reduce("sum", BAD if group.rank == 1 else good("reduce", 1), "cpu:0")
+        if group.rank == 1:
+            with pytest.raises(ProcessGroupError, match="gave up at call 1"):
+                ops.reduce("sum", good("reduce", 2), "cpu:0")
+        return str(first.value)
+
+    late, _ = run_ranks(2, run)
+    assert "calls nothing (ShapeMismatchError" in late
