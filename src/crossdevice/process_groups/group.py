@@ -32,6 +32,9 @@ GRACE_SECONDS = 2.0
 LATER_SECONDS = 10.0
 """By how much an engine's own deadline is later than ours."""
 
+CLOSED = "it was closed"
+"""Why a group is broken that nothing has happened to."""
+
 NAME_BYTES = 96
 """Of a host's name and process, cut or filled up to it."""
 
@@ -70,7 +73,11 @@ class ProcessGroup:
         self._carrying = Courier(f"crossdevice rank {self.rank}")
         self._noting = Courier(f"crossdevice notes of rank {self.rank}")
         self._visit: Errand | None = None
-        self.members = self._introduced()
+        try:
+            self.members = self._introduced()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def engine_name(self) -> str:
@@ -125,13 +132,13 @@ class ProcessGroup:
             self._give_up(why)
 
     def close(self) -> None:
-        """Ends the group on this rank. What is still on its way is given up."""
-        with self._lock:
-            if self._broken != "it was closed":
-                self._broken = "it was closed"
-                for courier in (self._carrying, self._noting):
-                    courier.dismiss()
-                self._engine.close()
+        """Ends the group on this rank, from any thread. What is still on its way is given up."""
+        # Not under the lock: a call that waits holds it, maybe of this very thread (a signal's handler).
+        if self._broken != CLOSED:
+            self._broken = CLOSED
+            for courier in (self._carrying, self._noting):
+                courier.dismiss()
+            self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -173,14 +180,16 @@ class ProcessGroup:
             raise self._lost(call, error) from None  # whose message says all there is to know
         except Exception as error:
             raise self._lost(call, error) from error
-        except BaseException:
-            self._break(f"call {call.number} ({call.what}) was interrupted")
+        except BaseException as error:
+            self._give_up(f"call {call.number} ({call.what}) was interrupted: {error!r}")
             raise
 
     def _wait_watching(self, call: Call, errand: Errand) -> None:
         """Waits with a note on the board, and an eye on what others put there."""
         watch = Watch(self._note, call, self.members, self.rank)
         while True:
+            if self._broken is not None:
+                raise _GaveUpError
             watch.look()
             if watch.odd_ones_out() is not None:
                 watch.look_until_all_came(GRACE_SECONDS)  # with two of three one cannot tell who is odd
@@ -204,7 +213,10 @@ class ProcessGroup:
                 )
 
     def _lost(self, call: Call, error: Exception) -> ProcessGroupError | MismatchError:
-        """The engine failed, or another rank gave up; most often a rank is gone, which puts up no note."""
+        """The engine failed, most often because a rank is gone; or another rank, or thread, has given up."""
+        if self._broken is not None:
+            self._engine.abandon()
+            return ProcessGroupError(f"call {call.number} ({call.what}) was not done: the group was closed")
         watch = Watch(self._note, call, self.members, self.rank)
         watch.gave_up = "it lost contact"
         watch.look_for(GRACE_SECONDS)
@@ -220,8 +232,9 @@ class ProcessGroup:
         return ProcessGroupError(text)
 
     def _break(self, why: str) -> None:
-        """Nothing is sent after this; whoever still carries something is left to it."""
-        self._broken = why
+        """Nothing is sent after this."""
+        if self._broken is None:  # else it was closed meanwhile
+            self._broken = why
         self._engine.abandon()
 
     def _give_up(self, why: str) -> None:
@@ -326,4 +339,4 @@ class Call:
 
 
 class _GaveUpError(Exception):
-    """Another rank has said that it will not come."""
+    """Another rank has said that it will not come, or another thread has closed the group."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ipaddress
 import logging
 import os
@@ -180,13 +181,18 @@ class TorchEngine:
             self._doubted = awaited  # its message may have come just before it left
 
     def abandon(self) -> None:
-        """Gloo gives up at its deadline, or when the group is closed, as it is before Python ends."""
+        """Hangs up. What is on its way ends with an error, here and at the other end.
+
+        Else whoever comes late would get what has been written to the memory since.
+        """
+        gloo = self._gloo
+        if gloo is not None and self._is_out:
+            _hang_up(gloo, [peer for peer in range(self.size) if peer != self.rank])
 
     def close(self) -> None:
-        """Hangs up. What is on its way ends with an error, here and at the other end."""
-        gloo, self._gloo = self._gloo, None
-        if gloo is not None and self._is_out:
-            _hang_up(gloo, (self.rank + 1) % self.size)
+        """Hangs up, and leaves."""
+        self.abandon()
+        self._gloo = None
 
     @classmethod
     def close_all(cls) -> None:
@@ -282,12 +288,14 @@ def _reason(error: Exception) -> str:
     return re.sub(r"^\[[^]]*\] ", "", first_line).partition(". This is typically")[0]
 
 
-def _hang_up(gloo: Any, peer: int) -> None:
-    """Closes all connections of a gloo group, which it does by itself only when a receive comes too late."""
-    try:
-        gloo.recv([_tensor(np.empty(1, np.uint8))], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        return
+def _hang_up(gloo: Any, peers: Sequence[int]) -> None:
+    """Closes all connections of a gloo group, which it does by itself only when a receive comes too late.
+
+    A peer that is gone cannot be waited for, so each is tried.
+    """
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            gloo.recv([_tensor(np.empty(1, np.uint8))], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
 
 
 # ---------------------------------------------------------------- where ranks meet

@@ -78,8 +78,15 @@ class Watch:
         return odd_ones_out(self._notes, self._rank, self._members)
 
     def someone_gave_up(self) -> bool:
-        """Whether a rank will not come; one whose deadline has passed does not count, as ours will too."""
-        return any(note.gave_up not in ("", DEADLINE_PASSED) for note in self._notes.values())
+        """Whether a rank will not come.
+
+        One whose deadline has passed where this one waits does not count, as ours will too.
+        """
+        here = (self._call.number, self._call.num_exchanges)
+        return any(
+            note.gave_up and (note.gave_up != DEADLINE_PASSED or (note.call, note.exchange) < here)
+            for note in self._notes.values()
+        )
 
     def waited_in_vain(self) -> str:
         """Ranks whose deadline has passed before this one came."""

@@ -1,5 +1,6 @@
 """Gloo between threads that meet in a store of one process; real processes are in tests/multiprocess."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -106,20 +107,30 @@ def test_the_interface_named_by_the_environment_is_used(store, monkeypatch):
     assert run(1, gather, store) == [[b"0"]]
 
 
-def test_closing_ends_what_is_on_its_way(store):
-    """Long before the engine's own deadline."""
-    engines = {}
+def joined(size, store):
+    """Engines of a group, by rank."""
 
     def join(rank):
-        engines[rank] = torch_group.TorchEngine(store, rank, 2, address="127.0.0.1", timeout_seconds=20.0)
+        return torch_group.TorchEngine(store, rank, size, address="127.0.0.1", timeout_seconds=20.0)
 
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(join, range(2)))
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(join, range(size)))
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["all are there", "the next rank is gone"])
+def test_closing_ends_what_is_on_its_way(leaves, store):
+    """Long before the engine's own deadline."""
+    engines = joined(3, store)
+    if leaves:
+        engines[1].close()
+        with pytest.raises(ConnectionError):
+            engines[0].exchange([], [Message(1, np.empty(4))], 6, 20.0)
+        engines[0]._is_out = False
     ended = threading.Event()
 
     def wait_in_vain():
         try:
-            engines[0].exchange([], [Message(1, np.empty(4))], 7, 250.0)
+            engines[0].exchange([], [Message(2, np.empty(4))], 7, 250.0)
         except ConnectionError:
             ended.set()
 
@@ -130,7 +141,48 @@ def test_closing_ends_what_is_on_its_way(store):
     engines[0].close()
     waiting.join()
     assert ended.is_set()
-    engines[1].close()
+    for engine in engines[1:]:
+        engine.close()
+
+
+def test_whoever_comes_after_a_deadline_gets_nothing_that_was_written_since(store):
+    turns = threading.Barrier(2, timeout=20.0)
+
+    def swap(group):
+        mine, got, other = np.full(1000, group.rank), np.full(1000, -1), 1 - group.rank
+        if group.rank == 1:
+            turns.wait()  # for rank 0 to give up
+        try:
+            with group.call("swap", b"", 0.3 if group.rank == 0 else 20.0) as call:
+                call.exchange([Message(other, mine)], [Message(other, got)])
+            return f"got {got[0]}"
+        except (DeadlineError, ProcessGroupError) as error:
+            return str(error)
+        finally:
+            if group.rank == 0:
+                mine[:] = 7
+                turns.wait()
+            turns.wait()  # for rank 1 to have come
+
+    first, second = run(2, swap, store)
+    assert "has not arrived" in first
+    assert "gave up, since its deadline passed" in second
+
+
+def test_a_forgotten_group_leaves_no_thread(store):
+    def carrier(group):
+        gather(group)
+        return group._carrying._thread
+
+    def be(rank):
+        return carrier(torch_group.form_group(rank, 2, "127.0.0.1", store=store, timeout_seconds=20.0))
+
+    with ThreadPoolExecutor(2) as pool:
+        threads = list(pool.map(be, range(2)))
+    gc.collect()
+    for thread in threads:
+        thread.join(10.0)
+        assert not thread.is_alive()
 
 
 def test_gloo_errors_are_cut_to_what_they_tell():
