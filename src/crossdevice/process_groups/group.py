@@ -200,7 +200,7 @@ class ProcessGroup:
                 raise _GaveUpError
             if errand.wait(min(PATIENCE_SECONDS, max(call.seconds_left(), 0.01))):
                 return
-            self._engine.check_contact()
+            self._engine.check_contact(watch.silent_ranks())
             if call.seconds_left() <= 0:
                 # Those who came just before the deadline have put up no note yet.
                 if errand.wait(PATIENCE_SECONDS):

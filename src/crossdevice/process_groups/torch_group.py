@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
 
@@ -168,10 +168,10 @@ class TorchEngine:
         """All that hang there; an empty one was put up by each rank when it came."""
         return {rank: note for rank, note in enumerate(self._everyones("note")) if note}
 
-    def check_contact(self) -> None:
+    def check_contact(self, silent: Collection[int]) -> None:
         """Gloo waits on if a connection ends in the middle of a message, but takes no new ones for it."""
         awaited, gloo = self._awaited, self._gloo
-        if awaited is None or gloo is None:
+        if awaited is None or awaited.peer not in silent or gloo is None:
             return
         try:
             gloo.send([_tensor(np.zeros(1, np.uint8))], awaited.peer, CONTACT_TAG)

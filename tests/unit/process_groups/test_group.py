@@ -227,7 +227,7 @@ def test_a_group_that_could_not_be_formed_leaves_no_thread():
 
 def test_others_are_told_of_a_rank_that_is_interrupted_while_it_waits():
     class Interrupted(ThreadEngine):
-        def check_contact(self):
+        def check_contact(self, silent):
             if self.rank == 0:
                 raise KeyboardInterrupt
 

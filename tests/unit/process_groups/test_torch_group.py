@@ -145,6 +145,27 @@ def test_closing_ends_what_is_on_its_way(leaves, store):
         engine.close()
 
 
+def test_only_a_silent_rank_is_asked_whether_it_is_there(store):
+    """What is sent to one that has just left destroys what is still on its way from it."""
+
+    class Gloo:
+        def __init__(self):
+            self.asked = []
+
+        def send(self, tensors, peer, tag):
+            self.asked.append(peer)
+            raise RuntimeError("it is gone")
+
+    (engine,) = joined(1, store)
+    engine._gloo = gloo = Gloo()
+    engine._awaited = torch_group._Awaited(1, None)
+    engine.check_contact({0, 2})
+    assert gloo.asked == []
+    engine.check_contact({1})  # once may be chance
+    with pytest.raises(ConnectionError, match="it is gone"):
+        engine.check_contact({1})
+
+
 def test_whoever_comes_after_a_deadline_gets_nothing_that_was_written_since(store):
     turns = threading.Barrier(2, timeout=20.0)
 
