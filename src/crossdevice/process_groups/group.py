@@ -67,6 +67,7 @@ class ProcessGroup:
         self.agreed: dict[Any, Any] = {}
         """What ranks have compared, by kind of call."""
         self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._num_calls = 0
         self._broken: str | None = None
@@ -109,6 +110,11 @@ class ProcessGroup:
             what: for people, such as "reduce SUM of 3 values".
             signature: equal on all ranks whose calls fit together.
         """
+        if os.getpid() != self._process:  # whose threads and connections were left behind
+            raise ProcessGroupError(
+                f"this group was formed in process {self._process}, and this one was forked from it; "
+                "use it there, or form another one here"
+            )
         with self._lock:
             if self._broken is not None:
                 raise ProcessGroupError(

@@ -118,10 +118,16 @@ class TorchEngine:
         self.rank = rank
         self.size = size
         prefix = f"crossdevice/{name}/{size}"
-        turn = store.add(f"{prefix}/turns of {rank}", 1)
-        self._store = dist.PrefixStore(f"{prefix}/{turn}", store)
         end = time.monotonic() + timeout_seconds
-        host = self._host_met_by_all(_way_to(address), end)
+        try:
+            turn = store.add(f"{prefix}/turns of {rank}", 1)
+            self._store = dist.PrefixStore(f"{prefix}/{turn}", store)
+            host = self._host_met_by_all(_way_to(address), end)
+        except RuntimeError as error:
+            raise ProcessGroupError(
+                f"the store in which rank {rank} waited for the others of a group of {size} is gone: has the "
+                f"process that keeps it, most often rank 0, ended? (torch.distributed: {_reason(error)})"
+            ) from None
         self._is_out = False
         self._awaited: _Awaited | None = None
         self._doubted: _Awaited | None = None

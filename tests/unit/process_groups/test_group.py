@@ -1,5 +1,6 @@
 """Groups on threads: what happens when ranks do not make the same calls in time."""
 
+import os
 import threading
 import time
 
@@ -87,6 +88,16 @@ def test_a_closed_group_refuses_calls():
     group.close()
     with pytest.raises(ProcessGroupError, match="it was closed"):
         gather(group)
+
+
+def test_a_forked_process_is_refused(monkeypatch):
+    group = ProcessGroup(ThreadEngine(Room(1), 0))
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    with pytest.raises(ProcessGroupError, match=f"formed in process {parent}, and this one was forked"):
+        gather(group)
+    monkeypatch.undo()
+    group.close()
 
 
 def test_unknown_checks_are_refused():

@@ -53,6 +53,15 @@ def test_a_rank_that_does_not_come_is_named(store):
         torch_group.form_group(0, 3, "127.0.0.1", store=store, timeout_seconds=0.2)
 
 
+def test_a_store_that_is_gone_while_ranks_come_is_named(store, monkeypatch):
+    def lost(*arguments):
+        raise RuntimeError("Failed to recv, got 0 bytes")
+
+    monkeypatch.setattr(torch_group.TorchEngine, "_host_met_by_all", lost)
+    with pytest.raises(ProcessGroupError, match=r"rank 1 waited .* is gone: .* got 0 bytes"):
+        torch_group.form_group(1, 3, "127.0.0.1", store=store)
+
+
 def test_a_rank_beyond_the_size_is_refused(store):
     with pytest.raises(OptionError, match="got rank 2 of 2"):
         torch_group.form_group(2, 2, store=store)
