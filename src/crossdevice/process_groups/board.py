@@ -13,8 +13,9 @@ REFUSED = "refused"
 class Note(NamedTuple):
     """Where a rank is: its call, which exchange of that, what it calls, and how often it has said so.
 
-    `signature` is equal on two ranks only if their calls fit together, and empty for a rank that makes no
-    more calls. `gave_up` says why it waits no more, `refused` and `why` which call it has not made, if any.
+    Exchanges count from 1; a rank that makes no more calls is at 0. `signature` is equal on two ranks only
+    if their calls fit together. `gave_up` says why it waits no more, `refused` and `why` which call it has
+    not made, if any.
     """
 
     call: int
@@ -52,8 +53,7 @@ def odd_ones_out(notes: Mapping[int, Note], mine: int, members: Sequence[str]) -
         if note.refused == own.call
         else note
         for rank, note in sorted(notes.items())
-        if note.refused == own.call
-        or (note.signature and (note.call, note.exchange) == (own.call, own.exchange))
+        if note.refused == own.call or (note.call, note.exchange) == (own.call, own.exchange)
     }
     groups: dict[str, list[int]] = {}
     for rank, note in here.items():
@@ -82,7 +82,7 @@ def roll_call(
     missing, present = [], []
     for rank, member in enumerate(members):
         note = notes.get(rank)
-        if note is not None and not note.signature:
+        if note is not None and note.exchange == 0:
             missing.append(f"{member} gave up: {note.gave_up}")
         elif note is not None and note.call == call and (is_fresh.get(rank) or note.gave_up):
             present.append(rank)

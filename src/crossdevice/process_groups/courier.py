@@ -57,17 +57,17 @@ class Courier:
     """Runs errands one after the other in a daemon thread of its own, started with the first.
 
     An engine that ignores its deadline holds up this thread only. Whoever waits for the errand stops
-    waiting, and gets a new courier for anything that comes after. A program that ends waits a little for
-    couriers that are out: C++ aborts the process if Python ends a thread inside of it.
+    waiting, and gets a new courier for anything that comes after. The thread ends when its courier is
+    dismissed, or forgotten. A program that ends waits a little for couriers that are out: C++ aborts the
+    process if Python ends a thread inside of it.
     """
 
-    _hired: ClassVar[weakref.WeakSet[Courier]] = weakref.WeakSet()
+    _hired: ClassVar[weakref.WeakSet[_Round]] = weakref.WeakSet()
     _is_closing_time = False
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._errands: queue.SimpleQueue[Errand | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: _Round | None = None
 
     def send(self, function: Callable[[], Any]) -> Errand:
         """Has the function called as soon as everything sent before has been."""
@@ -75,15 +75,19 @@ class Courier:
             return Errand.refused()
         errand = Errand(function)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = _Round(self._name)
             self._thread.start()
-            self._hired.add(self)
-        self._errands.put(errand)
+            self._hired.add(self._thread)
+        self._thread.errands.put(errand)
         return errand
 
     def dismiss(self) -> None:
-        """Ends the thread after the last errand; nothing may be sent afterwards."""
-        self._errands.put(None)
+        """Ends the thread after the last errand; what is sent afterwards is not seen to."""
+        if self._thread is not None:
+            self._thread.errands.put(None)
+
+    def __del__(self) -> None:
+        self.dismiss()
 
     @classmethod
     def see_off(cls) -> None:
@@ -91,15 +95,24 @@ class Courier:
         cls._is_closing_time = True
         end = time.monotonic() + FAREWELL_SECONDS
         hired = list(cls._hired)
-        for courier in hired:
-            courier.dismiss()
-        for courier in hired:
-            if courier._thread is not None:
-                courier._thread.join(max(end - time.monotonic(), 0.0))
+        for thread in hired:
+            thread.errands.put(None)
+        for thread in hired:
+            thread.join(max(end - time.monotonic(), 0.0))
 
-    def _run(self) -> None:
-        while (errand := self._errands.get()) is not None:
+
+class _Round(threading.Thread):
+    """A courier's thread. It does not know its courier, who could not be forgotten otherwise."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.errands: queue.SimpleQueue[Errand | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Until the courier is dismissed."""
+        while (errand := self.errands.get()) is not None:
             errand.run()
+            del errand  # with the memory it holds, which nobody needs until the next one comes
 
 
 atexit.register(Courier.see_off)

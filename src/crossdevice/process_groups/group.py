@@ -38,6 +38,12 @@ GRACE_SECONDS = 2.0
 LATER_SECONDS = 10.0
 """By how much an engine's own deadline is later than ours."""
 
+CLOSED = "it was closed"
+"""Why a group is broken that nothing has happened to."""
+
+LONGEST_SECONDS = 30 * 86400.0
+"""What an engine is told in place of no deadline at all, which engines do not know."""
+
 NAME_BYTES = 96
 """Of a host's name and process, cut or filled up to it."""
 
@@ -70,6 +76,7 @@ class ProcessGroup:
         self.agreed: dict[Any, Any] = {}
         """What ranks have compared, by kind of call."""
         self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._num_calls = 0
         self._turn = threading.local()
@@ -78,7 +85,11 @@ class ProcessGroup:
         self._carrying = Courier(f"crossdevice rank {self.rank}")
         self._noting = Courier(f"crossdevice notes of rank {self.rank}")
         self._visit: Errand | None = None
-        self.members = self._introduced()
+        try:
+            self.members = self._introduced()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def engine_name(self) -> str:
@@ -126,6 +137,11 @@ class ProcessGroup:
             signature: equal on all ranks whose calls fit together.
         """
         self._turn.has_begun = True
+        if os.getpid() != self._process:  # whose threads and connections were left behind
+            raise ProcessGroupError(
+                f"this group was formed in process {self._process}, and this one was forked from it; "
+                "use it there, or form another one here"
+            )
         with self._lock:
             if self._broken is not None:
                 raise ProcessGroupError(
@@ -149,13 +165,13 @@ class ProcessGroup:
             self._give_up(why)
 
     def close(self) -> None:
-        """Ends the group on this rank. What is still on its way is given up."""
-        with self._lock:
-            if self._broken != "it was closed":
-                self._broken = "it was closed"
-                for courier in (self._carrying, self._noting):
-                    courier.dismiss()
-                self._engine.close()
+        """Ends the group on this rank, from any thread. What is still on its way is given up."""
+        # Not under the lock: a call that waits holds it, maybe of this very thread (a signal's handler).
+        if self._broken != CLOSED:
+            self._broken = CLOSED
+            for courier in (self._carrying, self._noting):
+                courier.dismiss()
+            self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -181,7 +197,7 @@ class ProcessGroup:
     def _carry(self, call: Call, function: Callable[[float], None]) -> Errand:
         """Has a function of the engine called with a timeout."""
         # The engine's own deadline comes after ours, which knows who is missing.
-        later = call.seconds_left() + LATER_SECONDS
+        later = min(call.seconds_left() + LATER_SECONDS, LONGEST_SECONDS)
         return self._carrying.send(lambda: function(later))
 
     def _wait(self, call: Call, errand: Errand) -> None:
@@ -197,14 +213,16 @@ class ProcessGroup:
             raise self._lost(call, error) from None  # whose message says all there is to know
         except Exception as error:
             raise self._lost(call, error) from error
-        except BaseException:
-            self._break(f"call {call.number} ({call.what}) was interrupted")
+        except BaseException as error:
+            self._give_up(f"call {call.number} ({call.what}) was interrupted: {error!r}")
             raise
 
     def _wait_watching(self, call: Call, errand: Errand) -> None:
         """Waits with a note on the board, and an eye on what others put there."""
         watch = Watch(self._note, call, self.members, self.rank, self._last_refused)
         while True:
+            if self._broken is not None:
+                raise _GaveUpError
             watch.look()
             if watch.odd_ones_out() is not None:
                 watch.look_until_all_came(GRACE_SECONDS)  # with two of three one cannot tell who is odd
@@ -217,7 +235,7 @@ class ProcessGroup:
                 raise _GaveUpError
             if errand.wait(min(PATIENCE_SECONDS, max(call.seconds_left(), 0.01))):
                 return
-            self._engine.check_contact()
+            self._engine.check_contact(watch.silent_ranks())
             if call.seconds_left() <= 0:
                 # Those who came just before the deadline have put up no note yet.
                 if errand.wait(PATIENCE_SECONDS):
@@ -230,7 +248,10 @@ class ProcessGroup:
                 )
 
     def _lost(self, call: Call, error: Exception) -> ProcessGroupError | MismatchError:
-        """The engine failed, or another rank gave up; most often a rank is gone, which puts up no note."""
+        """The engine failed, most often because a rank is gone; or another rank, or thread, has given up."""
+        if self._broken is not None:
+            self._engine.abandon()
+            return ProcessGroupError(f"call {call.number} ({call.what}) was not done: the group was closed")
         watch = Watch(self._note, call, self.members, self.rank, self._last_refused)
         watch.gave_up = "it lost contact"
         watch.look_for(GRACE_SECONDS)
@@ -246,15 +267,16 @@ class ProcessGroup:
         return ProcessGroupError(text)
 
     def _break(self, why: str) -> None:
-        """Nothing is sent after this; whoever still carries something is left to it."""
-        self._broken = why
+        """Nothing is sent after this."""
+        if self._broken is None:  # else it was closed meanwhile
+            self._broken = why
         self._engine.abandon()
 
     def _refuse(self, why: str) -> None:
         if self._broken is None:
             self._last_refused = Refused(self._num_calls, why)
             self._num_calls += 1
-            self._note(Note(self._last_refused.number, 0, "nothing", REFUSED, 0, "", *self._last_refused))
+            self._note(Note(self._last_refused.number, 1, "nothing", REFUSED, 0, "", *self._last_refused))
 
     def _give_up(self, why: str) -> None:
         if self._broken is None:
@@ -358,4 +380,4 @@ class Call:
 
 
 class _GaveUpError(Exception):
-    """Another rank has said that it will not come."""
+    """Another rank has said that it will not come, or another thread has closed the group."""

@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -126,7 +126,7 @@ class MpiEngine:
         with self._reading:
             return dict(self._notes)
 
-    def check_contact(self) -> None:
+    def check_contact(self, silent: Collection[int]) -> None:
         """Its launcher ends the job when a rank is gone."""
 
     def abandon(self) -> None:

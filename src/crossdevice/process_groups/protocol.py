@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from numpy.typing import NDArray
@@ -52,10 +52,11 @@ class Engine(Protocol):
     def notes(self) -> Mapping[int, str]:
         """The latest note of every rank that has put one up."""
 
-    def check_contact(self) -> None:
-        """Raises ConnectionError if a rank that `exchange` waits for is gone, as far as the engine can tell.
+    def check_contact(self, silent: Collection[int]) -> None:
+        """Raises ConnectionError if a silent rank that `exchange` waits for is gone, as far as can be told.
 
-        Asked now and then by another thread while an exchange takes long; must not block.
+        Asked now and then by another thread while an exchange takes long; must not block. Other ranks are
+        left alone: what one sends to a rank that has just left may destroy what is still on its way from it.
         """
 
     def abandon(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -68,7 +68,7 @@ class ThreadEngine:
         """All notes of the room."""
         return dict(self._room.notes)
 
-    def check_contact(self) -> None:
+    def check_contact(self, silent: Collection[int]) -> None:
         """Threads of one process are gone together."""
 
     def abandon(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ipaddress
 import logging
 import os
@@ -11,7 +12,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,7 +23,7 @@ from torch import Tensor, from_numpy
 
 from crossdevice.errors import DeadlineError, OptionError, ProcessGroupError
 from crossdevice.process_groups.board import ranks_named
-from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
+from crossdevice.process_groups.group import LONGEST_SECONDS, TIMEOUT_SECONDS, Checks, ProcessGroup
 from crossdevice.process_groups.launchers import Launch
 from crossdevice.process_groups.protocol import AllReduceOf, Message
 from crossdevice.process_groups.torch_collectives import nccl_of
@@ -117,10 +118,16 @@ class TorchEngine:
         self.rank = rank
         self.size = size
         prefix = f"crossdevice/{name}/{size}"
-        turn = store.add(f"{prefix}/turns of {rank}", 1)
-        self._store = dist.PrefixStore(f"{prefix}/{turn}", store)
         end = time.monotonic() + timeout_seconds
-        host = self._host_met_by_all(_way_to(address), end)
+        try:
+            turn = store.add(f"{prefix}/turns of {rank}", 1)
+            self._store = dist.PrefixStore(f"{prefix}/{turn}", store)
+            host = self._host_met_by_all(_way_to(address), end)
+        except RuntimeError as error:
+            raise ProcessGroupError(
+                f"the store in which rank {rank} waited for the others of a group of {size} is gone: has the "
+                f"process that keeps it, most often rank 0, ended? (torch.distributed: {_reason(error)})"
+            ) from None
         self._is_out = False
         self._awaited: _Awaited | None = None
         self._doubted: _Awaited | None = None
@@ -167,10 +174,10 @@ class TorchEngine:
         """All that hang there; an empty one was put up by each rank when it came."""
         return {rank: note for rank, note in enumerate(self._everyones("note")) if note}
 
-    def check_contact(self) -> None:
+    def check_contact(self, silent: Collection[int]) -> None:
         """Gloo waits on if a connection ends in the middle of a message, but takes no new ones for it."""
         awaited, gloo = self._awaited, self._gloo
-        if awaited is None or gloo is None:
+        if awaited is None or awaited.peer not in silent or gloo is None:
             return
         try:
             gloo.send([_tensor(np.zeros(1, np.uint8))], awaited.peer, CONTACT_TAG)
@@ -180,13 +187,18 @@ class TorchEngine:
             self._doubted = awaited  # its message may have come just before it left
 
     def abandon(self) -> None:
-        """Gloo gives up at its deadline, or when the group is closed, as it is before Python ends."""
+        """Hangs up. What is on its way ends with an error, here and at the other end.
+
+        Else whoever comes late would get what has been written to the memory since.
+        """
+        gloo = self._gloo
+        if gloo is not None and self._is_out:
+            _hang_up(gloo, [peer for peer in range(self.size) if peer != self.rank])
 
     def close(self) -> None:
-        """Hangs up. What is on its way ends with an error, here and at the other end."""
-        gloo, self._gloo = self._gloo, None
-        if gloo is not None and self._is_out:
-            _hang_up(gloo, (self.rank + 1) % self.size)
+        """Hangs up, and leaves."""
+        self.abandon()
+        self._gloo = None
 
     @classmethod
     def close_all(cls) -> None:
@@ -237,7 +249,7 @@ class TorchEngine:
         return [text.decode() for text in found]
 
     def _connected(self, host: str | None, seconds: float) -> Any:
-        timeout = timedelta(seconds=max(seconds, 1.0))
+        timeout = timedelta(seconds=min(max(seconds, 1.0), LONGEST_SECONDS))
         try:
             if host is None or os.environ.get("GLOO_SOCKET_IFNAME"):
                 return dist.ProcessGroupGloo(self._store, self.rank, self.size, timeout)
@@ -282,12 +294,14 @@ def _reason(error: Exception) -> str:
     return re.sub(r"^\[[^]]*\] ", "", first_line).partition(". This is typically")[0]
 
 
-def _hang_up(gloo: Any, peer: int) -> None:
-    """Closes all connections of a gloo group, which it does by itself only when a receive comes too late."""
-    try:
-        gloo.recv([_tensor(np.empty(1, np.uint8))], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        return
+def _hang_up(gloo: Any, peers: Sequence[int]) -> None:
+    """Closes all connections of a gloo group, which it does by itself only when a receive comes too late.
+
+    A peer that is gone cannot be waited for, so each is tried.
+    """
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            gloo.recv([_tensor(np.empty(1, np.uint8))], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
 
 
 # ---------------------------------------------------------------- where ranks meet
@@ -306,7 +320,7 @@ def store_at(address: str, port: int, *, is_keeper: bool, timeout_seconds: float
                     address,
                     port,
                     is_master=is_keeper,
-                    timeout=timedelta(seconds=timeout_seconds),
+                    timeout=timedelta(seconds=min(timeout_seconds, LONGEST_SECONDS)),
                     wait_for_workers=False,
                     multi_tenant=True,
                 )

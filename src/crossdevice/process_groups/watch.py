@@ -11,6 +11,9 @@ from crossdevice.process_groups.board import Note, odd_ones_out, roll_call
 PATIENCE_SECONDS = 0.25
 """How long a call may take before its rank puts up a note; quick calls put up none."""
 
+SILENCE_SECONDS = 2.0
+"""Without a new note for so long, a rank may be gone; what it sent before it left has arrived by then."""
+
 DEADLINE_PASSED = "its deadline passed"
 CALLS_DIFFER = "calls differ"
 
@@ -48,6 +51,7 @@ class Watch:
         self._beat = 0
         self._notes: dict[int, Note] = {}
         self._fresh: dict[int, bool] = {}
+        self._heard = dict.fromkeys(range(len(members)), time.monotonic())
         self._is_reachable = True
         self.gave_up = ""
 
@@ -69,6 +73,7 @@ class Watch:
         for rank, note in (found or {}).items():
             if self._notes.get(rank) != note:
                 self._fresh[rank] = True
+                self._heard[rank] = time.monotonic()
             self._notes[rank] = note
         self._notes[self._rank] = mine
 
@@ -90,13 +95,25 @@ class Watch:
             time.sleep(PATIENCE_SECONDS / 5)
             self.look()
 
+    def silent_ranks(self) -> set[int]:
+        """Those that have said nothing new for long, and may be gone."""
+        since = time.monotonic() - SILENCE_SECONDS
+        return {rank for rank, heard in self._heard.items() if heard < since}
+
     def odd_ones_out(self) -> str | None:
         """How the ranks at this call differ in it, as far as their notes tell."""
         return odd_ones_out(self._notes, self._rank, self._members)
 
     def someone_gave_up(self) -> bool:
-        """Whether a rank will not come; one whose deadline has passed does not count, as ours will too."""
-        return any(note.gave_up not in ("", DEADLINE_PASSED) for note in self._notes.values())
+        """Whether a rank will not come.
+
+        One whose deadline has passed where this one waits does not count, as ours will too.
+        """
+        here = (self._call.number, self._call.num_exchanges)
+        return any(
+            note.gave_up and (note.gave_up != DEADLINE_PASSED or (note.call, note.exchange) < here)
+            for note in self._notes.values()
+        )
 
     def waited_in_vain(self) -> str:
         """Ranks whose deadline has passed before this one came."""

@@ -15,6 +15,12 @@ def test_ranks_at_other_calls_are_not_compared():
     assert odd_ones_out(notes, 0, MEMBERS) is None
 
 
+def test_calls_without_a_signature_do_not_differ():
+    notes = {rank: Note(3, 1, "reduce", "", 0) for rank in range(2)}
+    assert odd_ones_out(notes, 0, MEMBERS) is None
+    assert roll_call(notes, {0: True, 1: True}, MEMBERS[:2], 3) == "ranks 0, 1 are there"
+
+
 def test_the_smallest_party_is_named_first_and_a_single_rank_in_full():
     notes = {rank: Note(3, 1, "reduce", "a", 0) for rank in range(4)} | {2: Note(3, 1, "gather", "b", 0)}
     assert odd_ones_out(notes, 0, MEMBERS) == "rank 2 (host-2) calls gather; ranks 0, 1, 3 call reduce"

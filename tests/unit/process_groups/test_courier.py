@@ -1,5 +1,6 @@
 """Errands run in another thread, one after the other, and tell what became of them."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -63,6 +64,29 @@ def test_a_dismissed_courier_finishes_and_ends():
     thread.join(10.0)
     assert not thread.is_alive()
     assert errand.result() == "done"
+
+
+def test_a_forgotten_courier_finishes_and_ends():
+    courier = Courier("a courier nobody thinks of")
+    errand = courier.send(lambda: "done")
+    thread = courier._thread
+    del courier
+    gc.collect()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert errand.result() == "done"
+
+
+def test_what_an_errand_held_is_let_go_before_the_next_one_comes(courier):
+    class Memory:
+        pass
+
+    memory = Memory()
+    gone = threading.Event()
+    weakref.finalize(memory, gone.set)
+    courier.send(lambda memory=memory: None)
+    del memory
+    assert gone.wait(10.0)
 
 
 ENDS_WHILE_A_COURIER_IS_OUT = """

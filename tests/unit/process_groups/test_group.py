@@ -1,5 +1,6 @@
 """Groups on threads: what happens when ranks do not make the same calls in time."""
 
+import os
 import threading
 import time
 
@@ -87,6 +88,16 @@ def test_a_closed_group_refuses_calls():
     group.close()
     with pytest.raises(ProcessGroupError, match="it was closed"):
         gather(group)
+
+
+def test_a_forked_process_is_refused(monkeypatch):
+    group = ProcessGroup(ThreadEngine(Room(1), 0))
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    with pytest.raises(ProcessGroupError, match=f"formed in process {parent}, and this one was forked"):
+        gather(group)
+    monkeypatch.undo()
+    group.close()
 
 
 def test_unknown_checks_are_refused():
@@ -192,3 +203,82 @@ def test_a_call_that_is_left_before_anything_is_sent_breaks_nothing():
         return gather(group)
 
     assert run_ranks(2, leave) == [[b"0", b"1"]] * 2
+
+
+def test_a_group_can_be_closed_while_another_thread_waits_in_a_call():
+    done = threading.Barrier(2)
+
+    def close(group):
+        error = None
+        if group.rank == 0:
+            threading.Timer(0.5, group.close).start()
+            error = refused(gather, group)
+        done.wait()
+        return error
+
+    error = run_ranks(2, close, timeout_seconds=60.0)[0]
+    assert isinstance(error, ProcessGroupError)
+    assert str(error) == "call 1 (gather) was not done: the group was closed"
+
+
+def test_a_group_that_could_not_be_formed_leaves_no_thread():
+    class Dead(ThreadEngine):
+        def exchange(self, sends, receives, tag, timeout_seconds):
+            threads.append(threading.current_thread())
+            raise ConnectionError("the line is dead")
+
+    threads = []
+    with pytest.raises(ProcessGroupError, match="the line is dead") as caught:
+        ProcessGroup(Dead(Room(2), 0))
+    (thread,) = threads
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert caught.tb is not None  # which holds the group, so that nobody has forgotten it
+
+
+def test_others_are_told_of_a_rank_that_is_interrupted_while_it_waits():
+    class Interrupted(ThreadEngine):
+        def check_contact(self, silent):
+            if self.rank == 0:
+                raise KeyboardInterrupt
+
+    room, done, errors = Room(3), threading.Barrier(3), {}
+
+    def be(rank):
+        group = ProcessGroup(Interrupted(room, rank), timeout_seconds=60.0)
+        try:
+            if rank != 2:
+                gather(group)
+        except BaseException as error:
+            errors[rank] = error
+        done.wait()
+        group.close()
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert isinstance(errors[0], KeyboardInterrupt)
+    assert isinstance(errors[1], ProcessGroupError)
+    assert "gave up: call 1 (gather) was interrupted: KeyboardInterrupt()" in str(errors[1])
+
+
+def test_a_late_rank_does_not_wait_for_one_whose_deadline_passed_an_exchange_ago():
+    gave_up = threading.Event()
+
+    def be_late(group):
+        if group.rank == 1:
+            gave_up.wait()
+        with group.call("two", b"exchanges", 0.3 if group.rank == 0 else 60.0) as call:
+            call.all_gather(b"first")
+            call.all_gather(b"second")
+
+    def run(group):
+        error = refused(be_late, group)
+        gave_up.set()
+        return error
+
+    errors = run_ranks(2, run)
+    assert [type(error) for error in errors] == [DeadlineError, ProcessGroupError]
+    assert "gave up, since its deadline passed" in str(errors[1])

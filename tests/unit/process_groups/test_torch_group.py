@@ -1,5 +1,6 @@
 """Gloo between threads that meet in a store of one process; real processes are in tests/multiprocess."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -50,6 +51,19 @@ def test_a_long_wait_for_ranks_is_said_once(store, monkeypatch, caplog):
 def test_a_rank_that_does_not_come_is_named(store):
     with pytest.raises(DeadlineError, match="ranks 1, 2 did not come; rank 0 came"):
         torch_group.form_group(0, 3, "127.0.0.1", store=store, timeout_seconds=0.2)
+
+
+def test_a_store_that_is_gone_while_ranks_come_is_named(store, monkeypatch):
+    def lost(*arguments):
+        raise RuntimeError("Failed to recv, got 0 bytes")
+
+    monkeypatch.setattr(torch_group.TorchEngine, "_host_met_by_all", lost)
+    with pytest.raises(ProcessGroupError, match=r"rank 1 waited .* is gone: .* got 0 bytes"):
+        torch_group.form_group(1, 3, "127.0.0.1", store=store)
+
+
+def test_a_group_may_have_no_deadline_at_all(store):
+    assert run(2, gather, store, timeout_seconds=float("inf")) == [[b"0", b"1"]] * 2
 
 
 def test_a_rank_beyond_the_size_is_refused(store):
@@ -106,20 +120,30 @@ def test_the_interface_named_by_the_environment_is_used(store, monkeypatch):
     assert run(1, gather, store) == [[b"0"]]
 
 
-def test_closing_ends_what_is_on_its_way(store):
-    """Long before the engine's own deadline."""
-    engines = {}
+def joined(size, store):
+    """Engines of a group, by rank."""
 
     def join(rank):
-        engines[rank] = torch_group.TorchEngine(store, rank, 2, address="127.0.0.1", timeout_seconds=20.0)
+        return torch_group.TorchEngine(store, rank, size, address="127.0.0.1", timeout_seconds=20.0)
 
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(join, range(2)))
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(join, range(size)))
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["all are there", "the next rank is gone"])
+def test_closing_ends_what_is_on_its_way(leaves, store):
+    """Long before the engine's own deadline."""
+    engines = joined(3, store)
+    if leaves:
+        engines[1].close()
+        with pytest.raises(ConnectionError):
+            engines[0].exchange([], [Message(1, np.empty(4))], 6, 20.0)
+        engines[0]._is_out = False
     ended = threading.Event()
 
     def wait_in_vain():
         try:
-            engines[0].exchange([], [Message(1, np.empty(4))], 7, 250.0)
+            engines[0].exchange([], [Message(2, np.empty(4))], 7, 250.0)
         except ConnectionError:
             ended.set()
 
@@ -130,7 +154,69 @@ def test_closing_ends_what_is_on_its_way(store):
     engines[0].close()
     waiting.join()
     assert ended.is_set()
-    engines[1].close()
+    for engine in engines[1:]:
+        engine.close()
+
+
+def test_only_a_silent_rank_is_asked_whether_it_is_there(store):
+    """What is sent to one that has just left destroys what is still on its way from it."""
+
+    class Gloo:
+        def __init__(self):
+            self.asked = []
+
+        def send(self, tensors, peer, tag):
+            self.asked.append(peer)
+            raise RuntimeError("it is gone")
+
+    (engine,) = joined(1, store)
+    engine._gloo = gloo = Gloo()
+    engine._awaited = torch_group._Awaited(1, None)
+    engine.check_contact({0, 2})
+    assert gloo.asked == []
+    engine.check_contact({1})  # once may be chance
+    with pytest.raises(ConnectionError, match="it is gone"):
+        engine.check_contact({1})
+
+
+def test_whoever_comes_after_a_deadline_gets_nothing_that_was_written_since(store):
+    turns = threading.Barrier(2, timeout=20.0)
+
+    def swap(group):
+        mine, got, other = np.full(1000, group.rank), np.full(1000, -1), 1 - group.rank
+        if group.rank == 1:
+            turns.wait()  # for rank 0 to give up
+        try:
+            with group.call("swap", b"", 0.3 if group.rank == 0 else 20.0) as call:
+                call.exchange([Message(other, mine)], [Message(other, got)])
+            return f"got {got[0]}"
+        except (DeadlineError, ProcessGroupError) as error:
+            return str(error)
+        finally:
+            if group.rank == 0:
+                mine[:] = 7
+                turns.wait()
+            turns.wait()  # for rank 1 to have come
+
+    first, second = run(2, swap, store)
+    assert "has not arrived" in first
+    assert "gave up, since its deadline passed" in second
+
+
+def test_a_forgotten_group_leaves_no_thread(store):
+    def carrier(group):
+        gather(group)
+        return group._carrying._thread
+
+    def be(rank):
+        return carrier(torch_group.form_group(rank, 2, "127.0.0.1", store=store, timeout_seconds=20.0))
+
+    with ThreadPoolExecutor(2) as pool:
+        threads = list(pool.map(be, range(2)))
+    gc.collect()
+    for thread in threads:
+        thread.join(10.0)
+        assert not thread.is_alive()
 
 
 def test_gloo_errors_are_cut_to_what_they_tell():
