@@ -118,11 +118,17 @@ class TorchEngine:
         self.rank = rank
         self.size = size
         prefix = f"crossdevice/{name}/{size}"
+        turns = f"{prefix}/turns of {rank}"
         end = time.monotonic() + timeout_seconds
         try:
-            turn = store.add(f"{prefix}/turns of {rank}", 1)
-            self._store = dist.PrefixStore(f"{prefix}/{turn}", store)
+            self._store = dist.PrefixStore(f"{prefix}/{store.add(turns, 1)}", store)
             host = self._host_met_by_all(_way_to(address), end)
+        except DeadlineError:
+            # As if this rank had not come: its next try is to meet the others' first.
+            with contextlib.suppress(RuntimeError):  # not every store can forget
+                self._store.delete_key(f"address of {rank}")
+                store.add(turns, -1)
+            raise
         except RuntimeError as error:
             raise ProcessGroupError(
                 f"the store in which rank {rank} waited for the others of a group of {size} is gone: has the "

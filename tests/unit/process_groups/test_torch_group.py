@@ -62,6 +62,15 @@ def test_a_store_that_is_gone_while_ranks_come_is_named(store, monkeypatch):
         torch_group.form_group(1, 3, "127.0.0.1", store=store)
 
 
+def test_a_rank_that_waited_in_vain_meets_the_others_when_it_tries_again(store):
+    for _ in range(2):
+        with pytest.raises(DeadlineError, match="rank 1 did not come"):
+            torch_group.form_group(0, 2, "127.0.0.1", store=store, timeout_seconds=0.1)
+    with pytest.raises(DeadlineError, match="rank 0 did not come"):
+        torch_group.form_group(1, 2, "127.0.0.1", store=store, timeout_seconds=0.1)
+    assert run(2, gather, store) == [[b"0", b"1"]] * 2
+
+
 def test_a_group_may_have_no_deadline_at_all(store):
     assert run(2, gather, store, timeout_seconds=float("inf")) == [[b"0", b"1"]] * 2
 
