@@ -12,7 +12,7 @@ from crossdevice import (
     PerReplica,
     RingAllReduce,
 )
-from crossdevice.errors import ContextError, DeviceError, MismatchError, OptionError
+from crossdevice.errors import ContextError, ConversionError, DeviceError, MismatchError, OptionError
 from crossdevice.integrations.torch import (
     DataParallel,
     MirroredModule,
@@ -68,6 +68,35 @@ def test_data_parallel_takes_structures_keyword_arguments_and_plain_values():
     answer = model({"x": torch.arange(3.0)}, factor=2)
     assert answer["out"].tolist() == [0, 2, 4]
     assert answer["sum"].tolist() == [1, 2], "one number per replica, as in torch.nn.DataParallel"
+
+
+class Returns(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return {"x": x, "more": self.function(x)}
+
+
+@pytest.mark.parametrize("size", [10, 9], ids=["even", "uneven"])
+@pytest.mark.parametrize("number", [len, lambda x: x.sum().item(), lambda x: [len(x), 2]])
+def test_data_parallel_refuses_numbers_of_single_replicas_whether_or_not_they_are_equal(size, number):
+    model = DataParallel(Returns(number), devices=["cpu:0", "cpu:1"])
+    with pytest.raises(ConversionError, match=r"numbers \[.*torch\.tensor\(number\)"):
+        model(torch.ones(size, 3))
+    alone = DataParallel(Returns(number), devices=["cpu:0"])
+    assert alone(torch.ones(size, 3))["more"] == number(torch.ones(size, 3))
+
+
+def test_data_parallel_returns_equal_words_and_flags_and_refuses_different_ones():
+    same, other = (
+        DataParallel(Returns(function), devices=["cpu:0", "cpu:1"])
+        for function in (lambda _: (True, "a word", None), lambda x: bool(x[0] == 0))
+    )
+    assert same(torch.arange(2.0))["more"] == (True, "a word", None)
+    with pytest.raises(MismatchError, match=r"different values.*\[True, False\]"):
+        other(torch.arange(2.0))
 
 
 def test_data_parallel_keeps_the_first_copys_buffers_and_follows_train_and_eval():
