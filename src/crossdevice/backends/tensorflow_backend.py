@@ -51,7 +51,12 @@ class TensorflowBackend(ArrayApiBackend):
         return tf.device(device.canonical)
 
     def check_array(self, array: Any, where: str) -> None:
-        """Tensors of a graph have no elements yet."""
+        """Tensors of a graph have no elements yet, ragged and sparse ones not one for each place."""
+        if isinstance(array, (tf.RaggedTensor, tf.SparseTensor)):
+            dense = ".to_tensor()" if isinstance(array, tf.RaggedTensor) else "tf.sparse.to_dense"
+            raise ConversionError(
+                f"{where} is a {type(array).__name__}; expected a dense tensor ({dense}) or tf.IndexedSlices"
+            )
         if not _is_eager(array):
             raise ConversionError(
                 f"{where} is a {type(array).__name__} without elements, as inside a tf.function; there, give "
@@ -187,7 +192,8 @@ def _is_eager(array: Any) -> bool:
 
 @functools.cache
 def _eager_type() -> type[Any]:
-    return type(tf.constant(0))
+    with tf.init_scope():  # the first question may come from inside a tf.function
+        return type(tf.constant(0))
 
 
 def _tensor(array: Any) -> Any:

@@ -43,6 +43,11 @@ def as_tensorflow(
     reduces gradients, do ask, except that one value on its own device is returned unseen, as is a
     captured constant: one object on all replicas, which TensorFlow does not sum.
     """
+    if not isinstance(ops, CrossDeviceOps):
+        raise OptionError(
+            "expected an instance of CrossDeviceOps, as in as_tensorflow(crossdevice.RingAllReduce()); "
+            f"got {ops!r}"
+        )
     for hook in _HOOKS:
         if getattr(type(ops), hook) is not getattr(CrossDeviceOps, hook):
             raise OptionError(

@@ -196,4 +196,7 @@ def _array_on(array: Any, device: Device) -> Any:
     on_host = device_of(array) is None
     if backend is None or (on_host and device.is_host) or isinstance(array, np.ndarray):
         return array
-    return array if device_of(array) == device else backend.copy(array, device)
+    if device_of(array) == device:
+        return array
+    backend.check_device(device)
+    return backend.copy(array, device)

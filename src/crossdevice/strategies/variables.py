@@ -171,6 +171,9 @@ def create_variable(
         raise ConversionError(
             f"variable {name!r} was given a {type(array).__name__}; expected an array or a number"
         )
+    devices = strategy.extended.parameter_devices
+    for device in devices:
+        backend.check_device(device)
     if dtype is not None:
         array = backend.cast(array, _dtype_name(dtype))
     array = strategy.extended.cross_device_ops.value_of_rank(array, 0)
@@ -179,7 +182,6 @@ def create_variable(
         raise OptionError(
             f"variable {name!r} of dtype {found} cannot have aggregation MEAN, which is not an integer"
         )
-    devices = strategy.extended.parameter_devices
     copies = [
         ReplicaVariable(
             backend.copy(array, device),

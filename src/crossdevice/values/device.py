@@ -14,7 +14,9 @@ _TENSORFLOW_TYPES = {"cuda": "GPU"}
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A place where arrays live. `cpu:k` exists for every k: logical devices of the host.
+    """A place where arrays live. `cpu:k`, a logical device of the host, exists for every k.
+
+    JAX and TensorFlow are an exception: they have as many as they were started with.
 
     >>> Device.parse("/device:GPU:1")
     Device('cuda:1')

@@ -12,6 +12,8 @@ from crossdevice.errors import ConversionError, DeviceError, LibraryMismatchErro
 from crossdevice.kernels.host.pool import SMALLEST_POOLED_BYTES, result_pool
 
 tf = pytest.importorskip("tensorflow")
+from crossdevice.backends import tensorflow_backend  # noqa: E402 - imports TensorFlow
+
 LARGE = SMALLEST_POOLED_BYTES // 4
 
 
@@ -109,6 +111,24 @@ def test_tensors_of_a_graph_are_refused_with_the_way_to_do_it_there():
         inside(tf.constant([1.0]))
 
 
+def test_a_first_call_inside_a_graph_does_not_make_eager_tensors_unknown():
+    tensorflow_backend._eager_type.cache_clear()
+    test_tensors_of_a_graph_are_refused_with_the_way_to_do_it_there()
+    assert float(cd.RingAllReduce().reduce("sum", replicas(1, 2, size=1), "cpu:0")[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda: tf.ragged.constant([[1.0], [2.0, 3.0]]), r"RaggedTensor; expected a dense.*to_tensor\(\)"),
+        (lambda: tf.sparse.from_dense([0.0, 1.0]), r"SparseTensor; expected a dense.*tf\.sparse\.to_dense"),
+    ],
+)
+def test_tensors_that_are_not_dense_are_refused_as_such(make, advice):
+    with pytest.raises(ConversionError, match=advice):
+        cd.all_reduce([make(), make()])
+
+
 def test_out_is_refused_since_tensors_are_immutable():
     value = replicas(1, 2, size=3)
     with pytest.raises(OutError, match="an array of tensorflow, which cannot be written to"):
@@ -118,6 +138,15 @@ def test_out_is_refused_since_tensors_are_immutable():
 def test_devices_that_tensorflow_has_not_made_do_not_exist():
     with pytest.raises(DeviceError, match=r"cpu:99 does not exist for tensorflow.*logical_device"):
         cd.RingAllReduce().reduce("sum", replicas(1, 2, size=3), "cpu:99")
+
+
+def test_a_strategy_on_devices_that_tensorflow_has_not_made_gets_no_variables_and_no_input():
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:99"])
+    array = array_libraries.tensorflow_tensor(np.zeros(4, np.float32), 0)
+    with pytest.raises(DeviceError, match="cpu:99 does not exist for tensorflow"):
+        strategy.create_variable(array)
+    with pytest.raises(DeviceError, match="cpu:99 does not exist for tensorflow"):
+        next(iter(strategy.experimental_distribute_dataset(array, batch_size=4)))
 
 
 def test_libraries_do_not_mix():

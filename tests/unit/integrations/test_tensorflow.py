@@ -142,6 +142,12 @@ def test_gather_is_tensorflows():
     assert np.asarray(strategy.gather(value, axis=0)).tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("ops", [cd.DirectAllReduce, "ring", None])
+def test_what_is_no_instance_of_an_algorithm_is_refused(ops):
+    with pytest.raises(OptionError, match="expected an instance of CrossDeviceOps"):
+        as_tensorflow(ops)
+
+
 def test_what_a_graph_cannot_do_is_refused():
     with pytest.raises(OptionError, match="OnlyReduces overrides reduce_implementation"):
         as_tensorflow(OnlyReduces())

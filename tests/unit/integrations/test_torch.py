@@ -12,7 +12,7 @@ from crossdevice import (
     PerReplica,
     RingAllReduce,
 )
-from crossdevice.errors import ContextError, MismatchError, OptionError
+from crossdevice.errors import ContextError, ConversionError, DeviceError, MismatchError, OptionError
 from crossdevice.integrations.torch import (
     DataParallel,
     MirroredModule,
@@ -68,6 +68,35 @@ def test_data_parallel_takes_structures_keyword_arguments_and_plain_values():
     answer = model({"x": torch.arange(3.0)}, factor=2)
     assert answer["out"].tolist() == [0, 2, 4]
     assert answer["sum"].tolist() == [1, 2], "one number per replica, as in torch.nn.DataParallel"
+
+
+class Returns(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return {"x": x, "more": self.function(x)}
+
+
+@pytest.mark.parametrize("size", [10, 9], ids=["even", "uneven"])
+@pytest.mark.parametrize("number", [len, lambda x: x.sum().item(), lambda x: [len(x), 2]])
+def test_data_parallel_refuses_numbers_of_single_replicas_whether_or_not_they_are_equal(size, number):
+    model = DataParallel(Returns(number), devices=["cpu:0", "cpu:1"])
+    with pytest.raises(ConversionError, match=r"numbers \[.*torch\.tensor\(number\)"):
+        model(torch.ones(size, 3))
+    alone = DataParallel(Returns(number), devices=["cpu:0"])
+    assert alone(torch.ones(size, 3))["more"] == number(torch.ones(size, 3))
+
+
+def test_data_parallel_returns_equal_words_and_flags_and_refuses_different_ones():
+    same, other = (
+        DataParallel(Returns(function), devices=["cpu:0", "cpu:1"])
+        for function in (lambda _: (True, "a word", None), lambda x: bool(x[0] == 0))
+    )
+    assert same(torch.arange(2.0))["more"] == (True, "a word", None)
+    with pytest.raises(MismatchError, match=r"different values.*\[True, False\]"):
+        other(torch.arange(2.0))
 
 
 def test_data_parallel_keeps_the_first_copys_buffers_and_follows_train_and_eval():
@@ -188,6 +217,140 @@ def test_modes_and_states_reach_all_copies():
     model.requires_grad_(False)
     model.check_in_step()
     assert [replica.weight.requires_grad for replica in model.replicas] == [False] * 3
+
+
+def mirrored(module, count=3):
+    return MirroredModule(module, MirroredStrategy([f"cpu:{i}" for i in range(count)]))
+
+
+def of_copies(model, read):
+    return [read(replica) for replica in model.replicas]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.double(),
+        lambda model: model.type(torch.float64),
+        lambda model: model.to(torch.float64),
+        lambda model: model.to("cpu", torch.float64),
+        lambda model: model.to(dtype=torch.float64),
+    ],
+)
+def test_casts_reach_all_copies(change):
+    model = mirrored(network())
+    assert change(model) is model
+    assert of_copies(model, lambda copy: copy[0].weight.dtype) == [torch.float64] * 3
+    model.check_in_step()
+
+
+def test_gradients_of_all_copies_are_cleared():
+    model = mirrored(network())
+    for replica in model.replicas:
+        replica(batch(2)[0]).sum().backward()
+    assert model.zero_grad() is None
+    assert of_copies(model, lambda copy: copy[0].weight.grad) == [None] * 3
+
+
+def test_initial_values_may_be_random_and_are_the_first_copys_everywhere():
+    model = mirrored(network())
+    calls = []
+
+    def initialize(module):
+        calls.append(module)
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight)
+            module.scale = 2
+
+    before = model.current()[0].weight.clone()
+    assert model.apply(initialize) is model
+    assert not torch.equal(model.current()[0].weight, before)
+    assert of_copies(model, lambda copy: copy[0].scale) == [2, 2, 2]
+    assert len(calls) == 3 * len(list(model.current().modules()))
+    model.check_in_step()
+
+
+def test_initial_values_of_several_processes_are_the_first_ones():
+    modules = [torch.nn.Linear(2, 2) for _ in range(2)]
+
+    def rank(group):
+        model = MirroredModule(
+            modules[group.rank], MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"], group=group)
+        )
+        model.apply(lambda module: torch.nn.init.constant_(module.weight, group.rank + 5))
+        return of_copies(model, lambda copy: copy.weight[0, 0].item())
+
+    assert run_ranks(2, rank) == [[5, 5], [5, 5]]
+
+
+def test_attributes_are_set_on_all_copies_and_tensors_are_not_shared_by_them():
+    model = mirrored(torch.nn.Linear(2, 2))
+    model.training = False
+    model.scale = 3
+    assert of_copies(model, lambda copy: (copy.training, copy.scale)) == [(False, 3)] * 3
+    with pytest.raises(ContextError, match=r"weight was given a Parameter, which all copies would share"):
+        model.weight = torch.nn.Parameter(torch.zeros(2, 2))
+
+
+def test_in_a_replica_its_own_copy_is_changed():
+    model = mirrored(torch.nn.Linear(2, 2), count=2)
+
+    def change(is_first):
+        if is_first:
+            model.eval().double().apply(lambda module: torch.nn.init.ones_(module.weight))
+            model.scale = 3
+            model.to(torch.device("cpu"))
+            model.load_state_dict({"weight": torch.zeros(2, 2), "bias": torch.ones(2)})
+
+    model.strategy.run(change, args=(PerReplica([True, False]),))
+    first, second = model.replicas
+    assert (first.training, first.weight.dtype, first.scale, first.bias[0].item()) == (
+        False,
+        torch.float64,
+        3,
+        1,
+    )
+    assert (second.training, second.weight.dtype, hasattr(second, "scale")) == (True, torch.float32, False)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.to("cuda:0"),
+        lambda model: model.to(device="meta"),
+        lambda model: model.cuda(),
+        lambda model: model.to_empty(device="meta"),
+    ],
+)
+def test_copies_are_not_moved_together(move):
+    model = mirrored(torch.nn.Linear(2, 2), count=2)
+    with pytest.raises(DeviceError, match=r"all copies on one device.*cpu:0, cpu:1"):
+        move(model)
+    assert of_copies(model, lambda copy: copy.weight.device.type) == ["cpu", "cpu"]
+
+
+def test_loading_says_what_was_missing_and_assigned_tensors_are_each_copys_own():
+    model = mirrored(torch.nn.Linear(2, 2))
+    state = {"weight": torch.ones(2, 2, dtype=torch.float64)}
+    assert model.load_state_dict(state, strict=False, assign=True).missing_keys == ["bias"]
+    assert of_copies(model, lambda copy: copy.weight.dtype) == [torch.float64] * 3
+    assert len(set(of_copies(model, lambda copy: copy.weight.data_ptr()))) == 3
+    model.check_in_step()
+
+
+def test_one_optimizer_for_all_is_noticed_and_the_right_way_named():
+    strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+    model = MirroredModule(network(), strategy)
+    optimizer = sgd(model.parameters())
+
+    def step(x):
+        model(x).sum().backward()
+        model.reduce_gradients()
+
+    strategy.run(step, args=(batch(4)[0],))
+    optimizer.step()
+    with pytest.raises(MismatchError, match=r"optimizer of its own \(\.optimizers\)"):
+        model.check_in_step()
 
 
 class Tied(torch.nn.Module):

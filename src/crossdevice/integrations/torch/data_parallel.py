@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from crossdevice.errors import ConversionError, MismatchError
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica
-from crossdevice.values.nesting import flatten, unflatten
+from crossdevice.values.nesting import flatten, is_number_list, unflatten
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -21,7 +22,9 @@ class DataParallel(torch.nn.Module):
     """A module whose batches are shared among devices: in place of `torch.nn.DataParallel`, on any devices.
 
     `devices` may be logical CPU devices, GPUs, or one GPU several times. The gradients of the copies are
-    summed in one batch, wide and in replica order. Results are gathered on the first device. As in
+    summed in one batch, wide and in replica order. Tensors that the copies return are joined on the first
+    device, those without axes to one number per replica. Of several replicas, Python's numbers such as
+    `len(x)` are refused, since each is about a share; anything else that they return must be equal. As in
     `torch.nn.DataParallel`, copies are made anew for every call and only the first one's buffers are kept.
     Gradients of gradients and sparse gradients are refused. Random numbers (dropout) come from
     PyTorch's one generator per device, for which replicas on one device race.
@@ -94,6 +97,11 @@ class DataParallel(torch.nn.Module):
         if all(isinstance(part, torch.Tensor) for part in column):
             target = torch_device(self.devices[0])
             return torch.cat([_at_least_1d(part).to(target) for part in column], self.dim)
+        if len(column) > 1 and any(_is_number(part) or is_number_list(part) for part in column):
+            raise ConversionError(
+                f"replicas returned the numbers {list(column)}, which cannot be joined as tensors can; "
+                "return torch.tensor(number), of which one per replica comes back"
+            )
         if any(part != column[0] for part in column):
             raise MismatchError(
                 f"replicas returned different values that are no tensors and cannot be joined: {list(column)}"
@@ -175,6 +183,10 @@ def _moved(leaf: Any, device: Device) -> Any:
 
 def _is_in(leaf: Any, tensors: Sequence[torch.Tensor]) -> bool:
     return any(leaf is tensor for tensor in tensors)
+
+
+def _is_number(part: Any) -> bool:
+    return isinstance(part, numbers.Number) and not isinstance(part, bool)
 
 
 def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:

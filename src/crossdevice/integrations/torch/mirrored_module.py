@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from crossdevice.backends.torch_backend import torch_device
-from crossdevice.errors import ContextError, MismatchError
+from crossdevice.errors import ContextError, DeviceError, MismatchError
 from crossdevice.strategies.current import get_replica_context
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.values.distributed import PerReplica
@@ -17,13 +18,26 @@ from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import current_replica
 
+_CHANGING = frozenset(
+    ("train", "eval", "requires_grad_", "zero_grad", "type", "float", "double", "half", "bfloat16")
+)
+"""Methods of modules that change all copies, outside of replica functions."""
+
+_MOVING = frozenset(("cpu", "cuda", "ipu", "mtia", "xpu", "share_memory", "to_empty"))
+"""Methods of modules that put them elsewhere, refused there."""
+
 
 class MirroredModule:
     """A module with one copy on each device of a strategy, whose parameters are kept bit for bit the same.
 
-    In a replica function, calling it (or reading any attribute) means the replica's own copy;
-    outside of one, the first. This process's k-th copy is `replicas[k]`; `optimizers(make)` gives each an
-    optimizer. Under a strategy over several processes, all start as the first process's module does.
+    In a replica function everything means the replica's own copy. Outside of one, what changes a module as a
+    whole (`train`, `apply`, `double`, `zero_grad`, `load_state_dict`, `to` another dtype, setting an
+    attribute) changes all copies, and calling it or reading an attribute means the first copy. This process's
+    k-th copy is `replicas[k]`. Under a strategy over several processes, all start as the first process's
+    module does.
+
+    Optimizers are made by `optimizers`, one for each copy: `torch.optim.SGD(model.parameters())` has the
+    parameters of the first copy only, and leaves all others as they were.
 
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
     >>> model = MirroredModule(torch.nn.Linear(3, 1), strategy)
@@ -58,7 +72,60 @@ class MirroredModule:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "replicas":  # copying looks for these on half-made objects
             raise AttributeError(name)
+        if name in _CHANGING:
+            return functools.partial(self._change, name)
+        if name in _MOVING and current_replica() is None:
+            return functools.partial(self._refuse_to_move, name)
         return getattr(self.current(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("strategy", "replicas"):
+            super().__setattr__(name, value)
+            return
+        if current_replica() is None and isinstance(value, (torch.Tensor, torch.nn.Module)):
+            raise ContextError(
+                f"{name} was given a {type(value).__name__}, which all copies would share; "
+                "give each of .replicas its own"
+            )
+        for replica in self._meant():
+            setattr(replica, name, value)
+
+    def _meant(self) -> Sequence[torch.nn.Module]:
+        """The running replica's copy; all outside of replica functions."""
+        return self.replicas if current_replica() is None else (self.current(),)
+
+    def _change(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of all copies that are meant; what returns its module returns this."""
+        results = [getattr(replica, method)(*args, **kwargs) for replica in self._meant()]
+        return self if isinstance(results[0], torch.nn.Module) else results[0]
+
+    def _refuse_to_move(self, method: str, *args: Any, **kwargs: Any) -> None:
+        given = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
+        own = ", ".join(map(str, self.strategy.extended.worker_devices))
+        raise DeviceError(
+            f"{method}({given}) would put all copies on one device; they stay on those of their strategy, "
+            f"{own}: make a strategy on other devices, or take one copy of .replicas"
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Casts all copies, or in a replica function its own; moving all of them is refused."""
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]  # as the method of modules reads them
+        own = {torch_device(device) for device in self.strategy.extended.worker_devices}
+        if current_replica() is None and device is not None and own != {device}:
+            self._refuse_to_move("to", *args, **kwargs)
+        return self._change("to", *args, **kwargs)
+
+    def apply(self, fn: Callable[[torch.nn.Module], object]) -> MirroredModule:
+        """Calls a function with every submodule of all copies, which then take the first one's values.
+
+        So initial values may be random. Under a strategy over several processes, they are those of the
+        first process, and all processes take part. In a replica function only its own copy is meant.
+        """
+        for replica in self._meant():
+            replica.apply(fn)
+        if current_replica() is None:
+            self._follow_first([_named_tensors(replica, buffers=True) for replica in self.replicas])
+        return self
 
     def optimizers(self, make: Callable[[Iterator[torch.nn.Parameter]], Any]) -> PerReplica:
         """An optimizer for each copy, to be passed to `strategy.run`, where each replica gets its own."""
@@ -84,12 +151,16 @@ class MirroredModule:
 
     def synchronize_buffers(self) -> None:
         """Copies the first replica's buffers (such as running statistics) to all others."""
-        self._take_over(dict(self.replicas[0].named_buffers()))
-        first, *others = ([*replica.buffers()] for replica in self.replicas)
+        self._follow_first([dict(replica.named_buffers()) for replica in self.replicas])
+
+    def _follow_first(self, tensors: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Overwrites tensors of the copies with those of the first process's first copy."""
+        first, *others = tensors
+        self._take_over(first)
         with torch.no_grad():
-            for buffers in others:
-                for source, target in zip(first, buffers, strict=True):
-                    target.copy_(source)
+            for own in others:
+                for name, source in first.items():
+                    own[name].copy_(source)
 
     def _take_over(self, tensors: dict[str, torch.Tensor]) -> None:
         """Overwrites tensors with those of the first process, where there are several."""
@@ -105,28 +176,21 @@ class MirroredModule:
         for replica, tensors in enumerate(others, start=1):
             for name, tensor in tensors.items():
                 if not _same_bits(tensor, first[name]):
-                    raise MismatchError(f"replica {replica} differs from replica 0 in {name!r}")
+                    raise MismatchError(
+                        f"replica {replica} differs from replica 0 in {name!r}; copies stay in step if each "
+                        "has an optimizer of its own (.optimizers) and steps after reduce_gradients"
+                    )
 
-    def train(self, mode: bool = True) -> MirroredModule:
-        """Sets all copies to training, or to evaluation."""
-        for replica in self.replicas:
-            replica.train(mode)
-        return self
-
-    def eval(self) -> MirroredModule:
-        """Sets all copies to evaluation."""
-        return self.train(False)
-
-    def load_state_dict(self, state: Any, strict: bool = True) -> None:
-        """Loads the same state into all copies."""
-        for replica in self.replicas:
-            replica.load_state_dict(state, strict=strict)
-
-    def requires_grad_(self, requires_grad: bool = True) -> MirroredModule:
-        """Switches gradients of all copies' parameters on or off."""
-        for replica in self.replicas:
-            replica.requires_grad_(requires_grad)
-        return self
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads the same state into all copies, or in a replica function its own; what the first one says."""
+        devices = self.strategy.extended.worker_devices
+        results = []
+        for replica in self._meant():
+            # Copies that took over the same tensors would share their memory.
+            own = copy.deepcopy(state) if assign else state
+            results.append(replica.load_state_dict(own, strict=strict, assign=assign))
+            replica.to(torch_device(devices[self.replicas.index(replica)]))
+        return results[0]
 
 
 def _named_tensors(module: torch.nn.Module, *, buffers: bool) -> dict[str, torch.Tensor]:
