@@ -2,6 +2,7 @@ import html.parser
 import io
 import json
 import re
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 
@@ -93,6 +94,34 @@ def test_every_collective_is_measured_and_right(collective, backend, capsys):
     assert [row[8] for row in rows] == ["0", "0"]
     assert [row[12] for row in rows] == (["N/A"] * 2 if collective == "gather" else ["0", "0"])
     assert "Out of bounds values : 0 OK" in remarks
+
+
+def in_a_fresh_interpreter(program):
+    """What a program prints, its last complaint, and its exit code; a library can be started only once."""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    return ended.stdout, "".join(ended.stderr.splitlines()[-1:]), ended.returncode
+
+
+@pytest.mark.parametrize("backend", ["jax", "tensorflow"])
+def test_libraries_that_fix_their_devices_when_they_start_get_as_many_as_asked_for(backend):
+    pytest.importorskip(backend)
+    words = [*TINY, "-e", "1K", "-n", "1", "-d", "double", "--backend", backend]
+    out, complaint, code = in_a_fresh_interpreter(
+        f"from crossdevice.cli.main import main; raise SystemExit(main({words}))"
+    )
+    assert code == 0, complaint
+    assert "# Out of bounds values : 0 OK" in out
+
+
+def test_a_library_that_has_started_with_too_few_devices_is_refused_in_one_line():
+    pytest.importorskip("jax")
+    out, complaint, code = in_a_fresh_interpreter(
+        "import jax; jax.config.update('jax_num_cpu_devices', 2); jax.devices('cpu')\n"
+        "from crossdevice.cli.main import main\n"
+        f"raise SystemExit(main({[*TINY, '--backend', 'jax']}))"
+    )
+    assert (out, code) == ("", 2)
+    assert complaint.startswith("crossdevice bench: cpu:2 does not exist for jax arrays; those that do are")
 
 
 def test_names_of_nccl_tests_are_understood(capsys):
