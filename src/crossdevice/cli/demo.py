@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
+from crossdevice.backends.registry import BACKENDS
 from crossdevice.cli.demo_networks import NETWORKS, initial_parameters
 from crossdevice.cli.line_chart import Line, Panel, charts_svg
 from crossdevice.cli.output_file import output_file
@@ -100,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("devices", "epochs"):
         if getattr(arguments, name) < 1:
             raise OptionError(f"--{name} must be 1 or more; got {getattr(arguments, name)}")
+    BACKENDS.load(arguments.backend)
     digits = load_digits()
     cluster = from_env()
     if cluster.size == 1:

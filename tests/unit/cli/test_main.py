@@ -70,6 +70,26 @@ def test_python_m_crossdevice_is_the_command():
     assert answer.stdout == f"crossdevice {crossdevice.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "library", "install"),
+    [
+        (["demo", "--backend", "torch"], "torch", "'crossdevice[torch]'"),
+        (["bench", "--backend", "torch"], "torch", "'crossdevice[torch]'"),
+        (["bench", "--backend", "cupy"], "cupy", "cupy-cuda13x"),
+    ],
+)
+def test_a_missing_library_is_one_line_that_says_what_to_install(words, library, install):
+    program = (
+        f"import sys; sys.modules[{library!r}] = None\n"
+        f"from crossdevice.cli.main import main; raise SystemExit(main({words}))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        f"crossdevice {words[0]}: {library!r}, an array library, needs {library}: pip install {install}\n"
+    )
+
+
 def test_an_unknown_argument_shows_how_to_use_the_command(a_command, capsys):
     with pytest.raises(SystemExit) as stop:
         command.main(["made_up", "--nummer", "3"])
