@@ -48,6 +48,15 @@ def test_an_interrupted_command_gives_the_exit_code_of_the_shell(a_command):
     assert command.main(["made_up"]) == 130
 
 
+@pytest.mark.parametrize("words", [[], ["--all"]])
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly(words):
+    command = [sys.executable, "-m", "crossdevice", "explain", "--ops", "ring", "--devices", "32", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
 @pytest.mark.parametrize("words", [[], ["no_such_command"]])
 def test_without_a_command_usage_is_shown(words, capsys):
     with pytest.raises(SystemExit) as stop:
