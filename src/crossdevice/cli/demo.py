@@ -101,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("devices", "epochs"):
         if getattr(arguments, name) < 1:
             raise OptionError(f"--{name} must be 1 or more; got {getattr(arguments, name)}")
+    if arguments.picture.suffix != ".svg":
+        raise OptionError(f"{str(arguments.picture)!r} is no picture; expected a name that ends in .svg")
     BACKENDS.load(arguments.backend)
     digits = load_digits()
     cluster = from_env()

@@ -43,7 +43,9 @@ def test_every_algorithm_trains_an_odd_number_of_devices(name, tmp_path, capsys)
     assert abs(found["3 devices"] - found["1 device"]) <= 0.01
 
 
-@pytest.mark.parametrize("wrong", [["--devices", "0"], ["--epochs", "0"], ["--ops", "pigeon"]])
+@pytest.mark.parametrize(
+    "wrong", [["--devices", "0"], ["--epochs", "0"], ["--ops", "pigeon"], ["--picture", "curves.png"]]
+)
 def test_arguments_out_of_range_are_refused_in_one_line(wrong, capsys):
     assert main(["demo", *wrong]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
