@@ -333,6 +333,8 @@ def test_on_a_terminal_there_is_a_progress_bar(monkeypatch):
     [
         (["-b", "0"], "'0' is not a size"),
         (["-b", "1X"], "'1X' is not a size"),
+        (["-b", "2MB"], "'2MB' is not a size; expected bytes such as 512, 4K, 100MiB or 1.5GiB"),
+        (["-b", "1.5"], "'1.5' is not a size"),
         (["-b", "8K"], "the largest size, 4096 bytes, is below the smallest, 8192"),
         (["-f", "1"], "a factor of 2 or more"),
         (["-n", "0"], "-n must be 1 or more"),
@@ -342,6 +344,7 @@ def test_on_a_terminal_there_is_a_progress_bar(monkeypatch):
         (["--algorithm", "bubble"], "'bubble' is not an all-reduce algorithm"),
         (["--algorithm", "broken_ops:Missing"], "cannot be loaded"),
         (["--algorithm", "broken_ops:NoAlgorithm"], "expected a subclass of CrossDeviceOps"),
+        (["--algorithm", "json:dumps"], "expected a subclass of CrossDeviceOps"),
         (["--backend", "abacus"], "'abacus' is not an array library"),
         (["--against", "numpy,nobody"], "'nobody' is not a peer"),
         (["--chart", "chart.png"], "expected a name that ends in .svg or .html"),
