@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
+from crossdevice.backends.registry import BACKENDS
 from crossdevice.cli.demo_networks import NETWORKS, initial_parameters
 from crossdevice.cli.line_chart import Line, Panel, charts_svg
 from crossdevice.cli.output_file import output_file
 from crossdevice.errors import OptionError
+from crossdevice.plans.rendering import devices_text
 from crossdevice.process_groups.cluster import Cluster, from_env
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.strategies.mirrored import MirroredStrategy
@@ -54,6 +56,12 @@ class Training(NamedTuple):
     def seconds(self) -> float:
         """Time in training steps."""
         return sum(self.step_milliseconds) / 1000
+
+
+Runs = dict[str, Training]
+"""Trainings by how many devices they had, in words."""
+
+ALONE = devices_text(1)
 
 
 class TimedOps(CrossDeviceOps):
@@ -100,6 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("devices", "epochs"):
         if getattr(arguments, name) < 1:
             raise OptionError(f"--{name} must be 1 or more; got {getattr(arguments, name)}")
+    if arguments.picture.suffix != ".svg":
+        raise OptionError(f"{str(arguments.picture)!r} is no picture; expected a name that ends in .svg")
+    BACKENDS.load(arguments.backend)
     digits = load_digits()
     cluster = from_env()
     if cluster.size == 1:
@@ -111,17 +122,20 @@ def _run_alone(digits: Digits, arguments: argparse.Namespace) -> int:
     devices = _logical_devices(arguments.devices)
     strategy = MirroredStrategy(devices, ALGORITHMS.load(arguments.ops)() if arguments.ops else None)
     ops = TimedOps(strategy.extended.cross_device_ops)
+    title = devices_text(len(devices))
     _introduce(strategy, digits, arguments)
-    with _progress(2 * arguments.epochs) as advance:
-        many = _train(digits, arguments, MirroredStrategy(devices, ops), f"{len(devices)} devices", advance)
-        single = _train(digits, arguments, MirroredStrategy(["cpu:0"]), "1 device", advance)
-    _report(many, single, len(devices), ", ".join(devices))
+    with _progress((1 if title == ALONE else 2) * arguments.epochs) as advance:
+        many = _train(digits, arguments, MirroredStrategy(devices, ops), title, advance)
+        runs = {title: many}
+        if title != ALONE:
+            runs[ALONE] = _train_alone(digits, arguments, advance)
+    _report(runs, many, ", ".join(devices))
     if ops.microseconds:
         print(
             f"{len(ops.microseconds)} reductions by {type(ops.ops).__name__}: "
             f"{np.median(ops.microseconds):.0f} us each (median), {sum(ops.microseconds) / 1e6:.2f} s in all"
         )
-    return _draw(many, single, arguments)
+    return _draw(runs, many, arguments)
 
 
 def _run_with_others(digits: Digits, arguments: argparse.Namespace, cluster: Cluster) -> int:
@@ -133,16 +147,16 @@ def _run_with_others(digits: Digits, arguments: argparse.Namespace, cluster: Clu
         raise OptionError(f"{cluster.size} processes need as many devices; got --devices {arguments.devices}")
     devices = _logical_devices(share + (cluster.rank < longer))
     strategy = MultiWorkerMirroredStrategy(cluster, devices=devices)
-    title = f"{arguments.devices} devices"
+    title = devices_text(arguments.devices)
     if not strategy.is_chief:
         _shared_digests(_train(digits, arguments, strategy, title, lambda _: None), strategy.group)
         return 0
     _introduce(strategy, digits, arguments)
     with _progress(2 * arguments.epochs) as advance:
         many = _shared_digests(_train(digits, arguments, strategy, title, advance), strategy.group)
-        single = _train(digits, arguments, MirroredStrategy(["cpu:0"]), "1 device", advance)
-    _report(many, single, arguments.devices, f"{arguments.devices} devices of {cluster.size} processes")
-    return _draw(many, single, arguments)
+        runs = {title: many, ALONE: _train_alone(digits, arguments, advance)}
+    _report(runs, many, f"{title} of {cluster.size} processes")
+    return _draw(runs, many, arguments)
 
 
 def _logical_devices(number: int) -> list[str]:
@@ -164,8 +178,8 @@ def _shared_digests(training: Training, group: ProcessGroup) -> Training:
     return training._replace(digests=[line for text in of_ranks for line in text.decode().split("\n")])
 
 
-def _draw(many: Training, single: Training, arguments: argparse.Namespace) -> int:
-    arguments.picture.write_text(_picture(many, single, arguments.devices), encoding="utf-8")
+def _draw(runs: Runs, many: Training, arguments: argparse.Namespace) -> int:
+    arguments.picture.write_text(_picture(runs), encoding="utf-8")
     print(f"curves of loss, accuracy and time per step: {arguments.picture}")
     return 0 if len(set(many.digests)) == 1 else 1
 
@@ -211,10 +225,14 @@ def _train(
     return training
 
 
-def _report(many: Training, single: Training, num_devices: int, places: str) -> None:
+def _train_alone(digits: Digits, arguments: argparse.Namespace, advance: Callable[[str], None]) -> Training:
+    return _train(digits, arguments, MirroredStrategy(["cpu:0"]), ALONE, advance)
+
+
+def _report(runs: Runs, many: Training, places: str) -> None:
     print()
     print(f"{'':<12} accuracy on held-out digits   training, seconds")
-    for title, training in ((f"{num_devices} devices", many), ("1 device", single)):
+    for title, training in runs.items():
         print(f"{title:<12} {training.accuracies[-1]:>27.4f}   {training.seconds:>17.2f}")
     if len(set(many.digests)) == 1:
         print(f"all replicas hold the same bits: sha256 {many.digests[0][:16]}... on {places}")
@@ -222,15 +240,9 @@ def _report(many: Training, single: Training, num_devices: int, places: str) -> 
         print(f"REPLICAS DIFFER: {[digest[:16] for digest in many.digests]}")
 
 
-def _picture(many: Training, single: Training, num_devices: int) -> str:
-    names = (f"{num_devices} devices", "1 device")
-    runs = (many, single)
-
+def _picture(runs: Runs) -> str:
     def lines(numbers: Callable[[Training], Sequence[float]]) -> list[Line]:
-        return [
-            Line(name, list(enumerate(numbers(training), 1)))
-            for name, training in zip(names, runs, strict=True)
-        ]
+        return [Line(title, list(enumerate(numbers(training), 1))) for title, training in runs.items()]
 
     return charts_svg(
         [

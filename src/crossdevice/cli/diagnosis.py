@@ -21,6 +21,7 @@ from crossdevice.plans.rendering import size_text
 from crossdevice.process_groups.cluster import from_env
 from crossdevice.strategies.algorithm_choice import choose_algorithm
 from crossdevice.values.device import Device, host_device
+from crossdevice.values.libraries import INSTALLED_BY
 
 
 class Finding(NamedTuple):
@@ -66,18 +67,18 @@ LIBRARIES = {
     "ml_dtypes": Library(("ml_dtypes",)),
     "optree": Library(("optree",)),
     "array-api-compat": Library(("array-api-compat",)),
-    "torch": Library(("torch",), "'crossdevice[torch]'", "PyTorch tensors and modules"),
-    "jax": Library(("jax",), "'crossdevice[jax]'", "JAX arrays"),
+    "torch": Library(("torch",), INSTALLED_BY["torch"], "PyTorch tensors and modules"),
+    "jax": Library(("jax",), INSTALLED_BY["jax"], "JAX arrays"),
     "tensorflow": Library(
-        ("tensorflow", "tensorflow-cpu"), "'crossdevice[tensorflow]'", "TensorFlow tensors, and tf.distribute"
+        ("tensorflow", "tensorflow-cpu"), INSTALLED_BY["tensorflow"], "TensorFlow tensors, and tf.distribute"
     ),
     "cupy": Library(
-        ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x"), "cupy-cuda13x", "CuPy arrays", True
+        ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x"), INSTALLED_BY["cupy"], "CuPy arrays", True
     ),
     "triton": Library(("triton",), "'crossdevice[gpu]'", "the fused GPU kernel", True),
     "nccl4py": Library(("nccl4py",), "'nccl4py[cu13]'", "NCCL through NVIDIA's own binding", True),
     "nvidia-ml-py": Library(("nvidia-ml-py",), "'crossdevice[gpu]'", "GPUs and links in this report", True),
-    "mpi4py": Library(("mpi4py",), "'crossdevice[mpi]'", "reductions between the processes of MPI"),
+    "mpi4py": Library(("mpi4py",), INSTALLED_BY["mpi4py"], "reductions between the processes of MPI"),
     "rich": Library(("rich",), "'crossdevice[cli]'", "tables and progress bars on a terminal"),
 }
 

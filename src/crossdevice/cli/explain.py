@@ -13,7 +13,7 @@ from crossdevice.cli.output_file import output_file
 from crossdevice.cli.plan_page import plan_page
 from crossdevice.cli.sections import Section, show
 from crossdevice.errors import OptionError
-from crossdevice.plans.rendering import size_text
+from crossdevice.plans.rendering import devices_text, size_text
 from crossdevice.plans.timing import Parts
 from crossdevice.values.options import PRECISIONS
 from crossdevice.values.topology_files import read_topology, topology_names
@@ -85,8 +85,8 @@ def _headline(explanation: Explanation) -> list[str]:
     topology = explanation.topology
     where = f" on {topology.num_nodes} nodes" if topology.num_nodes > 1 else ""
     lines = [
-        f"{explanation.title}: all-reduce of {size_text(explanation.num_bytes)} on {topology.num_devices} "
-        f"devices{where}, precision {explanation.precision}",
+        f"{explanation.title}: all-reduce of {size_text(explanation.num_bytes)} on "
+        f"{devices_text(topology.num_devices)}{where}, precision {explanation.precision}",
         f"{topology.name}: {topology.summary}",
         f"predicted: {_time(explanation.parts.seconds)} ({_split(explanation.parts)})",
         f"why: {explanation.reason}",
@@ -110,10 +110,14 @@ def _sections(explanation: Explanation) -> Iterator[Section]:
             [(str(device), size_text(size)) for device, size in peaks],
         )
     rows = [
-        (name, _time(parts.seconds), f"{parts.seconds / explanation.parts.seconds:.3g}", _split(parts))
+        (name, _time(parts.seconds), _times(parts.seconds, explanation.parts.seconds), _split(parts))
         for name, parts in explanation.others.items()
     ]
     yield Section("what the others would cost", ("algorithm", "time", "times", "parts"), rows)
+
+
+def _times(seconds: float, own: float) -> str:
+    return f"{seconds / own:.3g}" if own else "1"  # one device takes no time, whatever the algorithm
 
 
 def _split(parts: Parts) -> str:

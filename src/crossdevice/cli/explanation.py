@@ -42,12 +42,17 @@ class Explanation:
         ranked = sorted(rivals, key=lambda item: item[1].seconds)
         if self.topology.shares_memory:
             return "all devices share one memory: every algorithm becomes the same fused pass"
+        if self.topology.num_devices == 1:
+            return "one device has nothing to wait for: every algorithm takes no time"
         if not ranked:
             return "there is nothing to compare it with"
         best, parts = ranked[0]
+        least = min(self.parts.seconds, parts.seconds)
+        faster = [name for name, one in self.others.items() if name in ENGINES and one.seconds < least]
+        aside = f" ({', '.join(faster)} aside, which sums in its own way)" if faster else ""
         if self.parts.seconds <= parts.seconds:
             times = parts.seconds / self.parts.seconds
-            return f"the fastest here: the next, {best}, takes {times:.2f} times as long"
+            return f"the fastest here{aside}: the next, {best}, takes {times:.2f} times as long"
         slower = self.parts.seconds / parts.seconds
         gaps = {
             "more rounds and messages": self.parts.latency_seconds - parts.latency_seconds,
@@ -55,7 +60,7 @@ class Explanation:
             "more additions on one device": self.parts.reduction_seconds - parts.reduction_seconds,
         }
         why = max(gaps, key=lambda gap: gaps[gap])
-        return f"{best} is faster here: this takes {slower:.2f} times as long, mostly for {why}"
+        return f"{best} is the fastest here{aside}: this takes {slower:.2f} times as long, mostly for {why}"
 
     def steps(self) -> list[str]:
         """The plan as lines; none where it is not spelled out."""

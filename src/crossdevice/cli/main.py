@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -34,9 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: int = importlib.import_module(f"crossdevice.cli.{chosen.command}").run(chosen)
+        sys.stdout.flush()
     except CrossDeviceError as error:
         print(f"crossdevice {chosen.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read the output, such as head, has seen enough; Python would complain again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return code

@@ -11,7 +11,7 @@ from typing import Any
 from crossdevice.cli.explanation import Explanation
 from crossdevice.errors import OptionError
 from crossdevice.plans.plan import Plan
-from crossdevice.plans.rendering import size_text
+from crossdevice.plans.rendering import devices_text, size_text
 from crossdevice.plans.simulation import SAME_SECONDS, Span, places_of
 from crossdevice.plans.steps import Add, Copy, EngineAllReduce, Finish, Step, sources_of, targets_of
 from crossdevice.strategies.prediction import ITEM_BYTES
@@ -27,7 +27,7 @@ def plan_page(explanation: Explanation) -> str:
     count = explanation.topology.num_devices
     if plan is None or simulation is None or count > MOST_DRAWN_DEVICES:
         raise OptionError(f"a page draws up to {MOST_DRAWN_DEVICES} devices; got {count}")
-    title = f"{explanation.title} on {count} devices of {explanation.topology.name}"
+    title = f"{explanation.title} on {devices_text(count)} of {explanation.topology.name}"
     data = {
         "title": title,
         "devices": [str(device) for device in places_of(plan)],

@@ -5,24 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
-# TensorFlow exports neither of these: its own algorithms wrap results and read destinations with them.
-from tensorflow.python.distribute.cross_device_ops import get_devices_from
-from tensorflow.python.distribute.distribute_utils import regroup
-from tensorflow.python.distribute.values import Mirrored
-
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.registry import backend_named
-from crossdevice.backends.tensorflow_backend import TensorflowBackend
 from crossdevice.errors import ConversionError, DtypeMismatchError, OptionError, ShapeMismatchError
 from crossdevice.execution.batch import reduce_dense
 from crossdevice.execution.intake import check_agreement
 from crossdevice.execution.leaf_spec import Dense, LeafSpec
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import check_reducible
+from crossdevice.values.libraries import missing_library
 from crossdevice.values.options import CommunicationOptions, as_options
 from crossdevice.values.reduce_op import ReduceOp
+
+try:
+    import tensorflow as tf
+
+    # TensorFlow exports neither of these: its own algorithms wrap results and read destinations with them.
+    from tensorflow.python.distribute.cross_device_ops import get_devices_from
+    from tensorflow.python.distribute.distribute_utils import regroup
+    from tensorflow.python.distribute.values import Mirrored
+
+    from crossdevice.backends.tensorflow_backend import TensorflowBackend
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"{__name__} needs {missing_library(error)}", name=error.name) from None
 
 _HOOKS = ("reduce_implementation", "batch_reduce_implementation")
 

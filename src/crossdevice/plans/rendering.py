@@ -49,6 +49,15 @@ def _name(buffer: Buffer) -> str:
     return f"b{buffer.number}[{buffer.start}:{buffer.stop}]"
 
 
+def devices_text(number: int) -> str:
+    """How many devices.
+
+    >>> devices_text(1), devices_text(8)
+    ('1 device', '8 devices')
+    """
+    return "1 device" if number == 1 else f"{number} devices"
+
+
 def size_text(num_bytes: int) -> str:
     """Bytes in powers of two, as one reads them aloud.
 

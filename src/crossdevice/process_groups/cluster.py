@@ -10,6 +10,7 @@ from crossdevice.errors import OptionError
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
 from crossdevice.process_groups.launchers import Launch, launched
 from crossdevice.process_groups.registry import ENGINES
+from crossdevice.values.libraries import INSTALLED_BY
 
 
 class Cluster(Launch):
@@ -36,17 +37,18 @@ class Cluster(Launch):
             name: tells apart groups that are formed at the same time, in no particular order.
             timeout_seconds: for forming the group, and then for each of its calls.
         """
+        lacks_mpi = engine is None and self.has_mpi and importlib.util.find_spec("mpi4py") is None
         if self.size == 1:
             engine = "threads"
         elif engine is None:
-            engine = "mpi" if self.has_mpi and importlib.util.find_spec("mpi4py") else "torch"
+            engine = "mpi" if self.has_mpi and not lacks_mpi else "torch"
         try:
-            join = ENGINES.load(engine)
-        except ModuleNotFoundError as error:
-            raise OptionError(
-                f"the engine {engine!r} needs {error.name}: pip install 'crossdevice[{engine}]'"
-            ) from error
-        joined = join(self, name=name, timeout_seconds=timeout_seconds)
+            joined = ENGINES.load(engine)(self, name=name, timeout_seconds=timeout_seconds)
+        except OptionError as error:
+            if not lacks_mpi:
+                raise
+            advice = f"{self.launcher} needs no more than mpi4py: pip install {INSTALLED_BY['mpi4py']}"
+            raise OptionError(f"{advice}; without it: {error}") from error
         return ProcessGroup(joined, timeout_seconds=timeout_seconds, checks=checks)
 
 

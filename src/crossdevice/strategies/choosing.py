@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.errors import OptionError
@@ -22,6 +24,10 @@ ENGINES = frozenset({"nccl"})
 
 NEAR_FACTOR = 2.0
 """Measurements count for sizes up to so many times smaller or larger."""
+
+
+MEASURED_KEYS = ("algorithm", "devices", "bytes", "seconds")
+"""What each measurement of a file has."""
 
 
 class Ranking(NamedTuple):
@@ -56,8 +62,8 @@ def choose(
             has this number of devices and a size within a factor of 2, it decides instead of the model.
     """
     count = devices if isinstance(devices, int) else len(devices)
-    if num_bytes < 1:
-        raise OptionError(f"num_bytes must be 1 or more; got {num_bytes}")
+    if not (isinstance(num_bytes, (int, float, np.number)) and num_bytes >= 1):
+        raise OptionError(f"num_bytes must be a number, 1 or more; got {num_bytes!r}")
     if precision not in PRECISIONS:
         raise OptionError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
     place = topology if isinstance(topology, Topology) else read_topology(topology)
@@ -66,7 +72,8 @@ def choose(
         return _ranked(known, f"measured in {Path(str(measured)).name}")
     parts = predicted_parts(place.with_devices(count), num_bytes, precision=precision)
     ranking = _ranked({name: each.seconds for name, each in parts.items()}, f"predicted on {place.name}")
-    return ranking._replace(reason=f"{ranking.reason}; {_explained(parts[ranking.name])}")
+    own = parts[ranking.name]
+    return ranking._replace(reason=f"{ranking.reason}; {_explained(own)}") if own.seconds else ranking
 
 
 def predicted_parts(topology: Topology, num_bytes: int, *, precision: str = "accurate") -> dict[str, Parts]:
@@ -83,11 +90,18 @@ def measured_seconds(path: str | Path, num_devices: int, num_bytes: int) -> dict
     """The measurements nearest in size for this number of devices; none if they are too far away."""
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))["measured"]
-        sizes = {
-            (row["algorithm"], row["bytes"]): row["seconds"] for row in rows if row["devices"] == num_devices
-        }
+        lacking = [[key for key in MEASURED_KEYS if key not in row] for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptionError(f"measurements {str(path)!r} cannot be read: {error!r}") from None
+    for number, keys in enumerate(lacking):
+        if keys:
+            raise OptionError(
+                f"measurements {str(path)!r}: entry {number} of 'measured' lacks {', '.join(keys)}; "
+                f"got {rows[number]!r}"
+            )
+    sizes = {
+        (row["algorithm"], row["bytes"]): row["seconds"] for row in rows if row["devices"] == num_devices
+    }
     near = {size for _, size in sizes if abs(math.log(size / num_bytes)) <= math.log(NEAR_FACTOR)}
     if not near:
         return {}
@@ -103,7 +117,7 @@ def _ranked(seconds: Mapping[str, float], evidence: str) -> Ranking:
     order = dict(sorted(seconds.items(), key=lambda item: item[1]))
     first, *others = order
     reason = f"{first} is fastest, {evidence}: {order[first] * 1e6:.4g} us"
-    if others:
+    if others and order[first]:  # one device takes no time
         reason += f"; next is {others[0]} at {order[others[0]] / order[first]:.2f} times that"
     return Ranking(first, ALGORITHMS.load(first)(), reason, order)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from crossdevice.errors import OptionError
+from crossdevice.values.libraries import missing_library
 
 
 class Registry(Mapping[str, str]):
@@ -19,12 +20,15 @@ class Registry(Mapping[str, str]):
         self._group = entry_point_group
 
     def load(self, name: str) -> Any:
-        """The class of that name, imported now; unknown names are refused with the known ones."""
+        """The class of that name, imported now; unknown names and missing libraries are refused."""
         target = self.get(name)
         if target is None:
             raise OptionError(f"{name!r} is not {self._what}; expected one of {', '.join(self)}")
         module, _, attribute = target.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise OptionError(f"{name!r}, {self._what}, needs {missing_library(error)}") from error
 
     def _rows(self) -> dict[str, str]:
         found = importlib.metadata.entry_points(group=self._group)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from crossdevice.errors import TopologyError
 from crossdevice.values.topology import (
@@ -30,6 +31,26 @@ else:
 _FOLDER = importlib.resources.files("crossdevice.values") / "topologies"
 
 GIGA, MICRO = 1e9, 1e-6
+
+_Made = TypeVar("_Made")
+
+
+class _Table(Mapping[str, Any]):
+    """A table of a file, which remembers the keys that it was asked for."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self._table = table
+        self.asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return self._table[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
 
 
 def topology_names() -> list[str]:
@@ -63,7 +84,7 @@ def read_topology(name_or_path: str | Path, num_devices: int | None = None) -> T
             f"or one of {', '.join(topology_names())}"
         )
     try:
-        topology = _topology(_with_base(tomllib.loads(text)))
+        topology = _read("the file", _with_base(tomllib.loads(text)), _topology)
     except tomllib.TOMLDecodeError as error:
         raise TopologyError(f"topology {str(name_or_path)!r} is no TOML: {error}") from None
     except KeyError as error:
@@ -82,21 +103,40 @@ def _with_base(tables: dict[str, Any]) -> dict[str, Any]:
     return {**base, **tables}
 
 
+def _read(where: str, table: Mapping[str, Any], made_of: Callable[[Mapping[str, Any]], _Made]) -> _Made:
+    """What is made of a table; a key that nobody asked for is refused."""
+    reading = _Table(table)
+    made = made_of(reading)
+    unknown = [key for key in table if key not in reading.asked]
+    if unknown:
+        raise TopologyError(
+            f"{where} has {', '.join(map(repr, unknown))}, which nothing reads; "
+            f"expected some of {', '.join(sorted(reading.asked))}"
+        )
+    return made
+
+
 def _topology(tables: Mapping[str, Any]) -> Topology:
-    network, engine = tables.get("network"), tables.get("engine")
+    devices, network, engine = tables["devices"], tables.get("network"), tables.get("engine")
+    fabric = _read("[links]", tables["links"], functools.partial(_fabric, num_devices=devices))
+    memory_bytes_per_second, step_seconds = _read("[memory]", tables["memory"], _memory)
     return Topology(
         name=tables["name"],
         summary=tables["summary"],
         sources=tuple(tables.get("sources", ())),
         device_type=tables["device_type"],
-        devices_per_node=tables["devices"],
-        num_devices=tables["devices"],
-        fabric=_fabric(tables["links"], tables["devices"]),
-        memory_bytes_per_second=tables["memory"]["gigabytes_per_second"] * GIGA,
-        step_seconds=tables["memory"]["step_microseconds"] * MICRO,
-        network=None if network is None else _network(network),
-        engine=None if engine is None else _engine(engine),
+        devices_per_node=devices,
+        num_devices=devices,
+        fabric=fabric,
+        memory_bytes_per_second=memory_bytes_per_second,
+        step_seconds=step_seconds,
+        network=None if network is None else _read("[network]", network, _network),
+        engine=None if engine is None else _read("[engine]", engine, _engine),
     )
+
+
+def _memory(table: Mapping[str, Any]) -> tuple[float, float]:
+    return table["gigabytes_per_second"] * GIGA, table["step_microseconds"] * MICRO
 
 
 def _fabric(links: Mapping[str, Any], num_devices: int) -> Fabric:
@@ -114,7 +154,7 @@ def _fabric(links: Mapping[str, Any], num_devices: int) -> Fabric:
                 raise TopologyError(f"links.counts must have {num_devices} rows of {num_devices} numbers")
             if any(counts[a][b] != counts[b][a] for a in range(num_devices) for b in range(a)):
                 raise TopologyError("links.counts must be symmetric: a wire has two ends")
-            return DirectLinks(counts, speed, cost, _bridge(links["otherwise"]))
+            return DirectLinks(counts, speed, cost, _read("[links.otherwise]", links["otherwise"], _bridge))
         case kind:
             raise TopologyError(f"links.kind = {kind!r}; expected memory, switch, host or pairs")
 

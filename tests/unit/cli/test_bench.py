@@ -2,6 +2,7 @@ import html.parser
 import io
 import json
 import re
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 
@@ -93,6 +94,34 @@ def test_every_collective_is_measured_and_right(collective, backend, capsys):
     assert [row[8] for row in rows] == ["0", "0"]
     assert [row[12] for row in rows] == (["N/A"] * 2 if collective == "gather" else ["0", "0"])
     assert "Out of bounds values : 0 OK" in remarks
+
+
+def in_a_fresh_interpreter(program):
+    """What a program prints, its last complaint, and its exit code; a library can be started only once."""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    return ended.stdout, "".join(ended.stderr.splitlines()[-1:]), ended.returncode
+
+
+@pytest.mark.parametrize("backend", ["jax", "tensorflow"])
+def test_libraries_that_fix_their_devices_when_they_start_get_as_many_as_asked_for(backend):
+    pytest.importorskip(backend)
+    words = [*TINY, "-e", "1K", "-n", "1", "-d", "double", "--backend", backend]
+    out, complaint, code = in_a_fresh_interpreter(
+        f"from crossdevice.cli.main import main; raise SystemExit(main({words}))"
+    )
+    assert code == 0, complaint
+    assert "# Out of bounds values : 0 OK" in out
+
+
+def test_a_library_that_has_started_with_too_few_devices_is_refused_in_one_line():
+    pytest.importorskip("jax")
+    out, complaint, code = in_a_fresh_interpreter(
+        "import jax; jax.config.update('jax_num_cpu_devices', 2); jax.devices('cpu')\n"
+        "from crossdevice.cli.main import main\n"
+        f"raise SystemExit(main({[*TINY, '--backend', 'jax']}))"
+    )
+    assert (out, code) == ("", 2)
+    assert complaint.startswith("crossdevice bench: cpu:2 does not exist for jax arrays; those that do are")
 
 
 def test_names_of_nccl_tests_are_understood(capsys):
@@ -304,6 +333,8 @@ def test_on_a_terminal_there_is_a_progress_bar(monkeypatch):
     [
         (["-b", "0"], "'0' is not a size"),
         (["-b", "1X"], "'1X' is not a size"),
+        (["-b", "2MB"], "'2MB' is not a size; expected bytes such as 512, 4K, 100MiB or 1.5GiB"),
+        (["-b", "1.5"], "'1.5' is not a size"),
         (["-b", "8K"], "the largest size, 4096 bytes, is below the smallest, 8192"),
         (["-f", "1"], "a factor of 2 or more"),
         (["-n", "0"], "-n must be 1 or more"),
@@ -313,6 +344,7 @@ def test_on_a_terminal_there_is_a_progress_bar(monkeypatch):
         (["--algorithm", "bubble"], "'bubble' is not an all-reduce algorithm"),
         (["--algorithm", "broken_ops:Missing"], "cannot be loaded"),
         (["--algorithm", "broken_ops:NoAlgorithm"], "expected a subclass of CrossDeviceOps"),
+        (["--algorithm", "json:dumps"], "expected a subclass of CrossDeviceOps"),
         (["--backend", "abacus"], "'abacus' is not an array library"),
         (["--against", "numpy,nobody"], "'nobody' is not a peer"),
         (["--chart", "chart.png"], "expected a name that ends in .svg or .html"),

@@ -43,7 +43,19 @@ def test_every_algorithm_trains_an_odd_number_of_devices(name, tmp_path, capsys)
     assert abs(found["3 devices"] - found["1 device"]) <= 0.01
 
 
-@pytest.mark.parametrize("wrong", [["--devices", "0"], ["--epochs", "0"], ["--ops", "pigeon"]])
+def test_one_device_is_compared_with_nothing(tmp_path, capsys):
+    picture = tmp_path / "curves.svg"
+    assert main(["demo", "--devices", "1", "--epochs", "1", "--picture", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 devices" not in printed
+    assert len(re.findall(r"^1 device +0\.\d+ ", printed, re.MULTILINE)) == 1
+    drawn = ElementTree.parse(picture).getroot()
+    assert len(drawn.findall(".//{http://www.w3.org/2000/svg}polyline")) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--devices", "0"], ["--epochs", "0"], ["--ops", "pigeon"], ["--picture", "curves.png"]]
+)
 def test_arguments_out_of_range_are_refused_in_one_line(wrong, capsys):
     assert main(["demo", *wrong]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

@@ -42,6 +42,26 @@ def test_every_algorithm_on_every_topology(capsys, name, topology):
     assert len(answer["peak_bytes"]) == answer["devices"]
 
 
+def test_the_reason_agrees_with_the_table(capsys):
+    for name in ALGORITHMS:
+        answer = json.loads(said(capsys, "--ops", name, "--topology", "dgx1v", "--bytes", "100MiB", "--json"))
+        seconds = {name: answer["seconds"], **{k: one["seconds"] for k, one in answer["others"].items()}}
+        first, second, *_ = sorted(seconds, key=lambda each: seconds[each])
+        assert (first, second) == ("nccl", "halving_doubling")
+        begin = {
+            "nccl": "the fastest here: the next, halving_doubling",
+            "halving_doubling": "the fastest here (nccl aside, which sums in its own way): the next",
+        }.get(
+            name, "halving_doubling is the fastest here (nccl aside, which sums in its own way): this takes"
+        )
+        assert answer["reason"].startswith(begin)
+
+
+@pytest.mark.parametrize("topology", topology_names())
+def test_one_device_is_explained_too(capsys, topology):
+    assert " on 1 device, precision" in said(capsys, "--devices", "1", "--topology", topology)
+
+
 def test_long_plans_lose_their_middle_unless_asked(capsys):
     words = ["--ops", "ring", "--topology", "hgx_h100"]
     assert "more lines (--all shows them)" in said(capsys, *words)

@@ -48,6 +48,15 @@ def test_an_interrupted_command_gives_the_exit_code_of_the_shell(a_command):
     assert command.main(["made_up"]) == 130
 
 
+@pytest.mark.parametrize("words", [[], ["--all"]])
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly(words):
+    command = [sys.executable, "-m", "crossdevice", "explain", "--ops", "ring", "--devices", "32", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
 @pytest.mark.parametrize("words", [[], ["no_such_command"]])
 def test_without_a_command_usage_is_shown(words, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -68,6 +77,26 @@ def test_python_m_crossdevice_is_the_command():
     words = [sys.executable, "-m", "crossdevice", "--version"]
     answer = subprocess.run(words, capture_output=True, text=True, check=True)
     assert answer.stdout == f"crossdevice {crossdevice.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "library", "install"),
+    [
+        (["demo", "--backend", "torch"], "torch", "'crossdevice[torch]'"),
+        (["bench", "--backend", "torch"], "torch", "'crossdevice[torch]'"),
+        (["bench", "--backend", "cupy"], "cupy", "cupy-cuda13x"),
+    ],
+)
+def test_a_missing_library_is_one_line_that_says_what_to_install(words, library, install):
+    program = (
+        f"import sys; sys.modules[{library!r}] = None\n"
+        f"from crossdevice.cli.main import main; raise SystemExit(main({words}))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        f"crossdevice {words[0]}: {library!r}, an array library, needs {library}: pip install {install}\n"
+    )
 
 
 def test_an_unknown_argument_shows_how_to_use_the_command(a_command, capsys):

@@ -35,6 +35,17 @@ def test_an_engine_whose_library_is_missing_says_what_to_install(monkeypatch):
         APART.form_group("mpi")
 
 
+@pytest.mark.parametrize("other_lack", [None, "torch"])
+def test_under_mpirun_without_mpi4py_the_advice_is_to_install_it(other_lack, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    if other_lack is not None:
+        monkeypatch.delitem(sys.modules, "crossdevice.process_groups.torch_group", raising=False)
+        monkeypatch.setitem(sys.modules, other_lack, None)
+    launched = cluster.from_env({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
+    with pytest.raises(OptionError, match=r"Open MPI .* mpi4py: pip install 'crossdevice\[mpi\]'"):
+        launched.form_group()
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="no torch")
 def test_torch_needs_an_address():
     with pytest.raises(OptionError, match="MASTER_ADDR and MASTER_PORT; recognised by hand: rank 0 of 2"):

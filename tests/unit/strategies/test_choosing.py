@@ -75,11 +75,20 @@ def test_measurements_decide_where_there_are_any_near(tmp_path):
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):
-    with pytest.raises(OptionError, match="num_bytes must be 1 or more"):
-        choose(8, "hgx_h100", 0)
+    for size in (0, "1M", None, float("nan")):
+        with pytest.raises(OptionError, match="num_bytes must be a number, 1 or more; got"):
+            choose(8, "hgx_h100", size)
     with pytest.raises(OptionError, match="precision must be one of"):
         choose(8, "hgx_h100", 1, precision="quick")
     path = tmp_path / "measured.json"
     path.write_text("[]")
     with pytest.raises(OptionError, match="cannot be read"):
         choose(8, "hgx_h100", 1, measured=path)
+    complete = {"algorithm": "tree", "devices": 4, "bytes": 1, "seconds": 1}
+    path.write_text(json.dumps({"measured": [complete, {"algorithm": "ring", "devices": 4, "seconds": 1}]}))
+    with pytest.raises(OptionError, match="entry 1 of 'measured' lacks bytes; got"):
+        choose(8, "hgx_h100", 1, measured=path)
+
+
+def test_one_device_takes_no_time():
+    assert set(choose(1, "dgx1v", MIB).seconds.values()) == {0.0}

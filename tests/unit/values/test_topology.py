@@ -66,6 +66,7 @@ def test_a_file_can_say_only_what_differs_from_a_built_in(tmp_path):
 LINKS = (
     '[links]\nkind = "{}"\ngigabytes_per_second = {}\nlatency_microseconds = 1\nmessage_microseconds = 1\n'
 )
+COST = "gigabytes_per_second = 1\nlatency_microseconds = 1\nmessage_microseconds = 1\n"
 HEAD = 'name = "x"\nsummary = "x"\ndevice_type = "cpu"\ndevices = 2\n'
 
 
@@ -75,6 +76,15 @@ HEAD = 'name = "x"\nsummary = "x"\ndevice_type = "cpu"\ndevices = 2\n'
         ("name = ", "is no TOML"),
         ('name = "x"', "lacks 'devices'|lacks 'summary'"),
         ('like = "dgx9"', "expected one of"),
+        (
+            'like = "dgx1v"\nnodes = 2',
+            "the file has 'nodes', which nothing reads; expected some of device_type",
+        ),
+        (
+            'like = "hgx_h100"\n[network]\n' + COST + "ports_per_node = 1\noversubscripton = 4\n",
+            r"\[network\] has 'oversubscripton', .* message_microseconds, oversubscription, ports_per_node",
+        ),
+        ('like = "host"\n' + LINKS.format("memory", 1) + "counts = []", r"\[links\] has 'counts', which"),
         (HEAD + LINKS.format("torus", 1), "expected memory, switch, host or pairs"),
         (HEAD + LINKS.format("switch", 0), "must be above 0"),
         (HEAD + LINKS.format("pairs", 1) + "counts = [[0, 1]]", "2 rows of 2 numbers"),

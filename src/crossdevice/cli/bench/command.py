@@ -14,6 +14,7 @@ from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import BACKENDS
 from crossdevice.cli.bench.calibration import calibrate
 from crossdevice.cli.bench.calls import Competitor
+from crossdevice.cli.bench.host_devices import make_host_devices
 from crossdevice.cli.bench.measure import Schedule, measured_rows
 from crossdevice.cli.bench.ours import CrossDeviceCompetitor
 from crossdevice.cli.bench.peers import PEERS, check_peers, lacking, peer_class
@@ -141,7 +142,7 @@ def _ours(arguments: argparse.Namespace) -> list[Competitor]:
     if "all" in names:
         # NCCL has nothing to do on the host; asked for by name, what it falls back to is measured.
         names = [name for name in ALGORITHMS if ALGORITHMS.load(name)().fallback_reason(devices) is None]
-    BACKENDS.load(arguments.backend)
+    make_host_devices(arguments.backend, arguments.ngpus)
     return [CrossDeviceCompetitor(name, arguments.backend, options) for name in names]
 
 

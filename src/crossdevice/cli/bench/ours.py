@@ -30,10 +30,9 @@ def ops_named(name: str) -> CrossDeviceOps:
 
 
 def _made(kind: Any, name: str) -> CrossDeviceOps:
-    made = kind()
-    if not isinstance(made, CrossDeviceOps):
-        raise OptionError(f"algorithm {name!r} is a {kind!r}; expected a subclass of CrossDeviceOps")
-    return made
+    if not (isinstance(kind, type) and issubclass(kind, CrossDeviceOps)):
+        raise OptionError(f"algorithm {name!r} is {kind!r}; expected a subclass of CrossDeviceOps")
+    return kind()
 
 
 class CrossDeviceCompetitor:

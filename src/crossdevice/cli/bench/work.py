@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any, Literal
 
 from crossdevice.errors import CrossDeviceError, OptionError
@@ -117,15 +118,22 @@ class Work:
 
 
 def bytes_of(text: str) -> int:
-    """A size such as 512, 4K, 1M or 2GiB, in powers of two.
+    """A size such as 512, 4K, 1M or 1.5GiB, in powers of two.
 
-    >>> bytes_of("4K"), bytes_of("1MiB")
-    (4096, 1048576)
+    >>> bytes_of("4K"), bytes_of("1.5MiB")
+    (4096, 1572864)
     """
-    match = re.fullmatch(r"(\d+)(?:([KMG])(?:iB)?|B?)", text.strip(), re.IGNORECASE)
-    if match is None or int(match[1]) == 0:
-        raise OptionError(f"{text!r} is not a size; expected bytes such as 512, 4K, 1M or 2G")
-    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[(match[2] or "").upper()]
+    match = re.fullmatch(r"(\d+)B?|(\d+(?:\.\d+)?)([KMG])(?:iB)?", text.strip(), re.IGNORECASE)
+    size = 0
+    if match is not None:
+        factor = 1 << {"": 0, "K": 10, "M": 20, "G": 30}[(match[3] or "").upper()]
+        size = int(Fraction(match[1] or match[2]) * factor)
+    if size == 0:
+        raise OptionError(
+            f"{text!r} is not a size; expected bytes such as 512, 4K, 100MiB or 1.5GiB "
+            "(K, M and G, with or without iB, are powers of two)"
+        )
+    return size
 
 
 def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:

@@ -5,8 +5,13 @@ replicas of a strategy, backward pass and optimizer included. `reproducible_hook
 `torch.nn.parallel.DistributedDataParallel`.
 """
 
-from crossdevice.integrations.torch.communication_hook import ReproducibleMean, reproducible_hook
-from crossdevice.integrations.torch.data_parallel import DataParallel
-from crossdevice.integrations.torch.mirrored_module import MirroredModule
+from crossdevice.values.libraries import missing_library
+
+try:
+    from crossdevice.integrations.torch.communication_hook import ReproducibleMean, reproducible_hook
+    from crossdevice.integrations.torch.data_parallel import DataParallel
+    from crossdevice.integrations.torch.mirrored_module import MirroredModule
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"{__name__} needs {missing_library(error)}", name=error.name) from None
 
 __all__ = ["DataParallel", "MirroredModule", "ReproducibleMean", "reproducible_hook"]
