@@ -192,12 +192,10 @@ class CrossDeviceOps:
         check_cross_replica("gather")
         chosen = self.chosen_options(options)
         pairs, rebuilt = spread_pairs([(per_replica_value, destinations)])
-        ready: list[Callable[[], Any]] = [
-            functools.partial(gathered, value, read_destinations(target), axis)
-            if self.group is None
-            else self._between.checked_gather(value, read_destinations(target), axis, chosen)
-            for value, target in pairs
-        ]
+        placed = [(value, read_destinations(target)) for value, target in pairs]
+        if self.group is None:
+            return rebuilt([gathered(value, devices, axis) for value, devices in placed])[0]
+        ready = [self._between.checked_gather(value, devices, axis, chosen) for value, devices in placed]
         return rebuilt([gather() for gather in ready])[0]
 
     def explain(
