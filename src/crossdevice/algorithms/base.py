@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from crossdevice.execution.intake import read_value
 from crossdevice.execution.leaf_spec import LeafSpec
 from crossdevice.execution.outputs import wrapped
 from crossdevice.execution.reduction import PreparedReduction
+from crossdevice.execution.remarks import Remarks
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.execution.spreading import checked_outs, checked_pairs, spread_outs, spread_pairs
 from crossdevice.plans.builder import PlanBuilder
@@ -33,8 +33,6 @@ from crossdevice.values.options import CommunicationOptions, Precision, as_optio
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
 from crossdevice.values.topology import Topology
-
-logger = logging.getLogger("crossdevice")
 
 _KEPT = ("_kept", "_memory", "_between")
 """The attributes in which an object keeps what it prepared."""
@@ -193,10 +191,9 @@ class CrossDeviceOps:
         chosen = self.chosen_options(options)
         pairs, rebuilt = spread_pairs([(per_replica_value, destinations)])
         placed = [(value, read_destinations(target)) for value, target in pairs]
-        if self.group is None:
-            return rebuilt([gathered(value, devices, axis) for value, devices in placed])[0]
-        ready = [self._between.checked_gather(value, devices, axis, chosen) for value, devices in placed]
-        return rebuilt([gather() for gather in ready])[0]
+        if self.group is not None:
+            return rebuilt(self._between.gather(placed, axis, chosen))[0]
+        return rebuilt([gathered(value, devices, axis) for value, devices in placed])[0]
 
     def explain(
         self,
@@ -316,8 +313,8 @@ class CrossDeviceOps:
         return SignatureCache()
 
     @functools.cached_property
-    def _fallbacks_logged(self) -> set[str]:
-        return set()
+    def _remarks(self) -> Remarks:
+        return Remarks()
 
     def _check_plannable(
         self, specs: Sequence[LeafSpec], op: ReduceOp, options: CommunicationOptions
@@ -327,16 +324,11 @@ class CrossDeviceOps:
                 self.plan_sum(PlanBuilder(spec.devices, 0), spec.destinations)
             reason = self.fallback_reason(spec.devices)
             if reason is not None:
-                self._log_once("sums on the first destination instead", reason)
+                self._remarks.make(f"{type(self).__name__} sums on the first destination instead: {reason}")
             elif self.uses_engine and options.precision == "fast" and len(spec.devices) > 1:
                 lack = self.engine_lack(spec, options.precision, op)
                 if lack is not None:
-                    self._log_once("does without an engine", lack)
-
-    def _log_once(self, what: str, reason: str) -> None:
-        if reason not in self._fallbacks_logged:
-            self._fallbacks_logged.add(reason)
-            logger.warning("%s %s: %s", type(self).__name__, what, reason)
+                    self._remarks.make(f"{type(self).__name__} does without an engine: {lack}")
 
     def _overrides_hooks(self) -> bool:
         return self._overrides("reduce_implementation") or self._overrides("batch_reduce_implementation")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from crossdevice.execution.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.outputs import wrapped
 from crossdevice.execution.process_gathering import arrays_of_all_ranks, arrays_of_rank
 from crossdevice.execution.process_reduction import ProcessReduction
+from crossdevice.execution.remarks import Remarks
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.execution.sparse import SparseReduction
 from crossdevice.execution.travelling import Delivery
@@ -34,8 +34,6 @@ from crossdevice.values.nesting import unflatten
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 
-logger = logging.getLogger("crossdevice")
-
 
 class BetweenProcesses:
     """The calls of one algorithm on one group; what was prepared for a signature is kept."""
@@ -44,7 +42,7 @@ class BetweenProcesses:
         """`prepare` says how the devices of this process are reduced where that is done on them."""
         self._group = group
         self._prepare = prepare
-        self._said = False
+        self._remarks = Remarks()
         self._descriptions: SignatureCache[Description] = SignatureCache()
         self._reductions: SignatureCache[ProcessReduction | DeviceReduction] = SignatureCache()
 
@@ -94,10 +92,20 @@ class BetweenProcesses:
             lines += ProcessReduction(by_host, op, options, counts, group.rank).explained()
         return "\n".join(lines)
 
-    def checked_gather(
+    def gather(
+        self,
+        placed: Sequence[tuple[Any, tuple[Device, ...]]],
+        axis: int,
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """The replicas of all ranks of each value, end to end along `axis`, on its destinations here."""
+        # All are checked before the first travels: a value refused later would leave other ranks waiting.
+        ready = [self._checked_gather(value, destinations, axis, options) for value, destinations in placed]
+        return [gather() for gather in ready]
+
+    def _checked_gather(
         self, value: Any, destinations: tuple[Device, ...], axis: int, options: CommunicationOptions
     ) -> Callable[[], Any]:
-        """What brings the replicas of all ranks, end to end along `axis`, to this rank's destinations."""
         read = read_value(value)
         gatherings = [check_gather(leaf, read.devices, axis) for leaf in read.leaves]
         for gathering in gatherings:
@@ -176,17 +184,15 @@ class BetweenProcesses:
         self, leaves: Sequence[Dense | SparseReduction], options: CommunicationOptions
     ) -> None:
         """A warning, once, if NCCL was asked for and cannot be had."""
-        if options.implementation is not CommunicationImplementation.NCCL or self._said:
+        if options.implementation is not CommunicationImplementation.NCCL:
             return
         if not all(
             isinstance(leaf, Dense) and is_reduced_on_device(leaf.spec, options, self._group)
             for leaf in leaves
         ):
-            self._said = True
-            logger.warning(
+            self._remarks.make(
                 "NCCL reduces PyTorch's dense tensors on GPUs, under precision 'fast'; everything else goes "
-                "through %s",
-                self._group.engine_name,
+                f"through {self._group.engine_name}"
             )
 
     def _description(

@@ -10,6 +10,13 @@ REFUSED = "refused"
 """In place of a signature: that of no call, as those are hexadecimal."""
 
 
+class Refused(NamedTuple):
+    """A call that a rank has not made, and why; none as yet."""
+
+    number: int = -1
+    why: str = ""
+
+
 class Note(NamedTuple):
     """Where a rank is: its call, which exchange of that, what it calls, and how often it has said so.
 

@@ -15,14 +15,13 @@ import numpy as np
 from typing_extensions import Self
 
 from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
-from crossdevice.process_groups.board import REFUSED, Note
+from crossdevice.process_groups.board import REFUSED, Note, Refused
 from crossdevice.process_groups.courier import Courier, Errand
 from crossdevice.process_groups.protocol import Engine, Message
 from crossdevice.process_groups.watch import (
     CALLS_DIFFER,
     DEADLINE_PASSED,
     PATIENCE_SECONDS,
-    Refused,
     Watch,
 )
 

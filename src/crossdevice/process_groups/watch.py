@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-from crossdevice.process_groups.board import Note, odd_ones_out, roll_call
+from crossdevice.process_groups.board import Note, Refused, odd_ones_out, roll_call
 
 PATIENCE_SECONDS = 0.25
 """How long a call may take before its rank puts up a note; quick calls put up none."""
@@ -19,13 +19,6 @@ CALLS_DIFFER = "calls differ"
 
 Visit: TypeAlias = Callable[[Note], "Mapping[int, Note] | None"]
 """Puts up a note and reads all of them; None if the board cannot be reached."""
-
-
-class Refused(NamedTuple):
-    """A call that this rank has not made, and why."""
-
-    number: int = -1
-    why: str = ""
 
 
 class NumberedCall(Protocol):

@@ -120,15 +120,6 @@ def test_devices_that_jax_has_not_made_do_not_exist():
         cd.RingAllReduce().reduce("sum", value, "cpu:99")
 
 
-def test_a_strategy_on_devices_that_jax_has_not_made_gets_no_variables_and_no_input():
-    strategy = cd.MirroredStrategy(["cpu:0", "cpu:99"])
-    array = array_libraries.jax_array(np.zeros(4, np.float32), 0)
-    with pytest.raises(DeviceError, match="cpu:99 does not exist for jax"):
-        strategy.create_variable(array)
-    with pytest.raises(DeviceError, match="cpu:99 does not exist for jax"):
-        next(iter(strategy.experimental_distribute_dataset(array, batch_size=4)))
-
-
 def test_libraries_do_not_mix():
     with pytest.raises(LibraryMismatchError, match=r"numpy.*jax|jax.*numpy"):
         cd.all_reduce([np.float32([1]), replicas(1, size=1).values[0]])

@@ -140,15 +140,6 @@ def test_devices_that_tensorflow_has_not_made_do_not_exist():
         cd.RingAllReduce().reduce("sum", replicas(1, 2, size=3), "cpu:99")
 
 
-def test_a_strategy_on_devices_that_tensorflow_has_not_made_gets_no_variables_and_no_input():
-    strategy = cd.MirroredStrategy(["cpu:0", "cpu:99"])
-    array = array_libraries.tensorflow_tensor(np.zeros(4, np.float32), 0)
-    with pytest.raises(DeviceError, match="cpu:99 does not exist for tensorflow"):
-        strategy.create_variable(array)
-    with pytest.raises(DeviceError, match="cpu:99 does not exist for tensorflow"):
-        next(iter(strategy.experimental_distribute_dataset(array, batch_size=4)))
-
-
 def test_libraries_do_not_mix():
     with pytest.raises(LibraryMismatchError, match=r"numpy.*tensorflow|tensorflow.*numpy"):
         cd.all_reduce([np.float32([1]), replicas(1, size=1).values[0]])

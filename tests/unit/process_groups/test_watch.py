@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 from crossdevice.process_groups import watch as watch_module
-from crossdevice.process_groups.board import Note
-from crossdevice.process_groups.watch import Refused, Watch
+from crossdevice.process_groups.board import Note, Refused
+from crossdevice.process_groups.watch import Watch
 
 
 def test_a_rank_is_silent_once_it_has_said_nothing_new_for_long(monkeypatch):
