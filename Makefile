@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/algorithms tests/unit/execution \
+FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/costs tests/unit/choosing tests/unit/algorithms tests/unit/execution \
 	tests/unit/test_architecture.py tests/unit/test_documentation.py
 
 .PHONY: test check demo format clean

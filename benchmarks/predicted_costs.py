@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from crossdevice.strategies.choosing import predicted_parts
-from crossdevice.values.topology_files import read_topology
+from crossdevice.choosing.by_cost import predicted_parts
+from crossdevice.costs.topology_files import read_topology
 
 PAGE = Path(__file__).parents[1] / "docs" / "choosing.md"
 BEGIN, END = "<!-- begin: benchmarks/predicted_costs.py -->", "<!-- end -->"

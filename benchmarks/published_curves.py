@@ -17,9 +17,9 @@ import math
 import sys
 from typing import NamedTuple
 
-from crossdevice.plans.engine_timing import bus_bandwidth, engine_parts
-from crossdevice.values.topology import Topology
-from crossdevice.values.topology_files import read_topology
+from crossdevice.costs.engines import bus_bandwidth, engine_parts
+from crossdevice.costs.topology import Topology
+from crossdevice.costs.topology_files import read_topology
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = (

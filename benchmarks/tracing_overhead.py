@@ -15,7 +15,9 @@ from collections.abc import Callable
 import numpy as np
 
 import crossdevice as cd
-from crossdevice.execution import executor, reduction, tracing
+from crossdevice.execution import tracing
+from crossdevice.execution.local import executor
+from crossdevice.execution.local import prepared as reduction
 
 ROUNDS, CALLS = 40, 400
 STEP_BOUND_MICROSECONDS, CALL_BOUND_MICROSECONDS = 1.0, 0.3

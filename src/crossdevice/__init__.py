@@ -16,10 +16,12 @@ from crossdevice.algorithms.nccl_all_reduce import NcclAllReduce
 from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.algorithms.ring_all_reduce import RingAllReduce
 from crossdevice.algorithms.tree_all_reduce import TreeAllReduce
+from crossdevice.choosing.by_cost import choose
+from crossdevice.costs.topology import Topology
+from crossdevice.costs.topology_files import read_topology
 from crossdevice.execution.tracing import flight_record, trace
 from crossdevice.functions import all_reduce, broadcast, gather, reduce, to_dense
 from crossdevice.process_groups import cluster
-from crossdevice.strategies.choosing import choose
 from crossdevice.strategies.current import (
     get_replica_context,
     get_strategy,
@@ -28,15 +30,13 @@ from crossdevice.strategies.current import (
 )
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
-from crossdevice.strategies.replica_context import ReplicaContext
-from crossdevice.strategies.variables import MirroredVariable, SyncOnReadVariable
+from crossdevice.strategies.running.replica_context import ReplicaContext
+from crossdevice.strategies.variables.variables import MirroredVariable, SyncOnReadVariable
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
-from crossdevice.values.topology import Topology
-from crossdevice.values.topology_files import read_topology
 from crossdevice.values.variable import Variable
 
 __version__ = "0.1.0"

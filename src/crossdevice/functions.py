@@ -8,7 +8,7 @@ from typing import Any
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.errors import ConversionError, DestinationError
-from crossdevice.execution.sparse import to_dense as _to_dense
+from crossdevice.execution.local.sparse import to_dense as _to_dense
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, PerReplica
 from crossdevice.values.indexed_slices import IndexedSlices

@@ -10,8 +10,8 @@ from crossdevice.backends import nccl_engines
 from crossdevice.backends.nccl_engines import ENGINES, NcclEngine, engine_named, lack_of_engine
 from crossdevice.backends.registry import backend_named
 from crossdevice.errors import EngineError
-from crossdevice.execution.executor import execute
-from crossdevice.kernels.host.recipe import Recipe
+from crossdevice.execution.local.executor import execute
+from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.reduce_op import ReduceOp

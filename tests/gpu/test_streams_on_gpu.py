@@ -12,9 +12,9 @@ import pytest
 import crossdevice as cd
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import backend_named
-from crossdevice.execution import executor
-from crossdevice.execution.executor import execute
-from crossdevice.kernels.host.recipe import Recipe
+from crossdevice.execution.local import executor
+from crossdevice.execution.local.executor import execute
+from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans.builder import PlanBuilder
 
 CYCLES = 300_000  # that a slow GPU loses before each producer and each copy: some 0.2 ms

@@ -6,25 +6,26 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from crossdevice.costs.rounds import Round
+from crossdevice.costs.topology import Topology
 from crossdevice.errors import ConversionError
-from crossdevice.execution.batch import Request, check_batch, reduce_batch
-from crossdevice.execution.between_processes import BetweenProcesses
 from crossdevice.execution.call_memory import CallMemory
-from crossdevice.execution.copying import copied_into, copied_to, shared_with
-from crossdevice.execution.destinations import read_destinations
 from crossdevice.execution.explaining import explained
-from crossdevice.execution.gathering import gathered
-from crossdevice.execution.intake import read_value
-from crossdevice.execution.leaf_spec import LeafSpec
-from crossdevice.execution.outputs import wrapped
-from crossdevice.execution.reduction import PreparedReduction
+from crossdevice.execution.local.batch import Request, check_batch, reduce_batch
+from crossdevice.execution.local.copying import copied_into, copied_to, shared_with
+from crossdevice.execution.local.gathering import gathered
+from crossdevice.execution.local.prepared import PreparedReduction
+from crossdevice.execution.processes.between_processes import BetweenProcesses
+from crossdevice.execution.reading.destinations import read_destinations
+from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.outputs import wrapped
+from crossdevice.execution.reading.structures import checked_outs, checked_pairs, spread_outs, spread_pairs
+from crossdevice.execution.reading.values import read_value
 from crossdevice.execution.remarks import Remarks
 from crossdevice.execution.signature_cache import SignatureCache
-from crossdevice.execution.spreading import checked_outs, checked_pairs, spread_outs, spread_pairs
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
 from crossdevice.plans.plan import Plan
-from crossdevice.plans.rounds import Round
 from crossdevice.plans.steps import Buffer
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.device import Device
@@ -32,7 +33,6 @@ from crossdevice.values.distributed import DistributedValues, PerReplica
 from crossdevice.values.options import CommunicationOptions, Precision, as_options
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
-from crossdevice.values.topology import Topology
 
 _KEPT = ("_kept", "_memory", "_between")
 """The attributes in which an object keeps what it prepared."""

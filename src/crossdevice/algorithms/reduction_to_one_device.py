@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.costs.rounds import Round
+from crossdevice.costs.topology import Topology
 from crossdevice.plans.builder import PlanBuilder
-from crossdevice.plans.rounds import Round
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
-from crossdevice.values.topology import Topology
 
 
 class ReductionToOneDevice(CrossDeviceOps):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.costs.rounds import Round
+from crossdevice.costs.topology import Topology
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
-from crossdevice.plans.rounds import Round
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
-from crossdevice.values.topology import Topology
 
 
 class TreeAllReduce(CrossDeviceOps):

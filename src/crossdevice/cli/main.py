@@ -17,7 +17,7 @@ COMMANDS = {
     "doctor": "say what is here (devices, libraries, links, threads), what is chosen, and what is missing",
     "explain": "show what an algorithm does on a machine, step by step, and what it costs there",
 }
-"""Each command is a module of this package with `add_arguments(parser)` and `run(arguments) -> exit code`."""
+"""Each command is a folder of this package with a `command.py`: `add_arguments(parser)`, `run(arguments)`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,12 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if given[:1] == [name]:  # only the chosen one is imported
-            importlib.import_module(f"crossdevice.cli.{name}").add_arguments(command)
+            importlib.import_module(f"crossdevice.cli.{name}.command").add_arguments(command)
     chosen, unknown = parser.parse_known_args(given)
     if unknown:  # by itself, argparse would show how to use `crossdevice`, not the command
         commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        code: int = importlib.import_module(f"crossdevice.cli.{chosen.command}").run(chosen)
+        code: int = importlib.import_module(f"crossdevice.cli.{chosen.command}.command").run(chosen)
         sys.stdout.flush()
     except CrossDeviceError as error:
         print(f"crossdevice {chosen.command}: {error}", file=sys.stderr)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from crossdevice.backends.protocol import Array
-from crossdevice.execution.batch import Algorithm, Request, checked_leaves
-from crossdevice.execution.destinations import read_destinations
-from crossdevice.execution.intake import read_value
-from crossdevice.execution.leaf_spec import Dense
+from crossdevice.execution.local.batch import Algorithm, Request, checked_leaves
+from crossdevice.execution.reading.destinations import read_destinations
+from crossdevice.execution.reading.leaf_spec import Dense
+from crossdevice.execution.reading.values import read_value
 from crossdevice.execution.remembering import (
     RecentCall,
     RememberedBatch,

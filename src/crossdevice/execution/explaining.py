@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from crossdevice.execution.batch import Request, checked_leaves
-from crossdevice.execution.gpu_passes import why_stepped
-from crossdevice.execution.leaf_spec import Dense, LeafSpec, items_of
-from crossdevice.execution.reduction import recipe_for
+from crossdevice.execution.local.batch import Request, checked_leaves
+from crossdevice.execution.local.gpu_passes import why_stepped
+from crossdevice.execution.local.prepared import recipe_for
+from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec, items_of
 from crossdevice.plans.packing import Packing
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.rendering import render_plan

@@ -10,9 +10,9 @@ import numpy as np
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import OutError
-from crossdevice.execution.leaf_spec import Dense
-from crossdevice.execution.outputs import out_components
-from crossdevice.execution.overlaps import check_overlaps
+from crossdevice.execution.reading.leaf_spec import Dense
+from crossdevice.execution.reading.outputs import out_components
+from crossdevice.execution.reading.overlaps import check_overlaps
 
 
 def can_recognise(backend: Backend, array: Array) -> bool:

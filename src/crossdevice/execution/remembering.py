@@ -9,10 +9,10 @@ from typing import Any
 
 from crossdevice.backends.protocol import Array, Look
 from crossdevice.backends.registry import backend_of_type
-from crossdevice.execution.leaf_spec import Dense, LeafSpec
-from crossdevice.execution.outputs import check_out, out_components
-from crossdevice.execution.overlaps import check_overlaps
-from crossdevice.execution.reduction import PreparedReduction
+from crossdevice.execution.local.prepared import PreparedReduction
+from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.reading.outputs import check_out, out_components
+from crossdevice.execution.reading.overlaps import check_overlaps
 from crossdevice.execution.remembered_outs import FittingArrays, RememberedOuts, can_recognise
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica

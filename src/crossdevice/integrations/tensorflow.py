@@ -8,9 +8,9 @@ from typing import Any
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.registry import backend_named
 from crossdevice.errors import ConversionError, DtypeMismatchError, OptionError, ShapeMismatchError
-from crossdevice.execution.batch import reduce_dense
-from crossdevice.execution.intake import check_agreement
-from crossdevice.execution.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.local.batch import reduce_dense
+from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.reading.values import check_agreement
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import check_reducible
 from crossdevice.values.libraries import missing_library

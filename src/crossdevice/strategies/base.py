@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from crossdevice.strategies.along_axis import reduce_along_axis
-from crossdevice.strategies.extended import StrategyExtended
-from crossdevice.strategies.input import (
+from crossdevice.strategies.data.along_axis import reduce_along_axis
+from crossdevice.strategies.data.input import (
     DealtDataset,
     DistributedDataset,
     InputContext,
@@ -17,9 +16,10 @@ from crossdevice.strategies.input import (
     ValueContext,
     batches_of,
 )
-from crossdevice.strategies.place import scope_of
-from crossdevice.strategies.regrouping import distributed_leaves, map_structure, regroup, select_replica
-from crossdevice.strategies.variables import MirroredVariable, SyncOnReadVariable, create_variable
+from crossdevice.strategies.data.regrouping import distributed_leaves, map_structure, regroup, select_replica
+from crossdevice.strategies.extended import StrategyExtended
+from crossdevice.strategies.running.place import scope_of
+from crossdevice.strategies.variables.variables import MirroredVariable, SyncOnReadVariable, create_variable
 from crossdevice.values.device import host_device
 from crossdevice.values.distributed import DistributedValues, PerReplica
 from crossdevice.values.options import CommunicationOptions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.default_strategy import DEFAULT_CONTEXT, DEFAULT_STRATEGY
-from crossdevice.strategies.place import current_place
-from crossdevice.strategies.replica_context import ReplicaContext
+from crossdevice.strategies.running.place import current_place
+from crossdevice.strategies.running.replica_context import ReplicaContext
 
 
 def get_strategy() -> Strategy:

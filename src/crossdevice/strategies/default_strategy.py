@@ -9,8 +9,8 @@ from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.errors import ConversionError
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.extended import StrategyExtended
-from crossdevice.strategies.place import outside_of_replicas
-from crossdevice.strategies.replica_context import ReplicaContext
+from crossdevice.strategies.running.place import outside_of_replicas
+from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.values.device import host_device
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp

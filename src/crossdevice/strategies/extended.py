@@ -10,13 +10,13 @@ import optree
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import ConversionError, ReduceOpError
-from crossdevice.execution.destinations import read_destinations
-from crossdevice.strategies.distributed_variable import (
+from crossdevice.execution.reading.destinations import read_destinations
+from crossdevice.strategies.data.regrouping import is_array, map_structure, regroup, spread
+from crossdevice.strategies.variables.distributed import (
     DistributedVariable,
     ReplicaVariable,
     refuse_per_replica,
 )
-from crossdevice.strategies.regrouping import is_array, map_structure, regroup, spread
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.nesting import NUMBERS

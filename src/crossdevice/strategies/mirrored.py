@@ -11,16 +11,16 @@ from typing import Any
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.registry import backend_named
+from crossdevice.choosing.by_devices import Choice, choose_algorithm
 from crossdevice.errors import ConversionError, DeviceError, OptionError
-from crossdevice.strategies import loaded_torch
-from crossdevice.strategies.algorithm_choice import Choice, choose_algorithm
 from crossdevice.strategies.base import Strategy
+from crossdevice.strategies.data.regrouping import regroup, spread
 from crossdevice.strategies.extended import StrategyExtended
-from crossdevice.strategies.place import enter_replica_context, enter_run, leave_run
-from crossdevice.strategies.regrouping import regroup, spread
-from crossdevice.strategies.rendezvous import Deadline, Rendezvous
-from crossdevice.strategies.replica_context import ReplicaContext
-from crossdevice.strategies.replica_threads import ReplicaThreads
+from crossdevice.strategies.running import loaded_torch
+from crossdevice.strategies.running.place import enter_replica_context, enter_run, leave_run
+from crossdevice.strategies.running.rendezvous import Deadline, Rendezvous
+from crossdevice.strategies.running.replica_context import ReplicaContext
+from crossdevice.strategies.running.threads import ReplicaThreads
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.options import CommunicationOptions, as_options
 

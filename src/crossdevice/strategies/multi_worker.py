@@ -12,10 +12,10 @@ from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.errors import MismatchError, OptionError
 from crossdevice.process_groups.cluster import Cluster, from_env
 from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.strategies.data.input import DealtDataset, InputContext, batches_of
 from crossdevice.strategies.extended import StrategyExtended
-from crossdevice.strategies.input import DealtDataset, InputContext, batches_of
 from crossdevice.strategies.mirrored import MirroredStrategy, default_devices
-from crossdevice.strategies.roll_call import add_note
+from crossdevice.strategies.running.roll_call import add_note
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.options import CommunicationOptions
 

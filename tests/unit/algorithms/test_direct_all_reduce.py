@@ -1,7 +1,7 @@
 from fractions import Fraction
 
 from crossdevice import DirectAllReduce
-from crossdevice.execution.lowering import lower
+from crossdevice.execution.local.lowering import lower
 from crossdevice.values.device import host_device
 from unit.algorithms.planning import COUNTS, planned
 

@@ -9,7 +9,7 @@ import crossdevice as cd
 from conformance import array_libraries
 from crossdevice.backends.registry import backend_named
 from crossdevice.errors import ConversionError, DeviceError, LibraryMismatchError, OutError
-from crossdevice.kernels.host.pool import SMALLEST_POOLED_BYTES, result_pool
+from crossdevice.kernels.host.resources.pool import SMALLEST_POOLED_BYTES, result_pool
 
 jax = pytest.importorskip("jax")
 LARGE = SMALLEST_POOLED_BYTES // 4

@@ -13,7 +13,7 @@ from crossdevice.errors import OptionError
 @pytest.fixture
 def a_command(monkeypatch):
     """A command that does what a test tells it to; returns the place to say so."""
-    module = types.ModuleType("crossdevice.cli.made_up")
+    module = types.ModuleType("crossdevice.cli.made_up.command")
     module.add_arguments = lambda parser: parser.add_argument("--number", type=int, default=0)
     module.run = lambda arguments: arguments.number
     monkeypatch.setitem(sys.modules, module.__name__, module)

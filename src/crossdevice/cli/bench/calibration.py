@@ -11,10 +11,10 @@ import numpy as np
 
 from crossdevice.algorithms.direct_all_reduce import DirectAllReduce
 from crossdevice.cli.bench.work import GIGABYTE
+from crossdevice.costs.timing import fused_pass_parts
+from crossdevice.costs.topology_files import read_topology
 from crossdevice.plans.rendering import size_text
-from crossdevice.plans.timing import fused_pass_parts
 from crossdevice.values.distributed import PerReplica
-from crossdevice.values.topology_files import read_topology
 
 MIB = 1 << 20
 SIZES = (MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB)

@@ -25,7 +25,7 @@ from crossdevice.cli.bench.work import COLLECTIVES, Work, bytes_of, dtype_of, op
 from crossdevice.cli.output_file import output_file
 from crossdevice.errors import OptionError
 from crossdevice.functions import DEFAULT_ALGORITHM
-from crossdevice.kernels.host.threads import set_num_threads
+from crossdevice.kernels.host.resources.threads import set_num_threads
 from crossdevice.values.device import host_device
 from crossdevice.values.options import LOWERINGS, PRECISIONS, CommunicationOptions
 

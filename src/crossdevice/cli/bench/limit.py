@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from crossdevice.cli.bench.work import GIGABYTE
 from crossdevice.kernels.host.fused_pass import fused_batch
-from crossdevice.kernels.host.recipe import Recipe
-from crossdevice.kernels.host.threads import num_threads, run_together
+from crossdevice.kernels.host.resources.threads import num_threads, run_together
+from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 LIMIT_BYTES = 128 << 20

@@ -21,7 +21,7 @@ from crossdevice.cli.bench.measure import Row
 from crossdevice.cli.bench.page import page_of
 from crossdevice.cli.bench.work import GIGABYTE, Work, bytes_of
 from crossdevice.kernels.host.fused_pass import selected_kernels
-from crossdevice.kernels.host.threads import num_threads
+from crossdevice.kernels.host.resources.threads import num_threads
 from crossdevice.values.device import host_device
 
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from crossdevice.kernels.host.association import positions_of, program_of
+from crossdevice.kernels.association import positions_of, program_of
 from crossdevice.kernels.host.fused_pass import divisor_for
-from crossdevice.kernels.host.recipe import Order, Recipe
-from crossdevice.kernels.host.rounding import BFLOAT16
+from crossdevice.kernels.host.reference.rounding import BFLOAT16
+from crossdevice.kernels.recipe import Order, Recipe
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, INTEGERS, ITEM_BYTES
 from crossdevice.values.reduce_op import ReduceOp
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from crossdevice.kernels.association import START, WITH_INPUT
 from crossdevice.kernels.cuda.families import Arithmetic
-from crossdevice.kernels.host.association import START, WITH_INPUT
 
 _TYPES = {
     "bfloat16": tl.uint16,

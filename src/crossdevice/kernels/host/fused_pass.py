@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.errors import OptionError
-from crossdevice.kernels.host.association import positions_of, program_of
-from crossdevice.kernels.host.numpy_pass import numpy_pass
-from crossdevice.kernels.host.recipe import Recipe
-from crossdevice.kernels.host.threads import num_threads, run_together
+from crossdevice.kernels.association import positions_of, program_of
+from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
+from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.kernels.host.work_list import (
     EMPTY_ROOM,
     TUPLE_HEADER_BYTES,
@@ -24,6 +23,7 @@ from crossdevice.kernels.host.work_list import (
     pieces_in,
     traffic_bytes,
 )
+from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.dtypes import FLOATS, INTEGERS, ITEM_BYTES, result_dtype
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -130,7 +130,7 @@ def _checked_kernels(given: str | None, source: str) -> str:
         return given
     try:
         # Only now, on first use: importing numba takes up to a second.
-        from crossdevice.kernels.host import numba_pass
+        from crossdevice.kernels.host.llvm import numba_pass
     except ImportError as error:
         if given == "numba":
             raise OptionError(f"{source} is numba, which cannot be imported: {error}") from error
@@ -148,7 +148,7 @@ def _prepared_for(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> 
 
 
 def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prepared | None:
-    from crossdevice.kernels.host import numba_pass
+    from crossdevice.kernels.host.llvm import numba_pass
 
     part = None
     if dtype.kind == "c" and dtype == into:

@@ -15,7 +15,7 @@ from crossdevice.kernels.cuda.families import arranged, block_elements
 from crossdevice.kernels.cuda.triton_arithmetic import way_of
 from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
 from crossdevice.kernels.cuda.triton_launching import ANY_ADDRESS, NUM_WARPS
-from crossdevice.kernels.host.recipe import Recipe
+from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 SUM, MEAN = Recipe(ReduceOp.SUM, "accurate"), Recipe(ReduceOp.SUM, "accurate", 3)

@@ -10,8 +10,8 @@ import pytest
 
 from crossdevice.kernels.cuda.families import BLOCK_BYTES, Arrangement, arranged, block_elements, parts_in
 from crossdevice.kernels.cuda.triton_launching import is_interpreted, launch_by_arguments, launch_by_table
-from crossdevice.kernels.host.numpy_pass import numpy_pass
-from crossdevice.kernels.host.recipe import Recipe
+from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
+from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, result_dtype
 from crossdevice.values.reduce_op import ReduceOp
 from unit.kernels.host.adversarial import adversarial, dtype_named, misaligned, same_bits

@@ -13,9 +13,9 @@ import torch
 import crossdevice as cd
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import backend_named
-from crossdevice.execution.gpu_passes import GpuPasses
-from crossdevice.execution.leaf_spec import LeafSpec, items_of
-from crossdevice.execution.reduction import recipe_for
+from crossdevice.execution.local.gpu_passes import GpuPasses
+from crossdevice.execution.local.prepared import recipe_for
+from crossdevice.execution.reading.leaf_spec import LeafSpec, items_of
 from crossdevice.kernels.cuda import address_table
 from crossdevice.plans.packing import Packing
 from crossdevice.values.device import host_device

@@ -1,0 +1,1 @@
+"""Which algorithm? By the devices at hand, or by predicted and measured cost."""

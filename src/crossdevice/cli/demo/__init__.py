@@ -1,0 +1,1 @@
+"""`crossdevice demo`: a classifier trained on logical devices."""

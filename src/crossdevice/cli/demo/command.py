@@ -1,0 +1,285 @@
+"""`crossdevice demo`: trains a classifier of digits on logical devices, and shows that it worked."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.registry import ALGORITHMS
+from crossdevice.backends.registry import BACKENDS
+from crossdevice.cli.demo.networks import NETWORKS, initial_parameters
+from crossdevice.cli.line_chart import Line, Panel, charts_svg
+from crossdevice.cli.output_file import output_file
+from crossdevice.errors import OptionError
+from crossdevice.plans.rendering import devices_text
+from crossdevice.process_groups.cluster import Cluster, from_env
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.strategies.mirrored import MirroredStrategy
+from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+
+BATCH_SIZE = 96
+SEED = 7
+
+
+class Digits(NamedTuple):
+    """Images of 8 x 8 pixels between 0 and 1, and the digits they show."""
+
+    images: NDArray[np.float32]
+    labels: NDArray[np.int64]
+    held_out_images: NDArray[np.float32]
+    held_out_labels: NDArray[np.int64]
+
+
+class Training(NamedTuple):
+    """What one training run left behind."""
+
+    losses: list[float]
+    accuracies: list[float]
+    step_milliseconds: list[float]
+    digests: list[str]
+
+    @property
+    def seconds(self) -> float:
+        """Time in training steps."""
+        return sum(self.step_milliseconds) / 1000
+
+
+Runs = dict[str, Training]
+"""Trainings by how many devices they had, in words."""
+
+ALONE = devices_text(1)
+
+
+class TimedOps(CrossDeviceOps):
+    """Another algorithm, with a clock on its reductions."""
+
+    def __init__(self, ops: CrossDeviceOps) -> None:
+        self.ops = ops
+        self.microseconds: list[float] = []
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """One batch of the other algorithm."""
+        start = time.perf_counter()
+        results = self.ops.batch_reduce(reduce_op, value_destination_pairs, options)
+        self.microseconds.append((time.perf_counter() - start) * 1e6)
+        return results
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The demo's options."""
+    add = parser.add_argument
+    add("--backend", choices=sorted(NETWORKS), default="numpy", help="array library (numpy)")
+    add(
+        "--devices",
+        type=int,
+        default=4,
+        metavar="N",
+        help="how many logical CPU devices, of all processes (4)",
+    )
+    add("--ops", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (what suits the devices)")
+    add("--epochs", type=int, default=30, metavar="N", help="how often all digits are learnt from (30)")
+    add(
+        "--picture",
+        type=output_file,
+        default=Path("crossdevice-demo.svg"),
+        metavar="FILE",
+        help="where to draw curves (crossdevice-demo.svg)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains on the devices asked for and on one, and compares; with other processes under a launcher."""
+    for name in ("devices", "epochs"):
+        if getattr(arguments, name) < 1:
+            raise OptionError(f"--{name} must be 1 or more; got {getattr(arguments, name)}")
+    if arguments.picture.suffix != ".svg":
+        raise OptionError(f"{str(arguments.picture)!r} is no picture; expected a name that ends in .svg")
+    BACKENDS.load(arguments.backend)
+    digits = load_digits()
+    cluster = from_env()
+    if cluster.size == 1:
+        return _run_alone(digits, arguments)
+    return _run_with_others(digits, arguments, cluster)
+
+
+def _run_alone(digits: Digits, arguments: argparse.Namespace) -> int:
+    devices = _logical_devices(arguments.devices)
+    strategy = MirroredStrategy(devices, ALGORITHMS.load(arguments.ops)() if arguments.ops else None)
+    ops = TimedOps(strategy.extended.cross_device_ops)
+    title = devices_text(len(devices))
+    _introduce(strategy, digits, arguments)
+    with _progress((1 if title == ALONE else 2) * arguments.epochs) as advance:
+        many = _train(digits, arguments, MirroredStrategy(devices, ops), title, advance)
+        runs = {title: many}
+        if title != ALONE:
+            runs[ALONE] = _train_alone(digits, arguments, advance)
+    _report(runs, many, ", ".join(devices))
+    if ops.microseconds:
+        print(
+            f"{len(ops.microseconds)} reductions by {type(ops.ops).__name__}: "
+            f"{np.median(ops.microseconds):.0f} us each (median), {sum(ops.microseconds) / 1e6:.2f} s in all"
+        )
+    return _draw(runs, many, arguments)
+
+
+def _run_with_others(digits: Digits, arguments: argparse.Namespace, cluster: Cluster) -> int:
+    """The same devices shared among processes, so the same bits as alone; only the first process speaks."""
+    if arguments.ops is not None:
+        raise OptionError("--ops is for one process; several use CollectiveAllReduce")
+    share, longer = divmod(arguments.devices, cluster.size)
+    if not share:
+        raise OptionError(f"{cluster.size} processes need as many devices; got --devices {arguments.devices}")
+    devices = _logical_devices(share + (cluster.rank < longer))
+    strategy = MultiWorkerMirroredStrategy(cluster, devices=devices)
+    title = devices_text(arguments.devices)
+    if not strategy.is_chief:
+        _shared_digests(_train(digits, arguments, strategy, title, lambda _: None), strategy.group)
+        return 0
+    _introduce(strategy, digits, arguments)
+    with _progress(2 * arguments.epochs) as advance:
+        many = _shared_digests(_train(digits, arguments, strategy, title, advance), strategy.group)
+        runs = {title: many, ALONE: _train_alone(digits, arguments, advance)}
+    _report(runs, many, f"{title} of {cluster.size} processes")
+    return _draw(runs, many, arguments)
+
+
+def _logical_devices(number: int) -> list[str]:
+    return [f"cpu:{index}" for index in range(number)]
+
+
+def _introduce(strategy: MirroredStrategy, digits: Digits, arguments: argparse.Namespace) -> None:
+    print(strategy.explain())
+    print(
+        f"{len(digits.labels)} digits to learn from, {len(digits.held_out_labels)} held out; "
+        f"{arguments.epochs} epochs in batches of {BATCH_SIZE}, {arguments.backend}"
+    )
+
+
+def _shared_digests(training: Training, group: ProcessGroup) -> Training:
+    """The same with the digests of all processes."""
+    with group.call("compare parameters", b"digests") as call:
+        of_ranks = call.all_gather_uneven("\n".join(training.digests).encode())
+    return training._replace(digests=[line for text in of_ranks for line in text.decode().split("\n")])
+
+
+def _draw(runs: Runs, many: Training, arguments: argparse.Namespace) -> int:
+    arguments.picture.write_text(_picture(runs), encoding="utf-8")
+    print(f"curves of loss, accuracy and time per step: {arguments.picture}")
+    return 0 if len(set(many.digests)) == 1 else 1
+
+
+def load_digits() -> Digits:
+    """scikit-learn's handwritten digits, every fifth of a fixed shuffle held out."""
+    try:
+        datasets = importlib.import_module("sklearn.datasets")
+    except ImportError as error:
+        raise OptionError(
+            "the demo's digits come with scikit-learn: pip install 'crossdevice[demo]'"
+        ) from error
+    images, labels = datasets.load_digits(return_X_y=True)
+    order = np.random.default_rng(SEED).permutation(len(labels))
+    images, labels = (images[order] / 16.0).astype(np.float32), labels[order].astype(np.int64)
+    held_out = np.arange(len(labels)) % 5 == 0
+    return Digits(images[~held_out], labels[~held_out], images[held_out], labels[held_out])
+
+
+def _train(
+    digits: Digits,
+    arguments: argparse.Namespace,
+    strategy: MirroredStrategy,
+    title: str,
+    advance: Callable[[str], None],
+) -> Training:
+    network = NETWORKS[arguments.backend](strategy, initial_parameters(SEED))
+    generator = np.random.default_rng(SEED)
+    training = Training([], [], [], [])
+    for epoch in range(arguments.epochs):
+        order = generator.permutation(len(digits.labels))
+        batches = [order[start : start + BATCH_SIZE] for start in range(0, len(order), BATCH_SIZE)]
+        dataset = strategy.experimental_distribute_dataset(
+            [(digits.images[batch], digits.labels[batch]) for batch in batches]
+        )
+        for batch, (images, labels) in zip(batches, dataset, strict=True):
+            start = time.perf_counter()
+            training.losses.append(network.train(images, labels, len(batch)))
+            training.step_milliseconds.append((time.perf_counter() - start) * 1e3)
+        training.accuracies.append(network.accuracy(digits.held_out_images, digits.held_out_labels))
+        advance(f"{title}: epoch {epoch + 1}, accuracy {training.accuracies[-1]:.3f}")
+    training.digests.extend(network.digests())
+    return training
+
+
+def _train_alone(digits: Digits, arguments: argparse.Namespace, advance: Callable[[str], None]) -> Training:
+    return _train(digits, arguments, MirroredStrategy(["cpu:0"]), ALONE, advance)
+
+
+def _report(runs: Runs, many: Training, places: str) -> None:
+    print()
+    print(f"{'':<12} accuracy on held-out digits   training, seconds")
+    for title, training in runs.items():
+        print(f"{title:<12} {training.accuracies[-1]:>27.4f}   {training.seconds:>17.2f}")
+    if len(set(many.digests)) == 1:
+        print(f"all replicas hold the same bits: sha256 {many.digests[0][:16]}... on {places}")
+    else:
+        print(f"REPLICAS DIFFER: {[digest[:16] for digest in many.digests]}")
+
+
+def _picture(runs: Runs) -> str:
+    def lines(numbers: Callable[[Training], Sequence[float]]) -> list[Line]:
+        return [Line(title, list(enumerate(numbers(training), 1))) for title, training in runs.items()]
+
+    return charts_svg(
+        [
+            Panel("loss", "step", lines(lambda training: training.losses)),
+            Panel("accuracy on held-out digits", "epoch", lines(lambda training: training.accuracies), False),
+            Panel("milliseconds per step, median", "epoch", lines(_median_milliseconds)),
+        ]
+    )
+
+
+def _median_milliseconds(training: Training) -> list[float]:
+    """For each epoch; the very first step also loads the kernels."""
+    epochs = np.array_split(np.array(training.step_milliseconds), len(training.accuracies))
+    return [float(np.median(epoch)) for epoch in epochs]
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A live bar on a terminal that has rich; otherwise a line every ten epochs."""
+    rich = importlib.import_module("rich.progress") if _has_live_terminal() else None
+    if rich is None:
+        seen: list[str] = []
+
+        def print_some(text: str) -> None:
+            seen.append(text)
+            if len(seen) % 10 == 0:
+                print(f"  {text}")
+
+        yield print_some
+        return
+    columns = (rich.BarColumn(), rich.TaskProgressColumn(), rich.TextColumn("{task.description}"))
+    with rich.Progress(*columns, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def _has_live_terminal() -> bool:
+    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        return False
+    return importlib.util.find_spec("rich") is not None

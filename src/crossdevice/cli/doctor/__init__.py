@@ -1,0 +1,1 @@
+"""`crossdevice doctor`: what is installed, what is chosen, and what is missing for more."""

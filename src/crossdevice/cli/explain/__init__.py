@@ -1,0 +1,1 @@
+"""`crossdevice explain`: what an algorithm does on a machine, and what it costs there."""

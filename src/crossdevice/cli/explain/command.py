@@ -1,0 +1,137 @@
+"""`crossdevice explain`: what an algorithm does on a machine, what it costs there, and what others would."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+
+from crossdevice.algorithms.registry import ALGORITHMS
+from crossdevice.cli.bench.work import bytes_of
+from crossdevice.cli.explain.explanation import Explanation, explanation_of
+from crossdevice.cli.explain.plan_page import plan_page
+from crossdevice.cli.output_file import output_file
+from crossdevice.cli.sections import Section, show
+from crossdevice.costs.timing import Parts
+from crossdevice.costs.topology_files import read_topology, topology_names
+from crossdevice.errors import OptionError
+from crossdevice.plans.rendering import devices_text, size_text
+from crossdevice.values.options import PRECISIONS
+
+MOST_LINES, MOST_COLUMNS, MOST_ROWS = 60, 160, 24
+"""Longer plans lose their middle, longer lines and tables their end, unless --all."""
+
+_ALIASES = {"hierarchical": "hierarchical_copy"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What, where and how much."""
+    add = parser.add_argument
+    add("--ops", default="direct", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (direct)")
+    add("--devices", type=int, metavar="N", help="how many (one full node)")
+    add(
+        "--topology",
+        default="host",
+        metavar="NAME|FILE",
+        help=f"a TOML file, or {', '.join(topology_names())} (host)",
+    )
+    add("--bytes", default="1MiB", metavar="SIZE", help="of one array, such as 512, 4K, 100MiB (1MiB)")
+    add(
+        "--precision",
+        choices=PRECISIONS,
+        default="accurate",
+        help="fast: partial sums travel; else what they are made of (accurate)",
+    )
+    add("--all", action="store_true", help=f"all steps, also above {MOST_LINES}")
+    add("--json", action="store_true", help="for other programs")
+    add("--html", type=output_file, metavar="FILE", help="write a page that plays the plan step by step")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the explanation; writes the page."""
+    if arguments.devices is not None and arguments.devices < 1:
+        raise OptionError(f"--devices must be 1 or more; got {arguments.devices}")
+    topology = read_topology(arguments.topology, arguments.devices)
+    name = _ALIASES.get(arguments.ops, arguments.ops)
+    explanation = explanation_of(name, topology, bytes_of(arguments.bytes), arguments.precision)
+    if arguments.html is not None:
+        arguments.html.write_text(plan_page(explanation), encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(explanation.as_json(), indent=2))
+        return 0
+    lines, sections = explanation.steps(), list(_sections(explanation))
+    if not arguments.all:
+        lines, sections = _abbreviated(lines), list(map(_shortened, sections))
+    show(_headline(explanation), sections, "steps", lines)
+    return 0
+
+
+def _abbreviated(lines: list[str]) -> list[str]:
+    if len(lines) > MOST_LINES:
+        left_out = f"  ... {len(lines) - MOST_LINES} more lines (--all shows them) ..."
+        lines = [*lines[: MOST_LINES - 10], left_out, *lines[-10:]]
+    return [line if len(line) <= MOST_COLUMNS else f"{line[: MOST_COLUMNS - 4]} ..." for line in lines]
+
+
+def _shortened(section: Section) -> Section:
+    if len(section.rows) <= MOST_ROWS:
+        return section
+    more = f"... {len(section.rows) - MOST_ROWS} more"
+    rest = [""] * (len(section.headings) - 1)
+    return section._replace(rows=[*section.rows[:MOST_ROWS], [more, *rest]])
+
+
+def _headline(explanation: Explanation) -> list[str]:
+    topology = explanation.topology
+    where = f" on {topology.num_nodes} nodes" if topology.num_nodes > 1 else ""
+    lines = [
+        f"{explanation.title}: all-reduce of {size_text(explanation.num_bytes)} on "
+        f"{devices_text(topology.num_devices)}{where}, precision {explanation.precision}",
+        f"{topology.name}: {topology.summary}",
+        f"predicted: {_time(explanation.parts.seconds)} ({_split(explanation.parts)})",
+        f"why: {explanation.reason}",
+    ]
+    if explanation.fallback is not None:
+        lines.append(f"sums on the first destination instead: {explanation.fallback}")
+    if explanation.plan is None:
+        lines.append("too many devices to spell the plan out; timed by its rounds")
+    return lines
+
+
+def _sections(explanation: Explanation) -> Iterator[Section]:
+    if explanation.simulation is not None and not explanation.topology.shares_memory:
+        links = sorted(explanation.simulation.link_bytes.items(), key=lambda item: -item[1])
+        yield Section("bytes per link", ("link", "bytes"), [(name, size_text(size)) for name, size in links])
+    if explanation.simulation is not None:
+        peaks = explanation.simulation.peak_bytes.items()
+        yield Section(
+            "peak memory per device, step by step",
+            ("device", "bytes"),
+            [(str(device), size_text(size)) for device, size in peaks],
+        )
+    rows = [
+        (name, _time(parts.seconds), _times(parts.seconds, explanation.parts.seconds), _split(parts))
+        for name, parts in explanation.others.items()
+    ]
+    yield Section("what the others would cost", ("algorithm", "time", "times", "parts"), rows)
+
+
+def _times(seconds: float, own: float) -> str:
+    return f"{seconds / own:.3g}" if own else "1"  # one device takes no time, whatever the algorithm
+
+
+def _split(parts: Parts) -> str:
+    latency, bandwidth, reduction = parts
+    return f"latency {_time(latency)}, bandwidth {_time(bandwidth)}, reduction {_time(reduction)}"
+
+
+def _time(seconds: float) -> str:
+    """As one reads it aloud.
+
+    >>> _time(0.00123)
+    '1.23 ms'
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

@@ -1,0 +1,124 @@
+"""What `crossdevice explain` says, as data: steps, bytes per link, memory, predicted time, and the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from crossdevice.algorithms.registry import ALGORITHMS
+from crossdevice.choosing.by_cost import ENGINES, predicted_parts
+from crossdevice.choosing.prediction import ITEM_BYTES, planned_all_reduce, predicted
+from crossdevice.costs.simulation import Simulation, simulate
+from crossdevice.costs.timing import Parts
+from crossdevice.costs.topology import Topology
+from crossdevice.plans.plan import Plan
+from crossdevice.plans.rendering import render_plan
+
+MOST_SPELLED_OUT_DEVICES = 64
+"""Larger plans are timed by their rounds and not printed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """One all-reduce on one topology; `plan` and `simulation` are None where there are too many devices."""
+
+    algorithm: str
+    title: str
+    topology: Topology
+    num_bytes: int
+    precision: str
+    parts: Parts
+    others: Mapping[str, Parts]
+    fallback: str | None
+    plan: Plan | None
+    simulation: Simulation | None
+
+    @property
+    def reason(self) -> str:
+        """Why one would choose it here, or would not."""
+        # Engines sum in their own way: they are listed, but not held against what keeps every bit.
+        rivals = [(name, parts) for name, parts in self.others.items() if name not in ENGINES]
+        ranked = sorted(rivals, key=lambda item: item[1].seconds)
+        if self.topology.shares_memory:
+            return "all devices share one memory: every algorithm becomes the same fused pass"
+        if self.topology.num_devices == 1:
+            return "one device has nothing to wait for: every algorithm takes no time"
+        if not ranked:
+            return "there is nothing to compare it with"
+        best, parts = ranked[0]
+        least = min(self.parts.seconds, parts.seconds)
+        faster = [name for name, one in self.others.items() if name in ENGINES and one.seconds < least]
+        aside = f" ({', '.join(faster)} aside, which sums in its own way)" if faster else ""
+        if self.parts.seconds <= parts.seconds:
+            times = parts.seconds / self.parts.seconds
+            return f"the fastest here{aside}: the next, {best}, takes {times:.2f} times as long"
+        slower = self.parts.seconds / parts.seconds
+        gaps = {
+            "more rounds and messages": self.parts.latency_seconds - parts.latency_seconds,
+            "more bytes on its busiest link": self.parts.bandwidth_seconds - parts.bandwidth_seconds,
+            "more additions on one device": self.parts.reduction_seconds - parts.reduction_seconds,
+        }
+        why = max(gaps, key=lambda gap: gaps[gap])
+        return f"{best} is the fastest here{aside}: this takes {slower:.2f} times as long, mostly for {why}"
+
+    def steps(self) -> list[str]:
+        """The plan as lines; none where it is not spelled out."""
+        return [] if self.plan is None else render_plan(self.plan, ITEM_BYTES).splitlines()
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for other programs."""
+        simulation = self.simulation
+        return {
+            "algorithm": self.algorithm,
+            "class": self.title,
+            "topology": self.topology.name,
+            "devices": self.topology.num_devices,
+            "nodes": self.topology.num_nodes,
+            "bytes": self.num_bytes,
+            "precision": self.precision,
+            **_seconds(self.parts),
+            "fallback": self.fallback,
+            "reason": self.reason,
+            "others": {name: _seconds(parts) for name, parts in self.others.items()},
+            "link_bytes": {} if simulation is None else dict(simulation.link_bytes),
+            "peak_bytes": {}
+            if simulation is None
+            else {str(device): size for device, size in simulation.peak_bytes.items()},
+            "steps": self.steps(),
+        }
+
+
+def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str) -> Explanation:
+    """Everything about one algorithm's all-reduce on all devices of a topology."""
+    algorithm = ALGORITHMS.load(name)()
+    plan = simulation = None
+    if topology.num_devices <= MOST_SPELLED_OUT_DEVICES:
+        plan = planned_all_reduce(algorithm, topology, num_bytes)
+        simulation = simulate(plan, topology, ITEM_BYTES, unsummed=precision != "fast")
+    everyone = predicted_parts(topology, num_bytes, precision=precision)
+    if topology.engine is not None:
+        for engine in sorted(ENGINES - {name}):
+            everyone[engine] = predicted(ALGORITHMS.load(engine)(), topology, num_bytes, precision=precision)
+    parts = everyone.pop(name, None) or predicted(algorithm, topology, num_bytes, precision=precision)
+    return Explanation(
+        algorithm=name,
+        title=type(algorithm).__name__,
+        topology=topology,
+        num_bytes=num_bytes,
+        precision=precision,
+        parts=parts,
+        others=dict(sorted(everyone.items(), key=lambda item: item[1].seconds)),
+        fallback=None if plan is None else algorithm.fallback_reason([b.device for b in plan.inputs]),
+        plan=plan,
+        simulation=simulation,
+    )
+
+
+def _seconds(parts: Parts) -> dict[str, float]:
+    return {
+        "seconds": parts.seconds,
+        "latency_seconds": parts.latency_seconds,
+        "bandwidth_seconds": parts.bandwidth_seconds,
+        "reduction_seconds": parts.reduction_seconds,
+    }

@@ -1,0 +1,137 @@
+"""A plan as one self-contained HTML page that plays it: links light up, devices fill with contributions."""
+
+from __future__ import annotations
+
+import html
+import importlib.resources
+import itertools
+import json
+from typing import Any
+
+from crossdevice.choosing.prediction import ITEM_BYTES
+from crossdevice.cli.explain.explanation import Explanation
+from crossdevice.costs.simulation import SAME_SECONDS, Span, places_of
+from crossdevice.costs.topology import DirectLinks, Switched, Topology
+from crossdevice.errors import OptionError
+from crossdevice.plans.plan import Plan
+from crossdevice.plans.rendering import devices_text, size_text
+from crossdevice.plans.steps import Add, Copy, EngineAllReduce, Finish, Step, sources_of, targets_of
+
+MOST_DRAWN_DEVICES = 16
+"""More do not fit around one circle with a grid of contributions each."""
+
+
+def plan_page(explanation: Explanation) -> str:
+    """The page, with all its data, styles and code inside: it needs no network."""
+    plan, simulation = explanation.plan, explanation.simulation
+    count = explanation.topology.num_devices
+    if plan is None or simulation is None or count > MOST_DRAWN_DEVICES:
+        raise OptionError(f"a page draws up to {MOST_DRAWN_DEVICES} devices; got {count}")
+    title = f"{explanation.title} on {devices_text(count)} of {explanation.topology.name}"
+    data = {
+        "title": title,
+        "devices": [str(device) for device in places_of(plan)],
+        "num_replicas": len(plan.inputs),
+        "wires": _wires(explanation.topology),
+        "switch": isinstance(explanation.topology.fabric, Switched),
+        "frames": _frames(plan, simulation.spans),
+    }
+    summary = (
+        f"All-reduce of {size_text(explanation.num_bytes)}, precision {explanation.precision}: "
+        f"predicted {explanation.parts.seconds * 1e6:.4g} us. Why: {explanation.reason}."
+    )
+    template = (importlib.resources.files(__package__) / "plan_page.html").read_text(encoding="utf-8")
+    # "</" would end the script that holds the data.
+    embedded = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    return (
+        template.replace("{{title}}", html.escape(title))
+        .replace("{{summary}}", html.escape(summary))
+        .replace('"{{data}}"', embedded)
+    )
+
+
+def _wires(topology: Topology) -> list[list[int]]:
+    """Pairs of devices with wires of their own: [one, other, how many]."""
+    fabric = topology.fabric
+    if not isinstance(fabric, DirectLinks):
+        return []
+    pairs = itertools.combinations(range(min(topology.num_devices, topology.devices_per_node)), 2)
+    return [[one, other, fabric.counts[one][other]] for one, other in pairs if fabric.counts[one][other]]
+
+
+def _frames(plan: Plan, spans: tuple[Span, ...]) -> list[dict[str, Any]]:
+    """What is seen one after the other: all steps that begin together, and what devices hold after them."""
+    places = places_of(plan)
+    edges = sorted(
+        {edge for step in plan.steps for buffer in targets_of(step) for edge in (buffer.start, buffer.stop)}
+        | {0, plan.num_elements}
+    )
+    ranges = list(itertools.pairwise(edges))
+    held = [[[0, False] for _ in ranges] for _ in places]
+    for buffer in plan.inputs:
+        for cell in held[places[buffer.device]]:
+            cell[0] |= buffer.replicas
+    frames = [
+        {
+            "seconds": 0.0,
+            "text": "Every device holds its own contribution.",
+            "sends": [],
+            "adds": [],
+            "held": _written(held),
+        }
+    ]
+    begun = 0.0
+    together: list[Step] = []
+    for span in sorted(spans, key=lambda each: (each.start_seconds, each.step)):
+        if together and span.start_seconds > begun + SAME_SECONDS:
+            frames += _shown(together, begun, places, ranges, held)
+            together = []
+        begun = span.start_seconds
+        together.append(plan.steps[span.step])
+    frames += _shown(together, begun, places, ranges, held)
+    return frames
+
+
+def _shown(
+    together: list[Step], seconds: float, places: Any, ranges: list[tuple[int, int]], held: list[Any]
+) -> list[dict[str, Any]]:
+    """One frame for these steps; none if they move and change nothing that is drawn."""
+    sends: list[list[Any]] = []
+    adds: list[int] = []
+    finished: set[int] = set()
+    for step in together:
+        for buffer in targets_of(step):
+            for number, (start, stop) in enumerate(ranges):
+                if buffer.start <= start and stop <= buffer.stop:
+                    cell = held[places[buffer.device]][number]
+                    cell[0] |= buffer.replicas
+                    cell[1] |= buffer.is_finished
+        device = places[targets_of(step)[0].device]
+        if isinstance(step, Copy) and step.source.device != step.target.device:
+            size = size_text(step.source.length * ITEM_BYTES)
+            sends.append([places[step.source.device], device, size])
+        elif isinstance(step, Add):
+            adds.append(device)
+        elif isinstance(step, EngineAllReduce):
+            adds += [places[buffer.device] for buffer in sources_of(step)]
+        elif isinstance(step, Finish):
+            finished.add(device)
+    said = []
+    if sends:
+        listed = ", ".join(f"{source} to {target} ({size})" for source, target, size in sends[:8])
+        more = f" and {len(sends) - 8} more" if len(sends) > 8 else ""
+        said.append(f"{len(sends)} copies: {listed}{more}.")
+    if adds:
+        said.append(f"Adding on {', '.join(map(str, sorted(set(adds))))}.")
+    if finished:
+        said.append(f"Results finished on {', '.join(map(str, sorted(finished)))}.")
+    if not said:
+        return []
+    return [
+        {"seconds": seconds, "text": " ".join(said), "sends": sends, "adds": adds, "held": _written(held)}
+    ]
+
+
+def _written(held: list[Any]) -> list[Any]:
+    """For each device and range the replicas that count, as bits in hexadecimal; results end in !."""
+    return [[f"{replicas:x}{'!' if finished else ''}" for replicas, finished in cells] for cells in held]

@@ -1,0 +1,1 @@
+"""What would it cost? Machines as links, and plans timed on them."""

@@ -1,0 +1,90 @@
+"""Timing without a plan: what every device sends in each round, so that thousands of devices take a second.
+
+A ring of N devices has 2 N (N - 1) transfers but only one round, repeated. Rounds are timed by the bytes that
+meet on each link; a round ends when its slowest transfer does. A test compares this with the event queue.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from crossdevice.costs.timing import Parts, addition_parts, served_bytes, transfer_parts
+from crossdevice.costs.topology import Link, Route, Topology
+
+
+class Round(NamedTuple):
+    """Transfers (from, to) of `num_bytes` each at one time, after which receivers add `num_added` arrays.
+
+    `num_contributions` is how many arrays each of them is if partial sums travel unsummed.
+    Rounds that form a ring do not wait for each other everywhere: what one device sends next is
+    what it just got. They take as long as one shard's journey, or as the busiest link is busy.
+    """
+
+    transfers: Sequence[tuple[int, int]]
+    num_bytes: float
+    num_added: int = 0
+    repeats: int = 1
+    num_contributions: float = 1
+    is_ring: bool = False
+
+
+def rounds_parts(rounds: Sequence[Round], topology: Topology, *, unsummed: bool = False) -> Parts:
+    """The time of rounds one after the other, and where it goes; `unsummed` as in `Plan.traffic`."""
+    total = Parts()
+    routes: list[Route] = []
+    routed: Sequence[tuple[int, int]] = ()
+    for one in rounds:
+        num_bytes = one.num_bytes * (one.num_contributions if unsummed else 1)
+        if one.transfers and num_bytes and one.repeats:
+            if one.transfers is not routed:  # rounds that share their list share their routes
+                routed = one.transfers
+                routes = [topology.route(source, target) for source, target in routed]
+            total = total.plus(_round_parts(one._replace(num_bytes=num_bytes), routes, topology))
+    return total
+
+
+def _round_parts(one: Round, routes: Sequence[Route], topology: Topology) -> Parts:
+    loads: dict[Link, float] = collections.defaultdict(float)
+    for route in routes:
+        for link in route.links:
+            loads[link] += served_bytes(one.num_bytes, route)
+    adding = addition_parts(one.num_added, one.num_bytes, topology) if one.num_added else Parts()
+    if one.is_ring:
+        return _ring_parts(one, routes, loads, adding)
+    slowest = max(
+        (
+            transfer_parts(_busy_seconds(one.num_bytes, route, loads), one.num_bytes, route)
+            for route in routes
+        ),
+        key=lambda parts: parts.seconds,
+    )
+    return slowest.plus(adding).times(one.repeats)
+
+
+def _ring_parts(one: Round, routes: Sequence[Route], loads: dict[Link, float], adding: Parts) -> Parts:
+    hops = [
+        transfer_parts(_busy_seconds(one.num_bytes, route, loads), one.num_bytes, route).plus(adding)
+        for route in routes
+    ]
+    total = Parts()
+    for hop in hops:
+        total = total.plus(hop)
+    latency, bandwidth, reduction = total
+    share = one.repeats / len(hops)
+    journey = Parts(latency * share, bandwidth * share, reduction * share)
+    # Shards that queue for a link follow each other at the link's speed, not at that of its slowest route.
+    busiest = max(routes, key=lambda route: _link_seconds(route, loads))
+    queue = transfer_parts(one.repeats * _link_seconds(busiest, loads), one.num_bytes, busiest)
+    return max(journey, queue, key=lambda parts: parts.seconds)
+
+
+def _busy_seconds(num_bytes: float, route: Route, loads: dict[Link, float]) -> float:
+    """How long a transfer takes on links that it shares."""
+    alone = served_bytes(num_bytes, route) / route.bytes_per_second
+    return max(alone, _link_seconds(route, loads))
+
+
+def _link_seconds(route: Route, loads: dict[Link, float]) -> float:
+    return max(loads[link] / link.bytes_per_second for link in route.links)

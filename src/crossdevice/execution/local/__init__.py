@@ -1,0 +1,1 @@
+"""Reductions, gathers and copies inside one process."""

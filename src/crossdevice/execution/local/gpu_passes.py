@@ -1,0 +1,245 @@
+"""The part of a batch that shares one GPU's memory: its plans, lowered to fused passes on that GPU."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from crossdevice.backends.protocol import Array, Backend, Look
+from crossdevice.execution.local.passes import Passes, Task
+from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.tracing import Work, flight_recorder, now
+from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
+from crossdevice.kernels.cuda.families import MAX_ARRAYS, arranged, parts_in
+from crossdevice.kernels.cuda.task import KernelTask, Place
+from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.device import Device
+from crossdevice.values.dtypes import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from crossdevice.kernels.cuda.gpu_pass import GpuPass
+    from crossdevice.kernels.cuda.result_blocks import ResultBlocks, Wanted
+
+
+def why_stepped(spec: LeafSpec, recipe: Recipe, dtype: str) -> str | None:
+    """Why a leaf on one GPU is reduced step by step; None if a fused pass does it."""
+    if not spec.backend.shares_gpu_arrays:
+        return f"arrays of {spec.backend.name} do not reach the kernels of the GPU"
+    if max(len(spec.devices), len(spec.destinations)) > MAX_ARRAYS:
+        return f"the kernels of the GPU take {MAX_ARRAYS} replicas at most"
+    arrangement = arranged(recipe, spec.dtype, dtype)
+    if isinstance(arrangement, str):
+        return arrangement
+    return kernels_missing() or gpu_unfit(spec.devices[0].index)
+
+
+class _Prepared(NamedTuple):
+    """A pass, and the memory it needs for results that are given none."""
+
+    work: GpuPass
+    blocks: ResultBlocks
+    numbers: list[int]
+    """The leaves with results in the blocks."""
+
+
+class GpuPasses(Passes):
+    """Passes over leaves of one library on one GPU, prepared before there are arrays.
+
+    All work goes to the stream that is current for the library: after what was put there before, and
+    before what comes next. Only the first call waits for the GPU. With `shares_results`, and always
+    where arrays are immutable, all destinations of a leaf get one memory.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[int, LeafSpec],
+        dtypes: Mapping[int, str],
+        device: Device,
+        *,
+        shares_results: bool,
+    ) -> None:
+        # Only now: importing PyTorch and Triton takes seconds.
+        from crossdevice.kernels.cuda import gpu_pass, result_blocks, tensors
+
+        super().__init__(specs)
+        self._kernels, self._memory, self._tensors = gpu_pass, result_blocks, tensors
+        self._dtypes = dtypes
+        self._backend: Backend = next(iter(specs.values())).backend
+        self._is_torch = self._backend.name == "torch"
+        self._shares = shares_results or self._backend.is_immutable
+        self._device = device
+        self._place = tensors.device_named(device.type, device.index)
+        self._no_targets = [None] * len(specs)
+        self._prepared: dict[tuple[bool, ...], _Prepared] = {}
+        self._plain_look: Look | None = None
+        self._known: weakref.WeakKeyDictionary[Look, tuple[bool, ...]] = weakref.WeakKeyDictionary()
+        self._reducing = Work("reduce", "fused passes", (device,))
+
+    def run(
+        self,
+        columns: Sequence[Sequence[Array]],
+        outs: Sequence[Sequence[Array] | None],
+        look: Look | None = None,
+    ) -> dict[int, tuple[Array, ...]]:
+        """The results of each leaf, in new memory or in `outs`.
+
+        `look`, if given, is how all arrays look, those of `outs` included.
+        """
+        started = now()
+        handle = self._backend.gpu_stream(self._device)
+        if handle is None and self._tensors.is_current(self._place):
+            results = self._run(columns, outs, look)
+        else:
+            with self._tensors.working_on(self._place, handle):
+                results = self._run(columns, outs, look)
+        flight_recorder.events.append((self._reducing, started, now(), 1))
+        return results
+
+    def _run(
+        self,
+        columns: Sequence[Sequence[Array]],
+        outs: Sequence[Sequence[Array] | None],
+        look: Look | None,
+    ) -> dict[int, tuple[Array, ...]]:
+        inputs, targets = self._as_tensors(columns, outs, look)
+        work, blocks, numbers = self._prepared_for(targets)
+        given = [tensor for tensors in targets if tensors is not None for tensor in tensors]
+        memory = blocks.blocks()
+        work.run(self._tensors.addresses_of([*inputs, *given, *memory]), self._tensors.stream_of(self._place))
+        if self._backend.is_immutable:
+            self._tensors.hold_until_done(inputs)
+        # The GPU is at work by now: results are cut from their blocks meanwhile.
+        made = dict(zip(numbers, blocks.cut(memory), strict=True))
+        if self._is_torch and not self._shares and targets is self._no_targets:
+            return made
+        results = {number: self._adopted(number, parts, outs[number]) for number, parts in made.items()}
+        written = {
+            number: tuple(outs[number] or ())
+            for number, tensors in zip(self._specs, targets, strict=True)
+            if tensors is not None
+        }
+        self._backend.mark_written(list(itertools.chain.from_iterable(written.values())))
+        return results | written
+
+    def _as_tensors(
+        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None], look: Look | None
+    ) -> tuple[Sequence[Any], Sequence[Sequence[Any] | None]]:
+        """The tensors that kernels read, and for each leaf those they write to, if there are such."""
+        arrays = list(itertools.chain.from_iterable(map(columns.__getitem__, self._specs)))
+        known = None if look is None else self._known.get(look)
+        if known is not None:
+            return arrays, self._targets_in(outs, known)
+        inputs = self._inputs(arrays, look)
+        pattern: tuple[bool, ...] = ()
+        targets: Sequence[Sequence[Any] | None] = self._no_targets
+        if outs.count(None) < len(outs):
+            targets = [self._writable(number, outs[number]) for number in self._specs]
+            pattern = _pattern_of(targets)
+        if look is not None and look.knows_layout and self._is_torch and inputs is arrays:
+            self._known[look] = pattern
+        return inputs, targets
+
+    def _targets_in(
+        self, outs: Sequence[Sequence[Array] | None], are_written: tuple[bool, ...]
+    ) -> Sequence[Sequence[Any] | None]:
+        if not are_written:
+            return self._no_targets
+        return [
+            outs[number] if is_written else None
+            for number, is_written in zip(self._specs, are_written, strict=True)
+        ]
+
+    def _inputs(self, arrays: Sequence[Array], look: Look | None) -> Sequence[Any]:
+        """Arrays as tensors that kernels can read: themselves where they are such."""
+        known = self._plain_look
+        if look is None and known is not None and known.fits(arrays):
+            return arrays
+        tensors = self._tensors.tensors_of(arrays)
+        if not self._is_torch or not all(map(operator.is_, tensors, arrays)):
+            return tensors
+        if look is None:
+            seen = self._backend.look_of(arrays)
+            self._plain_look = seen if seen.knows_layout else None
+        return arrays
+
+    def _writable(self, number: int, out: Sequence[Array] | None) -> Sequence[Any] | None:
+        """The tensors of `out` if kernels may and can write to all of them."""
+        if out is None or number in self._read_twice:
+            return None
+        return self._tensors.writable_tensors(out)
+
+    def _prepared_for(self, targets: Sequence[Sequence[Any] | None]) -> _Prepared:
+        pattern = () if targets is self._no_targets else _pattern_of(targets)
+        known = self._prepared.get(pattern)
+        if known is None:
+            known = self._prepared[pattern] = self._prepare(pattern or (False,) * len(targets))
+        return known
+
+    def _prepare(self, are_given: Sequence[bool]) -> _Prepared:
+        """The pass for leaves of which some are given tensors to write to.
+
+        Addresses come in this order: of the inputs, of the tensors given, of the blocks.
+        """
+        sources: dict[int, list[Place]] = {}
+        targets: dict[int, list[Place]] = {}
+        position = 0
+        for number, spec in self._specs.items():
+            sources[number] = [Place(position + replica) for replica in range(len(spec.devices))]
+            position += len(spec.devices)
+        for (number, spec), is_given in zip(self._specs.items(), are_given, strict=True):
+            if is_given:
+                targets[number] = [Place(position + replica) for replica in range(len(spec.destinations))]
+                position += len(spec.destinations)
+        numbers = [number for number in self._specs if number not in targets]
+        blocks = self._memory.ResultBlocks([self._wanted(number) for number in numbers], self._place)
+        for order, number in enumerate(numbers):
+            targets[number] = [Place(position + block, offset) for block, offset in blocks.places_of(order)]
+        tasks = [
+            made
+            for recipe, ranges in self._passes.items()
+            for task in ranges
+            for made in self._for_kernels(task, recipe, sources[task.leaf], targets[task.leaf])
+        ]
+        return _Prepared(self._kernels.GpuPass(tasks, self._place), blocks, numbers)
+
+    def _wanted(self, number: int) -> Wanted:
+        spec = self._specs[number]
+        count = 1 if self._shares else len(spec.destinations)
+        return self._memory.wanted(spec.shape, self._dtypes[number], count)
+
+    def _for_kernels(
+        self, task: Task, recipe: Recipe, sources: Sequence[Place], targets: Sequence[Place]
+    ) -> Iterator[KernelTask]:
+        """A task as kernels take it; nothing if it only writes to results that share another's memory."""
+        spec, dtype = self._specs[task.leaf], self._dtypes[task.leaf]
+        arrangement = arranged(recipe, spec.dtype, dtype)
+        assert not isinstance(arrangement, str), arrangement  # asked before, by why_stepped
+        written = [targets[position] for position in task.outputs if position < len(targets)]
+        if not written:
+            return
+        read = [sources[position] for position in arrangement.positions or range(len(sources))]
+        yield KernelTask(
+            arrangement.arithmetic,
+            tuple(place.moved(task.start * ITEM_BYTES[spec.dtype]) for place in read),
+            tuple(place.moved(task.start * ITEM_BYTES[dtype]) for place in written),
+            (task.stop - task.start) * parts_in(spec.dtype),
+        )
+
+    def _adopted(self, number: int, made: Sequence[Any], out: Sequence[Array] | None) -> tuple[Array, ...]:
+        backend, destinations = self._backend, self._specs[number].destinations
+        arrays = tuple(made) if self._is_torch else tuple([backend.from_dlpack(tensor) for tensor in made])
+        if self._shares:
+            arrays = tuple([backend.read_only(arrays[0], device) for device in destinations])
+        if out is None:
+            return arrays
+        for target, array in zip(out, arrays, strict=True):
+            backend.write(target, array)
+        return tuple(out)
+
+
+def _pattern_of(targets: Sequence[Sequence[Any] | None]) -> tuple[bool, ...]:
+    """Which leaves have tensors that kernels write to."""
+    return tuple([tensors is not None for tensors in targets])

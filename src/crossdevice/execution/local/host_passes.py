@@ -1,0 +1,138 @@
+"""The part of a batch that shares the host's memory: its plans, lowered to fused passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.backends.protocol import Array, dtype_named
+from crossdevice.execution.local.passes import Passes, Task
+from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.tracing import Work, flight_recorder, now
+from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass
+from crossdevice.kernels.host.resources.pool import SMALLEST_POOLED_BYTES, result_pool
+from crossdevice.kernels.recipe import Recipe
+
+
+class FusedPasses(Passes):
+    """Passes over leaves in host memory, prepared before there are arrays.
+
+    With `shares_results`, and always where arrays are immutable, all destinations of a leaf get one
+    memory; NumPy marks it read-only.
+    """
+
+    def __init__(
+        self, specs: Mapping[int, LeafSpec], dtypes: Mapping[int, str], *, shares_results: bool
+    ) -> None:
+        super().__init__(specs)
+        self._dtypes = {number: dtype_named(name) for number, name in dtypes.items()}
+        self._shares = {number: shares_results or spec.backend.is_immutable for number, spec in specs.items()}
+        devices = tuple(dict.fromkeys(device for spec in specs.values() for device in spec.devices))
+        self._packing = Work("pack", "views of inputs, memory for results", devices)
+        self._reducing = Work("reduce", "fused passes", devices)
+        self._unpacking = Work("unpack", "results as arrays", devices)
+
+    def run(
+        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
+    ) -> dict[int, tuple[Array, ...]]:
+        """The results of each leaf, in new memory or in `outs`.
+
+        These have passed the checks of this call: views of them are no copies, and can be written to.
+        """
+        if len(outs) == 1 and len(self._passes) == 1:
+            ((recipe, tasks),) = self._passes.items()
+            if len(tasks) == 1:
+                return {0: self._run_alone(recipe, tasks[0].stop, columns[0], outs[0])}
+        started = now()
+        inputs = {
+            number: list(map(spec.backend.host_view, columns[number])) for number, spec in self._specs.items()
+        }
+        outputs = self._outputs(columns, outs, inputs)
+        packed = now()
+        for recipe, tasks in self._passes.items():
+            fused_batch([made for task in tasks for made in _arrays_of(task, inputs, outputs)], recipe)
+        reduced = now()
+        adopted = {number: self._adopted(number, flats, outs[number]) for number, flats in outputs.items()}
+        if self._specs:
+            record = flight_recorder.events.append
+            record((self._packing, started, packed, 1))
+            record((self._reducing, packed, reduced, 1))
+            record((self._unpacking, reduced, now(), 1))
+        return adopted
+
+    def _run_alone(
+        self, recipe: Recipe, size: int, arrays: Sequence[Array], out: Sequence[Array] | None
+    ) -> tuple[Array, ...]:
+        """The short way for a single leaf in a single pass, where small calls spend their time."""
+        spec, dtype = self._specs[0], self._dtypes[0]
+        views = list(map(spec.backend.host_view, arrays))
+        if out is None:
+            num_results = 1 if self._shares[0] else len(spec.destinations)
+            adopts = spec.backend.is_immutable
+            if adopts or size * dtype.itemsize * num_results >= SMALLEST_POOLED_BYTES:
+                flats = result_pool.empty_batch([(size, dtype)] * num_results, on_lines=adopts)
+            else:
+                flats = [np.empty(size, dtype) for _ in range(num_results)]
+        else:
+            flats = views if out is arrays else list(map(spec.backend.host_view, out))
+        fused_pass(views, flats, recipe)
+        return self._adopted(0, flats, out)
+
+    def _outputs(
+        self,
+        columns: Sequence[Sequence[Array]],
+        outs: Sequence[Sequence[Array] | None],
+        inputs: Mapping[int, list[NDArray[Any]]],
+    ) -> dict[int, list[NDArray[Any]]]:
+        outputs: dict[int, list[NDArray[Any]]] = {}
+        wanted: list[tuple[int, tuple[int, np.dtype[Any]]]] = []
+        for number, spec in self._specs.items():
+            out = outs[number]
+            if out is None or number in self._read_twice:
+                num_results = 1 if self._shares[number] else len(spec.destinations)
+                wanted += [(number, (spec.num_elements, self._dtypes[number]))] * num_results
+            else:
+                outputs[number] = (
+                    inputs[number] if out is columns[number] else list(map(spec.backend.host_view, out))
+                )
+        adopts = any(self._specs[number].backend.is_immutable for number, _ in wanted)
+        made = result_pool.empty_batch([size for _, size in wanted], on_lines=adopts)
+        for (number, _), flat in zip(wanted, made, strict=True):
+            outputs.setdefault(number, []).append(flat)
+        return outputs
+
+    def _adopted(
+        self, number: int, flats: Sequence[NDArray[Any]], out: Sequence[Array] | None
+    ) -> tuple[Array, ...]:
+        spec = self._specs[number]
+        backend = spec.backend
+        if out is not None:
+            if number in self._read_twice:
+                for target, flat in zip(out, flats, strict=True):
+                    backend.host_view(target)[:] = flat
+            backend.mark_written(out)
+            return tuple(out)
+        if self._shares[number]:
+            flats = [flats[0]] * len(spec.destinations)
+        results = tuple(map(backend.from_host, flats, repeat(spec.shape), spec.destinations))
+        if self._shares[number] and not backend.is_immutable:
+            return tuple(map(backend.read_only, results, spec.destinations))
+        return results
+
+
+def _arrays_of(
+    task: Task, inputs: Mapping[int, list[NDArray[Any]]], outputs: Mapping[int, list[NDArray[Any]]]
+) -> Iterator[tuple[list[NDArray[Any]], list[NDArray[Any]]]]:
+    """A task's ranges of inputs and outputs; nothing if it only writes to results that share another's."""
+    leaf, start, stop, positions = task
+    flats = outputs[leaf]
+    if stop - start == flats[0].size and len(positions) >= len(flats):
+        yield inputs[leaf], flats
+        return
+    written = [flats[position][start:stop] for position in positions if position < len(flats)]
+    if written:
+        yield [array[start:stop] for array in inputs[leaf]], written

@@ -1,0 +1,68 @@
+"""Lowering a plan to a fused pass: what each range of the results is made of, and in which order."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from typing_extensions import assert_never
+
+from crossdevice.kernels.recipe import Order
+from crossdevice.plans.plan import Plan
+from crossdevice.plans.steps import Add, Copy, EngineAllReduce, Finish, Join, Split, sources_of, targets_of
+
+
+class Piece(NamedTuple):
+    """Elements `start` to `stop` of the pack, combined in one order, go to these outputs."""
+
+    start: int
+    stop: int
+    order: Order
+    outputs: tuple[int, ...]
+
+
+def lower(plan: Plan) -> list[Piece]:
+    """The pieces of a plan: run in native arithmetic they give the bits of its steps."""
+    held: dict[int, list[tuple[int, int, Order]]] = {
+        buffer.number: [(0, plan.num_elements, replica)] for replica, buffer in enumerate(plan.inputs)
+    }
+    for step in plan.steps:
+        sources = [held[buffer.number] for buffer in sources_of(step)]
+        match step:
+            case Copy() | Finish():
+                results = [sources[0]]
+            case Split():
+                results = [_cut(sources[0], part.start, part.stop) for part in step.targets]
+            case Join():
+                results = [[piece for source in sources for piece in source]]
+            case Add():
+                results = [_added(sources)]
+            case EngineAllReduce():
+                results = [_added(sources)] * len(step.targets)
+            case _:
+                assert_never(step)
+        held.update(zip((buffer.number for buffer in targets_of(step)), results, strict=True))
+    outputs: dict[tuple[int, int, Order], list[int]] = {}
+    for position, buffer in enumerate(plan.outputs):
+        for piece in held[buffer.number]:
+            outputs.setdefault(piece, []).append(position)
+    return [Piece(*piece, tuple(positions)) for piece, positions in outputs.items() if piece[0] < piece[1]]
+
+
+def _cut(pieces: list[tuple[int, int, Order]], start: int, stop: int) -> list[tuple[int, int, Order]]:
+    return [
+        (max(low, start), min(high, stop), order)
+        for low, high, order in pieces
+        if max(low, start) < min(high, stop)
+    ]
+
+
+def _added(sources: list[list[tuple[int, int, Order]]]) -> list[tuple[int, int, Order]]:
+    edges = sorted({edge for source in sources for low, high, _ in source for edge in (low, high)})
+    added: list[tuple[int, int, Order]] = []
+    for low, high in itertools.pairwise(edges):
+        orders = [order for source in sources for _, _, order in _cut(source, low, high)]
+        # (a + b) + c is a + b + c: a chain that is continued stays one chain.
+        head = orders[0] if isinstance(orders[0], tuple) else (orders[0],)
+        added.append((low, high, (*head, *orders[1:])))
+    return added

@@ -1,0 +1,55 @@
+"""What passes over one memory have in common: plans lowered to ranges of leaves, each in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from crossdevice.execution.local.lowering import lower
+from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.kernels.recipe import Recipe
+from crossdevice.plans.packing import Pack
+from crossdevice.plans.plan import Plan
+
+
+class Task(NamedTuple):
+    """Elements `start` to `stop` of a leaf, in one fused pass to these of its outputs."""
+
+    leaf: int
+    start: int
+    stop: int
+    outputs: tuple[int, ...]
+
+
+class Passes:
+    """The tasks of leaves in one memory, by what is computed."""
+
+    def __init__(self, specs: Mapping[int, LeafSpec]) -> None:
+        self._specs = specs
+        self._passes: dict[Recipe, list[Task]] = {}
+        self._read_twice: set[int] = set()
+
+    def add_leaf(self, number: int, recipe: Recipe) -> None:
+        """A whole leaf in one pass, its replicas in order."""
+        spec = self._specs[number]
+        self._add(Task(number, 0, spec.num_elements, tuple(range(len(spec.destinations)))), recipe)
+
+    def add_pack(self, pack: Pack, plan: Plan, recipe: Recipe) -> None:
+        """A pack in the order of its plan: the plan's pieces, mapped to ranges of the leaves in the pack."""
+        offset = 0
+        pieces = lower(plan)
+        if sum(piece.stop - piece.start for piece in pieces) > plan.num_elements:
+            # Some destinations get another order than others: no pass may overwrite what the next one reads.
+            self._read_twice.update(segment.item for segment in pack)
+        for segment in pack:
+            length = segment.stop - segment.start
+            shift = segment.start - offset
+            for piece in pieces:
+                start, stop = max(piece.start, offset), min(piece.stop, offset + length)
+                if start < stop:
+                    task = Task(segment.item, start + shift, stop + shift, piece.outputs)
+                    self._add(task, recipe._replace(order=piece.order))
+            offset += length
+
+    def _add(self, task: Task, recipe: Recipe) -> None:
+        self._passes.setdefault(recipe, []).append(task)

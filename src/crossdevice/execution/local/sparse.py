@@ -1,0 +1,162 @@
+"""Reducing IndexedSlices: rows are brought together in replica order, never added up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from crossdevice.backends.protocol import Array, Backend
+from crossdevice.errors import (
+    ConversionError,
+    DtypeMismatchError,
+    LibraryMismatchError,
+    MismatchError,
+    ReduceOpError,
+    ShapeMismatchError,
+)
+from crossdevice.execution.local.combining import combine
+from crossdevice.execution.reading.leaf_spec import bytes_of
+from crossdevice.execution.reading.values import Leaf, check_agreement, one_backend
+from crossdevice.execution.tracing import Work, recorded, transfer
+from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.device import Device
+from crossdevice.values.dtypes import check_reducible, result_dtype
+from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.options import Precision
+from crossdevice.values.reduce_op import ReduceOp
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseReduction:
+    """A checked leaf of IndexedSlices, ready to be reduced on one device."""
+
+    slices: tuple[IndexedSlices, ...]
+    devices: tuple[Device, ...]
+    backend: Backend
+    op: ReduceOp
+    precision: Precision
+    dense_shape: tuple[int, ...] | None
+    num_replicas: int
+
+    def run(self, at: Device, destinations: Sequence[Device]) -> list[Any]:
+        """All rows on device `at`, divided for a mean, then copied to each destination."""
+        num_bytes = sum([self._bytes_of(part.values, part.indices) for part in self.slices])
+        devices = (*self.devices, at, *destinations)
+        with recorded(Work("reduce", f"IndexedSlices {self.op.name}", devices, num_bytes, "rows end to end")):
+            memory = self.backend.memory_of(at)
+            parts = [
+                (part.values, part.indices)
+                if self.backend.memory_of(source) == memory
+                else self._copied(part.values, part.indices, source, at)
+                for part, source in zip(self.slices, self.devices, strict=True)
+            ]
+            with recorded(Work("pack", "join rows", (at,))):
+                values, indices = self._joined(parts, at)
+            if self.op is ReduceOp.MEAN:
+                with recorded(Work("reduce", "divide rows", (at,))):
+                    values = self._divided(values, at)
+            copies = [self._copied(values, indices, at, device) for device in destinations]
+            with recorded(Work("unpack", "results as slices", tuple(destinations))):
+                return [self.slices[0].with_parts(*pair, self.dense_shape) for pair in copies]
+
+    def _copied(self, values: Array, indices: Array, source: Device, target: Device) -> tuple[Array, Array]:
+        with recorded(transfer(source, target, self._bytes_of(values, indices))):
+            return self.backend.copy(values, target), self.backend.copy(indices, target)
+
+    def _joined(self, parts: Sequence[tuple[Array, Array]], at: Device) -> tuple[Array, Array]:
+        backend = self.backend
+        indices = [part for _, part in parts]
+        if len({backend.dtype_of(part) for part in indices}) > 1:
+            indices = [backend.cast(part, "int64") for part in indices]
+        return backend.concat([part for part, _ in parts], 0, at), backend.concat(indices, 0, at)
+
+    def _divided(self, values: Array, at: Device) -> Array:
+        backend = self.backend
+        dtype = result_dtype(backend.dtype_of(values), self.op)
+        recipe = Recipe(ReduceOp.SUM, self.precision, self.num_replicas)
+        flat = combine(backend, [backend.flat(values)], recipe, dtype, at)
+        return backend.reshape(flat, backend.shape_of(values))
+
+    def _bytes_of(self, values: Array, indices: Array) -> int:
+        return bytes_of(self.backend, values) + bytes_of(self.backend, indices)
+
+
+def check_sparse(
+    leaf: Leaf, devices: tuple[Device, ...], op: ReduceOp, precision: Precision
+) -> SparseReduction:
+    """Refuses slices that do not fit together."""
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise ReduceOpError(
+            f"{op.name} is not defined for IndexedSlices{leaf.at_path}; only SUM and MEAN are"
+        )
+    slices: tuple[IndexedSlices, ...] = leaf.arrays
+    backend = _check_parts(slices, devices, leaf.path)
+    check_reducible(backend.dtype_of(slices[0].values), op, f"replica 0 ({devices[0]}){leaf.at_path}")
+    shapes = [(backend.shape_of(part.values)) for part in slices]
+    check_agreement(
+        [shape[1:] for shape in shapes], devices, "rows of shape", ShapeMismatchError, str, leaf.path
+    )
+    shapes_given = [part.dense_shape for part in slices if part.dense_shape is not None]
+    usual = max(shapes_given, key=shapes_given.count, default=None)
+    check_agreement(
+        [part.dense_shape for part in slices], devices, "dense_shape", ShapeMismatchError, str, leaf.path
+    )
+    return SparseReduction(slices, devices, backend, op, precision, usual, len(slices))
+
+
+def densified(leaf: Leaf, devices: Sequence[Device]) -> Leaf:
+    """A leaf that some replicas hold sparse and some dense, made dense everywhere."""
+    dense = next((array for array in leaf.arrays if not isinstance(array, IndexedSlices)), None)
+    arrays: list[Array] = []
+    for replica, array in enumerate(leaf.arrays):
+        if isinstance(array, IndexedSlices):
+            where = f"replica {replica} ({devices[replica]}){leaf.at_path}"
+            shape = array.dense_shape or (None if dense is None else tuple(dense.shape))
+            arrays.append(to_dense(IndexedSlices(array.values, array.indices, shape), where))
+        else:
+            arrays.append(array)
+    return Leaf(tuple(arrays), leaf.path)
+
+
+def to_dense(slices: IndexedSlices, where: str = "IndexedSlices") -> Array:
+    """The whole array: rows at their indices, repeated ones added, zeros elsewhere."""
+    if slices.dense_shape is None:
+        raise ConversionError(f"{where} has no dense_shape, so it cannot be made dense")
+    backend = _check_parts((slices,), (_device_or_host(slices),), where)
+    rows = backend.shape_of(slices.values)[1:]
+    if slices.dense_shape[1:] != rows:
+        raise ShapeMismatchError(
+            f"{where} has rows of shape {rows}; its dense_shape {slices.dense_shape} has others"
+        )
+    numbers = backend.to_host(slices.indices)
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= slices.dense_shape[0]):
+        raise MismatchError(f"{where} has an index outside of its {slices.dense_shape[0]} rows")
+    return backend.scatter_rows(slices.values, slices.indices, slices.dense_shape)
+
+
+def _device_or_host(slices: IndexedSlices) -> Device:
+    return Device.parse(slices.device)
+
+
+def _check_parts(slices: Sequence[IndexedSlices], devices: Sequence[Device], path: str) -> Backend:
+    values = [part.values for part in slices]
+    backend = one_backend(values, devices, path)
+    of_indices = one_backend([part.indices for part in slices], devices, path)
+    if of_indices is not backend:
+        raise LibraryMismatchError(
+            f"replica 0 ({devices[0]}) has values of {backend.name} and indices of {of_indices.name}"
+            f"{' at ' + path if path else ''}"
+        )
+    check_agreement([backend.dtype_of(a) for a in values], devices, "dtype", DtypeMismatchError, str, path)
+    for replica, part in enumerate(slices):
+        where = f"replica {replica} ({devices[replica]}){' at ' + path if path else ''}"
+        index_dtype = backend.dtype_of(part.indices)
+        if index_dtype not in ("int32", "int64"):
+            raise ConversionError(f"{where} has indices of dtype {index_dtype}; expected int32 or int64")
+        rows, numbers = backend.shape_of(part.values)[:1], backend.shape_of(part.indices)
+        if rows != numbers:
+            raise ShapeMismatchError(
+                f"{where} has values with leading shape {rows} and indices of shape {numbers}"
+            )
+    return backend

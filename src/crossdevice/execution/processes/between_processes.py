@@ -1,0 +1,365 @@
+"""Reductions, gathers and broadcasts in which all ranks of a group take part, each with its own replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.backends.protocol import Array, Backend
+from crossdevice.errors import ConversionError, OptionError
+from crossdevice.execution.local.batch import Request, check_batch, checked_leaves
+from crossdevice.execution.local.copying import component_of
+from crossdevice.execution.local.gathering import Gathering, check_gather
+from crossdevice.execution.local.sparse import SparseReduction
+from crossdevice.execution.processes.agreement import Description, LeafDescription, agreed_call
+from crossdevice.execution.processes.device_reduction import DeviceReduction, Prepare, is_reduced_on_device
+from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank
+from crossdevice.execution.processes.reduction import ProcessReduction
+from crossdevice.execution.processes.travelling import Delivery
+from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.reading.outputs import wrapped
+from crossdevice.execution.reading.values import Leaf, one_backend, read_value
+from crossdevice.execution.remarks import Remarks
+from crossdevice.execution.signature_cache import SignatureCache
+from crossdevice.process_groups.group import Call, ProcessGroup
+from crossdevice.values.device import Device
+from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.nesting import unflatten
+from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+
+
+class BetweenProcesses:
+    """The calls of one algorithm on one group; what was prepared for a signature is kept."""
+
+    def __init__(self, group: ProcessGroup, prepare: Prepare) -> None:
+        """`prepare` says how the devices of this process are reduced where that is done on them."""
+        self._group = group
+        self._prepare = prepare
+        self._remarks = Remarks()
+        self._descriptions: SignatureCache[Description] = SignatureCache()
+        self._reductions: SignatureCache[ProcessReduction | DeviceReduction] = SignatureCache()
+
+    def reduce(self, requests: Sequence[Request], op: ReduceOp, options: CommunicationOptions) -> list[Any]:
+        """The wrapped result of each request, over the replicas of all ranks."""
+        checked = check_batch(requests, op, options)
+        leaves = [leaf for of_request in checked for leaf in of_request]
+        self._say_if_not_nccl(leaves, options)
+        replicas = tuple(len(request.value.devices) for request in requests for _ in request.value.leaves)
+        description = self._description(requests, checked, op, options)
+        with agreed_call(self._group, description, replicas, _seconds(options)) as (call, of_ranks):
+            counts = list(zip(*of_ranks, strict=True))
+            deliveries = self._exchange_dense(call, leaves, op, options, counts)
+            gathered = _gather_rows(call, leaves, counts)
+        destinations = [request.destinations for request in requests for _ in request.value.leaves]
+        results: dict[int, Any] = {
+            number: leaf.run(destinations[number][0], destinations[number])
+            for number, leaf in gathered.items()
+        }
+        for numbers, delivery in deliveries:  # `out` is written to when nothing is left that could fail
+            results.update(zip(numbers, delivery(), strict=True))
+        answers = map(results.__getitem__, itertools.count())
+        return [
+            wrapped(
+                [next(answers) for _ in request.value.leaves], request.value.structure, request.destinations
+            )
+            for request in requests
+        ]
+
+    def explained(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
+        """What `reduce` would send for one request, if every process has as many replicas as this one."""
+        group, here = self._group, len(request.value.devices)
+        checked = checked_leaves(request, op, options)
+        specs = [leaf.spec for leaf in checked if isinstance(leaf, Dense)]
+        on_device = [is_reduced_on_device(spec, options, group) for spec in specs]
+        by_host = [spec for spec, is_there in zip(specs, on_device, strict=True) if not is_there]
+        counts = [(here,) * group.size] * len(by_host)
+        lines = [
+            f"{op.name} of {here} replicas in each of {group.size} processes on {group.engine_name}, "
+            f"precision {options.precision}; this is rank {group.rank}"
+        ]
+        if len(specs) < len(checked):
+            lines.append(f"{len(checked) - len(specs)} sparse: all rows go to every process")
+        if any(on_device):
+            lines.append(f"{sum(on_device)} values: the engine's own all-reduce, on the devices they are on")
+        if by_host:
+            lines += ProcessReduction(by_host, op, options, counts, group.rank).explained()
+        return "\n".join(lines)
+
+    def gather(
+        self,
+        placed: Sequence[tuple[Any, tuple[Device, ...]]],
+        axis: int,
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """The replicas of all ranks of each value, end to end along `axis`, on its destinations here."""
+        # All are checked before the first travels: a value refused later would leave other ranks waiting.
+        ready = [self._checked_gather(value, destinations, axis, options) for value, destinations in placed]
+        return [gather() for gather in ready]
+
+    def _checked_gather(
+        self, value: Any, destinations: tuple[Device, ...], axis: int, options: CommunicationOptions
+    ) -> Callable[[], Any]:
+        read = read_value(value)
+        gatherings = [check_gather(leaf, read.devices, axis) for leaf in read.leaves]
+        for gathering in gatherings:
+            for device in destinations:
+                gathering.backend.check_device(device)
+        pieces = [_joined(gathering) for gathering in gatherings]
+        described = tuple(
+            LeafDescription(
+                leaf.path,
+                "array",
+                gathering.backend.dtype_of(gathering.arrays[0]),
+                _without_axis(piece.shape, gathering.axis),
+            )
+            for leaf, gathering, piece in zip(read.leaves, gatherings, pieces, strict=True)
+        )
+        description = Description(f"gather along axis {axis}", _text(read.structure), described)
+        return lambda: wrapped(
+            self._gather(gatherings, pieces, destinations, description, options), read.structure, destinations
+        )
+
+    def _gather(
+        self,
+        gatherings: Sequence[Gathering],
+        pieces: Sequence[NDArray[Any]],
+        destinations: tuple[Device, ...],
+        description: Description,
+        options: CommunicationOptions,
+    ) -> list[list[Array]]:
+        # End to end they are one, so ranks may bring as many as they like.
+        ones = (1,) * len(gatherings)
+        with agreed_call(self._group, description, ones, _seconds(options)) as (call, _):
+            of_ranks = arrays_of_all_ranks(call, [piece.reshape(-1) for piece in pieces])
+            lengths = _lengths_along_axes(
+                call, of_ranks, pieces, [gathering.axis for gathering in gatherings]
+            )
+        return [
+            _placed(
+                np.concatenate(
+                    [
+                        arrays[number].reshape(_with_length(piece.shape, gathering.axis, found[number]))
+                        for arrays, found in zip(of_ranks, lengths, strict=True)
+                    ],
+                    axis=gathering.axis,
+                ),
+                gathering.backend,
+                destinations,
+            )
+            for number, (gathering, piece) in enumerate(zip(gatherings, pieces, strict=True))
+        ]
+
+    def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions) -> Any:
+        """One rank's value, on every rank; all bring one of the same structure, shapes and dtypes."""
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self._group.size:
+            raise OptionError(f"from_rank must be a rank from 0 to {self._group.size - 1}, got {rank!r}")
+        read = read_value(component_of(value))
+        backends = [_dense_backend(leaf, read.devices) for leaf in read.leaves]
+        arrays = [leaf.arrays[0] for leaf in read.leaves]
+        shapes = [backend.shape_of(array) for backend, array in zip(backends, arrays, strict=True)]
+        described = tuple(
+            LeafDescription(leaf.path, "array", backend.dtype_of(array), shape)
+            for leaf, backend, array, shape in zip(read.leaves, backends, arrays, shapes, strict=True)
+        )
+        description = Description(f"broadcast from rank {rank}", _text(read.structure), described)
+        flats = [backend.to_host(array) for backend, array in zip(backends, arrays, strict=True)]
+        with agreed_call(self._group, description, (1,) * len(flats), _seconds(options)) as (call, _):
+            received = arrays_of_rank(call, flats, rank)
+        if self._group.rank == rank:
+            return value
+        leaves = [
+            backend.from_host(flat, shape, read.devices[0])
+            for backend, flat, shape in zip(backends, received, shapes, strict=True)
+        ]
+        return leaves[0] if read.structure is None else unflatten(read.structure, leaves)
+
+    def _say_if_not_nccl(
+        self, leaves: Sequence[Dense | SparseReduction], options: CommunicationOptions
+    ) -> None:
+        """A warning, once, if NCCL was asked for and cannot be had."""
+        if options.implementation is not CommunicationImplementation.NCCL:
+            return
+        if not all(
+            isinstance(leaf, Dense) and is_reduced_on_device(leaf.spec, options, self._group)
+            for leaf in leaves
+        ):
+            self._remarks.make(
+                "NCCL reduces PyTorch's dense tensors on GPUs, under precision 'fast'; everything else goes "
+                f"through {self._group.engine_name}"
+            )
+
+    def _description(
+        self,
+        requests: Sequence[Request],
+        checked: Sequence[Sequence[Dense | SparseReduction]],
+        op: ReduceOp,
+        options: CommunicationOptions,
+    ) -> Description:
+        described = tuple(
+            _described(leaf.path, reduction, options, self._group)
+            for request, of_request in zip(requests, checked, strict=True)
+            for leaf, reduction in zip(request.value.leaves, of_request, strict=True)
+        )
+        packs = f", packs of {options.bytes_per_pack} bytes" if options.bytes_per_pack else ""
+        structures = "; ".join(_text(request.value.structure) for request in requests)
+        key = (op, options.precision, packs, structures, described)
+        known = self._descriptions.get(key)
+        if known is None:
+            known = Description(f"reduce {op.name} ({options.precision}{packs})", structures, described)
+            self._descriptions[key] = known
+        return known
+
+    def _exchange_dense(
+        self,
+        call: Call,
+        leaves: Sequence[Dense | SparseReduction],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        counts: Sequence[tuple[int, ...]],
+    ) -> list[tuple[Sequence[int], Delivery]]:
+        """What brings dense leaves, given by their numbers, to their destinations."""
+        deliveries: list[tuple[Sequence[int], Delivery]] = []
+        for on_device in (False, True):
+            dense = {
+                number: leaf
+                for number, leaf in enumerate(leaves)
+                if isinstance(leaf, Dense)
+                and is_reduced_on_device(leaf.spec, options, self._group) is on_device
+            }
+            if dense:
+                specs = tuple(leaf.spec for leaf in dense.values())
+                prepared = self._prepared(specs, op, options, tuple(counts[n] for n in dense), on_device)
+                delivery = prepared.run(
+                    call, [leaf.arrays for leaf in dense.values()], [leaf.out for leaf in dense.values()]
+                )
+                deliveries.append((tuple(dense), delivery))
+        return deliveries
+
+    def _prepared(
+        self,
+        specs: tuple[LeafSpec, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        counts: tuple[tuple[int, ...], ...],
+        on_device: bool,
+    ) -> ProcessReduction | DeviceReduction:
+        key = (specs, op, options, counts)
+        known = self._reductions.get(key)
+        if known is None:
+            if on_device:
+                known = DeviceReduction(specs, op, options, counts, self._prepare)
+            else:
+                known = ProcessReduction(specs, op, options, counts, self._group.rank)
+            self._reductions[key] = known
+        return known
+
+
+def _described(
+    path: str, leaf: Dense | SparseReduction, options: CommunicationOptions, group: ProcessGroup
+) -> LeafDescription:
+    if isinstance(leaf, Dense):
+        on_device = is_reduced_on_device(leaf.spec, options, group)
+        kind = f"array on {leaf.spec.devices[0].type}" if on_device else "array"
+        return LeafDescription(path, kind, leaf.spec.dtype, leaf.spec.shape)
+    backend, first = leaf.backend, leaf.slices[0]
+    indices = _index_dtype(leaf)
+    rows = (None, *backend.shape_of(first.values)[1:])
+    of = "" if leaf.dense_shape is None else f" of {leaf.dense_shape}"
+    return LeafDescription(path, "rows", f"{backend.dtype_of(first.values)}, {indices} indices{of}", rows)
+
+
+def _index_dtype(leaf: SparseReduction) -> str:
+    dtypes = {leaf.backend.dtype_of(part.indices) for part in leaf.slices}
+    return dtypes.pop() if len(dtypes) == 1 else "int64"
+
+
+def _gather_rows(
+    call: Call, leaves: Sequence[Dense | SparseReduction], counts: Sequence[tuple[int, ...]]
+) -> dict[int, SparseReduction]:
+    """Sparse leaves, by their numbers, with the rows of all ranks in the order of ranks and replicas."""
+    sparse = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, SparseReduction)}
+    if not sparse:
+        return {}
+    flats: list[NDArray[Any]] = []
+    for leaf in sparse.values():
+        to_host = leaf.backend.to_host
+        flats.append(np.concatenate([to_host(part.values) for part in leaf.slices]))
+        flats.append(
+            np.concatenate([to_host(part.indices) for part in leaf.slices]).astype(_index_dtype(leaf))
+        )
+    of_ranks = arrays_of_all_ranks(call, flats)
+    gathered = {}
+    for order, (number, leaf) in enumerate(sparse.items()):
+        backend, first = leaf.backend, leaf.slices[0]
+        values = np.concatenate([arrays[2 * order] for arrays in of_ranks])
+        indices = np.concatenate([arrays[2 * order + 1] for arrays in of_ranks])
+        device = Device.parse(first.device)
+        shape = (indices.size, *backend.shape_of(first.values)[1:])
+        rows = first.with_parts(
+            backend.from_host(values, shape, device),
+            backend.from_host(indices, indices.shape, device),
+            leaf.dense_shape,
+        )
+        gathered[number] = dataclasses.replace(
+            leaf, slices=(rows,), devices=(device,), num_replicas=sum(counts[number])
+        )
+    return gathered
+
+
+def _joined(gathering: Gathering) -> NDArray[Any]:
+    """This rank's replicas end to end, on the host."""
+    backend = gathering.backend
+    arrays = [backend.to_host(array).reshape(backend.shape_of(array)) for array in gathering.arrays]
+    return np.ascontiguousarray(np.concatenate(arrays, axis=gathering.axis))
+
+
+def _without_axis(shape: Sequence[int], axis: int) -> tuple[int | None, ...]:
+    return (*shape[:axis], None, *shape[axis + 1 :])
+
+
+def _with_length(shape: Sequence[int], axis: int, length: int) -> tuple[int, ...]:
+    return (*shape[:axis], length, *shape[axis + 1 :])
+
+
+def _lengths_along_axes(
+    call: Call,
+    of_ranks: Sequence[Sequence[NDArray[Any]]],
+    pieces: Sequence[NDArray[Any]],
+    axes: Sequence[int],
+) -> list[list[int]]:
+    """For each rank the lengths of its arrays along their axes; those without elements have to be told."""
+    units = [math.prod(_with_length(piece.shape, axis, 1)) for piece, axis in zip(pieces, axes, strict=True)]
+    if 0 not in units:
+        return [[flat.size // unit for flat, unit in zip(flats, units, strict=True)] for flats in of_ranks]
+    own = np.array([piece.shape[axis] for piece, axis in zip(pieces, axes, strict=True)], np.int64)
+    return [np.frombuffer(record, np.int64).tolist() for record in call.all_gather(own.tobytes())]
+
+
+def _placed(array: NDArray[Any], backend: Backend, destinations: Sequence[Device]) -> list[Array]:
+    """New memory on each destination."""
+    return [backend.from_host(array.reshape(-1).copy(), array.shape, device) for device in destinations]
+
+
+def _dense_backend(leaf: Leaf, devices: tuple[Device, ...]) -> Backend:
+    if isinstance(leaf.arrays[0], IndexedSlices):
+        raise ConversionError(
+            f"broadcast between processes takes arrays, and there are IndexedSlices{leaf.at_path}; "
+            "broadcast their values and indices"
+        )
+    return one_backend(leaf.arrays, devices, leaf.path)
+
+
+def _text(structure: Any) -> str:
+    return "" if structure is None else str(structure)
+
+
+def _seconds(options: CommunicationOptions) -> float | None:
+    seconds = options.timeout_seconds
+    return seconds if seconds is None or isinstance(seconds, (int, float)) else seconds.total_seconds()

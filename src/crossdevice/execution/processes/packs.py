@@ -1,0 +1,170 @@
+"""What travels between processes together, and which part of it each rank combines: the same on all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from crossdevice.backends.protocol import dtype_named
+from crossdevice.execution.processes.travelling import LINE_ELEMENTS, partial_dtype, shard_edges
+from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.kernels.recipe import Recipe
+from crossdevice.plans.packing import Item, Packing
+from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, result_dtype
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+
+PACK_BYTES = 32 << 20
+"""A pack is closed once it is larger, unless the options say otherwise."""
+
+SMALL_BYTES = 32 << 10
+"""Up to here every rank gets everything and combines it itself: one exchange instead of two."""
+
+
+class Place(NamedTuple):
+    """Where a leaf lies in its pack."""
+
+    leaf: int
+    start: int
+    stop: int
+
+
+class Piece(NamedTuple):
+    """The elements `start` to `stop` of a leaf, at `offset` in its pack."""
+
+    leaf: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def in_leaf(self) -> slice:
+        """Where it is in its leaf."""
+        return slice(self.start, self.stop)
+
+    @property
+    def in_pack(self) -> slice:
+        """Where it is in its pack."""
+        return slice(self.offset, self.offset + self.stop - self.start)
+
+
+class Shard(NamedTuple):
+    """The part of a pack that one rank combines: its place in the pack, and the pieces of leaves in it."""
+
+    place: slice
+    pieces: tuple[Piece, ...]
+
+    @property
+    def length(self) -> int:
+        """How many elements it has."""
+        return int(self.place.stop - self.place.start)
+
+
+class ProcessPack(NamedTuple):
+    """Leaves of one dtype that travel together, each from a cache line of its own on.
+
+    `counts` has the replicas of each rank, `shards` what each combines; of a small pack all combine all.
+    `partial` is the dtype of one partial result per process; None if the replicas' arrays travel.
+    Complex numbers are pairs of reals here, unless they are multiplied.
+    """
+
+    places: tuple[Place, ...]
+    counts: Sequence[int]
+    shards: tuple[Shard, ...]
+    is_small: bool
+    num_elements: int
+    dtype: np.dtype[Any]
+    partial: np.dtype[Any] | None
+    result: np.dtype[Any]
+    local_recipe: Recipe
+    final_recipe: Recipe
+
+    @property
+    def travelling(self) -> np.dtype[Any]:
+        """The dtype in which elements are sent to be combined."""
+        return self.dtype if self.partial is None else self.partial
+
+    @property
+    def is_sent_as_it_is(self) -> bool:
+        """Whether the arrays of its only leaf travel themselves."""
+        return self.partial is None and len(self.places) == 1
+
+    def num_arrays(self, rank: int) -> int:
+        """How many arrays a rank contributes."""
+        return self.counts[rank] if self.partial is None else 1
+
+
+def process_packs(
+    specs: Sequence[LeafSpec],
+    op: ReduceOp,
+    options: CommunicationOptions,
+    counts: Sequence[tuple[int, ...]],
+) -> list[ProcessPack]:
+    """The packs of a batch; `counts` has, for each leaf, the number of its replicas on each rank."""
+    items = [
+        Item(spec.num_elements, ITEM_BYTES[spec.dtype], (spec.dtype, count))
+        for spec, count in zip(specs, counts, strict=True)
+    ]
+    return [
+        _pack_of([segment.item for segment in pack], specs, op, options, counts[pack[0].item])
+        for pack in Packing().packs(items, options.bytes_per_pack or PACK_BYTES)
+    ]
+
+
+def _pack_of(
+    leaves: Sequence[int],
+    specs: Sequence[LeafSpec],
+    op: ReduceOp,
+    options: CommunicationOptions,
+    counts: Sequence[int],
+) -> ProcessPack:
+    dtype = specs[leaves[0]].dtype
+    over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    partial = partial_dtype(dtype, op, options.precision, max(counts))
+    divisor = sum(counts) if op is ReduceOp.MEAN else None
+    names = (dtype, partial, result_dtype(dtype, op))
+    in_parts = dtype in COMPLEXES and op is not ReduceOp.PROD
+    stored, partly, finished = (
+        None if name is None else _part(dtype_named(name)) if in_parts else dtype_named(name)
+        for name in names
+    )
+    places, end = [], 0
+    for leaf in leaves:
+        start = -(-end // LINE_ELEMENTS) * LINE_ELEMENTS
+        end = start + specs[leaf].num_elements * (2 if in_parts else 1)
+        places.append(Place(leaf, start, end))
+    assert stored is not None
+    assert finished is not None
+    sent_bytes = stored.itemsize * max(counts) if partly is None else partly.itemsize
+    is_small = end * sent_bytes <= SMALL_BYTES  # by the rank with most replicas, so that all choose alike
+    edges = [0, end] if is_small else shard_edges(end, len(counts))
+    shards = tuple(_shard(places, start, stop) for start, stop in itertools.pairwise(edges))
+    return ProcessPack(
+        tuple(places),
+        counts,
+        shards * len(counts) if is_small else shards,
+        is_small,
+        end,
+        stored,
+        partly,
+        finished,
+        local_recipe=Recipe(over_replicas, options.precision),
+        final_recipe=Recipe(over_replicas, options.precision, divisor),
+    )
+
+
+def _shard(places: Sequence[Place], start: int, stop: int) -> Shard:
+    pieces = tuple(
+        Piece(leaf, max(start, first) - first, min(stop, end) - first, max(start, first))
+        for leaf, first, end in places
+        if max(start, first) < min(stop, end)
+    )
+    return Shard(slice(start, stop), pieces)
+
+
+def _part(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of which a complex one has two."""
+    return np.empty(0, dtype).real.dtype

@@ -1,0 +1,253 @@
+"""Dense leaves over all ranks of a group: shards are exchanged, combined once, and shared."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend, dtype_named
+from crossdevice.errors import OutError
+from crossdevice.execution.processes.packs import Piece, ProcessPack, Shard, process_packs
+from crossdevice.execution.processes.travelling import Delivery
+from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.tracing import Work, recorded
+from crossdevice.kernels.host.fused_pass import fused_batch
+from crossdevice.kernels.host.resources.pool import result_pool
+from crossdevice.kernels.recipe import Recipe
+from crossdevice.process_groups.group import Call
+from crossdevice.process_groups.protocol import Message
+from crossdevice.values.dtypes import ITEM_BYTES, result_dtype
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+
+Flat = NDArray[Any]
+
+
+COPYING = Recipe(ReduceOp.SUM, "fast")
+"""Of a single input: the input itself."""
+
+
+class ProcessReduction:
+    """Everything about a batch of dense leaves on several ranks that does not depend on their elements.
+
+    `counts` has, for each leaf, the number of its replicas on each rank: all ranks come to the same packs.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LeafSpec],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        counts: Sequence[tuple[int, ...]],
+        rank: int,
+    ) -> None:
+        self._specs = specs
+        self._rank = rank
+        self._shares = [options.share_results or spec.backend.is_immutable for spec in specs]
+        self._dtypes = [dtype_named(result_dtype(spec.dtype, op)) for spec in specs]
+        self._packs = process_packs(specs, op, options, counts)
+        devices = tuple(dict.fromkeys(device for spec in specs for device in spec.devices))
+        num_bytes = sum(spec.num_elements * ITEM_BYTES[spec.dtype] for spec in specs)
+        self._packing = Work("pack", "share of this process", devices, num_bytes)
+        self._moving = Work("copy", "exchange between processes", devices, num_bytes)
+        self._reducing = Work("reduce", "shard of this process", devices, num_bytes // len(counts[0]))
+        self._unpacking = Work("unpack", "results on each device", devices, num_bytes)
+
+    def run(
+        self, call: Call, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
+    ) -> Delivery:
+        """Exchanges everything with the other ranks; `outs` are written to by whoever calls the delivery."""
+        flats: dict[int, list[Flat]] = {}
+        for pack in self._packs:
+            total = result_pool.empty(pack.num_elements, pack.result)
+            copies: dict[int, list[Flat]] = {}
+            for leaf, start, stop in pack.places:
+                whole = total[start:stop].view(self._dtypes[leaf])
+                flats[leaf] = [whole] if outs[leaf] is not None else self._flats(leaf, whole)
+                copies[leaf] = [flat.view(pack.result) for flat in flats[leaf] if flat is not whole]
+            self._run_pack(call, pack, columns, total, copies)
+        return lambda: [
+            self._adopted(leaf, flats[leaf]) if out is None else self._written(leaf, flats[leaf][0], out)
+            for leaf, out in enumerate(outs)
+        ]
+
+    def explained(self) -> Iterator[str]:
+        """What this process sends for each pack, in words."""
+        for number, pack in enumerate(self._packs):
+            if pack.partial is None:
+                what = "its replicas' arrays" if pack.counts[self._rank] > 1 else "its array"
+                each = pack.dtype.itemsize * pack.counts[self._rank]
+            else:
+                what, each = f"one partial result in {pack.partial.name}", pack.partial.itemsize
+            others = len(pack.counts) - 1
+            if pack.is_small:
+                how, sent = f"{what} to every other process", others * pack.num_elements * each
+            else:
+                how = f"shards of {what} to their owners, and its own shard of the result to all"
+                own = pack.shards[self._rank].length
+                sent = (pack.num_elements - own) * each + others * own * pack.result.itemsize
+            yield f"pack {number} ({len(pack.places)} values of {pack.dtype.name}): sends {how}, {sent} bytes"
+
+    # ---------------------------------------------------------------- one pack
+
+    def _run_pack(
+        self,
+        call: Call,
+        pack: ProcessPack,
+        columns: Sequence[Sequence[Array]],
+        total: Flat,
+        copies: Mapping[int, Sequence[Flat]],
+    ) -> None:
+        """The pack's result in `total` and in the copies of its leaves.
+
+        What others combine is made ready first, and is on its way while the rest is.
+        """
+        mine, others = pack.shards[self._rank], call.others()
+        views = {leaf: self._views(leaf, columns[leaf], pack.dtype) for leaf, _, _ in pack.places}
+        share = self._room_for_share(pack, views)
+        rooms = {
+            peer: [result_pool.empty(mine.length, pack.travelling) for _ in range(pack.num_arrays(peer))]
+            for peer in others
+        }
+        of_others = [mine] if pack.is_small else [pack.shards[peer] for peer in others]
+        with recorded(self._packing):
+            self._fill(pack, share, views, [piece for shard in of_others for piece in shard.pieces])
+        call.start_exchange(
+            _messages((peer, array[pack.shards[peer].place]) for peer in others for array in share),
+            _messages((peer, room) for peer in others for room in rooms[peer]),
+        )
+        if not pack.is_small:
+            with recorded(self._packing):
+                self._fill(pack, share, views, mine.pieces)
+        with recorded(self._moving):
+            call.wait()
+        with recorded(self._reducing):
+            rooms[self._rank] = [array[mine.place] for array in share]
+            self._combine(pack, mine, [room for rank in sorted(rooms) for room in rooms[rank]], total, copies)
+        if pack.is_small:
+            return
+        with recorded(self._moving):
+            call.exchange(
+                _messages((peer, total[mine.place]) for peer in others),
+                _messages((peer, total[pack.shards[peer].place]) for peer in others),
+            )
+        with recorded(self._unpacking):
+            received = [piece for peer in others for piece in pack.shards[peer].pieces]
+            tasks = [
+                ([total[piece.in_pack]], [copy[piece.in_leaf] for copy in copies[piece.leaf]])
+                for piece in received
+                if copies[piece.leaf]
+            ]
+            fused_batch(tasks, COPYING)
+
+    def _views(self, leaf: int, arrays: Sequence[Array], dtype: np.dtype[Any]) -> list[Flat]:
+        """The leaf's replicas on the host."""
+        spec = self._specs[leaf]
+        backend = spec.backend
+        return [
+            (
+                backend.host_view(array)
+                if backend.memory_of(device) == HOST_MEMORY
+                else backend.to_host(array)
+            ).view(dtype)
+            for array, device in zip(arrays, spec.devices, strict=True)
+        ]
+
+    def _room_for_share(self, pack: ProcessPack, views: Mapping[int, Sequence[Flat]]) -> Sequence[Flat]:
+        """What this process contributes, before it is filled; a lone leaf's arrays are sent as they are."""
+        if pack.is_sent_as_it_is:
+            return views[pack.places[0].leaf]
+        number = pack.num_arrays(self._rank)
+        return [result_pool.empty(pack.num_elements, pack.travelling) for _ in range(number)]
+
+    def _fill(
+        self,
+        pack: ProcessPack,
+        share: Sequence[Flat],
+        views: Mapping[int, Sequence[Flat]],
+        pieces: Sequence[Piece],
+    ) -> None:
+        """Puts pieces of this process's arrays, or of their partial result, into its share."""
+        if pack.is_sent_as_it_is:
+            return
+        if pack.partial is None:
+            for piece in pieces:
+                for array, view in zip(share, views[piece.leaf], strict=True):
+                    array[piece.in_pack] = view[piece.in_leaf]
+            return
+        (partial,) = share
+        tasks = [
+            ([view[piece.in_leaf] for view in views[piece.leaf]], [partial[piece.in_pack]])
+            for piece in pieces
+        ]
+        fused_batch(tasks, pack.local_recipe)
+
+    def _combine(
+        self,
+        pack: ProcessPack,
+        mine: Shard,
+        contributions: Sequence[Flat],
+        total: Flat,
+        copies: Mapping[int, Sequence[Flat]],
+    ) -> None:
+        """This rank's shard from what all ranks contribute, in their order, to wherever it is wanted."""
+        first = mine.place.start
+        tasks = []
+        for piece in mine.pieces:
+            here = slice(piece.in_pack.start - first, piece.in_pack.stop - first)
+            outputs = [total[piece.in_pack], *(copy[piece.in_leaf] for copy in copies[piece.leaf])]
+            tasks.append(([array[here] for array in contributions], outputs))
+        fused_batch(tasks, pack.final_recipe)
+
+    # ---------------------------------------------------------------- results
+
+    def _flats(self, leaf: int, whole: Flat) -> list[Flat]:
+        """For each destination the host memory its result is to be in: the whole's own where it can be."""
+        spec = self._specs[leaf]
+        is_host = [spec.backend.memory_of(device) == HOST_MEMORY for device in spec.destinations]
+        if self._shares[leaf]:
+            return [whole] * len(is_host)
+        new = iter(result_pool.empty_batch([(whole.size, whole.dtype)] * (sum(is_host) - 1)))
+        keeper = is_host.index(True) if any(is_host) else -1
+        return [next(new) if here and number != keeper else whole for number, here in enumerate(is_host)]
+
+    def _adopted(self, leaf: int, flats: Sequence[Flat]) -> tuple[Array, ...]:
+        """New arrays on each destination."""
+        spec = self._specs[leaf]
+        backend = spec.backend
+        results = tuple(map(backend.from_host, flats, itertools.repeat(spec.shape), spec.destinations))
+        if self._shares[leaf] and not backend.is_immutable:
+            return tuple(map(backend.read_only, results, spec.destinations))
+        return results
+
+    def _written(self, leaf: int, whole: Flat, out: Sequence[Array]) -> tuple[Array, ...]:
+        """The arrays of `out`, with the result in them."""
+        spec = self._specs[leaf]
+        backend = spec.backend
+        on_host = [backend.memory_of(device) == HOST_MEMORY for device in spec.destinations]
+        targets = [_written_view(backend, array) for array, here in zip(out, on_host, strict=True) if here]
+        if targets:
+            fused_batch([([whole], targets)], COPYING)
+        for array, here, device in zip(out, on_host, spec.destinations, strict=True):
+            if here:
+                backend.mark_written((array,))
+            else:
+                backend.write(array, backend.from_host(whole, spec.shape, device))
+        return tuple(out)
+
+
+def _written_view(backend: Backend, out: Array) -> Flat:
+    """The memory of a host array that was writable when the call began: other ranks may have taken long."""
+    view = backend.writable_view(out)
+    if view is None:
+        raise OutError("out has become read-only since it was checked")
+    return view
+
+
+def _messages(pairs: Iterable[tuple[int, Flat]]) -> list[Message]:
+    """Those with anything in them; both sides know which these are."""
+    return [Message(peer, memory) for peer, memory in pairs if memory.size]

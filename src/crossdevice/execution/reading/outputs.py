@@ -1,0 +1,79 @@
+"""Checking `out=`, and wrapping results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from crossdevice.backends.protocol import HOST_MEMORY, Array
+from crossdevice.backends.registry import backend_of_type
+from crossdevice.errors import OutError
+from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.values import Value
+from crossdevice.values.device import Device, device_of
+from crossdevice.values.distributed import DistributedValues, Mirrored
+from crossdevice.values.nesting import flatten, unflatten
+
+
+def wrapped(results: Sequence[Sequence[Any]], structure: Any, destinations: tuple[Device, ...]) -> Any:
+    """Results, given per leaf and destination: bare for one destination, Mirrored for several."""
+    components = [
+        column[0] if structure is None else unflatten(structure, list(column))
+        for column in (zip(*results, strict=True) if results else [()] * len(destinations))
+    ]
+    return components[0] if len(destinations) == 1 else Mirrored.of(tuple(components), destinations)
+
+
+def read_out(out: Any, value: Value, destinations: tuple[Device, ...]) -> list[tuple[Array, ...]]:
+    """The arrays of `out`, for each leaf one per destination."""
+    components = out_components(out, destinations)
+    if value.structure is None:
+        return [tuple(components)]
+    columns = []
+    for component, device in zip(components, destinations, strict=True):
+        leaves, structure = flatten(component)
+        if structure != value.structure:
+            raise OutError(f"out for {device} has another structure than the value: {structure}")
+        columns.append(leaves)
+    return list(zip(*columns, strict=True))
+
+
+def out_components(out: Any, destinations: tuple[Device, ...]) -> Sequence[Any]:
+    """What `out` has for each destination."""
+    if isinstance(out, DistributedValues):
+        components: Sequence[Any] = out.values
+    elif len(destinations) > 1 and isinstance(out, (list, tuple)):
+        components = out
+    else:
+        components = (out,)
+    if len(components) != len(destinations):
+        raise OutError(
+            f"out has {len(components)} components; expected {len(destinations)}, one per destination"
+        )
+    return components
+
+
+def check_out(out: Sequence[Array], spec: LeafSpec, dtype: str, path: str) -> None:
+    """Refuses arrays of another shape, dtype, library or device, and memory that cannot be written."""
+    for position, (array, device) in enumerate(zip(out, spec.destinations, strict=True)):
+        problem = _problem_of(array, spec, dtype, device)
+        if problem is not None:
+            raise OutError(f"out[{position}] ({device}){' at ' + path if path else ''} {problem}")
+
+
+def _problem_of(array: Any, spec: LeafSpec, dtype: str, device: Device) -> str | None:
+    backend = spec.backend
+    if not hasattr(array, "dtype") or backend_of_type(type(array)) is not backend:
+        return f"is a {type(array).__name__}; expected an array of {backend.name}"
+    if backend.is_immutable:
+        return f"is an array of {backend.name}, which cannot be written to; leave out= away, results are new"
+    if backend.shape_of(array) != spec.shape:
+        return f"has shape {backend.shape_of(array)}; expected {spec.shape}"
+    if backend.dtype_of(array) != dtype:
+        return f"has dtype {backend.dtype_of(array)}; expected {dtype}"
+    own = device_of(array)
+    if (own is not None and own != device) or (own is None and not device.is_host):
+        return f"is on {own or 'the host'}"
+    if backend.memory_of(device) == HOST_MEMORY and backend.writable_view(array) is None:
+        return "is read-only, not contiguous or not native; copy the result into it instead"
+    return None

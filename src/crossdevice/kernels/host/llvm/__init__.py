@@ -1,0 +1,1 @@
+"""The arithmetic compiled for the processor at hand."""

@@ -1,0 +1,240 @@
+"""numba intrinsics that read one vector from each input, combine them in registers and write every output.
+
+numba does not vectorise a loop over many pointers, since it cannot rule out that they overlap; these
+emit the vector instructions themselves, through llvmlite. The numbers of inputs and outputs are known
+only when the code runs, so one kernel serves all of them.
+"""
+
+# ruff: noqa: ARG001 - numba fixes the parameters of intrinsics and of the functions that emit them
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from crossdevice.kernels.association import MAX_DEPTH, START, WITH_LEVEL
+from crossdevice.kernels.host.llvm.arithmetic import Arithmetic
+from crossdevice.kernels.host.llvm.families import arithmetic_named
+from crossdevice.kernels.host.llvm.lanes import FORMATS, INT32, INT64, Builder, Lanes, State, Value
+from crossdevice.kernels.host.work_list import WORD_BYTES
+
+LINE_BYTES = 64
+OBJECT_HEADER_BYTES = object.__basicsize__
+"""What precedes the data pointer of an ndarray: its C struct is PyObject_HEAD and then `char *data`."""
+
+
+@intrinsic(prefer_literal=True)
+def combine_lanes(
+    typing_context: Any,
+    name: Any,
+    lanes: Any,
+    inputs: Any,
+    num_inputs: Any,
+    outputs: Any,
+    num_outputs: Any,
+    position: Any,
+    divisor: Any,
+    is_nontemporal: Any,
+    program: Any,
+    program_length: Any,
+) -> Any:
+    """Combines `lanes` elements of all inputs from `position` on and writes them to all outputs.
+
+    `inputs` and `outputs` are addresses of pointers to ndarrays. 0 is returned if all is well; 1 if the
+    arithmetic is not certain of its results: then nothing is written. A program (0: none) says in which
+    order the inputs combine, if not from left to right.
+    """
+    words = (inputs, num_inputs, outputs, num_outputs, position)
+    signature = types.int64(name, lanes, *words, divisor, is_nontemporal, program, program_length)
+    shape, _, arithmetic_name = name.literal_value.partition(" ")
+    count = lanes.literal_value
+
+    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        arithmetic = arithmetic_named(arithmetic_name)
+        reader = _Reader(Lanes(builder, count), arithmetic.dtype, arguments[2], arguments[6])
+        if shape == "tree":
+            state = reader.combined_by_program(arithmetic, arguments[9], arguments[10])
+        else:
+            state = reader.combined_in_order(arithmetic, arguments[3])
+        divisor, writes = arguments[7], (*arguments[4:7], arguments[8])
+        result = arithmetic.finished(reader.lanes, state, divisor)
+        doubted = arithmetic.doubted(reader.lanes, state, divisor, arguments[3])
+        if doubted is None:
+            _write(reader.lanes, arithmetic, result, *writes)
+            return ir.Constant(INT64, 0)
+        place = cgutils.alloca_once_value(builder, result)
+        doubt = cgutils.alloca_once_value(builder, reader.lanes.is_any(doubted))
+        second = arithmetic.fallback()
+        if second is not None:
+            with builder.if_then(builder.load(doubt), likely=False):
+                state = reader.combined_in_order(second, arguments[3])
+                builder.store(second.finished(reader.lanes, state, divisor), place)
+                doubted = second.doubted(reader.lanes, state, divisor, arguments[3])
+                is_any = ir.Constant(ir.IntType(1), 0) if doubted is None else reader.lanes.is_any(doubted)
+                builder.store(is_any, doubt)
+        with builder.if_then(builder.not_(builder.load(doubt)), likely=True):
+            _write(reader.lanes, arithmetic, builder.load(place), *writes)
+        return builder.zext(builder.load(doubt), INT64)
+
+    return signature, emit
+
+
+class _Reader:
+    """Reads vectors at one position of all inputs, and combines them."""
+
+    def __init__(self, lanes: Lanes, dtype: str, inputs: Value, position: Value) -> None:
+        self.lanes = lanes
+        self._dtype = dtype
+        self._inputs = inputs
+        self._offset = _offset(lanes.build, position, dtype)
+
+    def combined_in_order(self, arithmetic: Arithmetic, num_inputs: Value) -> State:
+        build = self.lanes.build
+        first = arithmetic.started(self.lanes, self._element(arithmetic, ir.Constant(INT64, 0)))
+        places = [cgutils.alloca_once_value(build, part) for part in first]
+        with cgutils.for_range(build, num_inputs, start=ir.Constant(INT64, 1)) as loop:
+            state = tuple(build.load(place) for place in places)
+            grown = arithmetic.combined(self.lanes, state, self._element(arithmetic, loop.index))
+            for part, place in zip(grown, places, strict=True):
+                build.store(part, place)
+        return tuple(build.load(place) for place in places)
+
+    def combined_by_program(self, arithmetic: Arithmetic, program: Value, length: Value) -> State:
+        build, lanes = self.lanes.build, self.lanes
+        first = self._element(arithmetic, ir.Constant(INT64, 0))
+        with build.goto_entry_block():
+            levels = build.alloca(first.type, MAX_DEPTH + 1)
+        with cgutils.for_range(build, length) as loop:
+            word = _word_at(build, program, loop.index)
+            kind = build.and_(word, ir.Constant(INT64, 0xFF))
+            level = build.and_(build.lshr(word, ir.Constant(INT64, 8)), ir.Constant(INT64, 0xFF))
+            here = build.gep(levels, [level])
+            with build.if_else(build.icmp_signed("==", kind, ir.Constant(INT64, WITH_LEVEL))) as (
+                joins,
+                reads,
+            ):
+                with joins:
+                    above = build.load(build.gep(levels, [build.add(level, ir.Constant(INT64, 1))]))
+                    build.store(arithmetic.of_two(lanes, build.load(here), above), here)
+                with reads:
+                    element = self._element(arithmetic, build.lshr(word, ir.Constant(INT64, 16)))
+                    starts = build.icmp_signed("==", kind, ir.Constant(INT64, START))
+                    with build.if_else(starts) as (start, go_on):
+                        with start:
+                            build.store(element, here)
+                        with go_on:
+                            build.store(arithmetic.of_two(lanes, build.load(here), element), here)
+        return (build.load(levels),)
+
+    def _element(self, arithmetic: Arithmetic, index: Value) -> Value:
+        address = self.lanes.build.add(_data_of(self.lanes.build, self._inputs, index), self._offset)
+        stored = self.lanes.load(address, FORMATS[self._dtype].stored)
+        return arithmetic.widened(self.lanes, stored)
+
+
+def _write(
+    lanes: Lanes,
+    arithmetic: Arithmetic,
+    result: Value,
+    outputs: Value,
+    num_outputs: Value,
+    position: Value,
+    is_nontemporal: Value,
+) -> None:
+    build = lanes.build
+    item_bytes = FORMATS[arithmetic.result_dtype].item_bytes
+    offset = _offset(build, position, arithmetic.result_dtype)
+
+    def write_all(alignment: int) -> None:
+        with cgutils.for_range(build, num_outputs) as loop:
+            address = build.add(_data_of(build, outputs, loop.index), offset)
+            stored = build.store(result, build.inttoptr(address, result.type.as_pointer()))
+            stored.align = alignment
+            if alignment == LINE_BYTES:
+                stored.set_metadata("nontemporal", build.module.add_metadata([ir.Constant(INT32, 1)]))
+
+    if lanes.count * item_bytes % LINE_BYTES:
+        write_all(1)
+        return
+    with build.if_else(build.icmp_signed("!=", is_nontemporal, ir.Constant(INT64, 0))) as (streams, caches):
+        with streams:
+            write_all(LINE_BYTES)
+        with caches:
+            write_all(1)
+
+
+def _offset(build: Builder, position: Value, dtype: str) -> Value:
+    return build.mul(position, ir.Constant(INT64, FORMATS[dtype].item_bytes))
+
+
+def _word_at(build: Builder, address: Value, index: Value) -> Value:
+    place = build.add(address, build.mul(index, ir.Constant(INT64, WORD_BYTES)))
+    return build.load(build.inttoptr(place, INT64.as_pointer()))
+
+
+def _data_of(build: Builder, arrays: Value, index: Value) -> Value:
+    array = _word_at(build, arrays, index)
+    return _word_at(build, build.add(array, ir.Constant(INT64, OBJECT_HEADER_BYTES)), ir.Constant(INT64, 0))
+
+
+@intrinsic
+def data_of(typing_context: Any, arrays: Any, index: Any) -> Any:
+    """The address of the elements of the array that is `index` pointers after `arrays`."""
+
+    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        return _data_of(builder, *arguments)
+
+    return types.int64(arrays, index), emit
+
+
+@intrinsic
+def word_at(typing_context: Any, address: Any, index: Any) -> Any:
+    """The 64-bit word that is `index` words after `address`."""
+
+    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        return _word_at(builder, *arguments)
+
+    return types.int64(address, index), emit
+
+
+@intrinsic
+def set_word(typing_context: Any, address: Any, index: Any, word: Any) -> Any:
+    """Stores `word` `index` words after `address`."""
+
+    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        address, index, word = arguments
+        place = builder.add(address, builder.mul(index, ir.Constant(INT64, WORD_BYTES)))
+        builder.store(word, builder.inttoptr(place, INT64.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(address, index, word), emit
+
+
+@intrinsic
+def take_number(typing_context: Any, counter: Any) -> Any:
+    """The next number of a counter that several threads share."""
+
+    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        pointer = builder.inttoptr(arguments[0], INT64.as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.Constant(INT64, 1), "monotonic")
+
+    return types.int64(counter), emit
+
+
+@intrinsic
+def finish_streaming(typing_context: Any) -> Any:
+    """Makes non-temporal stores visible before whatever this thread does next; only x86 must be told."""
+
+    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            function_type = ir.FunctionType(ir.VoidType(), [])
+            fence = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse.sfence")
+            builder.call(fence, [])
+        return context.get_dummy_value()
+
+    return types.void(), emit

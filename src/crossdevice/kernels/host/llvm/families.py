@@ -1,0 +1,43 @@
+"""Every kind of arithmetic by its name: a string can be compiled in, and be part of a cache's key."""
+
+from __future__ import annotations
+
+from crossdevice.kernels.host.llvm.arithmetic import (
+    Arithmetic,
+    Compensated,
+    Extreme,
+    Narrowed,
+    RoundedHalves,
+    TrueMean,
+    Wide,
+    Widened,
+    Wrapping,
+    WrappingMean,
+)
+from crossdevice.kernels.host.llvm.exact import Enclosed, Exact, ExactInSingle
+
+FAMILIES: dict[str, type[Arithmetic]] = {
+    "native": Arithmetic,
+    "rounded": RoundedHalves,
+    "wide": Wide,
+    "widened": Widened,
+    "compensated": Compensated,
+    "narrowed": Narrowed,
+    "extreme": Extreme,
+    "wrapping": Wrapping,
+    "wrapping_mean": WrappingMean,
+    "true_mean": TrueMean,
+    "exact": Exact,
+    "exact_in_single": ExactInSingle,
+    "enclosed": Enclosed,
+}
+
+
+def arithmetic_named(name: str) -> Arithmetic:
+    """The arithmetic that a name of family, operation and dtype stands for.
+
+    >>> arithmetic_named("wide SUM float32").result_dtype
+    'float32'
+    """
+    family, op, dtype = name.split(" ")
+    return FAMILIES[family](op, dtype)

@@ -1,0 +1,199 @@
+"""The fused pass compiled by numba: one kernel for each arithmetic, kept on disk for the next process."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import llvmlite.binding
+import numpy as np
+from numba import njit
+
+from crossdevice.kernels.host.llvm.code import (
+    LINE_BYTES,
+    OBJECT_HEADER_BYTES,
+    combine_lanes,
+    data_of,
+    finish_streaming,
+    set_word,
+    take_number,
+    word_at,
+)
+from crossdevice.kernels.host.llvm.families import arithmetic_named
+from crossdevice.kernels.host.llvm.lanes import FORMATS
+from crossdevice.kernels.host.work_list import MAX_PIECES_LEFT, ROW_WORDS, TUPLE_HEADER_BYTES, WORD_BYTES
+
+SIGNATURE = "void(int64,int64,int64,float64,int64,int64,int64,int64,int64,int64,int64,int64,int64,int64)"
+
+Kernel = Callable[..., None]
+
+
+@functools.cache
+def _code_version() -> int:
+    """A digest of all code that is compiled in: numba itself looks at the kernel's own file only."""
+    version = 0
+    for pattern in ("association.py", "numba_pass.py", "vector_*.py", "work_list.py"):
+        for path in sorted(Path(__file__).parent.glob(pattern)):
+            version = zlib.crc32(path.read_bytes(), version)
+    return version
+
+
+@functools.cache
+def can_run_here() -> bool:
+    """Whether objects lie in memory as the kernels expect, which CPython and NumPy have always done."""
+    if sys.implementation.name != "cpython" or sys.maxsize < 1 << 32:
+        return False
+    array = np.empty(1)
+    items = (array,)
+    item = ctypes.c_void_p.from_address(id(items) + TUPLE_HEADER_BYTES).value
+    data = ctypes.c_void_p.from_address(id(array) + OBJECT_HEADER_BYTES).value
+    return item == id(array) and data == array.ctypes.data
+
+
+@functools.cache
+def has_half_conversions() -> bool:
+    """Whether the machine converts float16; where it does not, LLVM would call functions not linked here."""
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return True
+    return bool(llvmlite.binding.get_host_cpu_features().get("f16c", False))
+
+
+@functools.cache
+def compiled_kernel(name: str) -> Kernel:
+    """The kernel of one arithmetic, such as "chain wide SUM float32", compiled or loaded from disk.
+
+    Called with (rows, number of rows, counter, divisor, ...) it takes rows until none is left; with 0
+    rows it does the one piece of work that the other arguments describe, in the order of a row's words,
+    followed by the address and length of the program of a "tree".
+    """
+    function = _kernel_function(name)
+    # numba numbers the files of one name, and processes that compile different closures of one function
+    # at once may take the same number for both. So every kernel gets a name, and files, of its own.
+    function.__qualname__ = f"{name.replace(' ', '_')}_{_code_version():08x}"
+    try:
+        return njit(SIGNATURE, nogil=True, cache=True)(function)
+    except RuntimeError as error:
+        # From inside an archive, say, or where no directory is writable.
+        if "cannot cache" not in str(error):
+            raise
+        return njit(SIGNATURE, nogil=True)(function)
+
+
+def lanes_of(name: str) -> int:
+    """How many elements are combined at a time: up to four lines of results, in at most half the registers.
+
+    Four lines from one input and then four from the next measured best, and least sensitive to addresses
+    that are nearly equal modulo 4096. Beyond 64 widened elements, conversions get in each other's way.
+    """
+    arithmetic = arithmetic_named(name.partition(" ")[2])
+    line = LINE_BYTES // FORMATS[arithmetic.result_dtype].item_bytes
+    widened_bytes = arithmetic.bytes_per_lane
+    lanes = 4 * line
+    while lanes > line and (
+        (widened_bytes and lanes > 64)
+        or lanes * (widened_bytes or FORMATS[arithmetic.dtype].item_bytes) > _register_bytes() // 2
+    ):
+        lanes //= 2
+    return lanes
+
+
+@functools.cache
+def _register_bytes() -> int:
+    """32 registers of 64 bytes, or 16 of 32 (which is also 32 of 16)."""
+    return 2048 if llvmlite.binding.get_host_cpu_features().get("avx512f", False) else 512
+
+
+def _kernel_function(name: str) -> Kernel:
+    lanes = lanes_of(name)
+    result_bytes = FORMATS[arithmetic_named(name.partition(" ")[2]).result_dtype].item_bytes
+
+    def kernel(
+        rows: int,
+        num_rows: int,
+        counter: int,
+        divisor: float,
+        inputs: int,
+        num_inputs: int,
+        outputs: int,
+        num_outputs: int,
+        start: int,
+        stop: int,
+        is_nontemporal: int,
+        room: int,
+        program: int,
+        program_length: int,
+    ) -> None:
+        while True:
+            if num_rows:
+                number = take_number(counter)
+                if number >= num_rows:
+                    break
+                row = rows + number * (ROW_WORDS * WORD_BYTES)
+                inputs, num_inputs = word_at(row, 0), word_at(row, 1)
+                outputs, num_outputs = word_at(row, 2), word_at(row, 3)
+                start, stop = word_at(row, 4), word_at(row, 5)
+                is_nontemporal, room = word_at(row, 6), word_at(row, 7)
+            # Where the first whole line of the outputs starts, if they all have one there.
+            head = start
+            if is_nontemporal:
+                first = data_of(outputs, 0)
+                for index in range(1, num_outputs):
+                    if (data_of(outputs, index) - first) % LINE_BYTES:
+                        is_nontemporal = 0
+                missing = -(first + start * result_bytes) % LINE_BYTES
+                if missing % result_bytes:
+                    is_nontemporal = 0
+                if is_nontemporal:
+                    head = min(start + missing // result_bytes, stop)
+            position = start
+            while position < stop:
+                if position >= head and position + lanes <= stop:
+                    length = lanes
+                    doubt = combine_lanes(
+                        name,
+                        lanes,
+                        inputs,
+                        num_inputs,
+                        outputs,
+                        num_outputs,
+                        position,
+                        divisor,
+                        is_nontemporal,
+                        program,
+                        program_length,
+                    )
+                else:
+                    length = 1
+                    doubt = combine_lanes(
+                        name,
+                        1,
+                        inputs,
+                        num_inputs,
+                        outputs,
+                        num_outputs,
+                        position,
+                        divisor,
+                        0,
+                        program,
+                        program_length,
+                    )
+                if doubt:
+                    left = word_at(room, 0)
+                    if left == MAX_PIECES_LEFT:
+                        set_word(room, 1, position)
+                        break
+                    set_word(room, 2 + 2 * left, position)
+                    set_word(room, 3 + 2 * left, length)
+                    set_word(room, 0, left + 1)
+                position += length
+            if is_nontemporal:
+                finish_streaming()
+            if not num_rows:
+                break
+
+    return kernel

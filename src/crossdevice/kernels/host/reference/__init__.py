@@ -1,0 +1,1 @@
+"""The arithmetic in NumPy: the bits that every faster kernel repeats."""

@@ -1,0 +1,240 @@
+"""Correctly rounded sums, means and products, whose bits cannot depend on the order of the inputs.
+
+A sum is first enclosed in float64 arithmetic, whose rounding errors are themselves computed. Nearly
+always the enclosure leaves one possible result; the elements it leaves open go to the long accumulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.kernels.host.reference.long_accumulator import (
+    HEAD_BITS,
+    Floats,
+    Integers,
+    Mask,
+    rounded_long_sum,
+    rounded_once,
+    scaled_integers,
+)
+from crossdevice.kernels.host.reference.rounding import rounded, with_one_nan
+
+Unbounded: TypeAlias = "NDArray[np.object_]"
+"""Python integers, which have as many bits as a product needs."""
+
+LARGEST_ENCLOSED_DIVISOR = 1 << 20
+"""26 or 27 bits of a quotient times a divisor up to this one are exact in the 53 of a float64."""
+
+
+class Enclosure(NamedTuple):
+    """Real numbers known to lie in near + rest +- doubt, where near is near + rest, rounded.
+
+    No doubt means that the number is near + rest. NaN in any part encloses nothing.
+    """
+
+    near: Floats
+    rest: Floats
+    doubt: Floats
+
+
+def exact_sum(inputs: Sequence[NDArray[Any]], divisor: int | None, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The true sum of floats, or the true mean if there is a divisor (1 to 2**31), rounded once.
+
+    >>> exact_sum([np.array([1e308]), np.array([1e308]), np.array([-1e308])], None, np.dtype("float64"))
+    array([1.e+308])
+    """
+    with np.errstate(all="ignore"):
+        enclosure = _enclosed_sum(inputs)
+        if divisor is not None:
+            enclosure = _enclosed_quotient(enclosure, divisor)
+        result = _rounded_enclosure(enclosure, dtype)
+        undecided = np.flatnonzero(~_is_decided(enclosure))
+        if undecided.size:
+            columns = np.stack([array[undecided].astype(np.float64) for array in inputs])
+            result[undecided] = _decided(columns, divisor, dtype)
+    return with_one_nan(result)
+
+
+def _enclosed_sum(inputs: Sequence[NDArray[Any]]) -> Enclosure:
+    """Adds in float64, the errors of all additions apart, and bounds the errors of adding the errors."""
+    total = inputs[0].astype(np.float64)
+    low, doubt = np.zeros_like(total), np.zeros_like(total)
+    for array in inputs[1:]:
+        total, error = _two_sum(total, array.astype(np.float64, copy=False))
+        # Narrow dtypes of like magnitude add up in 53 bits without any error.
+        if error.any():
+            low, lost = _two_sum(low, error)
+            doubt += np.abs(lost)
+    near, rest = _two_sum_keeping_zero(total, low)
+    # Twice, because adding N of them up may have lost (N - 1) * 2**-53 of it.
+    return Enclosure(near, rest, 2 * doubt)
+
+
+def _two_sum(left: Floats, right: Floats) -> tuple[Floats, Floats]:
+    """The rounded sum and its error (Knuth); exact, and not finite where anything overflows."""
+    total = left + right
+    of_right = total - left
+    return total, (left - (total - of_right)) + (right - of_right)
+
+
+def _two_sum_keeping_zero(high: Floats, low: Floats) -> tuple[Floats, Floats]:
+    """Like _two_sum, but -0.0 stays what it is: the +0.0 of an absent error was never an input."""
+    total, error = _two_sum(high, low)
+    return np.where(low == 0, high, total), error
+
+
+def _enclosed_quotient(dividend: Enclosure, divisor: int) -> Enclosure:
+    """One step of long division in float64: quotient, remainder, and the remainder's quotient."""
+    if divisor > LARGEST_ENCLOSED_DIVISOR:
+        return dividend._replace(doubt=np.full_like(dividend.near, np.nan))
+    number = float(divisor)
+    first = dividend.near / number
+    # In units of first's last place, 2**-1074 at least, all of these are whole numbers: upper * number
+    # has 27 + 20 bits, near - upper * number is below 2**26 * number + number / 2, and the remainder is
+    # at most number / 2. So all are exact.
+    upper = (first.view(np.int64) & ~((1 << 26) - 1)).view(np.float64)
+    remainder = (dividend.near - upper * number) - (first - upper) * number
+    remainder, lost = _two_sum(remainder, dividend.rest)
+    second = remainder / number
+    near, rest = _two_sum_keeping_zero(first, second)
+    # A quotient of at most 21 bits times the divisor is exact, and ties have such short second parts.
+    is_short = (second.view(np.int64) & ((1 << 32) - 1)) == 0
+    is_exact = is_short & (second * number == remainder) & (lost == 0) & (dividend.doubt == 0)
+    # `lost` and the division put second wrong by 2**-53 of it each; 2**-1000 covers all that underflows.
+    doubt = np.abs(second) * 2.0**-51 + dividend.doubt / number + 2.0**-1000
+    return Enclosure(near, rest, np.where(is_exact, 0.0, doubt))
+
+
+def _is_decided(enclosure: Enclosure) -> Mask:
+    """Where all that is enclosed is finite and lies strictly between near and one tie beside it, or is exact.
+
+    Then near is the rounded float64, and the sign of rest says on which side of it the number lies.
+    """
+    near, rest, doubt = enclosure
+    decided = doubt == 0
+    if not decided.all():
+        # Wider than the doubt by more than the rounding of rest +- margin.
+        margin = 2 * doubt + np.abs(rest) * 2.0**-51
+        alike = (near + (rest + margin) == near) & (near + (rest - margin) == near)
+        decided |= alike & (np.abs(rest) > margin)
+    return decided & np.isfinite(near)
+
+
+def _rounded_enclosure(enclosure: Enclosure, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Rounds decided numbers once: float64 is near itself, narrower dtypes round near rounded to odd.
+
+    Rounding to odd (towards zero, then setting the last bit if inexact) and then to a format with at
+    least two bits less, as all of them have, subnormals included, is rounding once (Boldo, Melquiond).
+    """
+    near, rest, _ = enclosure
+    if dtype == np.float64:
+        return near
+    if rest.any():
+        bits = near.view(np.int64).copy()
+        inexact = rest != 0
+        bits -= inexact & (np.signbit(rest) != np.signbit(near))
+        bits |= inexact
+        near = bits.view(np.float64)
+    return rounded(near, dtype)
+
+
+def _decided(columns: Floats, divisor: int | None, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The sum or mean of each column, whatever is in it."""
+    finite = np.isfinite(columns)
+    # Finite values next to an infinity do not count, and might overflow to the other one.
+    result = np.where(finite, 0.0, columns).sum(axis=0).astype(dtype)
+    whole = finite.all(axis=0)
+    result[whole] = rounded_long_sum(columns.compress(whole, axis=1), divisor, dtype)
+    return result
+
+
+def exact_product(inputs: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The true product of floats or complex numbers, each part rounded once.
+
+    >>> exact_product([np.array([1e200]), np.array([1e200]), np.array([1e-200])], np.dtype("float64"))
+    array([1.e+200])
+    """
+    with np.errstate(all="ignore"):
+        if dtype.kind == "c":
+            return _complex_product(inputs, dtype)
+        return _real_product(np.stack([array.astype(np.float64) for array in inputs]), dtype)
+
+
+def _real_product(columns: Floats, dtype: np.dtype[Any]) -> NDArray[Any]:
+    # Beside an infinity only zeros, infinities and signs count; the rest might overflow or underflow.
+    plain = np.isfinite(columns) & (columns != 0)
+    result = np.where(plain, np.copysign(1.0, columns), columns).prod(axis=0).astype(dtype)
+    whole = np.isfinite(columns).all(axis=0)
+    columns = columns.compress(whole, axis=1)
+    mantissas, exponents = scaled_integers(columns)
+    negative = np.signbit(columns).sum(axis=0) % 2 == 1
+    product = mantissas.astype(object).prod(axis=0)
+    result[whole] = _rounded_integers(product, exponents.sum(axis=0), negative, dtype)
+    return with_one_nan(result)
+
+
+def _complex_product(inputs: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
+    # Elements that are not finite are multiplied natively, in an order that only their bits decide.
+    stacked = np.stack(inputs)
+    words = stacked.view(f"u{stacked.dtype.itemsize // 2}").reshape(*stacked.shape, 2)
+    order = np.lexsort((words[..., 1], words[..., 0]), axis=0)
+    result = np.array(reduce(np.multiply, np.take_along_axis(stacked, order, axis=0)), dtype)
+    parts = result.view(result.real.dtype).reshape(-1, 2)
+    columns = np.stack([array.astype(np.complex128) for array in inputs])
+    whole = np.isfinite(columns).all(axis=0)
+    columns = columns.compress(whole, axis=1)
+    *products, exponents = _gaussian_products(columns)
+    for position, (product, zeros) in enumerate(zip(products, _zero_signs(columns), strict=True)):
+        negative = (product < 0).astype(np.bool_) | ((product == 0).astype(np.bool_) & zeros)
+        parts[whole, position] = _rounded_integers(abs(product), exponents, negative, parts.dtype)
+    with_one_nan(parts)
+    return result
+
+
+def _gaussian_products(columns: NDArray[np.complex128]) -> tuple[Unbounded, Unbounded, Integers]:
+    """The product of each column as whole real and imaginary parts with one exponent."""
+    parts = columns.view(np.float64).reshape(*columns.shape, 2)
+    mantissas, exponents = scaled_integers(parts)
+    lower = exponents.min(axis=2)
+    mantissas = np.where(np.signbit(parts), -mantissas, mantissas)
+    factors = mantissas.astype(object) << (exponents - lower[..., None])
+    real, imaginary = factors[0, :, 0], factors[0, :, 1]
+    for a, b in factors[1:].transpose(0, 2, 1):
+        real, imaginary = real * a - imaginary * b, real * b + imaginary * a
+    return real, imaginary, lower.sum(axis=0)
+
+
+def _zero_signs(columns: NDArray[np.complex128]) -> tuple[Mask, Mask]:
+    """Where a zero real, a zero imaginary part is -0.0: where all terms of the expanded product are negative.
+
+    1 and -1 stand for terms of one sign, 0 for terms of both. Expanding has no order, so neither do these.
+    """
+
+    def joined(left: Integers, right: Integers) -> Integers:
+        return np.where(left == right, left, 0)
+
+    signs_of_real = np.where(np.signbit(columns.real), -1, 1)
+    signs_of_imaginary = np.where(np.signbit(columns.imag), -1, 1)
+    real, imaginary = signs_of_real[0], signs_of_imaginary[0]
+    for c, d in zip(signs_of_real[1:], signs_of_imaginary[1:], strict=True):
+        real, imaginary = joined(real * c, -imaginary * d), joined(real * d, imaginary * c)
+    return real < 0, imaginary < 0
+
+
+def _rounded_integers(
+    integers: Unbounded, exponents: Integers, negative: Mask, dtype: np.dtype[Any]
+) -> NDArray[Any]:
+    """integers * 2**exponents, none of them negative, with the signs given, rounded once."""
+    heads = np.empty(integers.shape, np.uint64)
+    shifts = np.empty(integers.shape, np.int64)
+    for element, integer in enumerate(integers):
+        shift = integer.bit_length() - HEAD_BITS
+        head = integer >> shift if shift > 0 else integer << -shift
+        heads[element] = head | (shift > 0 and integer != head << shift)
+        shifts[element] = shift
+    return rounded_once(negative, heads, exponents + shifts, dtype)

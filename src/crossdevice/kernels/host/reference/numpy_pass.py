@@ -1,0 +1,140 @@
+"""The fused pass in NumPy, block by block: the reference whose bits every faster kernel repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.kernels.host.reference.exact import exact_product, exact_sum
+from crossdevice.kernels.host.reference.rounding import rounded, with_one_nan
+from crossdevice.kernels.recipe import Order, Recipe
+from crossdevice.values.reduce_op import ReduceOp
+
+Block = NDArray[Any]
+
+BLOCK_ELEMENTS = 1 << 15
+"""Elements at a time: the accumulator and one input stay in a 512 KiB second-level cache."""
+
+
+def numpy_pass(inputs: Sequence[Block], outputs: Sequence[Block], recipe: Recipe) -> None:
+    """Combines flat, contiguous, native `inputs` of one dtype and size into every output.
+
+    An output may be one of the inputs; it may not overlap one otherwise.
+    """
+    if inputs[0].dtype.kind == "c" and recipe.op is not ReduceOp.PROD:
+        part = inputs[0].real.dtype
+        inputs = [array.view(part) for array in inputs]
+        outputs = [array.view(part) for array in outputs]
+    with np.errstate(all="ignore"):
+        for start in range(0, inputs[0].size, BLOCK_ELEMENTS):
+            block = slice(start, start + BLOCK_ELEMENTS)
+            value = _combined([array[block] for array in inputs], recipe, outputs[0].dtype)
+            for array in outputs:
+                array[block] = value
+
+
+def _combined(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:
+    if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
+        return _extreme(inputs, recipe.op)
+    if inputs[0].dtype.kind in "iu":
+        return _combined_integers(inputs, recipe, dtype)
+    match recipe.precision:
+        case "fast":
+            return _combined_in_order(inputs, recipe, dtype)
+        case "accurate":
+            return _combined_wide(inputs, recipe, dtype)
+        case "exact" if recipe.op is ReduceOp.PROD:
+            return exact_product(inputs, dtype)
+        case "exact":
+            return exact_sum(inputs, recipe.divisor, dtype)
+
+
+def _combined_in_order(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:
+    """Native arithmetic, rounded at every step, associated as the recipe says."""
+    combine = np.multiply if recipe.op is ReduceOp.PROD else np.add
+
+    def evaluated(order: Order) -> Block:
+        if isinstance(order, int):
+            return inputs[order]
+        total = evaluated(order[0])
+        for child in order[1:]:
+            total = combine(total, evaluated(child))
+        return total
+
+    total = evaluated(tuple(range(len(inputs))) if recipe.order is None else recipe.order)
+    if recipe.divisor is None:
+        return total
+    return np.true_divide(total.astype(dtype, copy=False), dtype.type(recipe.divisor))
+
+
+def _combined_wide(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:
+    """Accumulated wide in the order given, rounded once."""
+    if recipe.op is ReduceOp.PROD:
+        total = inputs[0].astype(np.complex128 if dtype.kind == "c" else np.float64)
+        for array in inputs[1:]:
+            total *= array.astype(total.dtype)
+    elif inputs[0].dtype == np.float64:
+        total = _compensated_sum(inputs)
+    else:
+        total = inputs[0].astype(np.float64)
+        for array in inputs[1:]:
+            total += array.astype(np.float64)
+    if recipe.divisor is not None:
+        total /= recipe.divisor
+    return rounded(total, dtype)
+
+
+def _compensated_sum(inputs: Sequence[Block]) -> Block:
+    """float64 sums with the rounding errors of all additions added back at the end."""
+    total = inputs[0].copy()
+    errors = np.zeros_like(total)
+    for array in inputs[1:]:
+        grown = total + array
+        of_array = grown - total
+        errors += (total - (grown - of_array)) + (array - of_array)
+        total = grown
+    # Not if they are 0, which would turn -0 into +0, nor NaN, which is what infinities leave there.
+    return np.where(np.abs(errors) > 0, total + errors, total)
+
+
+def _combined_integers(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:
+    if recipe.divisor is not None and recipe.precision != "fast":
+        return _true_mean_of_integers(inputs, recipe.divisor, dtype)
+    return _combined_in_order(inputs, recipe, dtype)
+
+
+def _true_mean_of_integers(inputs: Sequence[Block], divisor: int, dtype: np.dtype[Any]) -> Block:
+    """The mean of the integers themselves: no wrap-around on the way."""
+    if inputs[0].dtype.itemsize == 8:
+        columns = zip(*(array.tolist() for array in inputs), strict=True)
+        return np.array([sum(column) / divisor for column in columns], dtype)
+    total = inputs[0].astype(np.int64)
+    for array in inputs[1:]:
+        total += array
+    return total.astype(dtype) / dtype.type(divisor)
+
+
+def _extreme(inputs: Sequence[Block], op: ReduceOp) -> Block:
+    """Minimum or maximum as IEEE 754-2019 has it: NaN wins, and -0 is less than +0."""
+    pick = np.minimum if op is ReduceOp.MIN else np.maximum
+    best = inputs[0].copy()
+    if best.dtype.kind in "iu":
+        for array in inputs[1:]:
+            pick(best, array, out=best)
+        return best
+    negative_wins = op is ReduceOp.MIN
+    for array in inputs[1:]:
+        zeros = (best == 0) & (array == 0)
+        if zeros.any():
+            negative = (
+                np.signbit(best) | np.signbit(array)
+                if negative_wins
+                else np.signbit(best) & np.signbit(array)
+            )
+        pick(best, array, out=best)
+        if zeros.any():
+            best[zeros] = np.where(negative[zeros], -0.0, 0.0)
+    return with_one_nan(best)

@@ -1,0 +1,1 @@
+"""What kernels work with: worker threads and memory for results."""

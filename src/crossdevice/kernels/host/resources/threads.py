@@ -1,0 +1,152 @@
+"""Our own worker threads: as many as the machine grants, asleep unless invited, never waited for in vain."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from crossdevice.errors import OptionError
+from crossdevice.kernels.host.resources.control_groups import words_of_groups
+
+VARIABLE = "CROSSDEVICE_NUM_THREADS"
+
+Work = Callable[[], None]
+
+_num_threads: int | None = None
+
+
+def num_threads() -> int:
+    """How many threads a large pass may use, the calling one included.
+
+    What `set_num_threads` set; else what the variable CROSSDEVICE_NUM_THREADS says; else the processors
+    this process may run on, but no more than its control group's share of them.
+    """
+    global _num_threads
+    if _num_threads is None:
+        given = os.environ.get(VARIABLE)
+        _num_threads = _checked(given, VARIABLE) if given else granted_processors()
+    return _num_threads
+
+
+def set_num_threads(number: int | None) -> None:
+    """Sets how many threads a large pass may use; None goes back to the variable or the machine."""
+    global _num_threads
+    _num_threads = None if number is None else _checked(number, "the number of threads")
+
+
+def run_together(work: Work, num_participants: int) -> None:
+    """Calls `work` here and, if they find the time, in up to `num_participants` - 1 worker threads.
+
+    Every call must go on until all work is taken: workers that have not begun when the caller is
+    done are sent away, so a busy machine or another caller's pass delays nothing.
+    """
+    invitations = _crew.invite(work, num_participants - 1)
+    try:
+        work()
+    finally:
+        failures = [invitation.failure_after_wait() for invitation in invitations]
+    for failure in failures:
+        if failure is not None:
+            raise failure
+
+
+class _Invitation:
+    """A call of `work` that either one worker makes, or the caller takes back."""
+
+    def __init__(self, work: Work) -> None:
+        self._work: Work | None = work
+        self._claim = threading.Lock()
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._failure: BaseException | None = None
+
+    def accept(self) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
+        try:
+            self._call()
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self._running.release()
+
+    def failure_after_wait(self) -> BaseException | None:
+        if self._claim.acquire(blocking=False):
+            self._work = None
+        else:
+            self._running.acquire()
+        return self._failure
+
+    def _call(self) -> None:
+        # A worker asleep must not keep the arrays of its last work alive.
+        work, self._work = self._work, None
+        assert work is not None
+        work()
+
+
+class _Crew:
+    """The worker threads of this process, started when first needed."""
+
+    def __init__(self) -> None:
+        self._invitations: SimpleQueue[_Invitation] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_workers = 0
+
+    def invite(self, work: Work, number: int) -> list[_Invitation]:
+        invitations = [_Invitation(work) for _ in range(number)]
+        if self._num_workers < number:
+            self._hire(number)
+        for invitation in invitations:
+            self._invitations.put(invitation)
+        return invitations
+
+    def _hire(self, number: int) -> None:
+        with self._lock:
+            while self._num_workers < number:
+                # Daemons: an interpreter that ends does not wait for threads that sleep for ever.
+                name = f"crossdevice-{self._num_workers + 1}"
+                threading.Thread(target=self._serve, name=name, daemon=True).start()
+                self._num_workers += 1
+
+    def _serve(self) -> None:
+        while True:
+            self._invitations.get().accept()
+
+
+def _start_anew() -> None:
+    """Threads do not survive a fork, and a lock may have been held by one of them."""
+    global _crew
+    _crew = _Crew()
+
+
+def _checked(given: object, name: str) -> int:
+    try:
+        number = int(given)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1 or isinstance(given, (bool, float)):
+        raise OptionError(f"{name} must be a whole number, 1 or more; got {given!r}")
+    return int(number)
+
+
+def granted_processors() -> int:
+    """The processors this process may run on, but no more than its control group's share of them."""
+    knows_affinity = hasattr(os, "sched_getaffinity")
+    usable = len(os.sched_getaffinity(0)) if knows_affinity else os.cpu_count() or 1
+    return max(1, math.ceil(min(usable, _share())))
+
+
+def _share() -> float:
+    """Processors' worth of time that control groups grant; infinite if they don't say."""
+    groups = words_of_groups("cpu", ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"])
+    # "max" and -1 are no limits.
+    limits = (words for words in groups if all(word.isdigit() for word in words))
+    return min((int(quota) / int(period) for quota, period in limits), default=math.inf)
+
+
+_crew = _Crew()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)

@@ -1,0 +1,1 @@
+"""Datasets cut up for replicas, and structures of per-replica values."""

@@ -1,0 +1,153 @@
+"""Reducing over replicas and over axes of their arrays at once."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.backends.protocol import Array, Backend, dtype_named
+from crossdevice.errors import ConversionError
+from crossdevice.execution.reading.values import Leaf, one_backend, read_value
+from crossdevice.values.device import Device, host_device
+from crossdevice.values.distributed import PerReplica
+from crossdevice.values.dtypes import COMPLEXES, FLOATS, check_reducible, result_dtype
+from crossdevice.values.nesting import unflatten
+from crossdevice.values.reduce_op import ReduceOp
+
+_ARRAY_FUNCTIONS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.MEAN: "sum",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.PROD: "prod",
+}
+
+
+def reduce_along_axis(
+    op: ReduceOp, value: PerReplica, axis: int | Sequence[int], to: Device, ops: CrossDeviceOps
+) -> Any:
+    """One array from all elements along the axes of all replicas, each element counting once.
+
+    Replicas may differ in length along the axes, and be empty there: a mean divides by the number of
+    elements there really are. Floats are added up in float64 and rounded once.
+    """
+    read = read_value(value)
+    leaves = [_reduced(op, leaf, read.devices, axis, to, ops) for leaf in read.leaves]
+    return leaves[0] if read.structure is None else unflatten(read.structure, leaves)
+
+
+def _reduced(
+    op: ReduceOp,
+    leaf: Leaf,
+    devices: Sequence[Device],
+    axis: int | Sequence[int],
+    to: Device,
+    ops: CrossDeviceOps,
+) -> Array:
+    if leaf.is_sparse:
+        raise ConversionError(
+            f"IndexedSlices{leaf.at_path} have no axis to reduce along; make them dense first"
+        )
+    backend = one_backend(leaf.arrays, devices, leaf.path)
+    dtype = backend.dtype_of(leaf.arrays[0])
+    check_reducible(dtype, op, f"replica 0 ({devices[0]}){leaf.at_path}")
+    shapes = [backend.shape_of(array) for array in leaf.arrays]
+    axes = _checked_axes(axis, len(shapes[0]), leaf)
+    counts = [math.prod(shape[number] for number in axes) for shape in shapes]
+    count = sum(counts) if ops.group is None else int(ops.gather(np.array([sum(counts)]), to).sum())
+    # Where there is nothing at all, the first replica says what that comes to, on every process.
+    counted = [replica for replica, own in enumerate(counts) if own or not (count or replica)]
+    partials = [_local(op, leaf.arrays[replica], axes, backend, dtype) for replica in counted]
+    places = [devices[replica] for replica in counted]
+    if ops.group is not None:
+        if count:
+            shape = [length for number, length in enumerate(shapes[0]) if number not in axes]
+            partial = dtype
+            if op not in (ReduceOp.MIN, ReduceOp.MAX):  # which are never wider, and not of nothing
+                partial = backend.dtype_of(_local(op, leaf.arrays[0][:0], axes, backend, dtype))
+            partials = _of_all_processes(partials, shape, partial, backend, to, ops)
+            places = [to] * len(partials)
+        ops = _within_process(ops)
+    over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    total = ops.reduce(over_replicas, PerReplica.of(tuple(partials), tuple(places)), to)
+    if op is ReduceOp.MEAN:
+        total = _divided(total, count, backend)
+    return _rounded(total, backend, result_dtype(dtype, op))
+
+
+def _of_all_processes(
+    partials: Sequence[Array],
+    shape: Sequence[int],
+    dtype: str,
+    backend: Backend,
+    to: Device,
+    ops: CrossDeviceOps,
+) -> list[Array]:
+    """The partial results of all replicas that have any elements, in the order of processes.
+
+    They travel unsummed, and every process combines them as one alone would: so the bits do not
+    depend on which replicas are in which process.
+    """
+    flats = [np.empty(0, dtype_named(dtype)), *map(backend.to_host, partials)]
+    rows = np.concatenate(flats).reshape(len(partials), *shape)
+    return [
+        backend.from_host(np.array(row).reshape(-1), tuple(shape), to)
+        for row in ops.gather(rows, host_device(0))
+    ]
+
+
+def _within_process(ops: CrossDeviceOps) -> CrossDeviceOps:
+    """The same algorithm with the same options, for the replicas of this process alone."""
+    alone = copy.copy(ops)
+    alone.group = None
+    return alone
+
+
+def _local(op: ReduceOp, array: Array, axes: tuple[int, ...], backend: Backend, dtype: str) -> Array:
+    """The reduction inside one replica, kept wide for those that round."""
+    function = getattr(backend.namespace(), _ARRAY_FUNCTIONS[op])
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return function(array, axis=axes)
+    wide = backend.cast(array, _wide(dtype))
+    if op is ReduceOp.PROD:
+        for axis in sorted(axes, reverse=True):  # PyTorch multiplies along one axis at a time
+            wide = function(wide, axis=axis)
+        return wide
+    return function(wide, axis=axes)
+
+
+def _wide(dtype: str) -> str:
+    return "complex128" if dtype in COMPLEXES else "float64" if dtype in FLOATS else dtype
+
+
+def _divided(total: Array, count: int, backend: Backend) -> Array:
+    if backend.dtype_of(total) not in (*FLOATS, *COMPLEXES):
+        total = backend.cast(total, "float64")
+    return total / count if count else total * math.nan
+
+
+def _rounded(total: Array, backend: Backend, dtype: str) -> Array:
+    found = backend.dtype_of(total)
+    if found == dtype:
+        return total
+    return backend.round_once(total, dtype) if found in (*FLOATS, *COMPLEXES) else backend.cast(total, dtype)
+
+
+def _checked_axes(axis: int | Sequence[int], rank: int, leaf: Leaf) -> tuple[int, ...]:
+    asked = tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
+    axes = []
+    for one in asked:
+        try:
+            number = operator.index(one)
+        except TypeError:
+            raise TypeError(f"axis must be an integer or several, got {axis!r}") from None
+        if not -rank <= number < rank:
+            raise ConversionError(f"axis {number} is out of range for {rank} dimensions{leaf.at_path}")
+        axes.append(number % rank)
+    return tuple(sorted(set(axes)))

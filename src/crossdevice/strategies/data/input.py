@@ -1,0 +1,202 @@
+"""Datasets cut up for replicas: every example goes to exactly one of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from crossdevice.backends.numpy_backend import array_of_numbers
+from crossdevice.backends.registry import backend_of_type
+from crossdevice.errors import ConversionError, OptionError, ShapeMismatchError
+from crossdevice.strategies.data.regrouping import regroup
+from crossdevice.values.device import Device, device_of
+from crossdevice.values.nesting import NUMBERS, flatten, leaf_paths, unflatten
+
+
+class InputContext(NamedTuple):
+    """What a dataset function is told about those it makes batches for."""
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The share of one replica; the replicas' shares must be equal."""
+        share, left = divmod(global_batch_size, self.num_replicas_in_sync)
+        if left:
+            raise OptionError(
+                f"a global batch of {global_batch_size} cannot be shared equally by "
+                f"{self.num_replicas_in_sync} replicas"
+            )
+        return share
+
+
+class ValueContext(NamedTuple):
+    """What a value function is told about the replica it makes a value for."""
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+class Seats(NamedTuple):
+    """The devices of this process's replicas, and which of all replicas they are."""
+
+    devices: tuple[Device, ...]
+    first_replica: int
+    num_replicas: int
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of this process's replicas among all."""
+        return range(self.first_replica, self.first_replica + len(self.devices))
+
+
+class DistributedDataset:
+    """Global batches, each cut along its first axis into one part per replica.
+
+    Parts differ in length by at most one, the first ones being longer; of a batch with fewer examples than
+    replicas, the last parts are empty. Nothing is dropped, padded or given to two replicas, so
+    a mean over examples is `strategy.reduce("mean", per_example, axis=0)`. Where there are several
+    processes, each goes through the same batches and takes the parts of its own replicas.
+    """
+
+    def __init__(self, batches: Iterable[Any], seats: Seats) -> None:
+        self._batches = batches
+        self._seats = seats
+
+    def __iter__(self) -> Iterator[Any]:
+        seats = self._seats
+        for number, batch in enumerate(self._batches):
+            yield regroup(_parts(batch, seats, number), seats.devices, among=seats.num_replicas)
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]  # without a length of its own: Python's TypeError
+
+
+class DealtDataset:
+    """Batches that are one replica's each already, dealt out in turn.
+
+    If the last round has too few, the remaining replicas get empty arrays of the same kind; so does a
+    process whose batches have come to an end before those of others.
+
+    Args:
+        of_all_processes: called with this process's number of batches before each round, gives those of all.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        seats: Seats,
+        of_all_processes: Callable[[int], Sequence[int]] = lambda number: (number,),
+    ) -> None:
+        self._batches = batches
+        self._seats = seats
+        self._of_all_processes = of_all_processes
+
+    def __iter__(self) -> Iterator[Any]:
+        devices, batches = self._seats.devices, iter(self._batches)
+        own = list(itertools.islice(batches, len(devices)))
+        numbers = self._of_all_processes(len(own))
+        if any(numbers) and not all(numbers):
+            raise ConversionError(
+                f"the dataset of process {numbers.index(0)} is empty, and those of others are not; "
+                "each needs at least one batch, which may have no examples"
+            )
+        nothing = _rows(own[0], 0, 0) if own else None
+        while any(numbers):
+            own += [nothing] * (len(devices) - len(own))
+            parts = [_moved(part, device) for part, device in zip(own, devices, strict=True)]
+            yield regroup(parts, devices, among=self._seats.num_replicas)
+            own = list(itertools.islice(batches, len(devices)))
+            numbers = self._of_all_processes(len(own))
+
+
+class ArrayBatches:
+    """Arrays, or a structure of them, in batches along their first axis; the last may be shorter."""
+
+    def __init__(self, arrays: Any, batch_size: int) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise OptionError(f"batch_size must be a number of examples, 1 or more; got {batch_size!r}")
+        self._arrays = arrays
+        self._batch_size = batch_size
+        self._num_examples = _num_examples(arrays, "dataset")
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, self._num_examples, self._batch_size):
+            yield _rows(self._arrays, start, min(start + self._batch_size, self._num_examples))
+
+    def __len__(self) -> int:
+        return -(-self._num_examples // self._batch_size)
+
+
+def batches_of(dataset: Any, batch_size: int | None) -> Iterable[Any]:
+    """The batches of a dataset: itself, or with a batch size its arrays cut up."""
+    if batch_size is not None:
+        return ArrayBatches(dataset, batch_size)
+    if hasattr(dataset, "dtype") or isinstance(dataset, (tuple, Mapping, str)):
+        raise ConversionError(
+            f"dataset is a {type(dataset).__name__}; expected an iterable of batches, "
+            "or arrays together with batch_size="
+        )
+    if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
+        raise ConversionError(f"dataset is a {type(dataset).__name__}; expected an iterable of batches")
+    return dataset  # type: ignore[no-any-return]
+
+
+def _parts(batch: Any, seats: Seats, number: int) -> list[Any]:
+    share, longer = divmod(_num_examples(batch, f"batch {number}"), seats.num_replicas)
+    edges = [replica * share + min(replica, longer) for replica in range(seats.num_replicas + 1)]
+    return [
+        _moved(_rows(batch, *edges[replica : replica + 2]), device)
+        for replica, device in zip(seats.numbers, seats.devices, strict=True)
+    ]
+
+
+def _num_examples(batch: Any, name: str) -> int:
+    """The length of all arrays' first axis, which must be one length."""
+    leaves, structure = flatten(batch)
+    if not leaves:
+        raise ConversionError(f"{name} holds no arrays")
+    paths = leaf_paths(structure, name)
+    lengths = []
+    for leaf, path in zip(leaves, paths, strict=True):
+        shape = getattr(_array(leaf), "shape", ())
+        if not shape:
+            raise ConversionError(
+                f"{path} is a {type(leaf).__name__} without a first axis; expected arrays whose first axis "
+                "counts the examples"
+            )
+        lengths.append(int(shape[0]))
+    for length, path in zip(lengths, paths, strict=True):
+        if length != lengths[0]:
+            raise ShapeMismatchError(f"{path} has {length} examples; {paths[0]} has {lengths[0]}")
+    return lengths[0]
+
+
+def _rows(batch: Any, start: int, stop: int) -> Any:
+    leaves, structure = flatten(batch)
+    return unflatten(structure, [_array(leaf)[start:stop] for leaf in leaves])
+
+
+def _array(leaf: Any) -> Any:
+    return array_of_numbers(leaf) if isinstance(leaf, (*NUMBERS, list, tuple)) else leaf
+
+
+def _moved(part: Any, device: Device) -> Any:
+    """A part on its replica's device; host arrays stay views, and NumPy's stay on the host."""
+    leaves, structure = flatten(part)
+    return unflatten(structure, [_array_on(leaf, device) for leaf in leaves])
+
+
+def _array_on(array: Any, device: Device) -> Any:
+    backend = backend_of_type(type(array))
+    on_host = device_of(array) is None
+    if backend is None or (on_host and device.is_host) or isinstance(array, np.ndarray):
+        return array
+    if device_of(array) == device:
+        return array
+    backend.check_device(device)
+    return backend.copy(array, device)

@@ -1,0 +1,125 @@
+"""From one structure per replica to one structure of per-replica values, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+
+from crossdevice.backends.registry import backend_of_type
+from crossdevice.errors import StructureMismatchError
+from crossdevice.execution.reading.values import check_agreement
+from crossdevice.strategies.variables.distributed import DistributedVariable
+from crossdevice.values.device import Device, device_of, host_device
+from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.nesting import NUMBERS, first_leaf
+from crossdevice.values.variable import Variable
+
+
+def regroup(
+    components: Sequence[Any],
+    devices: Sequence[Device],
+    wrap: type[DistributedValues] = PerReplica,
+    always_wrap: bool = False,
+    among: int | None = None,
+) -> Any:
+    """One structure of distributed values from one structure per replica; a lone replica's stays as it is.
+
+    An object that all replicas share (None, a name, a variable) stays bare. Arrays and numbers do not:
+    whether they count once or once per replica would otherwise depend on who made them.
+
+    Args:
+        among: how many replicas there are in all, if others are in other processes.
+
+    >>> regroup([(1.0, "ab"), (1.0, "ab")], [Device("cpu"), Device("cpu", 1)])[1]
+    'ab'
+    """
+    if (among or len(components)) == 1 and not always_wrap:
+        return components[0]
+    if all(component is None for component in components):
+        return None
+    flattened = [optree.tree_flatten(component, none_is_leaf=True) for component in components]
+    structures = [structure for _, structure in flattened]
+    check_agreement(structures, devices, "structure", StructureMismatchError, str, "")
+    leaves = [
+        _regrouped(column, devices, wrap, always_wrap)
+        for column in zip(*(leaves for leaves, _ in flattened), strict=True)
+    ]
+    return optree.tree_unflatten(structures[0], leaves)
+
+
+def _regrouped(
+    column: tuple[Any, ...], devices: Sequence[Device], wrap: type[DistributedValues], always_wrap: bool
+) -> Any:
+    first = column[0]
+    if not always_wrap and not is_countable(first) and all(leaf is first for leaf in column):
+        return first
+    return wrap.of(column, placed_on(column, devices))
+
+
+def is_countable(leaf: Any) -> bool:
+    """Whether a leaf is an array or a number, which every replica contributes for itself."""
+    if isinstance(leaf, (IndexedSlices, *NUMBERS)):
+        return True
+    return hasattr(leaf, "dtype") and not isinstance(leaf, (DistributedValues, Variable))
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array of a library we know."""
+    return is_countable(leaf) and hasattr(leaf, "dtype") and backend_of_type(type(leaf)) is not None
+
+
+def placed_on(components: Sequence[Any], devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Where components really are: host arrays belong to a host replica, or to `cpu:k` beside a GPU."""
+    return tuple(
+        device_of(first_leaf(component)) or (device if device.is_host else host_device(replica))
+        for replica, (component, device) in enumerate(zip(components, devices, strict=True))
+    )
+
+
+def distributed_leaves(tree: Any) -> list[DistributedValues]:
+    """All distributed values in a structure, in order."""
+    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, DistributedValues)]
+
+
+def map_structure(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The structure with every leaf replaced; None is a leaf."""
+    return optree.tree_map(function, tree, none_is_leaf=True)
+
+
+def select_replica(replica: int, tree: Any) -> Any:
+    """A structure as one replica sees it: its own components; variables stay, they know who asks."""
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, DistributedValues) and not isinstance(leaf, DistributedVariable):
+            return leaf.values[replica]
+        return leaf
+
+    return map_structure(own, tree)
+
+
+def own_component(replica: int, tree: Any) -> Any:
+    """A structure of plain arrays, in the running replica: its components, and its copies of variables."""
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, DistributedVariable):
+            return leaf.current()
+        return leaf.values[replica] if isinstance(leaf, DistributedValues) else leaf
+
+    return map_structure(own, tree) if distributed_leaves(tree) else tree
+
+
+def spread(tree: Any, devices: Sequence[Device]) -> list[Any]:
+    """What each replica sees of a structure; each distributed value must have a component for each."""
+    found = [leaf for leaf in distributed_leaves(tree) if not isinstance(leaf, DistributedVariable)]
+    if not found:
+        return [tree] * len(devices)
+    for leaf in found:
+        if len(leaf.values) != len(devices):
+            raise StructureMismatchError(
+                f"a {type(leaf).__name__} has {len(leaf.values)} components; expected {len(devices)}, "
+                "one for each replica"
+            )
+    return [select_replica(replica, tree) for replica in range(len(devices))]

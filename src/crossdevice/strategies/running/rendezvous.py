@@ -1,0 +1,245 @@
+"""Where replicas meet: the thread that called them waits until all have arrived, merges and answers.
+
+Nothing outlives a run but its threads, and those only if it went well: a run that fails sends them
+away, and the next run starts with new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from crossdevice.errors import ContextError, DeadlineError, MismatchError, ReplicaError
+from crossdevice.execution.reading.values import check_agreement
+from crossdevice.execution.tracing import flight_recorder
+from crossdevice.strategies.running.roll_call import RollCall, add_note, named
+from crossdevice.strategies.running.threads import ReplicaThreads
+from crossdevice.values.device import Device
+
+POLL_SECONDS = 0.1
+"""Where an operating system cannot interrupt a wait, Ctrl-C is noticed this late at most."""
+
+STOP_PATIENCE_SECONDS = 5.0
+"""After a failure, how long replicas that are still computing may take to stop."""
+
+DEADLINE_PATIENCE_SECONDS = 1.0
+"""The same after a deadline or Ctrl-C, when somebody has waited long enough already."""
+
+
+class Call(NamedTuple):
+    """What a replica asks for where all replicas meet.
+
+    All must agree on `name` and `details`. `merge` gets every replica's value and returns every
+    replica's answer; it is called once.
+    """
+
+    name: str
+    details: tuple[Any, ...]
+    value: Any
+    merge: Callable[[list[Any]], Sequence[Any]]
+    deadline: Deadline | None
+
+    def __str__(self) -> str:
+        return call_text(self.name, self.details)
+
+
+def call_text(name: str, details: tuple[Any, ...]) -> str:
+    """A call as messages show it: `all_reduce(SUM)`."""
+    return f"{name}({', '.join(map(str, details))})"
+
+
+class Deadline(NamedTuple):
+    """A moment on the monotonic clock, and how many seconds had been given."""
+
+    moment: float
+    seconds: float
+
+    @staticmethod
+    def after(seconds: float | timedelta | None) -> Deadline | None:
+        """The deadline that many seconds from now; None for no deadline."""
+        if seconds is None:
+            return None
+        number = seconds.total_seconds() if isinstance(seconds, timedelta) else seconds
+        return Deadline(time.monotonic() + number, number)
+
+
+class ReplicaStopped(BaseException):
+    """Unwinds a replica because another one failed; not an Exception, so functions do not swallow it."""
+
+
+class Rendezvous:
+    """One run of all replicas, led by the thread that called it.
+
+    The leader is woken only when there is something to do: when no replica is running any more, or when
+    it is certain already that they will not meet. To wake it for every report would cost a fifth more.
+    """
+
+    def __init__(self, devices: Sequence[Device], threads: ReplicaThreads, deadline: Deadline | None) -> None:
+        self._devices = devices
+        self._threads = threads
+        self._deadline = deadline
+        self._call_number = 1
+        self._is_over = False
+        self._is_forgotten = False
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._lock = threading.Lock()  # for the four below, which all threads write
+        self._num_running = len(devices)
+        self._arrived: dict[int, Call] = {}
+        self._results: dict[int, Any] = {}
+        self._failures: dict[int, BaseException] = {}
+
+    # ---------------------------------------------------------------- on the threads of replicas
+
+    def meet(self, replica: int, call: Call) -> Any:
+        """Waits until all replicas make the same call; returns this replica's answer."""
+        if not self._is_over:
+            self._report(self._arrived, replica, call)
+            answer = self._threads.inboxes[replica].get()
+            if answer is not None:
+                return answer[0]
+            self._threads.inboxes[replica].put(None)  # it was meant for the thread
+        if self._is_forgotten:
+            raise ContextError(
+                f"replica {replica} ({self._devices[replica]}) called {call} after its run had ended"
+            )
+        raise ReplicaStopped
+
+    def _work(self, replica: int, function: Callable[[], Any]) -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            self._report(self._failures, replica, error)
+        else:
+            self._report(self._results, replica, result)
+
+    def _report(self, board: dict[int, Any], replica: int, what: Any) -> None:
+        with self._lock:
+            board[replica] = what
+            self._num_running -= 1
+            is_pressing = not self._num_running or self._failures or (self._arrived and self._results)
+        if is_pressing:
+            self._bell.put(None)
+
+    # ---------------------------------------------------------------- on the calling thread
+
+    def lead(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Runs one function per replica, answers their calls and returns their results in order."""
+        num_replicas = len(self._devices)
+        try:
+            for replica, (function, inbox) in enumerate(zip(functions, self._threads.inboxes, strict=True)):
+                inbox.put(functools.partial(self._work, replica, function))
+            while len(self._results) < num_replicas:
+                self._wait()
+                if self._failures:
+                    raise next(iter(self._failures.values()))
+                if self._arrived and self._results:
+                    self._let_arrive()
+                    raise ReplicaError(
+                        f"replicas make different numbers of calls; {self._roll_call()}; every replica must "
+                        "call all_reduce, all_gather, merge_call and aggregating assigns equally often"
+                    )
+                if len(self._arrived) == num_replicas:
+                    self._merge()
+            return [self._results[replica] for replica in range(num_replicas)]
+        except BaseException as caught:
+            error = self._ended_by(caught)
+        # Raised out here, one replica's error does not become the context of another's.
+        try:
+            raise error
+        finally:
+            # Calls and tracebacks refer back to this object and frame, and would keep all of it alive.
+            self._arrived.clear()
+            self._failures.clear()
+            del error
+
+    def _wait(self) -> None:
+        """Waits until there is something to do, or as long as one wait may take."""
+        with self._lock:
+            deadlines = [call.deadline for call in self._arrived.values()]
+        deadline = min(filter(None, (self._deadline, *deadlines)), default=None)
+        wait = POLL_SECONDS if deadline is None else deadline.moment - time.monotonic()
+        if deadline is not None and wait <= 0:
+            raise DeadlineError(f"no end after {deadline.seconds:g} s; {self._roll_call()}")
+        with contextlib.suppress(Empty):
+            self._bell.get(timeout=min(wait, POLL_SECONDS))
+
+    def _let_arrive(self) -> None:
+        """Lets replicas that are only a little behind get to where the message will look for them."""
+        latest = time.monotonic() + POLL_SECONDS
+        while self._num_running and (wait := latest - time.monotonic()) > 0:
+            with contextlib.suppress(Empty):
+                self._bell.get(timeout=wait)
+
+    def _merge(self) -> None:
+        calls = [self._arrived[replica] for replica in range(len(self._devices))]
+        check_agreement(
+            [call[:2] for call in calls],
+            self._devices,
+            f"call {self._call_number},",
+            MismatchError,
+            lambda key: call_text(*key),
+            "",
+        )
+        answers = calls[0].merge([call.value for call in calls])
+        self._call_number += 1
+        with self._lock:
+            self._arrived.clear()
+            self._num_running = len(self._devices)
+        for inbox, answer in zip(self._threads.inboxes, answers, strict=True):
+            inbox.put((answer,))
+
+    # ---------------------------------------------------------------- when a run fails
+
+    def _ended_by(self, caught: BaseException) -> BaseException:
+        """Stops all replicas; returns what is to be raised, with notes on who did what."""
+        situation = self._roll_call()
+        busy = self._stop(caught)
+        with self._lock:
+            failures = {
+                replica: error
+                for replica, error in sorted(self._failures.items())
+                if not isinstance(error, ReplicaStopped)
+            }
+        error = caught
+        if failures and (caught in failures.values() or isinstance(caught, ReplicaError)):
+            first = next(iter(failures))
+            error = failures.pop(first)
+            add_note(error, f"raised by {named([first], self._devices)} of {len(self._devices)}")
+        elif not isinstance(caught, (ReplicaError, DeadlineError)):
+            add_note(error, situation)
+        for replica, other in failures.items():
+            kind = type(other).__name__
+            add_note(error, f"{named([replica], self._devices)} failed too: {kind}: {other}")
+        for replica in busy:
+            who, where = named([replica], self._devices), self._threads.place_of(replica)
+            add_note(error, f"{who} has not stopped and is left behind at {where}")
+        flight_recorder.dump_after(error)
+        return error
+
+    def _stop(self, caught: BaseException) -> list[int]:
+        """Ends the threads; returns the replicas that did not stop in time."""
+        patience = STOP_PATIENCE_SECONDS
+        if isinstance(caught, (DeadlineError, KeyboardInterrupt)):
+            patience = DEADLINE_PATIENCE_SECONDS
+        elif self._deadline is not None:
+            left = max(0.0, self._deadline.moment - time.monotonic())
+            patience = min(patience, left + DEADLINE_PATIENCE_SECONDS)
+        self._is_over = True
+        try:
+            return self._threads.send_away(patience)
+        finally:
+            self._is_forgotten = True
+
+    def _roll_call(self) -> str:
+        with self._lock:
+            waiting = {
+                replica: f"call {self._call_number}, {call}" for replica, call in self._arrived.items()
+            }
+            returned, failed = set(self._results), set(self._failures)
+        return str(RollCall(self._devices, waiting, returned, failed, self._threads.place_of))

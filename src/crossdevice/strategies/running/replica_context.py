@@ -1,0 +1,150 @@
+"""Inside a replica function: which replica this is, and the calls in which all replicas meet."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.errors import ContextError
+from crossdevice.strategies.data.regrouping import own_component, placed_on, regroup, spread
+from crossdevice.strategies.running.place import current_place
+from crossdevice.strategies.running.rendezvous import Call, Deadline, Rendezvous
+from crossdevice.values.device import Device
+from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions, as_options
+from crossdevice.values.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from crossdevice.strategies.base import Strategy
+
+
+class ReplicaContext:
+    """One replica of a running function: what `get_replica_context()` returns inside of it.
+
+    All replicas must make the same calls in the same order. A call that some never make is an error
+    that names them.
+    """
+
+    __slots__ = ("_device", "_rendezvous", "_replica", "_strategy")
+
+    def __init__(self, strategy: Strategy, replica: int, device: Device, rendezvous: Rendezvous) -> None:
+        self._strategy = strategy
+        self._replica = replica
+        self._device = device
+        self._rendezvous = rendezvous
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose `run` this is."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of this replica, from 0, among those of all processes."""
+        return self._strategy.first_replica + self._replica
+
+    @property
+    def local_replica(self) -> int:
+        """Its number among those of this process: its place in the components of local values."""
+        return self._replica
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas run together."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The one device of this replica."""
+        return (self._device,)
+
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Combines an array or a whole tree with those of all other replicas, in one batch.
+
+        Each replica counts, also where all of them pass the same array; each gets its own result.
+        PyTorch does not differentiate through it.
+
+        Args:
+            options: also carries `timeout_seconds`, how long to wait for the other replicas.
+        """
+        op, chosen = ReduceOp(reduce_op), as_options(options)
+
+        def merge(trees: list[Any]) -> Sequence[Any]:
+            whole = self._together(trees)
+            return _components(self._ops.batch_reduce(op, [(whole, whole)], chosen)[0])
+
+        return self.meet("all_reduce", (op.name,), own_component(self._replica, value), merge, chosen)
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Every replica's array or tree end to end along `axis`, in which they may differ."""
+        chosen = as_options(options)
+
+        def merge(trees: list[Any]) -> Sequence[Any]:
+            whole = self._together(trees)
+            return _components(self._ops.gather(whole, whole, axis, chosen))
+
+        return self.meet("all_gather", (f"axis={axis}",), own_component(self._replica, value), merge, chosen)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls `merge_fn(strategy, ...)` once for all replicas, in the cross-replica context.
+
+        It gets every replica's arguments as PerReplica; each replica gets its component of the result.
+        """
+        devices = self._strategy.extended.worker_devices
+
+        def merge(arguments: list[Any]) -> Sequence[Any]:
+            merged_args, merged_kwargs = regroup(arguments, devices, among=self.num_replicas_in_sync)
+            return spread(merge_fn(self._strategy, *merged_args, **merged_kwargs), devices)
+
+        name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
+        return self.meet("merge_call", (name,), (tuple(args), dict(kwargs or {})), merge)
+
+    def meet(
+        self,
+        name: str,
+        details: tuple[Any, ...],
+        value: Any,
+        merge: Callable[[list[Any]], Sequence[Any]],
+        options: CommunicationOptions = DEFAULT_OPTIONS,
+    ) -> Any:
+        """Waits for the same call of all replicas; `merge` turns all their values into all their answers."""
+        if current_place().context is not self:
+            raise ContextError(
+                f"{name} belongs to replica {self.replica_id_in_sync_group} ({self._device}) and was called "
+                "elsewhere: in another replica, another thread or a merge function; ask "
+                "get_replica_context() there"
+            )
+        if options is not DEFAULT_OPTIONS:
+            details = (*details, *_differences(options))
+        deadline = Deadline.after(options.timeout_seconds)
+        return self._rendezvous.meet(self._replica, Call(name, details, value, merge, deadline))
+
+    @property
+    def _ops(self) -> CrossDeviceOps:
+        return self._strategy.extended.cross_device_ops
+
+    def _together(self, trees: list[Any]) -> PerReplica:
+        return PerReplica.of(tuple(trees), placed_on(trees, self._strategy.extended.worker_devices))
+
+    def __repr__(self) -> str:
+        number, count = self.replica_id_in_sync_group, self.num_replicas_in_sync
+        return f"ReplicaContext(replica {number} of {count}, {self._device})"
+
+
+def _differences(options: CommunicationOptions) -> list[str]:
+    """The options that are not the defaults; a deadline is each replica's own affair."""
+    return [
+        f"{field.name}={getattr(options, field.name)}"
+        for field in dataclasses.fields(options)
+        if field.name != "timeout_seconds" and getattr(options, field.name) != field.default
+    ]
+
+
+def _components(result: Any) -> tuple[Any, ...]:
+    return result.values if isinstance(result, DistributedValues) else (result,)

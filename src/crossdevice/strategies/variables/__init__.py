@@ -1,0 +1,1 @@
+"""Variables with one copy per device."""

@@ -1,0 +1,244 @@
+"""What variables with one copy per device have in common, whenever the copies are brought into step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import optree
+
+from crossdevice.backends.protocol import Backend
+from crossdevice.backends.registry import backend_of_type
+from crossdevice.errors import ContextError, ConversionError, DtypeMismatchError, LibraryMismatchError
+from crossdevice.strategies.running.place import current_place
+from crossdevice.strategies.variables.scattering import Scatter
+from crossdevice.values.device import Device, host_device
+from crossdevice.values.distributed import DelegatingValues, DistributedValues, PerReplica
+from crossdevice.values.dtypes import COMPLEXES, FLOATS
+from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.nesting import NUMBERS
+from crossdevice.values.reduce_op import VariableAggregation, VariableSynchronization
+from crossdevice.values.variable import Variable
+
+if TYPE_CHECKING:
+    from crossdevice.strategies.base import Strategy
+    from crossdevice.strategies.running.replica_context import ReplicaContext
+
+Write: TypeAlias = Callable[[Variable, Any], object]
+"""Writes a value, already on the copy's device, to one copy."""
+
+
+class ReplicaVariable(Variable):
+    """One copy of a distributed variable."""
+
+    __slots__ = ("_container",)
+
+    def belongs_to(self, container: DistributedVariable) -> None:
+        """Remembers the variable this is a copy of, without keeping it alive."""
+        self._container = weakref.ref(container)
+
+    @property
+    def container(self) -> Any:
+        """The variable this is a copy of."""
+        return self._container()
+
+
+class DistributedVariable(DelegatingValues):
+    """A variable with a copy on each device of a strategy; `values` are the copies."""
+
+    def __init__(self, strategy: Strategy, copies: Sequence[ReplicaVariable], trainable: bool) -> None:
+        self._values = tuple(copies)
+        self._devices = tuple(copy.device for copy in copies)
+        self._strategy = strategy
+        self.trainable = trainable
+        for copy in copies:
+            copy.belongs_to(self)
+
+    @property
+    def distribute_strategy(self) -> Strategy:
+        """The strategy whose devices hold the copies."""
+        return self._strategy
+
+    @property
+    def name(self) -> str:
+        """Its name; copy k > 0 is called `<name>/replica_k`."""
+        return str(self._values[0].name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of each copy."""
+        return tuple(self._values[0].shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of each copy."""
+        return self._values[0].dtype
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How different values from different replicas become one."""
+        return VariableAggregation(self._values[0].aggregation)
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When the copies are brought into step."""
+        return VariableSynchronization(self._values[0].synchronization)
+
+    def value(self) -> Any:
+        """The array: the running replica's own copy, or what the copies stand for together."""
+        return self.current()
+
+    def read_value(self) -> Any:
+        """The same as `value`."""
+        return self.current()
+
+    def assign(self, value: Any) -> Any:
+        """Replaces the value; returns the new one, Mirrored outside of replica functions."""
+        return self._write("assign", Variable.assign, value)
+
+    def assign_add(self, delta: Any) -> Any:
+        """Adds to the value; returns the new one."""
+        return self._write("assign_add", Variable.assign_add, delta)
+
+    def assign_sub(self, delta: Any) -> Any:
+        """Subtracts from the value; returns the new one."""
+        return self._write("assign_sub", Variable.assign_sub, delta)
+
+    def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
+        """Adds rows at their indices."""
+        return self._scatter(Scatter.ADD, sparse_delta)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices) -> Any:
+        """Subtracts rows at their indices."""
+        return self._scatter(Scatter.SUB, sparse_delta)
+
+    def scatter_mul(self, sparse_delta: IndexedSlices) -> Any:
+        """Multiplies by rows at their indices."""
+        return self._scatter(Scatter.MUL, sparse_delta)
+
+    def scatter_div(self, sparse_delta: IndexedSlices) -> Any:
+        """Divides by rows at their indices."""
+        return self._scatter(Scatter.DIV, sparse_delta)
+
+    def scatter_min(self, sparse_delta: IndexedSlices) -> Any:
+        """Takes the minimum with rows at their indices."""
+        return self._scatter(Scatter.MIN, sparse_delta)
+
+    def scatter_max(self, sparse_delta: IndexedSlices) -> Any:
+        """Takes the maximum with rows at their indices."""
+        return self._scatter(Scatter.MAX, sparse_delta)
+
+    def scatter_update(self, sparse_delta: IndexedSlices) -> Any:
+        """Replaces the rows at the indices."""
+        return self._scatter(Scatter.UPDATE, sparse_delta)
+
+    def _write(self, method: str, write: Write, value: Any) -> Any:
+        """Brings a value to the copies it concerns here and now."""
+        raise NotImplementedError
+
+    def _scatter(self, kind: Scatter, slices: IndexedSlices) -> Any:
+        """Brings rows to the copies they concern here and now."""
+        raise NotImplementedError(f"{kind} of variable {self.name!r}: a {type(self).__name__} has no scatter")
+
+    def _context(self) -> ReplicaContext | None:
+        """The running replica, None in the cross-replica context; another strategy's is refused."""
+        context = current_place().context
+        if context is not None and context.strategy is not self._strategy:
+            raise ContextError(
+                f"variable {self.name!r} belongs to {self._strategy}; it was used by {context.strategy}"
+            )
+        return context
+
+    def _copy_of(self, context: ReplicaContext) -> ReplicaVariable:
+        copy: ReplicaVariable = self._values[context.local_replica]
+        return copy
+
+    def _write_own(self, context: ReplicaContext, write: Write, value: Any) -> Any:
+        """Writes a converted value, in new memory, to the running replica's copy."""
+        copy = self._copy_of(context)
+        write(copy, _moved(value, self._backend, copy.device))
+        return copy.value()
+
+    @property
+    def _backend(self) -> Backend:
+        backend = backend_of_type(type(self._values[0].value()))
+        assert backend is not None, "variables are made of arrays"
+        return backend
+
+    def _converted(self, value: Any) -> Any:
+        """A value in this variable's library and dtype, as the running replica sees it."""
+        context = self._context()
+        if context is None:
+            refuse_per_replica("assign", self.name, value)
+        elif isinstance(value, PerReplica):
+            value = value.values[context.local_replica]
+        if isinstance(value, DelegatingValues):
+            value = value.current()
+        if isinstance(value, Variable):
+            value = value.value()
+        if isinstance(value, IndexedSlices):
+            return IndexedSlices(self._converted(value.values), value.indices, value.dense_shape)
+        return converted(value, self._backend, self._backend.dtype_of(self._values[0].value()), self.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if current_place().strategy is not self._strategy:
+            raise ContextError(f"variable {self.name!r} can be copied only in the scope of {self._strategy}")
+        copies = [
+            ReplicaVariable(
+                self._backend.copy(copy.value(), copy.device),
+                copy.device,
+                copy.name,
+                self.synchronization,
+                self.aggregation,
+            )
+            for copy in self._values
+        ]
+        memo[id(self)] = made = type(self)(self._strategy, copies, self.trainable)
+        return made
+
+    def __repr__(self) -> str:
+        copies = "".join(f"\n  {copy.device}: {copy.value()!r}," for copy in self._values)
+        return f"{type(self).__name__}({self.name!r}, {self.aggregation.name}{copies}\n)"
+
+
+def refuse_per_replica(call: str, name: str, arguments: Any) -> None:
+    """Refuses what would silently make the copies of a variable differ."""
+    if any(isinstance(leaf, PerReplica) for leaf in optree.tree_leaves(arguments)):
+        raise ConversionError(
+            f"{call} of variable {name!r} got a PerReplica: its copies would differ; reduce it first"
+        )
+
+
+def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
+    """A value as an array of a library and dtype; NumPy arrays are welcome in every library."""
+    if isinstance(value, (*NUMBERS, list, tuple)):
+        value = np.asarray(value)
+    source = backend_of_type(type(value))
+    if source is None or isinstance(value, DistributedValues):
+        raise ConversionError(
+            f"variable {name!r} was given a {type(value).__name__}; expected an array or a number"
+        )
+    if source is not backend:
+        if source.name != "numpy":
+            raise LibraryMismatchError(
+                f"variable {name!r} holds arrays of {backend.name}; it was given one of {source.name}"
+            )
+        value = backend.from_host(np.array(value).reshape(-1), source.shape_of(value), host_device(0))
+    found = backend.dtype_of(value)
+    if _kind_of(found) > _kind_of(dtype):
+        raise DtypeMismatchError(f"variable {name!r} is {dtype}; it was given {found}, which would lose part")
+    return value if found == dtype else backend.cast(value, dtype)
+
+
+def _kind_of(dtype: str) -> int:
+    """Booleans and integers fit into floats, those into complex numbers, and never the other way."""
+    return 2 if dtype in COMPLEXES else 1 if dtype in FLOATS else 0
+
+
+def _moved(value: Any, backend: Backend, device: Device) -> Any:
+    if isinstance(value, IndexedSlices):
+        rows, indices = backend.copy(value.values, device), backend.copy(value.indices, device)
+        return IndexedSlices(rows, indices, value.dense_shape)
+    return backend.copy(value, device)

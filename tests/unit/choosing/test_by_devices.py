@@ -1,0 +1,36 @@
+"""Each kind of machine gets the algorithm that suits it, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+import crossdevice as cd
+from crossdevice.choosing.by_devices import choose_algorithm
+
+ROWS = [
+    (["cpu:0"], cd.ReductionToOneDevice, "one replica"),
+    (["cuda:0"], cd.ReductionToOneDevice, "one replica"),
+    (["cpu:0", "cpu:1"], cd.DirectAllReduce, "fused pass"),
+    (["cpu:0", "cpu:0"], cd.DirectAllReduce, "fused pass"),
+    (["cuda:0", "cuda:1"], cd.NcclAllReduce, "NCCL"),
+    (["cuda:0", "cuda:0"], cd.ReductionToOneDevice, "all replicas are on cuda:0"),
+    (["cuda:0", "cuda:0", "cuda:1", "cuda:1"], cd.DirectAllReduce, "NCCL refuses"),
+    (["cpu:0", "cuda:0"], cd.ReductionToOneDevice, "no collective engine: cpu, cuda"),
+    (["tpu:0", "tpu:1"], cd.ReductionToOneDevice, "no collective engine: tpu"),
+]
+
+
+@pytest.mark.parametrize(("names", "kind", "reason"), ROWS, ids=lambda row: str(row))
+def test_the_choice_and_its_reason(names, kind, reason, monkeypatch):
+    monkeypatch.setattr("sys.platform", "linux")
+    choice = choose_algorithm([cd.Device.parse(name) for name in names])
+    assert type(choice.cross_device_ops) is kind
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize("platform", ["win32", "darwin"])
+def test_where_nccl_does_not_exist_it_is_not_chosen(platform, monkeypatch):
+    monkeypatch.setattr("sys.platform", platform)
+    choice = choose_algorithm([cd.Device("cuda", 0), cd.Device("cuda", 1)])
+    assert type(choice.cross_device_ops) is cd.DirectAllReduce
+    assert platform in choice.reason

@@ -1,0 +1,98 @@
+"""What `crossdevice explain` prints."""
+
+import json
+
+import pytest
+
+from crossdevice.algorithms.registry import ALGORITHMS
+from crossdevice.cli.main import main
+from crossdevice.costs.topology_files import topology_names
+
+
+def said(capsys, *words):
+    assert main(["explain", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_whole_story_is_told(capsys):
+    words = ["--ops", "hierarchical", "--devices", "8", "--topology", "dgx1v", "--bytes", "100MiB"]
+    text = said(capsys, *words)
+    first, second, third, fourth = text.splitlines()[:4]
+    assert first == "HierarchicalCopyAllReduce: all-reduce of 100 MiB on 8 devices, precision accurate"
+    assert second.startswith("dgx1v: DGX-1V")
+    assert third.startswith("predicted: ")
+    assert "latency" in third
+    assert "bandwidth" in third
+    assert "reduction" in third
+    assert fourth.startswith("why: ")
+    for title in ("bytes per link", "peak memory per device", "what the others would cost", "steps"):
+        assert f"\n{title}" in text
+    assert "= copy b1[0:26214400] from cuda:1 to cuda:0 (100 MiB)" in text
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("topology", topology_names())
+def test_every_algorithm_on_every_topology(capsys, name, topology):
+    answer = json.loads(said(capsys, "--ops", name, "--topology", topology, "--bytes", "4K", "--json"))
+    assert answer["seconds"] > 0
+    split = sum(answer[f"{part}_seconds"] for part in ("latency", "bandwidth", "reduction"))
+    assert split == pytest.approx(answer["seconds"])
+    assert set(answer["others"]) >= set(ALGORITHMS) - {"nccl", name}
+    assert answer["reason"]
+    assert len(answer["peak_bytes"]) == answer["devices"]
+
+
+def test_the_reason_agrees_with_the_table(capsys):
+    for name in ALGORITHMS:
+        answer = json.loads(said(capsys, "--ops", name, "--topology", "dgx1v", "--bytes", "100MiB", "--json"))
+        seconds = {name: answer["seconds"], **{k: one["seconds"] for k, one in answer["others"].items()}}
+        first, second, *_ = sorted(seconds, key=lambda each: seconds[each])
+        assert (first, second) == ("nccl", "halving_doubling")
+        begin = {
+            "nccl": "the fastest here: the next, halving_doubling",
+            "halving_doubling": "the fastest here (nccl aside, which sums in its own way): the next",
+        }.get(
+            name, "halving_doubling is the fastest here (nccl aside, which sums in its own way): this takes"
+        )
+        assert answer["reason"].startswith(begin)
+
+
+@pytest.mark.parametrize("topology", topology_names())
+def test_one_device_is_explained_too(capsys, topology):
+    assert " on 1 device, precision" in said(capsys, "--devices", "1", "--topology", topology)
+
+
+def test_long_plans_lose_their_middle_unless_asked(capsys):
+    words = ["--ops", "ring", "--topology", "hgx_h100"]
+    assert "more lines (--all shows them)" in said(capsys, *words)
+    assert len(said(capsys, *words, "--all").splitlines()) > 100
+
+
+def test_thousands_of_devices_are_timed_and_not_spelled_out(capsys):
+    text = said(capsys, "--ops", "tree", "--topology", "hgx_h100", "--devices", "2048", "--bytes", "1K")
+    assert "on 2048 devices on 256 nodes" in text
+    assert "too many devices to spell the plan out" in text
+    assert "\nsteps" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ops", "rings"], "is not an all-reduce algorithm"),
+        (["--topology", "dgx9"], "is no topology"),
+        (["--bytes", "many"], "is not a size"),
+        (["--devices", "0"], "--devices must be 1 or more"),
+        (["--topology", "hgx_h100", "--devices", "32", "--html", "page.html"], "up to 16 devices"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(capsys, words, message):
+    assert main(["explain", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_terminal_with_rich_gets_tables(capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    text = said(capsys, "--ops", "ring", "--topology", "dgx1v", "--devices", "2", "--bytes", "64")
+    assert "what the others would cost" in text
+    assert "cuda:1" in text

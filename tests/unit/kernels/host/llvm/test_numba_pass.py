@@ -1,0 +1,282 @@
+"""Compiled kernels repeat the bits of the NumPy pass, and are compiled once for all processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from crossdevice.kernels.association import MAX_DEPTH, positions_of, program_of
+from crossdevice.kernels.host import fused_pass as module
+from crossdevice.kernels.host.fused_pass import fused_pass, select_kernels, selected_kernels
+from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
+from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.dtypes import COMPLEXES, FLOATS, result_dtype
+from crossdevice.values.reduce_op import ReduceOp
+from unit.kernels.host.adversarial import (
+    BFLOAT16,
+    adversarial,
+    dtype_named,
+    misaligned,
+    same_bits,
+    spread_out,
+)
+
+SUM, PROD, MIN, MAX = ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX
+NUMBERS_OF_INPUTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17)
+SIZES = (0, 1, 7, 15, 16, 17, 1000)
+
+# What would compile the same code for another width of integer is left to the other widths.
+ROWS = [
+    *((dtype, SUM, precision) for dtype in FLOATS for precision in ("fast", "accurate", "exact")),
+    *((dtype, PROD, precision) for dtype in ("float16", "float64") for precision in ("fast", "accurate")),
+    *((dtype, MIN, "accurate") for dtype in (*FLOATS, "int8", "uint32")),
+    *((dtype, MAX, "fast") for dtype in ("bfloat16", "float32", "uint8", "int64")),
+    *((dtype, op, "fast") for dtype in ("int8", "uint16", "int64") for op in (SUM, PROD)),
+    *((dtype, SUM, precision) for dtype in COMPLEXES for precision in ("fast", "accurate", "exact")),
+]
+MEANS = [
+    *((dtype, precision) for dtype in FLOATS for precision in ("fast", "accurate", "exact")),
+    *((dtype, "fast") for dtype in ("int8", "uint16", "int32", "uint64")),
+    *((dtype, "accurate") for dtype in ("uint8", "int16", "uint32")),
+]
+
+
+@pytest.fixture(autouse=True)
+def numba_kernels():
+    pytest.importorskip("numba")
+    select_kernels("numba")
+    yield
+    select_kernels(None)
+
+
+@pytest.fixture
+def random():
+    return np.random.default_rng(20)
+
+
+def assert_same_bits(inputs, recipe, into=None, num_outputs=3):
+    outputs = [np.empty(inputs[0].size, into or inputs[0].dtype) for _ in range(num_outputs)]
+    expected = np.empty_like(outputs[0])
+    kept = [array.copy() for array in inputs]
+    fused_pass(inputs, outputs, recipe)
+    numpy_pass(inputs, [expected], recipe)
+    for output in outputs:
+        assert same_bits(output, expected, any_nan=recipe.precision == "fast")
+    assert all(same_bits(array, copy) for array, copy in zip(inputs, kept, strict=True))
+
+
+def is_compiled(recipe, dtype, into):
+    return module._prepared_for(recipe, dtype, into) is not None
+
+
+@pytest.mark.parametrize(("name", "op", "precision"), ROWS, ids=lambda value: getattr(value, "name", value))
+def test_all_numbers_of_inputs_and_sizes_have_the_bits_of_numpy(name, op, precision, random):
+    dtype = dtype_named(name)
+    recipe = Recipe(op, precision)
+    assert is_compiled(recipe, dtype, dtype)
+    for num_inputs in NUMBERS_OF_INPUTS:
+        for size in SIZES:
+            assert_same_bits([adversarial(random, dtype, size) for _ in range(num_inputs)], recipe)
+
+
+@pytest.mark.parametrize(("name", "precision"), MEANS)
+def test_means_have_the_bits_of_numpy(name, precision, random):
+    dtype, into = dtype_named(name), dtype_named(result_dtype(name, ReduceOp.MEAN))
+    for num_inputs, divisor in ((1, 1), (3, 3), (8, 8), (9, 7), (4, 1000)):
+        recipe = Recipe(SUM, precision, divisor)
+        assert is_compiled(recipe, dtype, into)
+        for size in SIZES:
+            assert_same_bits([adversarial(random, dtype, size) for _ in range(num_inputs)], recipe, into)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("divisor", [None, 3, 8])
+def test_exact_results_are_right_however_far_apart_the_terms(name, divisor, random, monkeypatch):
+    dtype = dtype_named(name)
+    elements_in_numpy = []
+
+    def counted(inputs, outputs, recipe):
+        elements_in_numpy.append(inputs[0].size)
+        numpy_pass(inputs, outputs, recipe)
+
+    monkeypatch.setattr(module, "numpy_pass", counted)
+    for bits in (2, 11, 53):
+        for exponents in (0, 5, 20, 80, 300):
+            elements_in_numpy.clear()
+            inputs = [spread_out(random, dtype, 3000, bits=bits, exponents=exponents) for _ in range(8)]
+            inputs[7][:1000] = -inputs[0][:1000]
+            assert_same_bits(inputs, Recipe(SUM, "exact", divisor))
+            # Neighbouring magnitudes, which is what replicas have, never need the slow way.
+            assert exponents > 5 or not elements_in_numpy
+
+
+@pytest.mark.parametrize("divisor", [None, 8])
+@pytest.mark.parametrize("scale", [2.0**-130, 1.0, 2.0**119, 2.0**127])
+def test_accurate_bfloat16_sums_that_fit_into_float32_and_those_that_do_not(scale, divisor, random):
+    for num_inputs in (2, 7, 8, 16):
+        for exponents in range(0, 16, 2):
+            with np.errstate(over="ignore"):
+                inputs = [
+                    (spread_out(random, BFLOAT16, 200, bits=8, exponents=exponents) * BFLOAT16.type(scale))
+                    for _ in range(num_inputs)
+                ]
+            assert_same_bits(inputs, Recipe(SUM, "accurate", divisor))
+
+
+@pytest.mark.parametrize("exponent", range(20, 40))
+def test_exact_results_are_right_where_sums_just_stop_fitting(exponent):
+    # 21 * 2**e and half of its last place in float32 are a tie, which 2**-23 breaks: in all e + 28 bits,
+    # of which a float64 holds 53.
+    column = [1.75 * 2.0**exponent] * 12 + [2.0 ** (exponent - 20), 1 + 2.0**-23, -1.0]
+    inputs = [np.full(70, term, np.float32) for term in column]
+    outputs = [np.empty(70, np.float32)]
+    fused_pass(inputs, outputs, Recipe(SUM, "exact"))
+    assert (outputs[0] == 21 * 2.0**exponent + 2.0 ** (exponent - 19)).all()
+
+
+def test_what_no_kernel_can_decide_is_not_written_before_it_is_decided():
+    # A tie in float32 that is broken by a term which every float64 sum of these loses.
+    column = [1.0, 2.0**-24, 2.0**-80, 2.0**-149, -(2.0**-80)]
+    for size in (1, 100, 300_000):
+        inputs = [np.full(size, term, np.float32) for term in column]
+        fused_pass(inputs, inputs, Recipe(SUM, "exact"))
+        assert all((array == 1 + 2.0**-23).all() for array in inputs)
+
+
+@pytest.mark.parametrize("divisor", [None, 3, 8])
+def test_exact_float64_ties_are_decided_by_the_kernel(divisor, random, monkeypatch):
+    monkeypatch.setattr(module, "numpy_pass", None)
+    inputs = [random.integers(2**52, 2**53, 4000).astype(np.float64) for _ in range(3)]
+    outputs = [np.empty(4000)]
+    fused_pass(inputs, outputs, Recipe(SUM, "exact", divisor))
+    expected = [sum(map(int, column)) / (divisor or 1) for column in zip(*inputs, strict=True)]
+    assert outputs[0].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "op"), [*((name, SUM) for name in FLOATS), ("float32", PROD)], ids=[*FLOATS, "PROD"]
+)
+def test_fast_follows_any_order(name, op, random):
+    orders = [
+        tuple(range(7, -1, -1)),
+        (3, (0,), 1, 2, 7, 6, 5, 4),
+        ((0, 1), (2, 3), (4, 5), (6, 7)),
+        (((0, 1), (2, 3)), ((4, 5), (6, 7))),
+        (7, (6, (5, (4, (3, (2, (1, 0))))))),
+        ((0, 1, 2, 3), (4, 5, 6, 7)),
+    ]
+    for order in orders:
+        for size in (1, 17, 1000):
+            inputs = [adversarial(random, dtype_named(name), size) for _ in range(8)]
+            assert_same_bits(inputs, Recipe(op, "fast", None, order))
+            assert_same_bits(inputs, Recipe(op, "fast", 8, order))
+
+
+def test_an_order_nested_too_deep_is_left_to_numpy(random):
+    order = MAX_DEPTH + 2
+    for position in range(MAX_DEPTH + 1, -1, -1):
+        order = (position, order)
+    assert program_of(order) is None
+    inputs = [adversarial(random, np.dtype("float32"), 50) for _ in range(MAX_DEPTH + 3)]
+    assert_same_bits(inputs, Recipe(SUM, "fast", None, order))
+
+
+def test_orders_that_only_permute_need_no_program():
+    assert positions_of((2, 1, 0)) == (2, 1, 0)
+    assert positions_of(((2, 1), 0)) == (2, 1, 0)
+    assert positions_of((((1,), 0),)) == (1, 0)
+    assert positions_of((0, (1, 2))) is None
+
+
+@pytest.mark.parametrize("precision", ["fast", "accurate", "exact"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_any_alignment_and_read_only_inputs(name, precision, random):
+    dtype = dtype_named(name)
+    recipe = Recipe(SUM, precision)
+    for offset in (0, 1, 2, 16, 60):
+        inputs = [misaligned(adversarial(random, dtype, 333), offset + 3 * number) for number in range(3)]
+        for array in inputs:
+            array.flags.writeable = False
+        outputs = [misaligned(np.zeros(333, dtype), offset * number) for number in range(3)]
+        expected = np.empty(333, dtype)
+        fused_pass(inputs, outputs, recipe)
+        numpy_pass(inputs, [expected], recipe)
+        assert all(same_bits(output, expected, any_nan=precision == "fast") for output in outputs)
+
+
+@pytest.mark.parametrize("precision", ["fast", "accurate", "exact"])
+def test_outputs_may_be_the_inputs(precision, random):
+    for size in (1, 17, 1000, 300_000):
+        inputs = [adversarial(random, np.dtype("float32"), size, finite=True) for _ in range(4)]
+        # Some columns that no kernel is certain of, and which must not be read after they are written.
+        inputs[0][::97], inputs[1][::97], inputs[2][::97] = 1e38, 1e-30, 1e-38
+        expected = np.empty_like(inputs[0])
+        recipe = Recipe(SUM, precision, 4)
+        numpy_pass(inputs, [expected], recipe)
+        fused_pass(inputs, inputs, recipe)
+        assert all(same_bits(array, expected, any_nan=precision == "fast") for array in inputs)
+
+
+def test_nothing_outside_the_outputs_is_written(random):
+    for size in (1, 15, 64, 65, 1000):
+        room = np.full(size + 256, 7, np.float32)
+        fused_pass([np.ones(size, np.float32)] * 2, [room[128 : 128 + size]], Recipe(SUM, "accurate"))
+        assert (room[:128] == 7).all()
+        assert (room[128 + size :] == 7).all()
+        assert (room[128 : 128 + size] == 2).all()
+
+
+PROBE = """
+import numpy as np
+from crossdevice.kernels.host import fused_pass as module
+from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.reduce_op import ReduceOp
+for row in ("f4 SUM fast", "f4 PROD fast", "f8 SUM fast", "f4 SUM exact"):
+    dtype, op, precision = row.split()
+    inputs = [np.full(100, 3, dtype)] * 3
+    outputs = [np.empty(100, dtype)]
+    module.fused_pass(inputs, outputs, Recipe(ReduceOp(op), precision))
+    assert (outputs[0] == (27 if op == "PROD" else 9)).all()
+stats = [prepared.kernel.stats for prepared in module._prepared.values()]
+print(sum(sum(s.cache_hits.values()) for s in stats), sum(sum(s.cache_misses.values()) for s in stats))
+"""
+
+
+def test_a_second_process_compiles_nothing_and_kernels_do_not_mix(tmp_path):
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+
+    def hits_and_misses():
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout.split()
+
+    assert hits_and_misses() == ["0", "4"]
+    assert hits_and_misses() == ["4", "0"]
+
+
+def test_numba_is_imported_on_first_use_only():
+    code = (
+        "import sys, numpy as np\n"
+        "from crossdevice.kernels.host.fused_pass import fused_pass\n"
+        "assert 'numba' not in sys.modules and 'llvmlite' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert selected_kernels() == "numba"
+
+
+@pytest.mark.parametrize("kernels", ["numba", "numpy"])
+def test_a_sum_of_negative_zeros_is_negative_zero_in_every_precision(kernels):
+    select_kernels(kernels)
+    try:
+        for dtype in ("float16", "float32", "float64"):
+            for precision in ("fast", "accurate", "exact"):
+                output = np.empty(3, dtype)
+                fused_pass([np.full(3, -0.0, dtype)] * 3, [output], Recipe(ReduceOp.SUM, precision))
+                assert np.signbit(output).all(), (dtype, precision)
+    finally:
+        select_kernels(None)

@@ -1,0 +1,183 @@
+"""Worker threads: as many as granted, asleep unless invited, not waited for in vain, new after a fork."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from crossdevice.errors import OptionError
+from crossdevice.kernels.host.resources import control_groups, threads
+from crossdevice.kernels.host.resources.threads import num_threads, run_together, set_num_threads
+
+
+@pytest.fixture(autouse=True)
+def own_settings():
+    yield
+    set_num_threads(None)
+
+
+def test_the_default_is_what_the_machine_grants(monkeypatch):
+    monkeypatch.delenv("CROSSDEVICE_NUM_THREADS", raising=False)
+    set_num_threads(None)
+    assert 1 <= num_threads() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not tell")
+def test_affinity_is_respected():
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from crossdevice.kernels.host.resources.threads import num_threads\n"
+        "assert num_threads() == 1"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "CROSSDEVICE_NUM_THREADS"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "share"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/a/b\n", {"a/b/cpu.max": "50000 100000\n", "a/cpu.max": "150000 100000\n"}, 0.5),
+        ("0::/../elsewhere\n", {"cpu.max": "200000 100000\n"}, 2),
+        ("0::/\n", {}, math.inf),
+        (
+            "4:memory:/x\n1:cpu:/y\n",
+            {"cpu/y/cpu.cfs_quota_us": "250000", "cpu/y/cpu.cfs_period_us": "100000"},
+            2.5,
+        ),
+        ("3:cpuacct,cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+    ],
+)
+def test_limits_of_control_groups_are_read(tmp_path, monkeypatch, membership, files, share):
+    monkeypatch.setattr(control_groups, "ROOT", tmp_path / "groups")
+    monkeypatch.setattr(control_groups, "MEMBERSHIP", tmp_path / "membership")
+    (tmp_path / "membership").write_text(membership)
+    for name, text in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert threads._share() == share
+
+
+def test_no_control_groups_are_no_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(control_groups, "MEMBERSHIP", tmp_path / "missing")
+    assert threads._share() == math.inf
+
+
+def test_the_variable_counts_and_the_call_counts_more(monkeypatch):
+    monkeypatch.setenv("CROSSDEVICE_NUM_THREADS", "3")
+    set_num_threads(None)
+    assert num_threads() == 3
+    set_num_threads(5)
+    assert num_threads() == 5
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "two", "1.5"])
+def test_a_bad_variable_is_refused_by_name(monkeypatch, given):
+    monkeypatch.setenv("CROSSDEVICE_NUM_THREADS", given)
+    set_num_threads(None)
+    with pytest.raises(OptionError, match="CROSSDEVICE_NUM_THREADS must be a whole number"):
+        num_threads()
+
+
+@pytest.mark.parametrize("given", [0, -2, 1.5, True, "x"])
+def test_bad_numbers_are_refused(given):
+    with pytest.raises(OptionError, match="1 or more"):
+        set_num_threads(given)
+
+
+def test_all_participants_work_at_once():
+    barrier = threading.Barrier(3, timeout=60)
+    names = []
+
+    def work():
+        barrier.wait()
+        names.append(threading.current_thread().name)
+
+    run_together(work, 3)
+    assert len(set(names)) == 3
+
+
+def test_a_caller_does_not_wait_for_workers_that_have_not_begun():
+    release, begun = threading.Event(), threading.Semaphore(0)
+
+    def block():
+        begun.release()
+        release.wait(60)
+
+    blocked = threading.Thread(target=run_together, args=(block, 2))
+    blocked.start()
+    for _ in range(2):
+        assert begun.acquire(timeout=60)
+    calls = []
+    # Every worker is busy, perhaps more of them than this call would need.
+    with_all = [threading.Thread(target=run_together, args=(block, 2)) for _ in range(3)]
+    for thread in with_all:
+        thread.start()
+    for _ in range(3):
+        assert begun.acquire(timeout=60)
+    run_together(lambda: calls.append(threading.current_thread()), 2)
+    assert threading.current_thread() in calls
+    release.set()
+    for thread in (blocked, *with_all):
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_failure_in_a_worker_is_the_callers():
+    caller = threading.current_thread()
+    started = threading.Event()
+
+    def work():
+        if threading.current_thread() is not caller:
+            started.set()
+            raise ArithmeticError("on a worker")
+        assert started.wait(60)
+
+    with pytest.raises(ArithmeticError, match="on a worker"):
+        run_together(work, 2)
+
+
+def test_work_is_forgotten_when_done():
+    import weakref
+
+    class Work:
+        def __call__(self):
+            time.sleep(0.001)
+
+    work = Work()
+    reference = weakref.ref(work)
+    run_together(work, 3)
+    del work
+    assert reference() is None
+
+
+FORKED = """
+import os, sys, threading
+from crossdevice.kernels.host.resources.threads import run_together
+def meet(number):
+    barrier = threading.Barrier(number, timeout=30)
+    run_together(barrier.wait, number)
+meet(3)
+child = os.fork()
+if child == 0:
+    meet(3)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+meet(3)
+print("done")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_has_workers_of_its_own_and_sleeping_workers_do_not_keep_a_process():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "done\n"
