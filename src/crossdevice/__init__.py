@@ -19,8 +19,9 @@ from crossdevice.algorithms.tree_all_reduce import TreeAllReduce
 from crossdevice.choosing.by_cost import choose
 from crossdevice.costs.topology import Topology
 from crossdevice.costs.topology_files import read_topology
+from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.tracing import flight_record, trace
-from crossdevice.functions import all_reduce, broadcast, gather, reduce, to_dense
+from crossdevice.functions import all_reduce, bind, broadcast, gather, reduce, to_dense
 from crossdevice.process_groups import cluster
 from crossdevice.strategies.current import (
     get_replica_context,
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AllReduceCrossDeviceOps",
+    "BoundReduction",
     "CollectiveAllReduce",
     "CommunicationImplementation",
     "CommunicationOptions",
@@ -70,6 +72,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "all_reduce",
+    "bind",
     "broadcast",
     "choose",
     "cluster",

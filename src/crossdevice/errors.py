@@ -66,6 +66,10 @@ class OutError(CrossDeviceError, ValueError):
     """`out=` that does not fit the results: structure, shape, dtype, device or memory."""
 
 
+class BoundError(CrossDeviceError, RuntimeError):
+    """A bound reduction whose arrays have moved in memory since it was bound."""
+
+
 class ContextError(CrossDeviceError, RuntimeError):
     """A call in the wrong context, such as a reduction inside a replica function."""
 

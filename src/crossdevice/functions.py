@@ -8,6 +8,7 @@ from typing import Any
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.errors import ConversionError, DestinationError
+from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.local.sparse import to_dense as _to_dense
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, PerReplica
@@ -56,6 +57,35 @@ def reduce(
         out = _only(out, len(destinations))
     result = _ops(algorithm).reduce(op, value, _placed(destinations), options, out=out)
     return _unwrapped(result, destinations)
+
+
+def bind(
+    values: Sequence[Any] | DistributedValues,
+    op: ReduceOp | str = ReduceOp.SUM,
+    destinations: Any = None,
+    *,
+    algorithm: str | CrossDeviceOps = DEFAULT_ALGORITHM,
+    options: CommunicationOptions | None = None,
+    out: Any = None,
+) -> BoundReduction:
+    """A reduction of these very arrays, to be made again and again; see `BoundReduction`.
+
+    Results come as from `all_reduce`, or as from `reduce` if `destinations` are given.
+
+    >>> import numpy as np
+    >>> arrays = [np.float32([1, 2]), np.float32([3, 4])]
+    >>> total = bind(arrays, "sum", "cpu:0")
+    >>> arrays[0][:] = 5
+    >>> total()
+    array([8., 9.], dtype=float32)
+    """
+    value = _per_replica(values)
+    is_listed = destinations is None or isinstance(destinations, (list, tuple))
+    if is_listed:
+        out = _only(out, len(value.values if destinations is None else destinations))
+    target = value if destinations is None else _placed(destinations)
+    bound = _ops(algorithm).bind(op, value, target, options, out=out)
+    return bound.with_results(lambda result: _unwrapped(result, [])) if is_listed else bound
 
 
 def broadcast(value: Any, destinations: Any) -> Any:

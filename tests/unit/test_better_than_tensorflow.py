@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from crossdevice.errors import DeviceError, MismatchError, ReduceOpError, ShapeM
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.ledger import check_plan
 from crossdevice.values.device import host_device
+from crossdevice.values.options import PRECISIONS
 
 each_algorithm = pytest.mark.parametrize("row", ALGORITHM_ROWS, ids=lambda row: row.name)
 each_backend = pytest.mark.parametrize("backend", [NUMPY, TORCH], ids=lambda backend: backend.name)
@@ -149,20 +151,22 @@ def test_single_and_batch_reductions_run_the_chosen_algorithm(name):
     chosen = ALGORITHMS.load(name)
 
     class Watched(chosen):
-        num_plans = 0
+        planned: ClassVar[list] = []
 
         def plan_sum(self, build, destinations):
-            type(self).num_plans += 1
+            self.planned.append(build)
             return super().plan_sum(build, destinations)
 
-    for lowering in LOWERINGS:
+    for lowering, precision in itertools.product(LOWERINGS, PRECISIONS):
+        options = cd.CommunicationOptions(lowering=lowering, precision=precision)
         value = cd.PerReplica([np.float32([1, 2]), np.float32([3, 4])])
-        single = Watched().reduce("sum", value, value, FAST[lowering])
-        assert Watched.num_plans == 1
-        (batched,) = Watched().batch_reduce("sum", [(value, value)], FAST[lowering])
-        assert Watched.num_plans == 2
+        single = Watched().reduce("sum", value, value, options)
+        assert Watched.planned
+        Watched.planned.clear()
+        (batched,) = Watched().batch_reduce("sum", [(value, value)], options)
+        assert Watched.planned
+        Watched.planned.clear()
         assert [c.tolist() for c in single.values] == [c.tolist() for c in batched.values] == [[4, 6]] * 2
-        Watched.num_plans = 0
 
 
 @pytest.mark.parametrize("make", [cd.NcclAllReduce, cd.AllReduceCrossDeviceOps], ids=lambda m: m.__name__)

@@ -624,10 +624,8 @@ refuses(
     "a plan that forgets a replica",
     PlanError,
     AssertionError,
-    lambda _: ForgetsTheLast().reduce(
-        "sum", cd.PerReplica([f32(1)] * 3), "cpu:0", cd.CommunicationOptions(lowering="off")
-    ),
-    "output 0 lacks replicas",
+    lambda _: ForgetsTheLast().reduce("sum", cd.PerReplica([f32(1)] * 3), "cpu:0"),
+    "ForgetsTheLast.plan_sum gives a wrong plan: replica 2 (cpu:2) missing from output 0",
 )
 
 refuses(
@@ -664,7 +662,14 @@ def test_a_refusal_is_ours_and_a_built_in_and_leaves_everything_usable(name):
 @pytest.mark.parametrize("error", CLASSES, ids=lambda error: error.__name__)
 def test_every_exception_class_is_raised_by_some_refusal(error):
     # What goes wrong while something runs is raised by the tests of strategies, engines and groups.
-    elsewhere = {"CrossDeviceError", "ReplicaError", "DeadlineError", "EngineError", "ProcessGroupError"}
+    elsewhere = {
+        "CrossDeviceError",
+        "BoundError",
+        "ReplicaError",
+        "DeadlineError",
+        "EngineError",
+        "ProcessGroupError",
+    }
     assert error.__name__ in elsewhere | {refusal.error.__name__ for refusal in REFUSALS.values()}
 
 

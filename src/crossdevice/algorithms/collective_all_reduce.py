@@ -11,11 +11,15 @@ from typing_extensions import ParamSpec
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import OptionError
+from crossdevice.execution.local.batch import CheckedBatch, Request, read_requests
+from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.steps import Buffer
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.device import Device
 from crossdevice.values.options import CommunicationOptions, as_options
+from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.replica_scope import check_cross_replica
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
@@ -80,16 +84,23 @@ class CollectiveAllReduce(CrossDeviceOps):
     reduce = _in_turn(CrossDeviceOps.reduce)
     batch_reduce = _in_turn(CrossDeviceOps.batch_reduce)
     gather = _in_turn(CrossDeviceOps.gather)
-    value_of_rank = _in_turn(CrossDeviceOps.value_of_rank)
+
+    @_in_turn
+    def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions | None = None) -> Any:
+        """One process's value, on every process of the group; all bring one of the same shapes and dtypes."""
+        check_cross_replica("value_of_rank")
+        if self._between is None:
+            return value
+        return self._between.value_of_rank(value, rank, self._chosen_options(options))
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
         """The part of this process: each device sums its shard, and all get all shards."""
         sums = build.add_by_shards()
         return [build.join(sums, at=device) for device in destinations]
 
-    def chosen_options(self, options: CommunicationOptions | None) -> CommunicationOptions:
+    def _chosen_options(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """The defaults, but for what the call's own options set."""
-        return self.options.merge(as_options(options))
+        return self.options if options is None else self.options.merge(as_options(options))
 
     def broadcast(
         self,
@@ -109,3 +120,50 @@ class CollectiveAllReduce(CrossDeviceOps):
         if from_rank is not None:
             tensor = self.value_of_rank(tensor, from_rank, options)
         return super().broadcast(tensor, destinations, options=options, out=out)
+
+    # ---------------------------------------------------------------- between processes
+
+    @functools.cached_property
+    def _between(self) -> BetweenProcesses | None:
+        return None if self.group is None else BetweenProcesses(self.group, self._planner.prepared)
+
+    @property
+    def _can_be_known(self) -> bool:
+        """Other processes take part: no call can be made without them."""
+        return self.group is None and super()._can_be_known
+
+    def _reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None,
+        outs: Sequence[Any],
+        key: Any,
+        *,
+        is_batch: bool,
+    ) -> list[Any]:
+        if self._between is None:
+            return super()._reduce(reduce_op, pairs, options, outs, key, is_batch=is_batch)
+        requests, rebuilt = read_requests(pairs, outs)
+        batch = CheckedBatch(requests, ReduceOp(reduce_op), self._chosen_options(options))
+        return rebuilt(self._between.reduce(batch))
+
+    def _gather(
+        self,
+        placed: Sequence[tuple[Any, tuple[Device, ...]]],
+        axis: int,
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        if self._between is None:
+            return super()._gather(placed, axis, options)
+        return self._between.gather(placed, axis, options)
+
+    def _explain(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
+        if self._between is None:
+            return super()._explain(request, op, options)
+        return self._between.explained(request, op, options)
+
+
+def group_of(ops: CrossDeviceOps) -> ProcessGroup | None:
+    """The processes that take part in an algorithm's calls; None if it works in this one alone."""
+    return ops.group if isinstance(ops, CollectiveAllReduce) else None

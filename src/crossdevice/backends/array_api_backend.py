@@ -10,28 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.protocol import HOST_MEMORY, Array, Look, Streams
+from crossdevice.backends.protocol import HOST_MEMORY, Array, Streams
 from crossdevice.errors import DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.reduce_op import ReduceOp
-
-
-class SignatureLook:
-    """The signatures of arrays."""
-
-    knows_layout = False
-
-    def __init__(self, backend: ArrayApiBackend, arrays: Sequence[Array]) -> None:
-        self._backend = backend
-        self._signatures = [backend.signature(array) for array in arrays]
-
-    def fits(self, arrays: Sequence[Array]) -> bool:
-        """Whether the signatures are the same."""
-        try:
-            return self._signatures == [self._backend.signature(array) for array in arrays]
-        except (AttributeError, RuntimeError):  # not all are arrays of that library
-            return False
 
 
 class ArrayApiBackend(abc.ABC):
@@ -40,6 +23,7 @@ class ArrayApiBackend(abc.ABC):
     name: str
     is_immutable = False
     shares_gpu_arrays = False
+    counts_writes = False
 
     @abc.abstractmethod
     def namespace(self) -> Any:
@@ -60,10 +44,6 @@ class ArrayApiBackend(abc.ABC):
     def signature(self, array: Array) -> Hashable:
         """Type, dtype, shape and device."""
         return type(array), array.dtype, array.shape, array.device
-
-    def look_of(self, arrays: Sequence[Array], *, with_layout: bool = False) -> Look:  # noqa: ARG002
-        """That of their signatures; the standard has no strides."""
-        return SignatureLook(self, arrays)
 
     @abc.abstractmethod
     def address_range(self, array: Array) -> tuple[int, int]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import operator
-import sys
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -13,32 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.array_api_backend import ArrayApiBackend, address_range, check_host_device, native
-from crossdevice.backends.protocol import Look, dtype_named
+from crossdevice.backends.protocol import dtype_named
 from crossdevice.errors import ConversionError
 from crossdevice.values.device import Device
 
-_POINTER_OFFSET = object.__basicsize__
-"""Where an ndarray keeps its address, behind what all objects have."""
-
 _NUMBER_DTYPES = {bool: np.bool_, int: np.int32, float: np.float32, complex: np.complex128}
-
-_layout_of = operator.attrgetter("__class__", "dtype", "shape", "strides", "flags.writeable")
-
-
-class LayoutLook:
-    """All about arrays that decides what memory they span, and whether it can be written to."""
-
-    knows_layout = True
-
-    def __init__(self, arrays: Sequence[Any]) -> None:
-        self._layouts = list(map(_layout_of, arrays))
-
-    def fits(self, arrays: Sequence[Any]) -> bool:
-        """Whether types, dtypes, shapes, strides and marks as read-only are the same."""
-        try:
-            return self._layouts == list(map(_layout_of, arrays))
-        except AttributeError:  # not all are arrays
-            return False
 
 
 class NumpyBackend(ArrayApiBackend):
@@ -60,10 +36,6 @@ class NumpyBackend(ArrayApiBackend):
     def signature(self, array: Any) -> Hashable:
         """All of them are on the host."""
         return type(array), array.dtype, array.shape
-
-    def look_of(self, arrays: Sequence[Any], *, with_layout: bool = False) -> Look:
-        """By signature alone unless the layout counts: strides and flags take as long again."""
-        return LayoutLook(arrays) if with_layout else super().look_of(arrays)
 
     def check_device(self, device: Device) -> None:
         """Only the host's logical devices exist."""
@@ -87,13 +59,6 @@ class NumpyBackend(ArrayApiBackend):
     def address_range(self, array: NDArray[Any]) -> tuple[int, int]:
         """The array's own."""
         return address_range(array if isinstance(array, np.ndarray) else np.asarray(array))
-
-    def addresses_of(self, arrays: Sequence[Any]) -> list[int]:
-        """Read from where ndarrays keep them, which takes a fifth of the time of asking."""
-        if not _keeps_addresses_there() or not set(map(type, arrays)) <= {np.ndarray}:
-            return super().addresses_of(arrays)
-        pointer_at = ctypes.c_void_p.from_address
-        return [pointer_at(id(array) + _POINTER_OFFSET).value or 0 for array in arrays]
 
     def writable_view(self, array: NDArray[Any]) -> NDArray[Any] | None:
         """Contiguous, writable and native, or not at all."""
@@ -130,15 +95,6 @@ class NumpyBackend(ArrayApiBackend):
         dense = np.zeros(shape, rows.dtype)
         np.add.at(dense, indices, rows)
         return dense
-
-
-@functools.cache
-def _keeps_addresses_there() -> bool:
-    """Whether objects lie in memory as CPython and NumPy have always had them."""
-    array = np.empty(2)[1:]
-    if sys.implementation.name != "cpython":
-        return False
-    return ctypes.c_void_p.from_address(id(array) + _POINTER_OFFSET).value == array.ctypes.data
 
 
 @functools.lru_cache(maxsize=256)

@@ -20,16 +20,6 @@ Array = Any
 HOST_MEMORY = "host"
 
 
-class Look(Protocol):
-    """How a list of arrays looked once: all that checks and passes ask about them, but not their elements."""
-
-    knows_layout: bool
-    """Whether arrays that fit also have the same strides, and are all as writable as those were."""
-
-    def fits(self, arrays: Sequence[Any]) -> bool:
-        """Whether these look the same, one by one."""
-
-
 class Backend(Protocol):
     """One array library. Dtypes are named as in `values.dtypes`; nothing here changes its arguments
     except `write`."""
@@ -47,9 +37,6 @@ class Backend(Protocol):
 
     def signature(self, array: Array) -> Hashable:
         """All that checks look at: arrays with equal signatures pass or fail them alike."""
-
-    def look_of(self, arrays: Sequence[Array], *, with_layout: bool = False) -> Look:
-        """How these arrays look, to be compared with others; `with_layout` asks for one that knows it."""
 
     def check_device(self, device: Device) -> None:
         """Refuses devices that do not exist, naming those that do."""
@@ -70,7 +57,7 @@ class Backend(Protocol):
         """Where a host array's memory starts and ends, gaps between its elements included."""
 
     def addresses_of(self, arrays: Sequence[Array]) -> list[int]:
-        """Where each array is: an address at a fixed distance from its range, for arrays that look alike."""
+        """Where each array's memory starts."""
 
     def writable_view(self, array: Array) -> NDArray[Any] | None:
         """The same as a view that writes to the array; None if that cannot be."""
@@ -125,6 +112,9 @@ class Backend(Protocol):
 
     def scatter_rows(self, rows: Array, indices: Array, shape: tuple[int, ...]) -> Array:
         """Zeros of `shape` with each row added at its index."""
+
+    counts_writes: bool
+    """Whether the library keeps count of writes to its arrays, so that `mark_written` matters."""
 
     def mark_written(self, outs: Sequence[Array]) -> None:
         """Tells the library that memory of arrays was written to, where it keeps count of that."""

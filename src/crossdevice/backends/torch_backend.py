@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -14,28 +13,10 @@ from numpy.typing import NDArray
 from crossdevice.backends.array_api_backend import ArrayApiBackend, check_host_device, native
 from crossdevice.backends.cuda_streams import CudaStreams
 from crossdevice.backends.nccl_engines import Share, lack_of_engine, name_of_engine, nccl_all_reduce
-from crossdevice.backends.protocol import Look, dtype_named
+from crossdevice.backends.protocol import dtype_named
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.reduce_op import ReduceOp
-
-_TensorGuards: Any = None
-with contextlib.suppress(ImportError):  # not part of what PyTorch promises
-    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
-
-
-class TensorLook:
-    """Tensors as PyTorch's compiler compares them: all of them in one call that Python takes no part in."""
-
-    knows_layout = True
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._check = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        self._number = len(tensors)
-
-    def fits(self, arrays: Sequence[Any]) -> bool:
-        """Whether type, dtype, shape, strides, device and views as conjugates or negatives are the same."""
-        return len(arrays) == self._number and bool(self._check(*arrays))
 
 
 class TorchBackend(ArrayApiBackend):
@@ -43,6 +24,7 @@ class TorchBackend(ArrayApiBackend):
 
     name = "torch"
     shares_gpu_arrays = True
+    counts_writes = True
 
     def namespace(self) -> Any:
         """PyTorch, through array-api-compat."""
@@ -59,13 +41,6 @@ class TorchBackend(ArrayApiBackend):
     def signature(self, array: Any) -> Hashable:
         """Type, dtype, shape, device and layout."""
         return type(array), array.dtype, array.shape, array.device, array.layout
-
-    def look_of(self, arrays: Sequence[torch.Tensor], *, with_layout: bool = False) -> Look:
-        """By a part of PyTorch that might be gone one day."""
-        if _TensorGuards is not None:
-            with contextlib.suppress(AttributeError, TypeError):  # it may also be called in another way
-                return TensorLook(arrays)
-        return super().look_of(arrays, with_layout=with_layout)
 
     def check_device(self, device: Device) -> None:
         """Host devices are logical; others must be there."""

@@ -8,7 +8,8 @@ from typing import Any
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.registry import backend_named
 from crossdevice.errors import ConversionError, DtypeMismatchError, OptionError, ShapeMismatchError
-from crossdevice.execution.local.batch import reduce_dense
+from crossdevice.execution.local.batch import accumulated
+from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.values import check_agreement
 from crossdevice.values.device import Device
@@ -87,6 +88,7 @@ class _AsTensorflow(tf.distribute.CrossDeviceOps):
         super().__init__()
         self._ops = ops
         self._options = options
+        self._planner = Planner(ops)
         where = None if ops.reduce_to_device is None else ops.reduce_to_device.canonical
         self._own = tf.distribute.ReductionToOneDevice(where)
 
@@ -103,13 +105,24 @@ class _AsTensorflow(tf.distribute.CrossDeviceOps):
         op = ReduceOp(getattr(reduce_op, "name", reduce_op))
         chosen = self._options.merge(CommunicationOptions(bytes_per_pack=options.bytes_per_pack))
         leaves = [_dense(value, destinations, op) for value, destinations in value_destination_pairs]
-        reduced = iter(reduce_dense([leaf for leaf in leaves if leaf is not None], op, chosen, self._ops))
+        reduced = iter(self._reduced([leaf for leaf in leaves if leaf is not None], op, chosen))
         return [
             self._own.reduce(tf.distribute.ReduceOp(op.name), value, destinations, options)
             if leaf is None
             else regroup(next(reduced), wrap_class=Mirrored)
             for leaf, (value, destinations) in zip(leaves, value_destination_pairs, strict=True)
         ]
+
+    def _reduced(
+        self, dense: Sequence[Dense], op: ReduceOp, options: CommunicationOptions
+    ) -> Sequence[tuple[Any, ...]]:
+        function, via = self._ops.accumulation_fn, self._ops.reduce_to_device
+        if not dense:
+            return []
+        if function is not None:
+            return accumulated(dense, function, via, op, options)
+        prepared = self._planner.prepared(tuple(leaf.spec for leaf in dense), op, options)
+        return prepared.run([leaf.arrays for leaf in dense], [None] * len(dense))
 
     def _gather_implementation(self, *arguments: Any) -> Any:
         return self._own._gather_implementation(*arguments)

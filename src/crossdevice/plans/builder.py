@@ -124,7 +124,12 @@ class PlanBuilder:
         for position, buffer in enumerate(outputs):
             result = self._finish_if_complete(buffer)
             if not result.is_finished:
-                raise PlanError(f"output {position} lacks replicas: only {result.num_replicas} count in it")
+                lost = [
+                    f"replica {replica} ({source.device})"
+                    for replica, source in enumerate(self.inputs)
+                    if not result.replicas >> replica & 1
+                ]
+                raise PlanError(f"{', '.join(lost)} missing from output {position}")
             if any(result.number == other.number for other in distinct.values()):
                 result = self._copied(result, result.device)
             distinct[position] = result

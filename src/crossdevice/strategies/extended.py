@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import optree
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import ConversionError, ReduceOpError
+from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.strategies.data.regrouping import is_array, map_structure, regroup, spread
 from crossdevice.strategies.variables.distributed import (
@@ -74,9 +77,13 @@ class StrategyExtended:
         A value that is the same everywhere (a Mirrored, or one that is not distributed) is its own mean,
         minimum and maximum, and comes back as it is; its sum is refused, except for zeros.
         """
-        op, reduce = ReduceOp(reduce_op), self._cross_device_ops.reduce
+        check_cross_replica("reduce_to")
+        op = ReduceOp(reduce_op)
+        if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
+            return self._cross_device_ops.reduce(op, value, destinations, options)
+        reduce = functools.partial(self._cross_device_ops.reduce, op, options=options)
         return self._reduced(
-            op, [(value, destinations)], lambda pairs: [reduce(op, v, d, options) for v, d in pairs]
+            op, [(value, destinations)], lambda pairs: list(itertools.starmap(reduce, pairs))
         )[0]
 
     def batch_reduce_to(
@@ -94,6 +101,18 @@ class StrategyExtended:
                     f"pair {number} is a {type(pair).__name__}; expected a (value, destinations) tuple"
                 )
         return self._reduced(op, pairs, lambda left: self._cross_device_ops.batch_reduce(op, left, options))
+
+    def bind(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
+    ) -> BoundReduction:
+        """A reduction of these very arrays by the strategy's algorithm, to be made again and again."""
+        return self._cross_device_ops.bind(reduce_op, value, destinations, options, out=out)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Copies a value to each destination; a plain number is the same everywhere and stays one."""

@@ -21,17 +21,18 @@ class DistributedValues:
     position. A component may be a nested structure of arrays.
     """
 
-    __slots__ = ("__weakref__", "_devices", "_values")
+    __slots__ = ("__weakref__", "_devices", "_given_devices", "_values")
 
     def __init__(self, values: Iterable[Any], devices: Sequence[Device | str] | None = None) -> None:
         self._values = tuple(values)
+        self._given_devices: tuple[Device, ...] | None = None
         self._devices: tuple[Device, ...] | None = None
         if devices is not None:
             if len(devices) != len(self._values):
                 raise StructureMismatchError(
                     f"{len(self._values)} components were given {len(devices)} devices; expected one for each"
                 )
-            self._devices = tuple(
+            self._given_devices = self._devices = tuple(
                 _checked_device(component, Device.parse(device), replica)
                 for replica, (component, device) in enumerate(zip(self._values, devices, strict=True))
             )
@@ -40,7 +41,7 @@ class DistributedValues:
     def of(cls, values: tuple[Any, ...], devices: tuple[Device, ...]) -> Self:
         """The same from components known to be on these devices: nothing is checked."""
         made = cls.__new__(cls)
-        made._values, made._devices = values, devices
+        made._values, made._given_devices, made._devices = values, devices, devices
         return made
 
     @property
@@ -50,8 +51,8 @@ class DistributedValues:
 
     @property
     def given_devices(self) -> tuple[Device, ...] | None:
-        """The devices as far as they are known without looking at the components."""
-        return self._devices
+        """The devices this was made with; None if they follow from the components."""
+        return self._given_devices
 
     @property
     def devices(self) -> tuple[Device, ...]:

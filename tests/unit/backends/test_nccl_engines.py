@@ -21,6 +21,7 @@ from crossdevice.backends.nccl_engines import (
 from crossdevice.backends.registry import backend_named
 from crossdevice.backends.torch_backend import TorchBackend
 from crossdevice.errors import CrossDeviceError, EngineError
+from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.plans.steps import EngineAllReduce
 
@@ -243,7 +244,7 @@ def test_every_binding_is_in_the_table_once_in_order_of_preference():
 
 def planned(op, precision="fast", dtype="float32", library="torch", devices=GPUS):
     spec = LeafSpec(backend_named(library), dtype, (64,), devices, devices)
-    return NcclAllReduce().plan_pack(spec, 64, 0, precision, op)
+    return Planner(NcclAllReduce()).plan_pack(spec, 64, 0, precision, op)
 
 
 def uses_engine(plan):
@@ -263,13 +264,13 @@ def test_plans_have_an_engine_step_only_where_nccl_keeps_what_we_promise():
 
 @pytest.mark.usefixtures("engine")
 def test_doing_without_an_engine_is_in_the_log_once(caplog):
-    ops = NcclAllReduce()
+    planner = Planner(NcclAllReduce())
     spec = LeafSpec(backend_named("torch"), "float32", (64,), GPUS, GPUS)
     fast = CommunicationOptions(precision="fast")
-    ops.prepared((spec,), ReduceOp.MAX, fast)
-    ops.prepared((spec, spec), ReduceOp.MIN, fast)
-    ops.prepared((spec,), ReduceOp.SUM, fast)
-    ops.prepared((spec,), ReduceOp.SUM, CommunicationOptions())
+    planner.prepared((spec,), ReduceOp.MAX, fast)
+    planner.prepared((spec, spec), ReduceOp.MIN, fast)
+    planner.prepared((spec,), ReduceOp.SUM, fast)
+    planner.prepared((spec,), ReduceOp.SUM, CommunicationOptions())
     assert [record.getMessage() for record in caplog.records] == [
         "NcclAllReduce does without an engine: NCCL's minimum and maximum lose NaN"
     ]

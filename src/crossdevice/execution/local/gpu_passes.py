@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import operator
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from crossdevice.backends.protocol import Array, Backend, Look
+from crossdevice.backends.protocol import Array, Backend
 from crossdevice.execution.local.passes import Passes, Task
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.execution.tracing import Work, flight_recorder, now
@@ -22,6 +21,8 @@ from crossdevice.values.dtypes import ITEM_BYTES
 if TYPE_CHECKING:
     from crossdevice.kernels.cuda.gpu_pass import GpuPass
     from crossdevice.kernels.cuda.result_blocks import ResultBlocks, Wanted
+
+Result = TypeVar("Result")
 
 
 def why_stepped(spec: LeafSpec, recipe: Recipe, dtype: str) -> str | None:
@@ -72,39 +73,48 @@ class GpuPasses(Passes):
         self._shares = shares_results or self._backend.is_immutable
         self._device = device
         self._place = tensors.device_named(device.type, device.index)
-        self._no_targets = [None] * len(specs)
         self._prepared: dict[tuple[bool, ...], _Prepared] = {}
-        self._plain_look: Look | None = None
-        self._known: weakref.WeakKeyDictionary[Look, tuple[bool, ...]] = weakref.WeakKeyDictionary()
         self._reducing = Work("reduce", "fused passes", (device,))
 
     def run(
-        self,
-        columns: Sequence[Sequence[Array]],
-        outs: Sequence[Sequence[Array] | None],
-        look: Look | None = None,
+        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
     ) -> dict[int, tuple[Array, ...]]:
-        """The results of each leaf, in new memory or in `outs`.
-
-        `look`, if given, is how all arrays look, those of `outs` included.
-        """
+        """The results of each leaf, in new memory or in `outs`."""
         started = now()
-        handle = self._backend.gpu_stream(self._device)
-        if handle is None and self._tensors.is_current(self._place):
-            results = self._run(columns, outs, look)
-        else:
-            with self._tensors.working_on(self._place, handle):
-                results = self._run(columns, outs, look)
+        results = self._on_stream(functools.partial(self._run, columns, outs))
         flight_recorder.events.append((self._reducing, started, now(), 1))
         return results
 
+    def bound(self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array]]) -> Callable[[], Any]:
+        """What reduces these arrays into those of `outs` whenever it is called."""
+        arrays = [array for number in self._specs for array in columns[number]]
+        targets = [self._writable(number, outs[number]) for number in self._specs]
+        if not self._is_torch or None in targets or not all(map(self._tensors.is_plain, arrays)):
+            # Copies have to be made anew in each call, and other libraries' streams waited for.
+            return functools.partial(self.run, columns, outs)
+        written = [tensor for tensors in targets for tensor in tensors or ()]
+        work = self._prepared_for(targets).work
+        addresses = self._tensors.addresses_of([*arrays, *written])
+
+        def launch() -> None:
+            work.run(addresses, self._tensors.stream_of(self._place))
+            self._backend.mark_written(written)
+
+        return functools.partial(self._on_stream, launch)
+
+    def _on_stream(self, work: Callable[[], Result]) -> Result:
+        """Does work with this device and the library's own stream as PyTorch's current ones."""
+        handle = self._backend.gpu_stream(self._device)
+        if handle is None and self._tensors.is_current(self._place):
+            return work()
+        with self._tensors.working_on(self._place, handle):
+            return work()
+
     def _run(
-        self,
-        columns: Sequence[Sequence[Array]],
-        outs: Sequence[Sequence[Array] | None],
-        look: Look | None,
+        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
     ) -> dict[int, tuple[Array, ...]]:
-        inputs, targets = self._as_tensors(columns, outs, look)
+        inputs = self._tensors.tensors_of([array for number in self._specs for array in columns[number]])
+        targets = [self._writable(number, outs[number]) for number in self._specs]
         work, blocks, numbers = self._prepared_for(targets)
         given = [tensor for tensors in targets if tensors is not None for tensor in tensors]
         memory = blocks.blocks()
@@ -113,7 +123,12 @@ class GpuPasses(Passes):
             self._tensors.hold_until_done(inputs)
         # The GPU is at work by now: results are cut from their blocks meanwhile.
         made = dict(zip(numbers, blocks.cut(memory), strict=True))
-        if self._is_torch and not self._shares and targets is self._no_targets:
+        if (
+            self._is_torch
+            and not self._shares
+            and len(made) == len(self._specs)
+            and outs.count(None) == len(outs)
+        ):
             return made
         results = {number: self._adopted(number, parts, outs[number]) for number, parts in made.items()}
         written = {
@@ -124,47 +139,6 @@ class GpuPasses(Passes):
         self._backend.mark_written(list(itertools.chain.from_iterable(written.values())))
         return results | written
 
-    def _as_tensors(
-        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None], look: Look | None
-    ) -> tuple[Sequence[Any], Sequence[Sequence[Any] | None]]:
-        """The tensors that kernels read, and for each leaf those they write to, if there are such."""
-        arrays = list(itertools.chain.from_iterable(map(columns.__getitem__, self._specs)))
-        known = None if look is None else self._known.get(look)
-        if known is not None:
-            return arrays, self._targets_in(outs, known)
-        inputs = self._inputs(arrays, look)
-        pattern: tuple[bool, ...] = ()
-        targets: Sequence[Sequence[Any] | None] = self._no_targets
-        if outs.count(None) < len(outs):
-            targets = [self._writable(number, outs[number]) for number in self._specs]
-            pattern = _pattern_of(targets)
-        if look is not None and look.knows_layout and self._is_torch and inputs is arrays:
-            self._known[look] = pattern
-        return inputs, targets
-
-    def _targets_in(
-        self, outs: Sequence[Sequence[Array] | None], are_written: tuple[bool, ...]
-    ) -> Sequence[Sequence[Any] | None]:
-        if not are_written:
-            return self._no_targets
-        return [
-            outs[number] if is_written else None
-            for number, is_written in zip(self._specs, are_written, strict=True)
-        ]
-
-    def _inputs(self, arrays: Sequence[Array], look: Look | None) -> Sequence[Any]:
-        """Arrays as tensors that kernels can read: themselves where they are such."""
-        known = self._plain_look
-        if look is None and known is not None and known.fits(arrays):
-            return arrays
-        tensors = self._tensors.tensors_of(arrays)
-        if not self._is_torch or not all(map(operator.is_, tensors, arrays)):
-            return tensors
-        if look is None:
-            seen = self._backend.look_of(arrays)
-            self._plain_look = seen if seen.knows_layout else None
-        return arrays
-
     def _writable(self, number: int, out: Sequence[Array] | None) -> Sequence[Any] | None:
         """The tensors of `out` if kernels may and can write to all of them."""
         if out is None or number in self._read_twice:
@@ -172,10 +146,10 @@ class GpuPasses(Passes):
         return self._tensors.writable_tensors(out)
 
     def _prepared_for(self, targets: Sequence[Sequence[Any] | None]) -> _Prepared:
-        pattern = () if targets is self._no_targets else _pattern_of(targets)
-        known = self._prepared.get(pattern)
+        are_given = tuple([tensors is not None for tensors in targets])
+        known = self._prepared.get(are_given)
         if known is None:
-            known = self._prepared[pattern] = self._prepare(pattern or (False,) * len(targets))
+            known = self._prepared[are_given] = self._prepare(are_given)
         return known
 
     def _prepare(self, are_given: Sequence[bool]) -> _Prepared:
@@ -238,8 +212,3 @@ class GpuPasses(Passes):
         for target, array in zip(out, arrays, strict=True):
             backend.write(target, array)
         return tuple(out)
-
-
-def _pattern_of(targets: Sequence[Sequence[Any] | None]) -> tuple[bool, ...]:
-    """Which leaves have tensors that kernels write to."""
-    return tuple([tensors is not None for tensors in targets])

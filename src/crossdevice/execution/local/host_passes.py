@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.protocol import Array, dtype_named
-from crossdevice.execution.local.passes import Passes, Task
+from crossdevice.backends.array_api_backend import address_range
+from crossdevice.backends.protocol import Array, Backend, dtype_named
+from crossdevice.execution.local.passes import Passes, Task, in_turn
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.execution.tracing import Work, flight_recorder, now
-from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass
+from crossdevice.kernels.host.fused_pass import bound_batch, fused_batch, fused_pass
 from crossdevice.kernels.host.resources.pool import SMALLEST_POOLED_BYTES, result_pool
-from crossdevice.kernels.recipe import Recipe
 
 
-class FusedPasses(Passes):
+class HostPasses(Passes):
     """Passes over leaves in host memory, prepared before there are arrays.
 
     With `shares_results`, and always where arrays are immutable, all destinations of a leaf get one
@@ -43,10 +44,6 @@ class FusedPasses(Passes):
 
         These have passed the checks of this call: views of them are no copies, and can be written to.
         """
-        if len(outs) == 1 and len(self._passes) == 1:
-            ((recipe, tasks),) = self._passes.items()
-            if len(tasks) == 1:
-                return {0: self._run_alone(recipe, tasks[0].stop, columns[0], outs[0])}
         started = now()
         inputs = {
             number: list(map(spec.backend.host_view, columns[number])) for number, spec in self._specs.items()
@@ -64,11 +61,15 @@ class FusedPasses(Passes):
             record((self._unpacking, reduced, now(), 1))
         return adopted
 
-    def _run_alone(
-        self, recipe: Recipe, size: int, arrays: Sequence[Array], out: Sequence[Array] | None
-    ) -> tuple[Array, ...]:
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is a single leaf in a single pass."""
+        return len(self._specs) == 1 and [len(tasks) for tasks in self._passes.values()] == [1]
+
+    def run_alone(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[Array, ...]:
         """The short way for a single leaf in a single pass, where small calls spend their time."""
-        spec, dtype = self._specs[0], self._dtypes[0]
+        ((recipe, (task,)),) = self._passes.items()
+        size, spec, dtype = task.stop, self._specs[0], self._dtypes[0]
         views = list(map(spec.backend.host_view, arrays))
         if out is None:
             num_results = 1 if self._shares[0] else len(spec.destinations)
@@ -81,6 +82,31 @@ class FusedPasses(Passes):
             flats = views if out is arrays else list(map(spec.backend.host_view, out))
         fused_pass(views, flats, recipe)
         return self._adopted(0, flats, out)
+
+    def bound(self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array]]) -> Callable[[], Any]:
+        """What reduces these arrays into those of `outs` whenever it is called."""
+        inputs = {n: list(map(spec.backend.host_view, columns[n])) for n, spec in self._specs.items()}
+        outputs = {n: list(map(spec.backend.host_view, outs[n])) for n, spec in self._specs.items()}
+        if self._read_twice or not all(
+            _is_view_of(view, array, spec.backend)
+            for number, spec in self._specs.items()
+            for view, array in zip(inputs[number], columns[number], strict=True)
+        ):
+            # Copies have to be made anew in each call.
+            return functools.partial(self.run, columns, outs)
+        works = [
+            work
+            for recipe, tasks in self._passes.items()
+            for work in bound_batch(
+                [made for task in tasks for made in _arrays_of(task, inputs, outputs)], recipe
+            )
+        ]
+        counted: dict[Backend, list[Array]] = {}
+        for number, spec in self._specs.items():
+            if spec.backend.counts_writes:
+                counted.setdefault(spec.backend, []).extend(outs[number])
+        works += [functools.partial(backend.mark_written, arrays) for backend, arrays in counted.items()]
+        return in_turn(works)
 
     def _outputs(
         self,
@@ -122,6 +148,12 @@ class FusedPasses(Passes):
         if self._shares[number] and not backend.is_immutable:
             return tuple(map(backend.read_only, results, spec.destinations))
         return results
+
+
+def _is_view_of(view: NDArray[Any], array: Array, backend: Backend) -> bool:
+    """Whether a host view is the array's own memory, not a copy."""
+    start, end = backend.address_range(array)
+    return start <= address_range(view)[0] < end or start == end
 
 
 def _arrays_of(

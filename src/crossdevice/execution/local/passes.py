@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from crossdevice.execution.local.lowering import lower
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans.packing import Pack
 from crossdevice.plans.plan import Plan
+
+
+def in_turn(works: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """What makes all these calls, one after the other."""
+    if len(works) == 1:
+        return works[0]
+
+    def run() -> None:
+        for work in works:
+            work()
+
+    return run
 
 
 class Task(NamedTuple):

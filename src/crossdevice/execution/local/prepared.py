@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from crossdevice.backends.protocol import Array, Backend, Look
+from crossdevice.backends.protocol import Array, Backend
 from crossdevice.execution.local.gpu_passes import GpuPasses, why_stepped
-from crossdevice.execution.local.host_passes import FusedPasses
-from crossdevice.execution.local.passes import Passes
+from crossdevice.execution.local.host_passes import HostPasses
+from crossdevice.execution.local.passes import Passes, in_turn
 from crossdevice.execution.local.stepped_packs import SteppedPacks
 from crossdevice.execution.reading.leaf_spec import LeafSpec, items_of
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.recipe import Recipe
-from crossdevice.plans.packing import Packing
-from crossdevice.plans.plan import Plan
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES, result_dtype
-from crossdevice.values.options import CommunicationOptions, Precision
+from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 
-PlanPack: TypeAlias = Callable[[LeafSpec, int, int, Precision], Plan]
-"""The plan for (a leaf's devices and destinations, elements in the pack, number of the pack, precision)."""
+if TYPE_CHECKING:
+    from crossdevice.execution.local.planning import Planner
+
+MAX_PROVED_PACKS = 32
+"""A fused pass is one pass whatever the packs. It stands for the plans of so many: algorithms whose plans
+vary by pack (roots that take turns) repeat themselves long before."""
 
 
 class PreparedReduction:
@@ -32,12 +35,9 @@ class PreparedReduction:
         specs: Sequence[LeafSpec],
         op: ReduceOp,
         options: CommunicationOptions,
-        packing: Packing,
-        plan_pack: PlanPack,
-        via: Device | None = None,
-        name: str = "reduction",
+        planner: Planner,
     ) -> None:
-        """`via` is a device that all sums pass through, if there is one; `name` is for the record."""
+        packing, via = planner.algorithm.packing, planner.algorithm.reduce_to_device
         dtypes = {number: result_dtype(spec.dtype, op) for number, spec in enumerate(specs)}
         recipes = [recipe_for(op, options, len(spec.devices)) for spec in specs]
         shared: dict[int, LeafSpec] = {}
@@ -51,56 +51,72 @@ class PreparedReduction:
         fused = [*shared, *(number for leaves in on_gpus.values() for number in leaves)]
         apart = {number: spec for number, spec in enumerate(specs) if number not in fused}
         self._num_leaves = len(specs)
-        self._passes = FusedPasses(shared, dtypes, shares_results=options.share_results)
+        self._passes = HostPasses(shared, dtypes, shares_results=options.share_results)
         self._gpu_passes = [
             GpuPasses(leaves, dtypes, gpu, shares_results=options.share_results)
             for (_, gpu), leaves in on_gpus.items()
         ]
         self._packs = SteppedPacks(apart, dtypes)
         self._uses_host, self._crosses_memories = bool(shared), bool(apart)
-        self._work = _work(name, specs, op, options, num_fused=len(fused))
+        self._work = _work(planner.name, specs, op, options, num_fused=len(fused))
         passes: dict[int, Passes] = dict.fromkeys(shared, self._passes)
         for leaves, work in zip(on_gpus.values(), self._gpu_passes, strict=True):
             passes.update(dict.fromkeys(leaves, work))
-        if options.precision == "fast" or apart:
-            for number, pack in enumerate(packing.packs(items_of(specs), options.bytes_per_pack)):
-                leaf = pack[0].item
-                plan = plan_pack(
-                    specs[leaf], sum(stop - start for _, start, stop in pack), number, options.precision
-                )
-                if leaf in apart:
-                    self._packs.add_pack(pack, plan, recipes[leaf])
-                elif options.precision == "fast":
-                    passes[leaf].add_pack(pack, plan, recipes[leaf])
+        for number, pack in enumerate(packing.packs(items_of(specs), options.bytes_per_pack)):
+            leaf = pack[0].item
+            if options.precision != "fast" and leaf not in apart:
+                if number < MAX_PROVED_PACKS:
+                    planner.prove(specs[leaf], number, options.precision, op)
+                continue
+            num_elements = sum(stop - start for _, start, stop in pack)
+            plan = planner.plan_pack(specs[leaf], num_elements, number, options.precision, op)
+            if leaf in apart:
+                self._packs.add_pack(pack, plan, recipes[leaf])
+            else:
+                passes[leaf].add_pack(pack, plan, recipes[leaf])
         if options.precision != "fast":
             # Replicas in order, whatever the plan: the bits of a plan that is run step by step.
             for leaf in fused:
                 passes[leaf].add_leaf(leaf, recipes[leaf])
+        self._is_alone = len(specs) == 1 and self._passes.is_alone
 
     def run(
-        self,
-        columns: Sequence[Sequence[Array]],
-        outs: Sequence[Sequence[Array] | None],
-        look: Look | None = None,
+        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
     ) -> list[tuple[Array, ...]]:
-        """For each leaf its result on each destination, written to `outs` where given.
-
-        `look`, if given, is how the arrays look that are about to be reduced, and those of `outs`.
-        """
+        """For each leaf its result on each destination, written to `outs` where given."""
         # Not `with recorded(...)`: small calls spend their time here.
         started = now()
         try:
-            results = self._passes.run(columns, outs) if self._uses_host else {}
-            for passes in self._gpu_passes:
-                results.update(passes.run(columns, outs, look))
-            if self._crosses_memories:
-                results.update(self._packs.run(columns, outs))
+            if self._is_alone:
+                results = {0: self._passes.run_alone(columns[0], outs[0])}
+            else:
+                results = self._run(columns, outs)
         except Exception as error:
             flight_recorder.events.append((self._work, started, now(), 1))
             flight_recorder.dump_after(error)
             raise
         flight_recorder.events.append((self._work, started, now(), 1))
         return [results[number] for number in range(self._num_leaves)]
+
+    def _run(
+        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
+    ) -> dict[int, tuple[Array, ...]]:
+        results = self._passes.run(columns, outs) if self._uses_host else {}
+        for passes in self._gpu_passes:
+            results.update(passes.run(columns, outs))
+        if self._crosses_memories:
+            results.update(self._packs.run(columns, outs))
+        return results
+
+    def bound(
+        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array]]
+    ) -> Callable[[], None]:
+        """What reduces these very arrays into those of `outs`, however often it is called."""
+        works: list[Callable[[], Any]] = [self._passes.bound(columns, outs)] if self._uses_host else []
+        works += [passes.bound(columns, outs) for passes in self._gpu_passes]
+        if self._crosses_memories:
+            works.append(functools.partial(self._packs.run, columns, outs))
+        return in_turn(works)
 
 
 def recipe_for(op: ReduceOp, options: CommunicationOptions, num_replicas: int) -> Recipe:

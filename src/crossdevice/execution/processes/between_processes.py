@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import ConversionError, OptionError
-from crossdevice.execution.local.batch import Request, check_batch, checked_leaves
+from crossdevice.execution.local.batch import CheckedBatch, Request
 from crossdevice.execution.local.copying import component_of
 from crossdevice.execution.local.gathering import Gathering, check_gather
 from crossdevice.execution.local.sparse import SparseReduction
@@ -46,9 +46,9 @@ class BetweenProcesses:
         self._descriptions: SignatureCache[Description] = SignatureCache()
         self._reductions: SignatureCache[ProcessReduction | DeviceReduction] = SignatureCache()
 
-    def reduce(self, requests: Sequence[Request], op: ReduceOp, options: CommunicationOptions) -> list[Any]:
+    def reduce(self, batch: CheckedBatch) -> list[Any]:
         """The wrapped result of each request, over the replicas of all ranks."""
-        checked = check_batch(requests, op, options)
+        requests, checked, op, options = batch.requests, batch.leaves, batch.op, batch.options
         leaves = [leaf for of_request in checked for leaf in of_request]
         self._say_if_not_nccl(leaves, options)
         replicas = tuple(len(request.value.devices) for request in requests for _ in request.value.leaves)
@@ -75,7 +75,7 @@ class BetweenProcesses:
     def explained(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
         """What `reduce` would send for one request, if every process has as many replicas as this one."""
         group, here = self._group, len(request.value.devices)
-        checked = checked_leaves(request, op, options)
+        (checked,) = CheckedBatch([request], op, options).leaves
         specs = [leaf.spec for leaf in checked if isinstance(leaf, Dense)]
         on_device = [is_reduced_on_device(spec, options, group) for spec in specs]
         by_host = [spec for spec, is_there in zip(specs, on_device, strict=True) if not is_there]

@@ -8,7 +8,8 @@ from typing import Any
 from crossdevice.backends.protocol import HOST_MEMORY, Array
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import OutError
-from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.reading.overlaps import check_overlaps
 from crossdevice.execution.reading.values import Value
 from crossdevice.values.device import Device, device_of
 from crossdevice.values.distributed import DistributedValues, Mirrored
@@ -51,6 +52,14 @@ def out_components(out: Any, destinations: tuple[Device, ...]) -> Sequence[Any]:
             f"out has {len(components)} components; expected {len(destinations)}, one per destination"
         )
     return components
+
+
+def check_outs(leaves: Sequence[Dense], dtypes: Sequence[str], paths: Sequence[str] | None = None) -> None:
+    """Refuses memory of checked leaves that does not fit their results, or overlaps other memory."""
+    for leaf, dtype, path in zip(leaves, dtypes, paths or [""] * len(leaves), strict=True):
+        if leaf.out is not None:
+            check_out(leaf.out, leaf.spec, dtype, path)
+    check_overlaps(leaves)
 
 
 def check_out(out: Sequence[Array], spec: LeafSpec, dtype: str, path: str) -> None:

@@ -25,7 +25,9 @@ def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 
 
 def checked_outs(outs: Any, num_pairs: int) -> list[Any]:
-    """A list of the `out` of each pair."""
+    """A list of the `out` of each pair; None for those that have none."""
+    if outs is None:
+        return [None] * num_pairs
     if not isinstance(outs, Sequence) or len(outs) != num_pairs:
         found = f"{len(outs)} entries" if isinstance(outs, Sequence) else f"type {type(outs).__name__}"
         raise OutError(f"out has {found}; expected a list of one for each of the {num_pairs} pairs")

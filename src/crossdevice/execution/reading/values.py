@@ -18,10 +18,14 @@ from crossdevice.errors import (
     ShapeMismatchError,
     StructureMismatchError,
 )
+from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DistributedValues
+from crossdevice.values.dtypes import check_reducible
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import NUMBERS, first_leaf, flatten, is_number, is_number_list, leaf_paths
+from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.variable import Variable
 
 
@@ -51,6 +55,8 @@ class Value(NamedTuple):
     devices: tuple[Device, ...]
     leaves: list[Leaf]
     structure: Any
+    components: tuple[Any, ...]
+    """What was read."""
 
 
 def read_value(value: Any, what: str = "value") -> Value:
@@ -60,7 +66,7 @@ def read_value(value: Any, what: str = "value") -> Value:
     else:
         components, devices = (value,), (device_of(first_leaf(value)) or host_device(0),)
     if components and all(type(component) in _array_types for component in components):
-        return Value(devices, [Leaf(components, "")], None)
+        return Value(devices, [Leaf(components, "")], None, components)
     if not components:
         raise ConversionError(
             f"the {what} is a {type(value).__name__} without components; expected one per replica"
@@ -69,7 +75,7 @@ def read_value(value: Any, what: str = "value") -> Value:
         if component is None:
             raise ConversionError(f"replica {replica} of the {what} is None; expected an array")
     if all(_is_leaf(component) for component in components):
-        return Value(devices, [_read_leaf(components, devices, "", what)], None)
+        return Value(devices, [_read_leaf(components, devices, "", what)], None, components)
     flattened = [flatten(component, _is_leaf) for component in components]
     structures = [structure for _, structure in flattened]
     check_agreement(
@@ -78,7 +84,36 @@ def read_value(value: Any, what: str = "value") -> Value:
     paths = leaf_paths(structures[0], what)
     columns = zip(*(leaves for leaves, _ in flattened), strict=True)
     leaves = [_read_leaf(column, devices, path, what) for column, path in zip(columns, paths, strict=True)]
-    return Value(devices, leaves, structures[0])
+    return Value(devices, leaves, structures[0], components)
+
+
+def checked_spec(
+    leaf: Leaf, devices: tuple[Device, ...], destinations: tuple[Device, ...], op: ReduceOp
+) -> LeafSpec:
+    """What a dense leaf is, after every check; arrays with known signatures have passed them before."""
+    backend = backend_of(leaf.arrays[0], 0, leaf.path)
+    try:
+        key = (op, devices, destinations, *map(backend.signature, leaf.arrays))
+    except (AttributeError, RuntimeError):  # an array of another library, or one without a shape
+        return _checked_spec(leaf, devices, destinations, op)
+    known = _known_specs.get(key)
+    if known is None:
+        known = _known_specs[key] = _checked_spec(leaf, devices, destinations, op)
+    return known
+
+
+_known_specs: SignatureCache[LeafSpec] = SignatureCache(most=1 << 14)
+
+
+def _checked_spec(
+    leaf: Leaf, devices: tuple[Device, ...], destinations: tuple[Device, ...], op: ReduceOp
+) -> LeafSpec:
+    backend = check_dense(leaf, devices)
+    dtype = backend.dtype_of(leaf.arrays[0])
+    check_reducible(dtype, op, f"replica 0 ({devices[0]}){leaf.at_path}")
+    for device in destinations:
+        backend.check_device(device)
+    return LeafSpec(backend, dtype, backend.shape_of(leaf.arrays[0]), devices, destinations)
 
 
 def check_dense(leaf: Leaf, devices: Sequence[Device]) -> Backend:

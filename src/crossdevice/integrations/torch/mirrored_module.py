@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import ContextError, DeviceError, MismatchError
 from crossdevice.strategies.current import get_replica_context
@@ -165,7 +166,7 @@ class MirroredModule:
     def _take_over(self, tensors: dict[str, torch.Tensor]) -> None:
         """Overwrites tensors with those of the first process, where there are several."""
         ops = self.strategy.extended.cross_device_ops
-        if ops.group is not None and tensors:
+        if isinstance(ops, CollectiveAllReduce) and tensors:
             detached = {name: tensor.detach() for name, tensor in tensors.items()}
             for name, tensor in ops.value_of_rank(detached, 0).items():
                 detached[name].copy_(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from array import array
 from collections.abc import Callable, Sequence
@@ -81,7 +82,7 @@ def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
         return
     arrays, results = _as_read(inputs, prepared), _as_written(outputs, prepared)
     if traffic_bytes(arrays, results) >= THREADED_BYTES:
-        _run([(arrays, results)], prepared, recipe)
+        _Passes([(arrays, results)], prepared, recipe)()
         return
     size = arrays[0].size
     room = EMPTY_ROOM[:] if prepared.is_exact else NO_ROOM
@@ -96,16 +97,25 @@ def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
 
 def fused_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe) -> None:
     """Does many passes of one recipe, of any dtypes and sizes, as one: threads share the whole list."""
+    for work in bound_batch(tasks, recipe):
+        work()
+
+
+def bound_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe) -> list[Callable[[], None]]:
+    """The calls that do many passes of one recipe, as often as they are made, but not at the same time.
+
+    They keep the arrays alive and find their memory as it is when they are made; sizes must not change.
+    """
+    works: list[Callable[[], None]] = []
     groups: dict[int, tuple[_Prepared, list[Task]]] = {}
     for inputs, outputs in tasks:
         prepared = _prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
         if prepared is None or len(inputs) > MAX_INPUTS:
-            numpy_pass(inputs, outputs, recipe)
+            works.append(functools.partial(numpy_pass, inputs, outputs, recipe))
         else:
             _, group = groups.setdefault(id(prepared), (prepared, []))
             group.append((_as_read(inputs, prepared), _as_written(outputs, prepared)))
-    for prepared, group in groups.values():
-        _run(group, prepared, recipe)
+    return works + [_Passes(group, prepared, recipe) for prepared, group in groups.values()]
 
 
 def select_kernels(name: str | None) -> None:
@@ -230,28 +240,41 @@ def _as_written(outputs: Arrays, prepared: _Prepared) -> tuple[NDArray[Any], ...
     return tuple(array.view(prepared.part) for array in outputs)
 
 
-def _run(tasks: Sequence[Task], prepared: _Prepared, recipe: Recipe) -> None:
-    """Lets threads take the work of all tasks, and does what the kernel is not certain of in NumPy."""
-    traffic = sum(traffic_bytes(*task) for task in tasks)
-    participants = 1 if traffic < THREADED_BYTES else min(num_threads(), 2 * traffic // THREADED_BYTES)
-    work_list = WorkList(
-        tasks,
-        range_bytes=traffic // (RANGES_PER_THREAD * participants),
-        is_streamed=traffic >= STREAMED_BYTES,
-        may_leave_pieces=prepared.is_exact,
-    )
+class _Passes:
+    """Tasks of one kernel, laid out so that threads take the work of all of them."""
 
-    def work() -> None:
-        # Through the list, so that its arrays live for as long as any thread works on them.
-        prepared.kernel(*work_list.place, prepared.divisor, *([0] * 8), *prepared.program.buffer_info())
+    def __init__(self, tasks: Sequence[Task], prepared: _Prepared, recipe: Recipe) -> None:
+        traffic = sum(traffic_bytes(*task) for task in tasks)
+        self._participants = (
+            1 if traffic < THREADED_BYTES else min(num_threads(), 2 * traffic // THREADED_BYTES)
+        )
+        self._work_list = WorkList(
+            tasks,
+            range_bytes=traffic // (RANGES_PER_THREAD * self._participants),
+            is_streamed=traffic >= STREAMED_BYTES,
+            may_leave_pieces=prepared.is_exact,
+        )
+        self._recipe = recipe
+        self._is_exact = prepared.is_exact
+        program = prepared.program.buffer_info()
+        # Bound to this object, so that its arrays live for as long as any thread works on them.
+        self._arguments = (*self._work_list.place, prepared.divisor, *([0] * 8), *program)
+        self._prepared = prepared
+        self._kernel = prepared.kernel
 
-    if participants == 1:
-        work()
-    else:
-        run_together(work, participants)
-    if prepared.is_exact:
-        for (inputs, outputs), pieces in work_list.pieces_left():
-            _run_pieces(inputs, outputs, pieces, recipe)
+    def __call__(self) -> None:
+        """Does all the work, and what the kernel is not certain of in NumPy."""
+        self._work_list.restart()
+        if self._participants == 1:
+            self._kernel(*self._arguments)
+        else:
+            run_together(self._work, self._participants)
+        if self._is_exact:
+            for (inputs, outputs), pieces in self._work_list.pieces_left():
+                _run_pieces(inputs, outputs, pieces, self._recipe)
+
+    def _work(self) -> None:
+        self._kernel(*self._arguments)
 
 
 def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe) -> None:

@@ -76,6 +76,12 @@ class WorkList:
         """The address of the rows, their number, and the address of the counter."""
         return self._rows.buffer_info()[0], self.num_rows, self._counter.buffer_info()[0]
 
+    def restart(self) -> None:
+        """All rows are there to be taken again."""
+        self._counter[0] = 0
+        if self._rooms:
+            self._rooms[:] = EMPTY_ROOM * self.num_rows
+
     def pieces_left(self) -> Iterator[tuple[Task, Pieces]]:
         """What the kernel was not certain of, and did not write: inputs there are still what they were."""
         tasks = {id(inputs) + TUPLE_HEADER_BYTES: (inputs, outputs) for inputs, outputs in self._tasks}

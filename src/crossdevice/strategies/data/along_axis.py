@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce, group_of
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.errors import ConversionError
 from crossdevice.execution.reading.values import Leaf, one_backend, read_value
@@ -60,12 +61,12 @@ def _reduced(
     shapes = [backend.shape_of(array) for array in leaf.arrays]
     axes = _checked_axes(axis, len(shapes[0]), leaf)
     counts = [math.prod(shape[number] for number in axes) for shape in shapes]
-    count = sum(counts) if ops.group is None else int(ops.gather(np.array([sum(counts)]), to).sum())
+    count = sum(counts) if group_of(ops) is None else int(ops.gather(np.array([sum(counts)]), to).sum())
     # Where there is nothing at all, the first replica says what that comes to, on every process.
     counted = [replica for replica, own in enumerate(counts) if own or not (count or replica)]
     partials = [_local(op, leaf.arrays[replica], axes, backend, dtype) for replica in counted]
     places = [devices[replica] for replica in counted]
-    if ops.group is not None:
+    if group_of(ops) is not None:
         if count:
             shape = [length for number, length in enumerate(shapes[0]) if number not in axes]
             partial = dtype
@@ -105,6 +106,7 @@ def _of_all_processes(
 def _within_process(ops: CrossDeviceOps) -> CrossDeviceOps:
     """The same algorithm with the same options, for the replicas of this process alone."""
     alone = copy.copy(ops)
+    assert isinstance(alone, CollectiveAllReduce)
     alone.group = None
     return alone
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import assert_never
 
 from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce, group_of
 from crossdevice.backends.numpy_backend import array_of_numbers
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ConversionError, OptionError, ReduceOpError
@@ -176,7 +177,7 @@ def create_variable(
         backend.check_device(device)
     if dtype is not None:
         array = backend.cast(array, _dtype_name(dtype))
-    array = strategy.extended.cross_device_ops.value_of_rank(array, 0)
+    array = _of_first_process(array, strategy.extended.cross_device_ops)
     found = backend.dtype_of(array)
     if aggregation is VariableAggregation.MEAN and found not in (*FLOATS, *COMPLEXES):
         raise OptionError(
@@ -198,12 +199,17 @@ def create_variable(
 
 def of_first_replica(value: Any, ops: CrossDeviceOps) -> Any:
     """What the first replica of all processes holds, from what the first of this process does."""
-    if not isinstance(value, IndexedSlices) or ops.group is None:
-        return ops.value_of_rank(value, 0)
+    group = group_of(ops)
+    if not isinstance(value, IndexedSlices) or group is None:
+        return _of_first_process(value, ops)
     # Processes may have different numbers of rows, so all but the first add none.
-    rows = slice(None) if ops.group.rank == 0 else slice(0)
+    rows = slice(None) if group.rank == 0 else slice(0)
     values, indices = (ops.gather(part[rows], part) for part in (value.values, value.indices))
     return value.with_parts(values, indices, value.dense_shape)
+
+
+def _of_first_process(value: Any, ops: CrossDeviceOps) -> Any:
+    return ops.value_of_rank(value, 0) if isinstance(ops, CollectiveAllReduce) else value
 
 
 def _components(result: Any) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 
@@ -15,11 +14,11 @@ from crossdevice.execution.local import gpu_passes
 from crossdevice.execution.local import prepared as reduction
 from crossdevice.execution.local.gpu_passes import why_stepped
 from crossdevice.execution.local.passes import Passes
-from crossdevice.execution.local.prepared import PreparedReduction, recipe_for
+from crossdevice.execution.local.planning import Planner
+from crossdevice.execution.local.prepared import recipe_for
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.kernels.cuda import availability
 from crossdevice.kernels.cuda.families import MAX_ARRAYS
-from crossdevice.plans.packing import Packing
 from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -47,8 +46,9 @@ class Recorded(Passes):
 
 def num_fused(spec, options=DEFAULT, via=None):
     """How many leaves of a batch of one are fused on a GPU; the others are run step by step."""
-    plan_pack = functools.partial(cd.DirectAllReduce().plan_pack, op=ReduceOp.SUM)
-    prepared = PreparedReduction([spec], ReduceOp.SUM, options, Packing(), plan_pack, via=via)
+    ops = cd.DirectAllReduce()
+    ops.reduce_to_device = via
+    prepared = Planner(ops).prepared((spec,), ReduceOp.SUM, options)
     assert prepared._crosses_memories == (not prepared._gpu_passes)
     return len(prepared._gpu_passes)
 
@@ -102,7 +102,9 @@ def test_lowering_can_be_turned_off_and_sums_elsewhere_are_not_lowered():
 @pytest.mark.usefixtures("_kernels")
 def test_explanations_say_what_becomes_of_a_plan():
     text = explaining._on_one_gpu(spec_on(GPU, GPU), ReduceOp.SUM, DEFAULT)
-    assert text.endswith("in the memory of cuda:0: the plan below is lowered to one fused pass on the GPU")
+    assert text.endswith(
+        "in the memory of cuda:0: one fused pass adds in replica order what the plan below was proved to add"
+    )
     off = explaining._on_one_gpu(spec_on(GPU), ReduceOp.SUM, cd.CommunicationOptions(lowering="off"))
     assert off.endswith("run step by step: lowering is off")
     exact = cd.CommunicationOptions(precision="exact")

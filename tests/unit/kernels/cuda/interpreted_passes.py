@@ -14,6 +14,7 @@ import crossdevice as cd
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import backend_named
 from crossdevice.execution.local.gpu_passes import GpuPasses
+from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import recipe_for
 from crossdevice.execution.reading.leaf_spec import LeafSpec, items_of
 from crossdevice.kernels.cuda import address_table
@@ -43,14 +44,15 @@ def passes_for(columns, options, op="mean", name="direct", num_packs=0):
     dtypes = {number: result_dtype(spec.dtype, ReduceOp(op)) for number, spec in enumerate(specs)}
     work = GpuPasses(dict(enumerate(specs)), dtypes, host_device(0), shares_results=options.share_results)
     recipe = recipe_for(ReduceOp(op), options, COUNT)
-    ops = ALGORITHMS.load(name)()
+    planner = Planner(ALGORITHMS.load(name)())
     if options.precision != "fast":
         for number in range(len(specs)):
             work.add_leaf(number, recipe)
         return work
     for number, pack in enumerate(Packing(num_packs=num_packs).packs(items_of(specs))):
         length = sum(stop - start for _, start, stop in pack)
-        work.add_pack(pack, ops.plan_pack(specs[pack[0].item], length, number, "fast", ReduceOp(op)), recipe)
+        plan = planner.plan_pack(specs[pack[0].item], length, number, "fast", ReduceOp(op))
+        work.add_pack(pack, plan, recipe)
     return work
 
 
@@ -163,21 +165,10 @@ def test_results_are_ordinary_tensors():
         assert result.requires_grad
 
 
-def test_a_look_at_a_whole_batch_may_be_followed_by_none():
+def test_which_outputs_kernels_write_to_may_differ_from_call_to_call():
     options = cd.CommunicationOptions()
-    columns = columns_of(((5,),))
-    work = passes_for(columns, options)
-    whole = backend_named("torch").look_of([*columns[0], torch.ones(2)])
-    for look in (whole, None, whole):
-        results = work.run(columns, [None], look)
-        assert all(torch.equal(result, right_for(columns[0], options)) for result in results[0])
-
-
-def test_a_known_look_says_which_outputs_kernels_write_to():
-    options, look_of = cd.CommunicationOptions(), backend_named("torch").look_of
     shapes = ((3, 4), (3, 4), (5,))
     work = passes_for(columns_of(shapes), options)
-    looks = {}
     for _ in range(3):
         for kind in ("in place", "strided", "strided only", "none"):
             columns = columns_of(shapes)
@@ -189,13 +180,35 @@ def test_a_known_look_says_which_outputs_kernels_write_to():
                 "strided only": [None, strided, None],
                 "none": [None, None, None],
             }[kind]
-            given = [tensor for out in outs for tensor in out or () if out is strided]
-            arrays = [*columns[0], *columns[1], *columns[2], *given]
-            look = looks.setdefault(kind, look_of(arrays))
-            assert look.fits(arrays)
-            results = work.run(columns, outs, look)
+            results = work.run(columns, outs)
             for number, out in enumerate(outs):
                 assert all(torch.equal(result, right[number]) for result in results[number])
                 if out is not None:
                     assert all(map(operator.is_, results[number], out))
                     assert all(tensor._version for tensor in out)
+
+
+def test_a_bound_pass_reduces_what_its_arrays_hold_then():
+    options = cd.CommunicationOptions()
+    columns = columns_of()
+    outs = [tuple(torch.zeros(column[0].shape) for _ in range(COUNT)) for column in columns]
+    run = passes_for(columns, options).bound(columns, outs)
+    for factor in (1, 2):
+        for column in columns:
+            for tensor in column:
+                tensor.mul_(factor)
+        run()
+        for column, out in zip(columns, outs, strict=True):
+            assert all(torch.equal(tensor, right_for(column, options)) for tensor in out)
+    assert all(tensor._version == 2 for out in outs for tensor in out)
+
+
+def test_a_bound_pass_reads_arrays_with_gaps_anew():
+    options = cd.CommunicationOptions()
+    columns = [tuple(part[::2].t() for part in torch.randn(COUNT, 6, 10))]
+    outs = [tuple(torch.zeros(10, 3) for _ in range(COUNT))]
+    run = passes_for(columns, options).bound(columns, outs)
+    for _ in range(2):
+        columns[0][1].add_(1)
+        run()
+        assert all(torch.equal(tensor, right_for(columns[0], options)) for tensor in outs[0])

@@ -37,9 +37,13 @@ Kernel = Callable[..., None]
 def _code_version() -> int:
     """A digest of all code that is compiled in: numba itself looks at the kernel's own file only."""
     version = 0
-    for pattern in ("association.py", "numba_pass.py", "vector_*.py", "work_list.py"):
-        for path in sorted(Path(__file__).parent.glob(pattern)):
-            version = zlib.crc32(path.read_bytes(), version)
+    here = Path(__file__).parent
+    for path in (
+        here.parents[1] / "association.py",
+        here.parent / "work_list.py",
+        *sorted(here.glob("*.py")),
+    ):
+        version = zlib.crc32(path.read_bytes(), version)
     return version
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
 
 import numpy as np
 import pytest
 
 import crossdevice as cd
-from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ShapeMismatchError
-from crossdevice.execution.remembering import RememberedBatch
+from crossdevice.execution.local import batch as batch_module
+from crossdevice.kernels.host.fused_pass import fused_pass
+from crossdevice.process_groups.thread_group import run_ranks
 
 torch = pytest.importorskip("torch")
 torch_backend = pytest.importorskip("crossdevice.backends.torch_backend")
@@ -23,18 +24,9 @@ def make(request):
     return LIBRARIES[request.param]
 
 
-@pytest.fixture
-def made_again(monkeypatch):
-    """Counts calls that skipped the checks."""
-    calls = []
-    run = RememberedBatch.__call__
-
-    def counted(self, columns):
-        calls.append(columns)
-        return run(self, columns)
-
-    monkeypatch.setattr(RememberedBatch, "__call__", counted)
-    return calls
+def hits(ops):
+    """How many calls were known."""
+    return ops._known_calls.hits
 
 
 def batch(make, sizes=(3, 5, 1), dtype=np.float32, count=2, devices=None, start=1):
@@ -48,18 +40,22 @@ def to_itself(values):
     return [(value, value) for value in values]
 
 
+def numbers(array):
+    return np.asarray(array).reshape(-1).tolist()
+
+
 def first_numbers(results):
     values = [result.values if isinstance(result, cd.Mirrored) else (result,) for result in results]
     return [[float(component.reshape(-1)[0]) for component in components] for components in values]
 
 
-def test_a_batch_that_looks_the_same_is_not_checked_again(make, made_again):
+def test_a_batch_that_looks_the_same_is_not_checked_again(make):
     ops = cd.DirectAllReduce()
     for start in range(1, 5):
         results = ops.batch_reduce("sum", to_itself(batch(make, start=start)))
         assert first_numbers(results) == [[2 * start + 1] * 2] * 3
         assert [result.values[0].shape for result in results] == [(3,), (5,), (1,)]
-    assert len(made_again) == 3
+    assert hits(ops) == 3
 
 
 @pytest.mark.parametrize(
@@ -73,39 +69,39 @@ def test_a_batch_that_looks_the_same_is_not_checked_again(make, made_again):
     ],
     ids=str,
 )
-def test_a_batch_that_looks_different_is(make, made_again, change):
+def test_a_batch_that_looks_different_is(make, change):
     ops = cd.DirectAllReduce()
     for _ in range(2):
         ops.batch_reduce("sum", to_itself(batch(make)))
-    assert len(made_again) == 1
+    assert hits(ops) == 1
     values = batch(make, **change)
     results = ops.batch_reduce("sum", to_itself(values))
-    assert len(made_again) == 1
+    assert hits(ops) == 1
     for value, result in zip(values, results, strict=True):
         assert (result.devices, len(result.values)) == (value.devices, len(value.values))
         assert result.values[0].dtype == value.values[0].dtype
         assert result.values[0].shape == value.values[0].shape
 
 
-def test_destinations_are_part_of_what_is_the_same(make, made_again):
+def test_destinations_are_part_of_what_is_the_same(make):
     ops, values = cd.DirectAllReduce(), batch(make)
     others = cd.PerReplica([0.0], ["cpu:3"])
     for target in ("cpu:1", others, "cpu:2", values[0].values[0], "cpu:1"):
         for _ in range(2):
             results = ops.batch_reduce("sum", [(value, target) for value in values])
             assert first_numbers(results) == [[3.0]] * 3
-    assert len(made_again) == 4
+    assert hits(ops) == 5
     ops.batch_reduce("sum", to_itself(values))
-    assert len(made_again) == 4
+    assert hits(ops) == 5
 
 
-def test_values_with_devices_are_told_from_those_without(make, made_again):
+def test_values_with_devices_are_told_from_those_without(make):
     ops = cd.DirectAllReduce()
     for devices in (None, ["cpu:0", "cpu:1"], ["cpu:1", "cpu:0"], ["cpu:1", "cpu:0"], None):
         results = ops.batch_reduce("sum", to_itself(batch(make, devices=devices)))
         expected = tuple(map(cd.Device.parse, devices or ["cpu:0", "cpu:1"]))
         assert {result.devices for result in results} == {expected}
-    assert len(made_again) == 2
+    assert hits(ops) == 2
 
 
 def test_mistakes_are_found_after_calls_without_any(make):
@@ -118,7 +114,7 @@ def test_mistakes_are_found_after_calls_without_any(make):
         ops.batch_reduce("sum", to_itself(values))
 
 
-def test_numbers_structures_and_slices_are_read_every_time(make, made_again):
+def test_numbers_structures_and_slices_are_read_every_time(make):
     ops = cd.DirectAllReduce()
     slices = cd.IndexedSlices(make(np.ones((1, 2), np.float32)), make(np.array([1])), (3, 2))
     variables = [cd.Variable(make(np.ones(2, np.float32)), device=f"cpu:{k}") for k in range(2)]
@@ -131,17 +127,18 @@ def test_numbers_structures_and_slices_are_read_every_time(make, made_again):
     ):
         for _ in range(2):
             assert len(ops.batch_reduce("sum", to_itself([*batch(make), value, *batch(make)]))) == 7
-    assert not made_again
+    assert hits(ops) == 0
 
 
-def test_settings_that_change_make_an_object_forget(make, made_again):
+def test_settings_that_change_make_an_object_forget(make):
     ops = cd.ReductionToOneDevice()
     for _ in range(2):
         ops.batch_reduce("sum", to_itself(batch(make)))
     ops.accumulation_fn = lambda arrays: arrays[0]
+    assert hits(ops) == 0, "the new setting has made it forget"
     results = ops.batch_reduce("sum", to_itself(batch(make)))
     assert first_numbers(results) == [[1.0, 1.0]] * 3
-    assert len(made_again) == 1
+    assert hits(ops) == 0
 
 
 def test_a_variable_beside_an_array_is_read_in_every_call(make):
@@ -153,39 +150,78 @@ def test_a_variable_beside_an_array_is_read_in_every_call(make):
         assert first_numbers([ops.reduce("sum", value, value)]) == [[expected, expected]]
 
 
-def test_a_look_at_more_arrays_does_not_fit(make):
-    arrays = [make(np.ones(3, np.float32)) for _ in range(3)]
-    look = backend_of_type(type(arrays[0])).look_of(arrays)
-    assert look.fits([array + 1 for array in arrays])
-    assert not look.fits(arrays[:2])
-    assert not look.fits([*arrays, arrays[0]])
-
-
-def test_a_look_does_not_keep_arrays(make):
-    array = make(np.ones(3, np.float32))
-    look = backend_of_type(type(array)).look_of([array])
-    gone = weakref.ref(array)
-    del array
-    assert gone() is None
-    assert look.fits([make(np.ones(3, np.float32))])
-
-
-@pytest.mark.parametrize("guards", [None, lambda *tensors: tensors], ids=["gone", "called in another way"])
-def test_tensors_are_compared_by_signature_where_pytorch_does_not_do_it(monkeypatch, made_again, guards):
-    monkeypatch.setattr(torch_backend, "_TensorGuards", guards)
-    ops = cd.DirectAllReduce()
-    for start in range(1, 4):
-        results = ops.batch_reduce("sum", to_itself(batch(LIBRARIES["torch"], start=start)))
-        assert first_numbers(results) == [[2 * start + 1] * 2] * 3
-    assert len(made_again) == 2
-
-
 def test_settings_that_are_deleted_make_an_object_forget():
     ops, values = cd.DirectAllReduce(), batch(np.array)
     ops.uses_engine = True
     for _ in range(2):
         ops.reduce("sum", values[0], values[0])
         ops.batch_reduce("sum", to_itself(values))
-    assert {"_kept", "_memory"} <= ops.__dict__.keys()
+    assert {"_planner", "_known_calls"} <= ops.__dict__.keys()
     del ops.uses_engine
-    assert not {"_kept", "_memory"} & ops.__dict__.keys()
+    assert not {"_planner", "_known_calls"} & ops.__dict__.keys()
+
+
+def test_one_value_is_known_when_it_comes_again_whatever_says_where(make):
+    ops = cd.DirectAllReduce()
+    value = batch(make, sizes=(3,))[0]
+    for number, target in enumerate((value, "cpu:1", cd.Device("cpu", 2), cd.PerReplica([0, 0]))):
+        for _ in range(2):
+            ops.reduce("sum", value, target)
+        assert hits(ops) == number + 1
+
+
+def test_a_strategy_makes_known_calls_too(make):
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    value = batch(make, sizes=(3,))[0]
+    for _ in range(3):
+        assert numbers(strategy.reduce("sum", value, axis=None)) == [3.0] * 3
+    assert hits(strategy.extended.cross_device_ops) == 2
+
+
+def test_between_processes_nothing_is_signed_in_vain(monkeypatch):
+    def program(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        for _ in range(2):
+            ops.reduce("sum", np.float32([1]), "cpu:0")
+        return ops._known_calls.find("sum", [(cd.PerReplica([np.float32([1])]), "cpu:0")], None)
+
+    assert all(found.key is None and found.call is None for found in run_ranks(2, program))
+
+
+def test_a_first_call_reads_its_value_once(monkeypatch):
+    read = []
+    read_value = batch_module.read_value
+    monkeypatch.setattr(batch_module, "read_value", lambda value: read.append(value) or read_value(value))
+    ops, value = cd.DirectAllReduce(), cd.PerReplica([np.float32([1]), np.float32([2])])
+    ops.reduce("sum", value, value)
+    ops.reduce("sum", value, value)
+    assert len(read) == 1
+
+
+def frames_to_the_kernels(call):
+    """How many Python functions a call enters, one inside the other, up to the entry of the kernels."""
+    deepest = []
+
+    def profile(frame, event, argument):
+        if event == "call" and frame.f_code is fused_pass.__code__:
+            depth = 0
+            while frame is not None and frame.f_code is not call.__code__:
+                depth, frame = depth + 1, frame.f_back
+            deepest.append(depth)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    (depth,) = deepest
+    return depth
+
+
+def test_it_is_a_short_walk_to_the_kernels():
+    value = cd.PerReplica([np.float32([1]), np.float32([2])])
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    assert frames_to_the_kernels(lambda: strategy.reduce("sum", value, axis=None)) <= 8
+    ops = cd.DirectAllReduce()
+    ops.reduce("sum", value, value)
+    assert frames_to_the_kernels(lambda: ops.reduce("sum", value, value)) <= 5

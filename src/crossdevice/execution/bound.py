@@ -1,0 +1,123 @@
+"""A reduction of fixed arrays, prepared once and run many times: what a training loop repeats."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from crossdevice.backends.protocol import Array, Backend
+from crossdevice.errors import BoundError
+from crossdevice.execution.local.batch import CheckedBatch
+from crossdevice.execution.local.planning import Planner
+from crossdevice.execution.local.sparse import SparseReduction
+from crossdevice.execution.reading.leaf_spec import Dense
+from crossdevice.execution.reading.outputs import wrapped
+from crossdevice.kernels.host.fixed_arrays import FixedArrays
+from crossdevice.values.replica_scope import check_cross_replica
+
+
+class BoundReduction:
+    """Runs one reduction on the arrays it was made with; every call returns the same results, computed anew.
+
+    It keeps its arrays alive. Results lie in the memory given as `out`, or in memory it owns and uses
+    again in each call: copy what must outlast the next one. Arrays that have moved in memory since
+    (`ndarray.resize`, `Tensor.set_`) are noticed before anything is written. Libraries whose arrays
+    cannot be written to, and reductions by hooks, by functions or between processes, have new results.
+
+    Calls from several threads take turns.
+    """
+
+    def __init__(self, run: Callable[[], Any], check: Callable[[], None] | None = None) -> None:
+        self._run, self._check = run, check
+        self._turn = threading.Lock()
+
+    def __call__(self) -> Any:
+        """Runs the reduction: one result for one value, a list for pairs."""
+        check_cross_replica("a bound reduction")
+        with self._turn:
+            if self._check is not None:
+                self._check()
+            return self._run()
+
+    def with_results(self, convert: Callable[[Any], Any]) -> BoundReduction:
+        """The same reduction, whose results are handed over in another form."""
+        run = self._run
+        return BoundReduction(lambda: convert(run()), self._check)
+
+    @classmethod
+    def of_batch(
+        cls,
+        batch: CheckedBatch,
+        planner: Planner,
+        rebuilt: Callable[[list[Any]], list[Any]],
+        is_batch: bool,
+    ) -> BoundReduction:
+        """Of a checked batch; its results are made now, and written again by each call."""
+        backends = {leaf.spec.backend for leaf in batch.dense}
+        is_fixed = not any(isinstance(leaf, SparseReduction) for leaves in batch.leaves for leaf in leaves)
+        if not is_fixed or any(backend.is_immutable for backend in backends):
+
+            def rerun() -> Any:
+                results = rebuilt(batch.run(planner))
+                return results if is_batch else results[0]
+
+            return cls(rerun)
+        columns = [leaf.arrays for leaf in batch.dense]
+        prepared = planner.prepared(tuple(leaf.spec for leaf in batch.dense), batch.op, batch.options)
+        made = [None if leaf.out is None else tuple(leaf.out) for leaf in batch.dense]
+        if None in made:
+            new = prepared.run(columns, [None] * len(made))
+            made = [out or results for out, results in zip(made, new, strict=True)]
+        outs = [out for out in made if out is not None]
+        remaining = iter(outs)
+        results = rebuilt(
+            [
+                wrapped([next(remaining) for _ in leaves], request.value.structure, request.destinations)
+                for request, leaves in zip(batch.requests, batch.leaves, strict=True)
+            ]
+        )
+        work = prepared.bound(columns, outs)
+        answer = results if is_batch else results[0]
+
+        def run() -> Any:
+            work()
+            return answer
+
+        return cls(run, _Memory(batch.dense, outs).check)
+
+
+class _Memory:
+    """Where the arrays of a bound reduction are: one that moves would be read or written where it was."""
+
+    def __init__(self, leaves: Sequence[Dense], outs: Sequence[Sequence[Array]]) -> None:
+        self._arrays: dict[Backend, list[Array]] = {}
+        self._names: dict[Backend, list[str]] = {}
+        for number, (leaf, out) in enumerate(zip(leaves, outs, strict=True)):
+            spec = leaf.spec
+            named = [f"replica {k} ({device})" for k, device in enumerate(spec.devices)]
+            named += [f"out[{k}] ({device})" for k, device in enumerate(spec.destinations)]
+            self._arrays.setdefault(spec.backend, []).extend((*leaf.arrays, *out))
+            self._names.setdefault(spec.backend, []).extend(f"{name} of value {number}" for name in named)
+        self._fixed = {
+            backend: FixedArrays(arrays) if backend.name == "numpy" else backend.addresses_of(arrays)
+            for backend, arrays in self._arrays.items()
+        }
+
+    def check(self) -> None:
+        """Raises BoundError if an array is not where it was; nothing has been written then."""
+        for backend, known in self._fixed.items():
+            if isinstance(known, FixedArrays):
+                moved = known.first_changed()
+            else:
+                addresses = backend.addresses_of(self._arrays[backend])
+                if addresses == known:
+                    continue
+                moved = next(
+                    n for n, pair in enumerate(zip(addresses, known, strict=True)) if len(set(pair)) > 1
+                )
+            if moved is not None:
+                raise BoundError(
+                    f"{self._names[backend][moved]} has another address or shape than when the reduction was "
+                    "bound; bind again"
+                )

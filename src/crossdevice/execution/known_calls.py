@@ -1,0 +1,117 @@
+"""Calls that were made before: values with known signatures need no reading and no checks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from types import NoneType
+from typing import Any, NamedTuple
+
+from crossdevice.backends.protocol import Array
+from crossdevice.backends.registry import backend_of_type
+from crossdevice.execution.local.batch import CheckedBatch
+from crossdevice.execution.local.planning import Planner
+from crossdevice.execution.local.prepared import PreparedReduction
+from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.reading.outputs import check_outs, out_components
+from crossdevice.execution.signature_cache import SignatureCache
+from crossdevice.values.device import Device
+from crossdevice.values.distributed import DistributedValues, Mirrored
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+
+Columns = Sequence[Sequence[Array]]
+"""Of each value its replicas' arrays."""
+
+
+class Found(NamedTuple):
+    """What is known of a call: under which key it is kept (None: not at all), and what runs it again."""
+
+    key: Hashable | None = None
+    call: KnownCall | None = None
+    columns: Columns = ()
+
+
+class KnownCall:
+    """A batch of plain values, prepared: all of it but the arrays."""
+
+    __slots__ = ("_prepared", "_result_dtypes", "_specs")
+
+    def __init__(self, prepared: PreparedReduction, specs: Sequence[LeafSpec], dtypes: Sequence[str]) -> None:
+        self._prepared, self._specs, self._result_dtypes = prepared, specs, dtypes
+
+    def run(self, columns: Columns, outs: Sequence[Any]) -> list[Any]:
+        """Reduces arrays that have the signatures of those before; `outs` are checked as in a first call."""
+        written = self._checked(columns, outs) if any(out is not None for out in outs) else outs
+        results = self._prepared.run(columns, written)
+        return [
+            result[0] if len(result) == 1 else Mirrored.of(result, spec.destinations)
+            for result, spec in zip(results, self._specs, strict=True)
+        ]
+
+    def _checked(self, columns: Columns, outs: Sequence[Any]) -> list[Sequence[Array] | None]:
+        written = [
+            None if out is None else out_components(out, spec.destinations)
+            for out, spec in zip(outs, self._specs, strict=True)
+        ]
+        check_outs(list(map(Dense, columns, self._specs, written)), self._result_dtypes)
+        return written
+
+
+class KnownCalls:
+    """The calls of one algorithm by their signatures; `hits` counts those that were found again.
+
+    Only plain values are kept: dense arrays, read as they are. Numbers, variables, nested structures and
+    sparse rows are read in every call; what was prepared for them is kept all the same, by the planner.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        """`keeps` is False for algorithms whose calls nobody can make in their place."""
+        self._keeps = keeps
+        self._calls: SignatureCache[KnownCall] = SignatureCache()
+        self.hits = 0
+
+    def find(self, op: Any, pairs: Sequence[tuple[Any, Any]], options: Any) -> Found:
+        """The key of a call, and what runs it if it was made before."""
+        if not (
+            self._keeps
+            and isinstance(op, (str, ReduceOp))
+            and isinstance(options, (CommunicationOptions, NoneType))
+        ):
+            return Found()
+        columns: list[Sequence[Array]] = []
+        key: list[Hashable] = [op, options]
+        for value, destinations in pairs:
+            if not isinstance(value, DistributedValues) or not value.values:
+                return Found()
+            where = _where(destinations, value)
+            backend = backend_of_type(type(value.values[0]))
+            if where is None or backend is None:
+                return Found()
+            columns.append(value.values)
+            key += (where, value.given_devices, len(value.values))
+            try:
+                key += map(backend.signature, value.values)
+            except (AttributeError, RuntimeError):  # not all are arrays of that library
+                return Found()
+        signature = tuple(key)
+        known = self._calls.get(signature)
+        if known is not None:
+            self.hits += 1
+        return Found(signature, known, columns)
+
+    def keep(self, key: Hashable | None, batch: CheckedBatch, planner: Planner) -> None:
+        """Keeps a batch that was run, if all its values are plain."""
+        if key is None or not batch.is_plain:
+            return
+        specs = [leaf.spec for leaf in batch.dense]
+        prepared = planner.prepared(tuple(specs), batch.op, batch.options)
+        self._calls[key] = KnownCall(prepared, specs, batch.result_dtypes)
+
+
+def _where(destinations: Any, value: DistributedValues) -> Hashable | None:
+    """Where results go, in a form that can be compared; None if there is none."""
+    if destinations is value:
+        return "the value itself", None
+    if isinstance(destinations, DistributedValues):
+        return destinations.devices
+    return destinations if isinstance(destinations, (str, Device)) else None

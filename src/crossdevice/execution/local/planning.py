@@ -1,0 +1,124 @@
+"""Plans of one algorithm, proved before anything runs, and the reductions prepared from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from crossdevice.errors import PlanError
+from crossdevice.execution.local.prepared import PreparedReduction
+from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.remarks import Remarks
+from crossdevice.execution.signature_cache import SignatureCache
+from crossdevice.plans.builder import PlanBuilder
+from crossdevice.plans.ledger import check_plan
+from crossdevice.plans.packing import Packing
+from crossdevice.plans.plan import Plan
+from crossdevice.plans.steps import Buffer
+from crossdevice.values.device import Device
+from crossdevice.values.options import CommunicationOptions, Precision
+from crossdevice.values.reduce_op import ReduceOp
+
+
+class PlanningAlgorithm(Protocol):
+    """What execution asks of an algorithm."""
+
+    packing: Packing
+    reduce_to_device: Device | None
+    accumulation_fn: Callable[[tuple[Any, ...]], Any] | None
+
+    @property
+    def uses_engine(self) -> bool:
+        """Whether it leaves whole collectives to a library such as NCCL."""
+
+    def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
+        """Plans one pack."""
+
+    def fallback_reason(self, devices: Sequence[Device]) -> str | None:
+        """Why the algorithm's own means cannot be used on these devices; None if they can."""
+
+
+class Planner:
+    """Asks one algorithm for plans, and keeps what was prepared from them.
+
+    No plan is used, and no fused pass stands for one, before the ledger has proved that every replica
+    counts exactly once in it. The proof does not depend on sizes, so it is made once for each placement.
+    """
+
+    def __init__(self, algorithm: PlanningAlgorithm) -> None:
+        self.algorithm = algorithm
+        self.name = type(algorithm).__name__
+        self._remarks = Remarks()
+        self._prepared: SignatureCache[PreparedReduction] = SignatureCache()
+        self._proved: set[tuple[tuple[Device, ...], tuple[Device, ...], int, bool]] = set()
+
+    def prepared(
+        self, specs: tuple[LeafSpec, ...], op: ReduceOp, options: CommunicationOptions
+    ) -> PreparedReduction:
+        """The prepared reduction of a batch; kept, so that a training loop prepares once."""
+        key = (specs, op, options)
+        known = self._prepared.get(key)
+        if known is None:
+            for spec in dict.fromkeys(specs):
+                self._remark(spec, op, options)
+            known = self._prepared[key] = PreparedReduction(specs, op, options, self)
+        return known
+
+    def engine_lack(self, spec: LeafSpec, precision: Precision, op: ReduceOp) -> str | None:
+        """Reason the engine cannot be used for these arrays; None if it can."""
+        reason = self.algorithm.fallback_reason(spec.devices)
+        if reason is not None:
+            return reason
+        if precision != "fast":
+            return f"an engine adds in an order of its own, and precision is {precision}"
+        # A mean is a sum that is divided.
+        summed = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        return spec.backend.engine_lack(spec.dtype, summed, len(spec.devices))
+
+    def plan_pack(
+        self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision, op: ReduceOp
+    ) -> Plan:
+        """The proved plan for one pack; a lone replica is copied, whatever the algorithm."""
+        self.prove(spec, pack_number, precision, op)
+        return self._plan(spec, num_elements, pack_number, self._has_engine(spec, precision, op))
+
+    def prove(self, spec: LeafSpec, pack_number: int, precision: Precision, op: ReduceOp) -> None:
+        """Raises PlanError unless the plan of this pack, of any size, counts every replica exactly once."""
+        has_engine = self._has_engine(spec, precision, op)
+        key = (spec.devices, spec.destinations, pack_number, has_engine)
+        if key in self._proved:
+            return
+        # Enough elements that no shard is empty, and one over, so that shards differ in length.
+        num_elements = len(spec.devices) * len(spec.destinations) + 1
+        try:
+            plan = self._plan(spec, num_elements, pack_number, has_engine)
+            check_plan(plan)
+            placed = tuple(buffer.device for buffer in plan.outputs)
+            if placed != spec.destinations:
+                raise PlanError(
+                    f"outputs are on {', '.join(map(str, placed)) or 'no device'}; expected one on each of "
+                    f"{', '.join(map(str, spec.destinations))}"
+                )
+        except PlanError as error:
+            raise PlanError(f"{self.name}.plan_sum gives a wrong plan: {error}") from None
+        self._proved.add(key)
+
+    def _has_engine(self, spec: LeafSpec, precision: Precision, op: ReduceOp) -> bool:
+        is_asked = self.algorithm.uses_engine and len(spec.devices) > 1
+        return is_asked and self.engine_lack(spec, precision, op) is None
+
+    def _plan(self, spec: LeafSpec, num_elements: int, pack_number: int, has_engine: bool) -> Plan:
+        build = PlanBuilder(spec.devices, num_elements, pack_number, has_engine=has_engine)
+        if len(spec.devices) == 1:
+            return build.plan([build.copy(build.inputs[0], to=device) for device in spec.destinations])
+        return build.plan(self.algorithm.plan_sum(build, spec.destinations))
+
+    def _remark(self, spec: LeafSpec, op: ReduceOp, options: CommunicationOptions) -> None:
+        """Says once in the log if the algorithm does not do what its name promises."""
+        reason = self.algorithm.fallback_reason(spec.devices)
+        if reason is not None:
+            self._remarks.make(f"{self.name} sums on the first destination instead: {reason}")
+        elif self.algorithm.uses_engine and options.precision == "fast" and len(spec.devices) > 1:
+            lack = self.engine_lack(spec, options.precision, op)
+            if lack is not None:
+                self._remarks.make(f"{self.name} does without an engine: {lack}")
