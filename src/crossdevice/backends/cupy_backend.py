@@ -11,15 +11,16 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.array_api_backend import ArrayApiBackend, strided_range
 from crossdevice.backends.cuda_streams import CudaStreams
+from crossdevice.backends.host_memory import strided_range
 from crossdevice.backends.nccl_engines import Share, lack_of_engine, name_of_engine, nccl_all_reduce
+from crossdevice.backends.protocol import Backend
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.reduce_op import ReduceOp
 
 
-class CupyBackend(ArrayApiBackend):
+class CupyBackend(Backend):
     """No array of CuPy is in the host's memory; on one GPU the kernels of PyTorch and Triton do their work.
 
     That happens on CuPy's own current stream, so that it needs no events.

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.array_api_backend import ArrayApiBackend, address_range, native
-from crossdevice.backends.protocol import dtype_named
+from crossdevice.backends.host_memory import address_range, native
+from crossdevice.backends.protocol import Backend, dtype_named
 from crossdevice.errors import ConversionError, DeviceError, DtypeError
 from crossdevice.values.device import Device
 
@@ -21,7 +21,7 @@ _WIDE = ("float64", "complex128", "int64", "uint64")
 _NO_WIDE = "JAX has no {} unless jax_enable_x64 is set; set it, or ask for precision='fast'"
 
 
-class JaxBackend(ArrayApiBackend):
+class JaxBackend(Backend):
     """Host arrays are worked on in NumPy, which compiles nothing; all destinations share one result.
 
     JAX adopts an ndarray that starts on a line of 64 bytes, and holds on to it, so that a pooled block

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.array_api_backend import ArrayApiBackend, address_range, check_host_device, native
-from crossdevice.backends.protocol import dtype_named
+from crossdevice.backends.host_memory import address_range, check_host_device, native
+from crossdevice.backends.protocol import Backend, dtype_named
 from crossdevice.errors import ConversionError
 from crossdevice.values.device import Device
 
 _NUMBER_DTYPES = {bool: np.bool_, int: np.int32, float: np.float32, complex: np.complex128}
 
 
-class NumpyBackend(ArrayApiBackend):
+class NumpyBackend(Backend):
     """Also the home of plain Python numbers and of lists of them."""
 
     name = "numpy"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,125 +21,183 @@ Array = Any
 HOST_MEMORY = "host"
 
 
-class Backend(Protocol):
+class Backend(abc.ABC):
     """One array library. Dtypes are named as in `values.dtypes`; nothing here changes its arguments
-    except `write`."""
+    except `write` and `mark_written`.
+
+    The first part is what every library must say for itself. The rest has defaults in terms of the array
+    API standard (`namespace`); a library overrides what it does better or lacks.
+    """
 
     name: str
 
-    is_immutable: bool
+    is_immutable: bool = False
     """Whether arrays cannot be written to: results may then share one memory, and `out=` is refused."""
 
-    shares_gpu_arrays: bool
+    shares_gpu_arrays: bool = False
     """Whether arrays on a GPU can be handed over and taken back by DLPack."""
 
-    def check_array(self, array: Array, where: str) -> None:
+    counts_writes: bool = False
+    """Whether the library keeps count of writes to its arrays, so that `mark_written` matters."""
+
+    # ---------------------------------------------------------------- required
+
+    @abc.abstractmethod
+    def namespace(self) -> Any:
+        """The library's array API namespace."""
+
+    @abc.abstractmethod
+    def check_device(self, device: Device) -> None:
+        """Refuses devices that do not exist, naming those that do."""
+
+    @abc.abstractmethod
+    def host_view(self, array: Array) -> NDArray[Any]:
+        """A host array's elements as a flat, contiguous, native ndarray: a view, else a copy."""
+
+    @abc.abstractmethod
+    def writable_view(self, array: Array) -> NDArray[Any] | None:
+        """The same as a view that writes to the array; None if that cannot be."""
+
+    @abc.abstractmethod
+    def address_range(self, array: Array) -> tuple[int, int]:
+        """Where an array's memory starts and ends, gaps between its elements included."""
+
+    @abc.abstractmethod
+    def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Array:
+        """An array on `device`; in host memory it adopts `flat`."""
+
+    @abc.abstractmethod
+    def copy(self, array: Array, device: Device) -> Array:
+        """The same values in new memory on `device`."""
+
+    @abc.abstractmethod
+    def from_parts(self, parts: Array) -> Array:
+        """The complex array of real and imaginary parts in turn.
+
+        The standard cannot make a complex number of an infinite part, so there is no default.
+        """
+
+    @abc.abstractmethod
+    def scatter_rows(self, rows: Array, indices: Array, shape: tuple[int, ...]) -> Array:
+        """Zeros of `shape` with each row added at its index; repeated indices add up."""
+
+    # ---------------------------------------------------------------- arrays as they are
+
+    def check_array(self, array: Array, where: str) -> None:  # noqa: B027 - most have nothing to refuse
         """Refuses arrays that are not plain and dense; `where` opens the message."""
 
     def signature(self, array: Array) -> Hashable:
         """All that checks look at: arrays with equal signatures pass or fail them alike."""
-
-    def check_device(self, device: Device) -> None:
-        """Refuses devices that do not exist, naming those that do."""
+        return type(array), array.dtype, array.shape, array.device
 
     def memory_of(self, device: Device) -> str:
         """Devices with equal answers can read each other's arrays; `"host"` is NumPy's memory."""
+        return HOST_MEMORY if device.is_host else str(device)
 
     def dtype_of(self, array: Array) -> str:
-        """The dtype's name."""
+        """The dtype's name, without the library's prefix."""
+        return str(array.dtype).rpartition(".")[2]
 
     def shape_of(self, array: Array) -> tuple[int, ...]:
         """The shape."""
-
-    def host_view(self, array: Array) -> NDArray[Any]:
-        """A host array's elements as a flat, contiguous, native ndarray: a view, else a copy."""
-
-    def address_range(self, array: Array) -> tuple[int, int]:
-        """Where a host array's memory starts and ends, gaps between its elements included."""
+        return tuple(array.shape)
 
     def addresses_of(self, arrays: Sequence[Array]) -> list[int]:
         """Where each array's memory starts."""
+        return [self.address_range(array)[0] for array in arrays]
 
-    def writable_view(self, array: Array) -> NDArray[Any] | None:
-        """The same as a view that writes to the array; None if that cannot be."""
+    def as_indexed_slices(self, array: Array) -> IndexedSlices | None:  # noqa: ARG002
+        """The library's own kind of sparse rows, read as ours; None for everything else."""
+        return None
 
-    def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Array:
-        """An array on `device`; in host memory it adopts `flat`."""
-
-    def read_only(self, array: Array, device: Device) -> Array:
-        """Another array of the same memory, on a device that shares it; marked read-only if that can be."""
+    # ---------------------------------------------------------------- other shapes and places
 
     def to_host(self, array: Array) -> NDArray[Any]:
         """The elements of an array on any device, as a flat ndarray."""
+        return self.host_view(array)
+
+    def read_only(self, array: Array, device: Device) -> Array:  # noqa: ARG002
+        """Another array of the same memory, on a device that shares it; marked read-only if that can be."""
+        return array
 
     def flat(self, array: Array) -> Array:
         """The elements as a flat contiguous array on the same device: a view, else a copy."""
+        return self.namespace().reshape(array, (-1,))
 
     def reshape(self, flat: Array, shape: tuple[int, ...]) -> Array:
         """A flat array in another shape."""
+        return self.namespace().reshape(flat, shape)
 
     def part_of(self, flat: Array, start: int, stop: int) -> Array:
         """Some elements of a flat array: a view, else a copy."""
+        return flat[start:stop]
 
-    def copy(self, array: Array, device: Device) -> Array:
-        """The same values in new memory on `device`."""
-
-    def concat(self, arrays: Sequence[Array], axis: int, device: Device) -> Array:
+    def concat(self, arrays: Sequence[Array], axis: int, device: Device) -> Array:  # noqa: ARG002
         """Arrays of one memory end to end along `axis`, in new memory on `device`, which shares it."""
-
-    def cast(self, array: Array, dtype: str) -> Array:
-        """The values in another dtype."""
-
-    def round_once(self, wide: Array, dtype: str) -> Array:
-        """float64 or complex128 values rounded once to `dtype`, even to a 16-bit one."""
-
-    def divided(self, total: Array, divisor: int) -> Array:
-        """A true division of a flat array, not a multiplication by the reciprocal."""
-
-    def parts_of(self, array: Array) -> Array:
-        """A flat complex array's real and imaginary parts in turn, twice as many real elements."""
-
-    def from_parts(self, parts: Array) -> Array:
-        """The complex array of such parts."""
-
-    def namespace(self) -> Any:
-        """The library's array API namespace."""
-
-    def working_on(self, device: Device) -> AbstractContextManager[Any]:
-        """Inside, the library's functions work on this device, if they do not follow their arguments."""
-
-    def as_indexed_slices(self, array: Array) -> IndexedSlices | None:
-        """The library's own kind of sparse rows, read as ours; None for everything else."""
-
-    def scatter_rows(self, rows: Array, indices: Array, shape: tuple[int, ...]) -> Array:
-        """Zeros of `shape` with each row added at its index."""
-
-    counts_writes: bool
-    """Whether the library keeps count of writes to its arrays, so that `mark_written` matters."""
-
-    def mark_written(self, outs: Sequence[Array]) -> None:
-        """Tells the library that memory of arrays was written to, where it keeps count of that."""
+        return self.namespace().concat(list(arrays), axis=axis)
 
     def write(self, out: Array, value: Array) -> None:
         """Copies values into an existing array."""
+        out[...] = value
 
-    def gpu_stream(self, device: Device) -> int | None:
+    def mark_written(self, outs: Sequence[Array]) -> None:  # noqa: B027 - most keep no count
+        """Tells the library that memory of arrays was written to, where it keeps count of that."""
+
+    # ---------------------------------------------------------------- arithmetic where no kernel does it
+
+    def working_on(self, device: Device) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Inside, the library's functions work on this device, if they do not follow their arguments."""
+        return nullcontext()
+
+    def cast(self, array: Array, dtype: str) -> Array:
+        """The values in another dtype."""
+        xp = self.namespace()
+        return xp.astype(array, getattr(xp, dtype))
+
+    def round_once(self, wide: Array, dtype: str) -> Array:
+        """float64 or complex128 values rounded once to `dtype`, even to a 16-bit one.
+
+        The standard's own dtypes are all wide enough for a plain cast.
+        """
+        return self.cast(wide, dtype)
+
+    def divided(self, total: Array, divisor: int) -> Array:
+        """A true division of a flat array, not a multiplication by the reciprocal.
+
+        By an array of one: by a plain number, PyTorch on a GPU would multiply by its reciprocal.
+        """
+        return total / self.namespace().full_like(total[:1], divisor)
+
+    def parts_of(self, array: Array) -> Array:
+        """A flat complex array's real and imaginary parts in turn, twice as many real elements."""
+        xp = self.namespace()
+        return self.flat(xp.stack([xp.real(array), xp.imag(array)], axis=-1))
+
+    # ---------------------------------------------------------------- GPUs and engines
+
+    def gpu_stream(self, device: Device) -> int | None:  # noqa: ARG002
         """The handle of the stream that the library works on now; None for PyTorch's current one."""
+        return None
 
     def from_dlpack(self, tensor: Any) -> Array:
         """An array of the same memory on the same GPU."""
+        return self.namespace().from_dlpack(tensor)
 
     def engine_name(self) -> str | None:
         """The engine that does whole collectives on these arrays, with its version; None if there is none."""
+        return None
 
-    def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
+    def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:  # noqa: ARG002
         """Why no engine can do this on so many devices with the bits one may expect; None if one can."""
+        return f"{self.name} arrays have no collective engine"
 
     def engine_all_reduce(self, arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
         """One collective of the engine over flat arrays, one per device, ordered by their current streams."""
+        raise NotImplementedError(f"{self.name} arrays have no collective engine")
 
-    def streams(self, devices: Iterable[Device]) -> Streams | None:
+    def streams(self, devices: Iterable[Device]) -> Streams | None:  # noqa: ARG002
         """Streams for one run of a plan on these devices; None if all is to be done in order."""
+        return None
 
 
 class Streams(Protocol):

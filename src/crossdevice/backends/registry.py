@@ -17,7 +17,6 @@ BACKENDS = Registry(
         "jax": "crossdevice.backends.jax_backend:JaxBackend",
         "tensorflow": "crossdevice.backends.tensorflow_backend:TensorflowBackend",
         "cupy": "crossdevice.backends.cupy_backend:CupyBackend",
-        "array_api_strict": "crossdevice.backends.array_api_strict_backend:ArrayApiStrictBackend",
     },
     entry_point_group="crossdevice.backends",
 )

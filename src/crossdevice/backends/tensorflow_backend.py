@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from crossdevice.backends.array_api_backend import ArrayApiBackend, address_range, native
-from crossdevice.backends.protocol import dtype_named
+from crossdevice.backends.host_memory import address_range, native
+from crossdevice.backends.protocol import Backend, dtype_named
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices
@@ -33,7 +33,7 @@ _NAMESPACE = types.SimpleNamespace(
 LINE_BYTES = 64
 
 
-class TensorflowBackend(ArrayApiBackend):
+class TensorflowBackend(Backend):
     """Tensors are handed over through DLPack, and all destinations share one result, as in TensorFlow.
 
     Variables are read; results are tensors.

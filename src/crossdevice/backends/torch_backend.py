@@ -10,16 +10,16 @@ import array_api_compat.torch as xp
 import torch
 from numpy.typing import NDArray
 
-from crossdevice.backends.array_api_backend import ArrayApiBackend, check_host_device, native
 from crossdevice.backends.cuda_streams import CudaStreams
+from crossdevice.backends.host_memory import check_host_device, native
 from crossdevice.backends.nccl_engines import Share, lack_of_engine, name_of_engine, nccl_all_reduce
-from crossdevice.backends.protocol import dtype_named
+from crossdevice.backends.protocol import Backend, dtype_named
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.reduce_op import ReduceOp
 
 
-class TorchBackend(ArrayApiBackend):
+class TorchBackend(Backend):
     """Results are detached: reductions are not recorded for automatic differentiation."""
 
     name = "torch"

@@ -22,6 +22,13 @@ from crossdevice.plans.steps import (
 )
 from crossdevice.values.device import Device
 
+MAX_OWNERS = 64
+"""As many devices as one process may have: each sums a shard. More replicas are models in host memory: with a
+shard for each of a thousand, a plan would have two million steps, and take 20 s to build."""
+
+OWNERS_OF_MANY = 16
+"""How many sum a shard each where there are more replicas."""
+
 
 class PlanBuilder:
     """Emits the steps of one plan; buffers come in and go out, arrays never appear.
@@ -91,11 +98,17 @@ class PlanBuilder:
         return target
 
     def add_by_shards(self) -> list[Buffer]:
-        """The sum of all inputs in shards: replica c's device sums shard c of everyone, in replica order."""
-        shards = [self.split(buffer, len(self.inputs)) for buffer in self.inputs]
+        """The sum of all inputs in shards: replica c's device sums shard c of everyone, in replica order.
+
+        Of more than `MAX_OWNERS` replicas a few, spread evenly, sum a shard each.
+        """
+        num_replicas = len(self.inputs)
+        num_shards = num_replicas if num_replicas <= MAX_OWNERS else OWNERS_OF_MANY
+        owners = [self.inputs[number * num_replicas // num_shards] for number in range(num_shards)]
+        shards = [self.split(buffer, num_shards) for buffer in self.inputs]
         return [
             self.add(contributions, at=owner.device)
-            for contributions, owner in zip(zip(*shards, strict=True), self.inputs, strict=True)
+            for contributions, owner in zip(zip(*shards, strict=True), owners, strict=True)
         ]
 
     def deliver(self, results: Sequence[Buffer], destinations: Sequence[Device]) -> list[Buffer]:

@@ -6,9 +6,9 @@ wrote down about a buffer: what each one holds is worked out again from the step
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from typing_extensions import assert_never
 
@@ -28,8 +28,7 @@ from crossdevice.plans.steps import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Holding:
+class Holding(NamedTuple):
     """What a buffer is known to hold: a range, the replicas that count in it, and if it is a result."""
 
     start: int
@@ -100,7 +99,7 @@ def _finished(holding: Holding, everyone: int) -> Holding:
     if holding.replicas != everyone:
         lost = (everyone & ~holding.replicas).bit_length() - 1
         raise PlanError(f"replica {lost} is lost")
-    return dataclasses.replace(holding, is_finished=True)
+    return holding._replace(is_finished=True)
 
 
 def _parts_of(whole: Holding, targets: Sequence[Buffer]) -> list[Holding]:
@@ -111,7 +110,7 @@ def _parts_of(whole: Holding, targets: Sequence[Buffer]) -> list[Holding]:
         edge = target.stop
     if edge != whole.stop:
         raise PlanError(f"Split ends at element {edge}; expected {whole.stop}")
-    return [dataclasses.replace(whole, start=target.start, stop=target.stop) for target in targets]
+    return [whole._replace(start=target.start, stop=target.stop) for target in targets]
 
 
 def _joined(held: Sequence[Holding]) -> Holding:
@@ -120,7 +119,7 @@ def _joined(held: Sequence[Holding]) -> Holding:
             raise PlanError(f"Join leaves a gap or an overlap at element {left.stop}")
         if (left.replicas, left.is_finished) != (right.replicas, right.is_finished):
             raise PlanError("Join mixes parts in which different replicas count")
-    return dataclasses.replace(held[0], stop=held[-1].stop)
+    return held[0]._replace(stop=held[-1].stop)
 
 
 def _read(holdings: dict[int, Holding], buffer: Buffer) -> Holding:

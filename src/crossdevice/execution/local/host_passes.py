@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.array_api_backend import address_range
+from crossdevice.backends.host_memory import address_range
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.execution.local.passes import Passes, Task, in_turn
 from crossdevice.execution.reading.leaf_spec import LeafSpec

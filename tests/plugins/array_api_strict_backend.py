@@ -8,12 +8,13 @@ import array_api_strict as xp
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.array_api_backend import ArrayApiBackend, address_range, check_host_device, native
+from crossdevice.backends.host_memory import address_range, check_host_device, native
+from crossdevice.backends.protocol import Backend
 from crossdevice.errors import ConversionError
 from crossdevice.values.device import Device
 
 
-class ArrayApiStrictBackend(ArrayApiBackend):
+class ArrayApiStrictBackend(Backend):
     """What any library of the standard needs: DLPack in both directions, and what the standard lacks."""
 
     name = "array_api_strict"
@@ -44,11 +45,11 @@ class ArrayApiStrictBackend(ArrayApiBackend):
         view = np.from_dlpack(array)
         return view.reshape(-1) if view.flags.c_contiguous and view.flags.writeable else None
 
-    def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Any:  # noqa: ARG002
+    def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Any:
         """The same memory in shape."""
         return xp.from_dlpack(flat.reshape(shape))
 
-    def copy(self, array: Any, device: Device) -> Any:  # noqa: ARG002
+    def copy(self, array: Any, device: Device) -> Any:
         """New memory; every host device has the same."""
         return xp.asarray(array, copy=True)
 

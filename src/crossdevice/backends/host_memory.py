@@ -1,0 +1,42 @@
+"""Host memory as ndarrays: where it is, and who may reach it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.errors import DeviceError
+from crossdevice.values.device import Device
+
+
+def address_range(array: NDArray[Any]) -> tuple[int, int]:
+    """Where an ndarray's memory starts and ends; from end to end for one with strides."""
+    start: int = array.__array_interface__["data"][0]
+    if array.flags.c_contiguous:
+        return start, start + array.nbytes
+    return strided_range(start, array)
+
+
+def strided_range(start: int, array: Any) -> tuple[int, int]:
+    """The same for any array with strides in bytes whose first element is at `start`."""
+    if not array.size:
+        return start, start
+    reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    end = start + sum(step for step in reach if step > 0) + array.itemsize
+    return start + sum(step for step in reach if step < 0), end
+
+
+def check_host_device(name: str, device: Device) -> None:
+    """Refuses every device that is not a logical device of this process."""
+    here = (device.job, device.replica, device.task) == ("localhost", 0, 0)
+    if not device.is_host or device.index < 0 or not here:
+        raise DeviceError(f"{device} does not exist for {name} arrays; those that do are cpu:0, cpu:1, ...")
+
+
+def native(array: NDArray[Any]) -> NDArray[Any]:
+    """A flat, contiguous array in this machine's byte order: the array itself where it already is one."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return np.ascontiguousarray(array).reshape(-1)
