@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,9 +58,22 @@ def out_components(out: Any, destinations: tuple[Device, ...]) -> Sequence[Any]:
 def check_outs(leaves: Sequence[Dense], dtypes: Sequence[str], paths: Sequence[str] | None = None) -> None:
     """Refuses memory of checked leaves that does not fit their results, or overlaps other memory."""
     for leaf, dtype, path in zip(leaves, dtypes, paths or [""] * len(leaves), strict=True):
-        if leaf.out is not None:
+        if leaf.out is not None and not _is_in_place(leaf, dtype):
             check_out(leaf.out, leaf.spec, dtype, path)
     check_overlaps(leaves)
+
+
+def _is_in_place(leaf: Dense, dtype: str) -> bool:
+    """Whether results replace their inputs, which have passed every check but that they can be written to."""
+    spec = leaf.spec
+    return (
+        spec.devices == spec.destinations
+        and spec.dtype == dtype
+        and spec.shares_host_memory
+        and not spec.backend.is_immutable
+        and all(map(operator.is_, leaf.out or (), leaf.arrays))
+        and all(spec.backend.writable_view(array) is not None for array in leaf.arrays)
+    )
 
 
 def check_out(out: Sequence[Array], spec: LeafSpec, dtype: str, path: str) -> None:
