@@ -91,14 +91,16 @@ class _Memory:
     """Where the arrays of a bound reduction are: one that moves would be read or written where it was."""
 
     def __init__(self, leaves: Sequence[Dense], outs: Sequence[Sequence[Array]]) -> None:
-        self._arrays: dict[Backend, list[Array]] = {}
-        self._names: dict[Backend, list[str]] = {}
+        names: dict[Backend, dict[int, tuple[Array, str]]] = {}
         for number, (leaf, out) in enumerate(zip(leaves, outs, strict=True)):
-            spec = leaf.spec
-            named = [f"replica {k} ({device})" for k, device in enumerate(spec.devices)]
-            named += [f"out[{k}] ({device})" for k, device in enumerate(spec.destinations)]
-            self._arrays.setdefault(spec.backend, []).extend((*leaf.arrays, *out))
-            self._names.setdefault(spec.backend, []).extend(f"{name} of value {number}" for name in named)
+            of_backend = names.setdefault(leaf.spec.backend, {})
+            for k, (array, device) in enumerate(zip(leaf.arrays, leaf.spec.devices, strict=True)):
+                of_backend.setdefault(id(array), (array, f"replica {k} ({device}) of value {number}"))
+            for k, (array, device) in enumerate(zip(out, leaf.spec.destinations, strict=True)):
+                of_backend.setdefault(id(array), (array, f"out[{k}] ({device}) of value {number}"))
+        # In place, an array is input and output: it is looked at once.
+        self._arrays = {backend: [array for array, _ in found.values()] for backend, found in names.items()}
+        self._names = {backend: [name for _, name in found.values()] for backend, found in names.items()}
         self._fixed = {
             backend: FixedArrays(arrays) if backend.name == "numpy" else backend.addresses_of(arrays)
             for backend, arrays in self._arrays.items()

@@ -89,7 +89,7 @@ class GpuPasses(Passes):
         """What reduces these arrays into those of `outs` whenever it is called."""
         arrays = [array for number in self._specs for array in columns[number]]
         targets = [self._writable(number, outs[number]) for number in self._specs]
-        if not self._is_torch or None in targets or not all(map(self._tensors.is_plain, arrays)):
+        if not self._is_torch or None in targets or not self._tensors.are_plain(arrays):
             # Copies have to be made anew in each call, and other libraries' streams waited for.
             return functools.partial(self.run, columns, outs)
         written = [tensor for tensors in targets for tensor in tensors or ()]

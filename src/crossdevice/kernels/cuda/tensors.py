@@ -27,18 +27,24 @@ def tensors_of(arrays: Sequence[Any]) -> list[torch.Tensor]:
     PyTorch's current stream waits for whatever computes arrays of other libraries (DLPack).
     """
     tensors = [array if isinstance(array, torch.Tensor) else torch.from_dlpack(array) for array in arrays]
-    return [tensor if is_plain(tensor) else _plain(tensor) for tensor in tensors]
+    return tensors if are_plain(tensors) else list(map(_plain, tensors))
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the elements are in memory as they are, one after the other."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    # By maps of PyTorch's own methods: hundreds of tensors are asked in every call.
+    kind = torch.Tensor
+    return (
+        all(map(kind.is_contiguous, tensors))
+        and not any(map(kind.is_neg, tensors))
+        and not any(map(kind.is_conj, tensors))
+    )
 
 
 def writable_tensors(arrays: Sequence[Any]) -> list[torch.Tensor] | None:
     """The same memory as tensors; None if kernels cannot write to it as it is."""
     tensors = [array if isinstance(array, torch.Tensor) else torch.from_dlpack(array) for array in arrays]
-    return tensors if all(map(is_plain, tensors)) else None
+    return tensors if are_plain(tensors) else None
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
