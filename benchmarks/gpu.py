@@ -114,7 +114,7 @@ def replicas(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> Tensors:
 
 
 def ours(tensors: Tensors, op: str) -> Call:
-    """A bound batch, as in a loop that reduces the same arrays again: its results have memory of their own."""
+    """A bound batch, as in a loop that reduces the same arrays again; results have memory of their own."""
     return cd.DirectAllReduce().bind(op, _pairs_of(tensors))
 
 
