@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import ContextError
 from crossdevice.strategies.data.regrouping import own_component, placed_on, regroup, spread
-from crossdevice.strategies.running.place import current_place
+from crossdevice.strategies.running.place import current_context
 from crossdevice.strategies.running.rendezvous import Call, Deadline, Rendezvous
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, PerReplica
@@ -114,7 +114,7 @@ class ReplicaContext:
         options: CommunicationOptions = DEFAULT_OPTIONS,
     ) -> Any:
         """Waits for the same call of all replicas; `merge` turns all their values into all their answers."""
-        if current_place().context is not self:
+        if current_context() is not self:
             raise ContextError(
                 f"{name} belongs to replica {self.replica_id_in_sync_group} ({self._device}) and was called "
                 "elsewhere: in another replica, another thread or a merge function; ask "

@@ -12,7 +12,7 @@ import optree
 from crossdevice.backends.protocol import Backend
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ContextError, ConversionError, DtypeMismatchError, LibraryMismatchError
-from crossdevice.strategies.running.place import current_place
+from crossdevice.strategies.running.place import current_context, current_strategy
 from crossdevice.strategies.variables.scattering import Scatter
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.distributed import DelegatingValues, DistributedValues, PerReplica
@@ -144,7 +144,7 @@ class DistributedVariable(DelegatingValues):
 
     def _context(self) -> ReplicaContext | None:
         """The running replica, None in the cross-replica context; another strategy's is refused."""
-        context = current_place().context
+        context = current_context()
         if context is not None and context.strategy is not self._strategy:
             raise ContextError(
                 f"variable {self.name!r} belongs to {self._strategy}; it was used by {context.strategy}"
@@ -183,7 +183,7 @@ class DistributedVariable(DelegatingValues):
         return converted(value, self._backend, self._backend.dtype_of(self._values[0].value()), self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if current_place().strategy is not self._strategy:
+        if current_strategy() is not self._strategy:
             raise ContextError(f"variable {self.name!r} can be copied only in the scope of {self._strategy}")
         copies = [
             ReplicaVariable(
