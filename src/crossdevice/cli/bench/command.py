@@ -19,10 +19,10 @@ from crossdevice.cli.bench.measure import Schedule, measured_rows
 from crossdevice.cli.bench.ours import CrossDeviceCompetitor
 from crossdevice.cli.bench.peers import PEERS, check_peers, lacking, peer_class
 from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
-from crossdevice.cli.bench.progress import progress
 from crossdevice.cli.bench.report import Report
 from crossdevice.cli.bench.work import COLLECTIVES, Work, bytes_of, dtype_of, op_of, sizes_between
 from crossdevice.cli.output_file import output_file
+from crossdevice.cli.terminal import progress
 from crossdevice.errors import OptionError
 from crossdevice.functions import DEFAULT_ALGORITHM
 from crossdevice.kernels.host.resources.threads import set_num_threads

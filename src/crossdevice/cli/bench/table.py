@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from crossdevice.cli.bench.measure import Figure, Row
 from crossdevice.cli.bench.work import Work
+from crossdevice.plans.rendering import size_text
 
 _LEFT = "{:>12}  {:>12}  {:>8}  {:>6}  {:>6}"
 _GROUP = "  {:>9}  {:>6}  {:>6}  {:>6}"
@@ -65,18 +66,6 @@ def comparison_lines(rows: Sequence[Row]) -> list[str]:
         cells = [_ratio(seconds.get((name, size)), seconds.get((first, size))) for size in sizes]
         lines.append(f"#   {title_of(rows, name):<{width}}" + "".join(f"  {cell:>9}" for cell in cells))
     return lines
-
-
-def size_text(size: int) -> str:
-    """Bytes in powers of two.
-
-    >>> size_text(4096), size_text(1500)
-    ('4 KiB', '1.46 KiB')
-    """
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 1 << power:
-            return f"{size / (1 << power):.3g} {unit}"
-    return f"{size} B"
 
 
 def title_of(rows: Sequence[Row], name: str) -> str:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import importlib.util
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +16,9 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import BACKENDS
 from crossdevice.cli.demo.networks import NETWORKS, initial_parameters
-from crossdevice.cli.line_chart import Line, Panel, charts_svg
 from crossdevice.cli.output_file import output_file
+from crossdevice.cli.svg import Chart, Line, charts_svg
+from crossdevice.cli.terminal import progress
 from crossdevice.errors import OptionError
 from crossdevice.plans.rendering import devices_text
 from crossdevice.process_groups.cluster import Cluster, from_env
@@ -124,7 +121,7 @@ def _run_alone(digits: Digits, arguments: argparse.Namespace) -> int:
     ops = TimedOps(strategy.extended.cross_device_ops)
     title = devices_text(len(devices))
     _introduce(strategy, digits, arguments)
-    with _progress((1 if title == ALONE else 2) * arguments.epochs) as advance:
+    with progress((1 if title == ALONE else 2) * arguments.epochs, lines_every=10) as advance:
         many = _train(digits, arguments, MirroredStrategy(devices, ops), title, advance)
         runs = {title: many}
         if title != ALONE:
@@ -152,7 +149,7 @@ def _run_with_others(digits: Digits, arguments: argparse.Namespace, cluster: Clu
         _shared_digests(_train(digits, arguments, strategy, title, lambda _: None), strategy.group)
         return 0
     _introduce(strategy, digits, arguments)
-    with _progress(2 * arguments.epochs) as advance:
+    with progress(2 * arguments.epochs, lines_every=10) as advance:
         many = _shared_digests(_train(digits, arguments, strategy, title, advance), strategy.group)
         runs = {title: many, ALONE: _train_alone(digits, arguments, advance)}
     _report(runs, many, f"{title} of {cluster.size} processes")
@@ -242,13 +239,21 @@ def _report(runs: Runs, many: Training, places: str) -> None:
 
 def _picture(runs: Runs) -> str:
     def lines(numbers: Callable[[Training], Sequence[float]]) -> list[Line]:
-        return [Line(title, list(enumerate(numbers(training), 1))) for title, training in runs.items()]
+        return [
+            Line(title, list(enumerate(numbers(training), 1)), is_dashed=title != ALONE)
+            for title, training in runs.items()
+        ]
 
     return charts_svg(
         [
-            Panel("loss", "step", lines(lambda training: training.losses)),
-            Panel("accuracy on held-out digits", "epoch", lines(lambda training: training.accuracies), False),
-            Panel("milliseconds per step, median", "epoch", lines(_median_milliseconds)),
+            Chart("loss", "step", lines(lambda training: training.losses)),
+            Chart(
+                "accuracy on held-out digits",
+                "epoch",
+                lines(lambda training: training.accuracies),
+                shows_zero=False,
+            ),
+            Chart("milliseconds per step, median", "epoch", lines(_median_milliseconds)),
         ]
     )
 
@@ -257,29 +262,3 @@ def _median_milliseconds(training: Training) -> list[float]:
     """For each epoch; the very first step also loads the kernels."""
     epochs = np.array_split(np.array(training.step_milliseconds), len(training.accuracies))
     return [float(np.median(epoch)) for epoch in epochs]
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A live bar on a terminal that has rich; otherwise a line every ten epochs."""
-    rich = importlib.import_module("rich.progress") if _has_live_terminal() else None
-    if rich is None:
-        seen: list[str] = []
-
-        def print_some(text: str) -> None:
-            seen.append(text)
-            if len(seen) % 10 == 0:
-                print(f"  {text}")
-
-        yield print_some
-        return
-    columns = (rich.BarColumn(), rich.TaskProgressColumn(), rich.TextColumn("{task.description}"))
-    with rich.Progress(*columns, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda text: bar.update(task, advance=1, description=text)
-
-
-def _has_live_terminal() -> bool:
-    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
-        return False
-    return importlib.util.find_spec("rich") is not None

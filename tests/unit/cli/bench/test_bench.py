@@ -12,9 +12,9 @@ import pytest
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.cli.bench import data, limit, loops, measure, process
 from crossdevice.cli.bench.peers import PEERS
-from crossdevice.cli.bench.progress import progress
 from crossdevice.cli.bench.work import COLLECTIVES, DTYPES, Work
 from crossdevice.cli.main import main
+from crossdevice.cli.terminal import progress
 from crossdevice.values.dtypes import FLOATS
 
 TINY = ["bench", "-b", "1K", "-e", "4K", "-f", "4", "-n", "2", "-w", "1", "-g", "3"]
@@ -298,10 +298,11 @@ def test_the_chart_has_a_line_per_competitor_and_the_limit(tmp_path):
     main([*TINY, "--against", "numpy", "--chart", str(svg), "--chart", str(page)])
     root = ElementTree.fromstring(svg.read_text())
     space = {"s": "http://www.w3.org/2000/svg"}
-    assert len(root.findall("s:polyline", space)) == 2 * 2  # a line and its sample in the legend
-    assert len(root.findall("s:circle", space)) == 2 * 2
-    assert len(root.findall("s:line[@class='limit']", space)) == 1
-    texts = [text.text for text in root.findall("s:text", space)]
+    assert len(root.findall(".//s:polyline", space)) == 2
+    assert len(root.findall(".//s:line[@class='sample']", space)) == 2
+    assert len(root.findall(".//s:circle", space)) == 2 * 2
+    assert len(root.findall(".//s:line[@class='limit']", space)) == 1
+    texts = [text.text for text in root.findall(".//s:text", space)]
     assert "numpy (own)" in texts
     assert any(text.startswith("copy limit of this machine") for text in texts)
     cells = Cells()
@@ -320,6 +321,7 @@ def test_on_a_terminal_there_is_a_progress_bar(monkeypatch):
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.delenv("TERM", raising=False)
     with progress(2) as advance:
         advance("1024 B")
     assert "1024 B" in terminal.getvalue()

@@ -116,6 +116,7 @@ def test_the_launcher_is_told_and_what_it_left_out(capsys, monkeypatch):
 def test_a_terminal_with_rich_gets_tables(capsys, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("TERM", raising=False)
     text = said(capsys)
     assert "libraries" in text
     assert "DirectAllReduce" in text

@@ -93,6 +93,7 @@ def test_what_makes_no_sense_is_one_line(capsys, words, message):
 def test_a_terminal_with_rich_gets_tables(capsys, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("TERM", raising=False)
     text = said(capsys, "--ops", "ring", "--topology", "dgx1v", "--devices", "2", "--bytes", "64")
     assert "what the others would cost" in text
     assert "cuda:1" in text
