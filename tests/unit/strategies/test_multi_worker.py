@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import crossdevice as cd
-from crossdevice import cluster
 from crossdevice.errors import (
     ContextError,
     ConversionError,
@@ -19,6 +18,7 @@ from crossdevice.errors import (
     ProcessGroupError,
     ReduceOpError,
 )
+from crossdevice.process_groups import cluster
 from crossdevice.process_groups.thread_group import run_ranks
 from multiprocess.strategy_laws import LAWS, bits, local, numbers, replica_id
 

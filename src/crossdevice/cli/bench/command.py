@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         type=output_file,
         metavar="FILE",
-        help="write this host's topology for explain and choose to FILE.toml; measures nothing else",
+        help="write this host's topology, for explain and choose_algorithm, to FILE.toml; nothing else",
     )
     add(
         "--chart",

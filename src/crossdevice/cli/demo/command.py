@@ -21,7 +21,7 @@ from crossdevice.cli.svg import Chart, Line, charts_svg
 from crossdevice.cli.terminal import progress
 from crossdevice.errors import OptionError
 from crossdevice.plans.rendering import devices_text
-from crossdevice.process_groups.cluster import Cluster, from_env
+from crossdevice.process_groups.cluster import Cluster, cluster_from_env
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError(f"{str(arguments.picture)!r} is no picture; expected a name that ends in .svg")
     BACKENDS.load(arguments.backend)
     digits = load_digits()
-    cluster = from_env()
+    cluster = cluster_from_env()
     if cluster.size == 1:
         return _run_alone(digits, arguments)
     return _run_with_others(digits, arguments, cluster)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from crossdevice.backends.nccl_engines import ENGINES, NcclEngine, engine_named, name_of_engine
-from crossdevice.choosing.by_devices import choose_algorithm
+from crossdevice.choosing.choose_algorithm import choose_algorithm
 from crossdevice.cli.doctor.gpu_facts import Managed, managed, seen_by_libraries
 from crossdevice.errors import OptionError
 from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
@@ -20,7 +20,7 @@ from crossdevice.kernels.host.reference import numpy_pass
 from crossdevice.kernels.host.resources import threads
 from crossdevice.kernels.host.resources.control_groups import words_of_groups
 from crossdevice.plans.rendering import size_text
-from crossdevice.process_groups.cluster import from_env
+from crossdevice.process_groups.cluster import cluster_from_env
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.libraries import INSTALLED_BY
 
@@ -256,7 +256,7 @@ def _is_writable(folder: Path) -> bool:
 
 def _processes(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
     try:
-        yield Finding("launcher", from_env().recognised)
+        yield Finding("launcher", cluster_from_env().recognised)
     except OptionError as refused:
         yield Finding("launcher", str(refused), False, "set what is missing, or unset what was left behind")
 
