@@ -30,7 +30,7 @@ from crossdevice.cli.bench.peers import Runs, Seat, lacking
 from crossdevice.cli.bench.process import PeerProcesses
 from crossdevice.cli.bench.ranks import Rank
 from crossdevice.cli.bench.report import machine
-from crossdevice.cli.bench.work import Place, Work
+from crossdevice.cli.bench.work import ResultPlace, Work
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.distributed import DistributedValues, PerReplica
 from crossdevice.values.options import CommunicationOptions
@@ -115,7 +115,7 @@ class PlainTraining:
     """Steps of DistributedDataParallel on gloo with some ten million parameters, one thread per process."""
 
     name = "DDP"
-    places: tuple[Place, ...] = ("in_place",)
+    places: tuple[ResultPlace, ...] = ("in_place",)
 
     def __init__(self, seat: Seat) -> None:
         import torch
@@ -141,7 +141,7 @@ class PlainTraining:
     def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Measurable:  # noqa: ARG002
         return self
 
-    def turn(self, place: Place, repeats: int) -> float:  # noqa: ARG002
+    def turn(self, place: ResultPlace, repeats: int) -> float:  # noqa: ARG002
         self._distributed.barrier()
         begin = time.perf_counter()
         for _ in range(repeats):
@@ -150,7 +150,7 @@ class PlainTraining:
             self._optimizer.step()
         return (time.perf_counter() - begin) / repeats
 
-    def inspect(self, place: Place, *, counts_wrong: bool) -> Inspection:  # noqa: ARG002
+    def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:  # noqa: ARG002
         """Wrong are parameters that the processes do not have in common."""
         import torch
 
@@ -182,7 +182,7 @@ class Contender(NamedTuple):
     """
 
     name: str
-    place: Place
+    place: ResultPlace
     needs: str
     runs: Runs | None = None
     rounds_once: bool = True

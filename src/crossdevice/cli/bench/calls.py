@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.work import Place, Work
+from crossdevice.cli.bench.work import ResultPlace, Work
 from crossdevice.values.device import host_device
 
 Memory = Literal["own", "shared"]
@@ -37,12 +37,12 @@ class Inspection(NamedTuple):
 class Measurable(Protocol):
     """A competitor ready for one work."""
 
-    places: tuple[Place, ...]
+    places: tuple[ResultPlace, ...]
 
-    def turn(self, place: Place, repeats: int) -> float:
+    def turn(self, place: ResultPlace, repeats: int) -> float:
         """Seconds per call, of `repeats` calls."""
 
-    def inspect(self, place: Place, *, counts_wrong: bool) -> Inspection:
+    def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:
         """Looks at the results of one more call."""
 
 
@@ -109,7 +109,7 @@ class Calls:
     def __init__(
         self,
         work: Work,
-        calls: Mapping[Place, Call],
+        calls: Mapping[ResultPlace, Call],
         *,
         read: Read,
         refill: Callable[[], None] | None = None,
@@ -124,9 +124,9 @@ class Calls:
         self._poison = poison or _nothing
         self._meet = meet or _nothing
         self._rounds_once = rounds_once
-        self.places: tuple[Place, ...] = tuple(calls)
+        self.places: tuple[ResultPlace, ...] = tuple(calls)
 
-    def turn(self, place: Place, repeats: int) -> float:
+    def turn(self, place: ResultPlace, repeats: int) -> float:
         """Seconds per call; letting go of the results is part of it, bringing inputs back is not."""
         call = self._calls[place]
         if place == "in_place":
@@ -139,7 +139,7 @@ class Calls:
             call()
         return (time.perf_counter() - begin) / repeats
 
-    def inspect(self, place: Place, *, counts_wrong: bool) -> Inspection:
+    def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:
         """One more call, for its results."""
         if place != "fresh":
             self._poison()

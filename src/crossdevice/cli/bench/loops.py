@@ -11,7 +11,7 @@ import numpy as np
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Arrays, Call, Calls, Results
-from crossdevice.cli.bench.work import Place, UnsupportedWorkError, Work
+from crossdevice.cli.bench.work import ResultPlace, UnsupportedWorkError, Work
 from crossdevice.values.dtypes import FLOATS
 
 
@@ -36,7 +36,7 @@ class NumpyLoop:
             "broadcast": self._broadcast,
             "gather": self._gather,
         }[work.collective]
-        calls: dict[Place, Call] = {
+        calls: dict[ResultPlace, Call] = {
             "fresh": lambda: loop(work, arrays.inputs, None),
             "given": lambda: loop(work, arrays.inputs, arrays.given),
         }

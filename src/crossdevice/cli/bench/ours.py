@@ -11,7 +11,7 @@ from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Arrays, Call, Calls, Results
-from crossdevice.cli.bench.work import Place, Work
+from crossdevice.cli.bench.work import ResultPlace, Work
 from crossdevice.errors import OptionError
 from crossdevice.values.device import host_device
 from crossdevice.values.distributed import DistributedValues, PerReplica
@@ -59,7 +59,7 @@ class CrossDeviceCompetitor:
             "broadcast": self._broadcast,
             "gather": self._gather,
         }[work.collective]
-        calls: dict[Place, Call] = {"fresh": collective(work, arrays.inputs, None)}
+        calls: dict[ResultPlace, Call] = {"fresh": collective(work, arrays.inputs, None)}
         if arrays.can_be_written and not self._options.share_results and work.collective != "gather":
             calls["given"] = collective(work, arrays.inputs, arrays.given)
             if arrays.can_replace:

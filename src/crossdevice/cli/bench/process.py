@@ -21,7 +21,7 @@ from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Inspection, Memory
 from crossdevice.cli.bench.peer import TOKEN_VARIABLE
 from crossdevice.cli.bench.peers import PEERS, Runs, launcher
-from crossdevice.cli.bench.work import Place, UnsupportedWorkError, Work
+from crossdevice.cli.bench.work import ResultPlace, UnsupportedWorkError, Work
 from crossdevice.errors import CrossDeviceError
 
 START_SECONDS = 120.0
@@ -65,15 +65,15 @@ class PeerProcesses:
         for answer in answers:
             if "unsupported" in answer:
                 raise UnsupportedWorkError(answer["unsupported"])
-        self.places: tuple[Place, ...] = tuple(answers[0]["places"])
+        self.places: tuple[ResultPlace, ...] = tuple(answers[0]["places"])
         return self
 
-    def turn(self, place: Place, repeats: int) -> float:
+    def turn(self, place: ResultPlace, repeats: int) -> float:
         """Seconds per call as the slowest process measured them."""
         answers = self._ask({"place": place, "repeats": repeats})
         return max(float(answer["seconds"]) for answer in answers)
 
-    def inspect(self, place: Place, *, counts_wrong: bool) -> Inspection:
+    def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:
         """Processes each look at their own results."""
         answers = self._ask({"place": place, "counts_wrong": counts_wrong})
         memory: Memory = answers[0]["memory"] if len(answers) == 1 else "own"

@@ -13,7 +13,7 @@ from crossdevice.errors import CrossDeviceError, OptionError
 from crossdevice.values.dtypes import FLOATS, INTEGERS, ITEM_BYTES, result_dtype
 from crossdevice.values.reduce_op import ReduceOp
 
-Place = Literal["given", "fresh", "in_place"]
+ResultPlace = Literal["given", "fresh", "in_place"]
 """Where results go: into memory the caller brought, into new memory, or over the inputs."""
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "gather")

@@ -79,7 +79,7 @@ def test_thousands_of_devices_are_timed_and_not_spelled_out(capsys):
     ("words", "message"),
     [
         (["--ops", "rings"], "is not an all-reduce algorithm"),
-        (["--topology", "dgx9"], "is no topology"),
+        (["--topology", "dgx9"], "is not a topology"),
         (["--bytes", "many"], "is not a size"),
         (["--devices", "0"], "--devices must be 1 or more"),
         (["--topology", "hgx_h100", "--devices", "32", "--html", "page.html"], "up to 16 devices"),
