@@ -32,7 +32,7 @@ from crossdevice.cli.bench.ours import CrossDeviceCompetitor
 from crossdevice.cli.bench.peers import PEERS, lacking, peer_class
 from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
 from crossdevice.cli.bench.report import machine
-from crossdevice.cli.bench.work import ResultPlace, Work
+from crossdevice.cli.bench.workload import ResultPlace, Workload
 from crossdevice.functions import DEFAULT_ALGORITHM
 from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions
@@ -73,7 +73,7 @@ class Row(NamedTuple):
 class Group(NamedTuple):
     """Rows whose competitors take turns with each other on the same work."""
 
-    work: Work
+    work: Workload
     rows: tuple[Row, ...]
 
 
@@ -82,11 +82,11 @@ def groups(*, quick: bool) -> list[Group]:
     shrink = QUICK_DIVISOR if quick else 1
     shapes = tuple(gradient_shapes()[:: 16 if quick else 1])
 
-    def one_array(op: str, dtype: str, num_devices: int, mebibytes: int) -> Work:
+    def one_array(op: str, dtype: str, num_devices: int, mebibytes: int) -> Workload:
         count = mebibytes * MIB // shrink // ITEM_BYTES[dtype]
-        return Work("all_reduce", op, dtype, num_devices, ((count,),))
+        return Workload("all_reduce", op, dtype, num_devices, ((count,),))
 
-    resnet = Work("all_reduce", "MEAN", "float32", 8, shapes)
+    resnet = Workload("all_reduce", "MEAN", "float32", 8, shapes)
     return [
         Group(one_array("SUM", "float32", 8, 16), tuple(_limit_rows("8 x 16 MiB"))),
         Group(
@@ -129,7 +129,7 @@ def groups(*, quick: bool) -> list[Group]:
             ),
         ),
         Group(
-            Work("all_reduce", "SUM", "float32", 8, ((1,),)),
+            Workload("all_reduce", "SUM", "float32", 8, ((1,),)),
             (
                 Row("one element, 8 replicas", Runner("accurate"), None, "us", 30, 12),
                 _times("one element against TensorFlow one device", Runner("accurate"), "tensorflow", 20, 60),
@@ -161,7 +161,7 @@ def _times(text: str, ours: Runner, peer: str, floor: float, aim: float) -> Row:
 class Copies:
     """The copy limit as a competitor: the same bytes, in as many long arrays as there are replicas."""
 
-    def __init__(self, work: Work, way: str) -> None:
+    def __init__(self, work: Workload, way: str) -> None:
         size = -(-work.num_elements * ITEM_BYTES[work.dtype] // 4)
         sources = [np.ones(size, np.float32) for _ in range(work.num_devices)]
         targets = [np.zeros(size, np.float32) for _ in range(work.num_devices)]

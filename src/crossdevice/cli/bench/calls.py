@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.work import ResultPlace, Work
+from crossdevice.cli.bench.workload import ResultPlace, Workload
 from crossdevice.values.device import host_device
 
 Memory = Literal["own", "shared"]
@@ -20,7 +20,7 @@ Memory = Literal["own", "shared"]
 Results = Sequence[Sequence[Array]]
 """For each destination its arrays."""
 
-Call = Callable[[], Any]
+TimedCall = Callable[[], Any]
 """Does the work and returns results in whatever form it gets them."""
 
 Read = Callable[[Any], Sequence[data.Arrays]]
@@ -51,7 +51,7 @@ class Competitor(Protocol):
 
     name: str
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Measurable:
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Measurable:
         """Brings its arrays into place; `inputs` are flat, in this process, and not to be written to."""
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class Competitor(Protocol):
 class Arrays:
     """One library's arrays for a work: inputs, memory for results, and inputs that results replace."""
 
-    def __init__(self, work: Work, inputs: Sequence[data.Arrays], backend: Backend) -> None:
+    def __init__(self, work: Workload, inputs: Sequence[data.Arrays], backend: Backend) -> None:
         self._flat_inputs = inputs
         self._backend = backend
         self.inputs = [self._shaped(arrays, work.shapes, replica) for replica, arrays in enumerate(inputs)]
@@ -108,8 +108,8 @@ class Calls:
 
     def __init__(
         self,
-        work: Work,
-        calls: Mapping[ResultPlace, Call],
+        work: Workload,
+        calls: Mapping[ResultPlace, TimedCall],
         *,
         read: Read,
         refill: Callable[[], None] | None = None,
@@ -153,7 +153,7 @@ class Calls:
             wrong = data.num_wrong(self._work, results, rounds_once=self._rounds_once)
         return Inspection(_memory_of(results), wrong)
 
-    def _refilled_seconds(self, call: Call) -> float:
+    def _refilled_seconds(self, call: TimedCall) -> float:
         self._refill()
         self._meet()
         begin = time.perf_counter()

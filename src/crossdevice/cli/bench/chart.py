@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from crossdevice.cli.bench.limit import CopyLimit
 from crossdevice.cli.bench.measure import Row
 from crossdevice.cli.bench.table import title_of
-from crossdevice.cli.bench.work import GIGABYTE
+from crossdevice.cli.bench.workload import GIGABYTE
 from crossdevice.cli.svg import Chart, Limit, Line, charts_svg
 from crossdevice.plans.rendering import size_text
 

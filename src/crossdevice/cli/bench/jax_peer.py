@@ -16,7 +16,7 @@ from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Calls
 from crossdevice.cli.bench.loops import check_plain_mean
 from crossdevice.cli.bench.peers import Seat
-from crossdevice.cli.bench.work import UnsupportedWorkError, Work
+from crossdevice.cli.bench.workload import UnsupportedWorkError, Workload
 
 _FUNCTIONS = {"SUM": "psum", "MEAN": "pmean", "MIN": "pmin", "MAX": "pmax"}
 
@@ -33,7 +33,7 @@ class JaxPsum:
         os.environ["JAX_ENABLE_X64"] = "1"
         self._jax: Any = importlib.import_module("jax")
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """JAX arrays cannot be written to: results are always new."""
         if work.collective != "all_reduce" or work.op not in _FUNCTIONS:
             raise UnsupportedWorkError("only all_reduce, and no product")

@@ -10,12 +10,12 @@ import numpy as np
 
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Arrays, Call, Calls, Results
-from crossdevice.cli.bench.work import ResultPlace, UnsupportedWorkError, Work
+from crossdevice.cli.bench.calls import Arrays, Calls, Results, TimedCall
+from crossdevice.cli.bench.workload import ResultPlace, UnsupportedWorkError, Workload
 from crossdevice.values.dtypes import FLOATS
 
 
-def check_plain_mean(work: Work) -> None:
+def check_plain_mean(work: Workload) -> None:
     """A mean of integers means something else in every library."""
     if work.op == "MEAN" and work.dtype not in FLOATS and work.collective in ("all_reduce", "reduce"):
         raise UnsupportedWorkError("no mean of integers as crossdevice defines it")
@@ -26,7 +26,7 @@ class NumpyLoop:
 
     name = "numpy"
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """Results can be given, new, or replace the inputs."""
         check_plain_mean(work)
         arrays = Arrays(work, inputs, backend_named(self.name))
@@ -36,7 +36,7 @@ class NumpyLoop:
             "broadcast": self._broadcast,
             "gather": self._gather,
         }[work.collective]
-        calls: dict[ResultPlace, Call] = {
+        calls: dict[ResultPlace, TimedCall] = {
             "fresh": lambda: loop(work, arrays.inputs, None),
             "given": lambda: loop(work, arrays.inputs, arrays.given),
         }
@@ -47,7 +47,7 @@ class NumpyLoop:
     def close(self) -> None:
         """Nothing was started."""
 
-    def _reduce(self, work: Work, inputs: Results, out: Results | None) -> Results:
+    def _reduce(self, work: Workload, inputs: Results, out: Results | None) -> Results:
         combine, columns = self._combine(work.op), []
         for number, (first, second, *others) in enumerate(zip(*inputs, strict=True)):
             total = combine(first, second) if out is None else combine(first, second, out=out[0][number])
@@ -58,7 +58,7 @@ class NumpyLoop:
             columns.append([total, *self._copies(total, work.num_results - 1, out, number)])
         return list(zip(*columns, strict=True))
 
-    def _broadcast(self, work: Work, inputs: Results, out: Results | None) -> Results:
+    def _broadcast(self, work: Workload, inputs: Results, out: Results | None) -> Results:
         value = inputs[0][0]
         if out is None:
             return [[self._copy(value)] for _ in range(work.num_results)]
@@ -67,7 +67,7 @@ class NumpyLoop:
                 self._copy_into(target, value)
         return out
 
-    def _gather(self, work: Work, inputs: Results, out: Results | None) -> Results:  # noqa: ARG002
+    def _gather(self, work: Workload, inputs: Results, out: Results | None) -> Results:  # noqa: ARG002
         parts = [arrays[0] for arrays in inputs]
         return [[self._concatenate(parts) if out is None else self._concatenate(parts, out=out[0][0])]]
 
@@ -124,7 +124,7 @@ class TorchFlatten:
     def __init__(self) -> None:
         self._torch: Any = importlib.import_module("torch")
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """All results are new: views of one long tensor per replica."""
         if work.collective != "all_reduce" or work.op not in ("SUM", "MEAN"):
             raise UnsupportedWorkError("only all_reduce, sum and mean")

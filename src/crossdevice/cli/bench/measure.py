@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Competitor, Measurable, Memory
-from crossdevice.cli.bench.work import GIGABYTE, ResultPlace, UnsupportedWorkError, Work
+from crossdevice.cli.bench.workload import GIGABYTE, ResultPlace, UnsupportedWorkError, Workload
 
 TURN_SECONDS = 0.002
 """Short calls are repeated for about as long in one turn: clock and cold caches would be felt otherwise."""
@@ -24,7 +24,7 @@ PAUSE_SECONDS = 0.003
 class Figure:
     """One cell group of the table: the median time of one competitor, place and size."""
 
-    work: Work
+    work: Workload
     place: ResultPlace
     seconds: float
     memory: Memory
@@ -46,7 +46,7 @@ class Row:
     """One competitor's line for one size; None where it cannot do that."""
 
     competitor: str
-    work: Work
+    work: Workload
     out_of_place: Figure | None
     in_place: Figure | None
 
@@ -72,7 +72,7 @@ class Schedule:
 
 
 def measured_rows(
-    work: Work,
+    work: Workload,
     competitors: Sequence[Competitor],
     schedule: Schedule,
     *,
@@ -113,7 +113,7 @@ def seconds_in_turns(
 
 
 def _ready(
-    competitor: Competitor, work: Work, inputs: Sequence[data.Arrays], say: Callable[[str], None]
+    competitor: Competitor, work: Workload, inputs: Sequence[data.Arrays], say: Callable[[str], None]
 ) -> Measurable | None:
     try:
         return competitor.ready(work, inputs)
@@ -123,7 +123,7 @@ def _ready(
 
 
 def _figures(
-    work: Work,
+    work: Workload,
     ready: Mapping[str, Measurable],
     wanted: Mapping[str, ResultPlace | None],
     schedule: Schedule,

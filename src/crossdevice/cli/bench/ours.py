@@ -10,8 +10,8 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Arrays, Call, Calls, Results
-from crossdevice.cli.bench.work import ResultPlace, Work
+from crossdevice.cli.bench.calls import Arrays, Calls, Results, TimedCall
+from crossdevice.cli.bench.workload import ResultPlace, Workload
 from crossdevice.errors import OptionError
 from crossdevice.values.device import host_device
 from crossdevice.values.distributed import DistributedValues, PerReplica
@@ -50,7 +50,7 @@ class CrossDeviceCompetitor:
         self._backend = backend_named(backend)
         self._options = options
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """Results are given memory, new ones, or replace inputs, as far as arrays can be written to."""
         arrays = Arrays(work, inputs, self._backend)
         collective = {
@@ -59,7 +59,7 @@ class CrossDeviceCompetitor:
             "broadcast": self._broadcast,
             "gather": self._gather,
         }[work.collective]
-        calls: dict[ResultPlace, Call] = {"fresh": collective(work, arrays.inputs, None)}
+        calls: dict[ResultPlace, TimedCall] = {"fresh": collective(work, arrays.inputs, None)}
         if arrays.can_be_written and not self._options.share_results and work.collective != "gather":
             calls["given"] = collective(work, arrays.inputs, arrays.given)
             if arrays.can_replace:
@@ -76,14 +76,14 @@ class CrossDeviceCompetitor:
     def close(self) -> None:
         """Nothing was started."""
 
-    def _rounds_once(self, work: Work) -> bool:
+    def _rounds_once(self, work: Workload) -> bool:
         """Nothing is wider than float64 to multiply in; sums of it are compensated."""
         precision = self._options.precision
         return precision == "exact" or (
             precision == "accurate" and (work.op, work.dtype) != ("PROD", "float64")
         )
 
-    def _reduction(self, work: Work, inputs: Results, out: Results | None) -> Call:
+    def _reduction(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:
         ops, op, options = self.ops, work.op, self._options
         values = [PerReplica(column) for column in zip(*inputs, strict=True)]
         if work.num_results == 1:
@@ -101,7 +101,7 @@ class CrossDeviceCompetitor:
         only = outs[0]
         return lambda: [ops.reduce(op, value, target, options, out=only)]
 
-    def _broadcast(self, work: Work, inputs: Results, out: Results | None) -> Call:
+    def _broadcast(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:
         ops, value = self.ops, inputs[0][0]
         devices = tuple(host_device(index) for index in range(work.num_devices))
         targets = PerReplica.of((None,) * len(devices), devices)
@@ -110,7 +110,7 @@ class CrossDeviceCompetitor:
         outs = [arrays[0] for arrays in out]
         return lambda: [ops.broadcast(value, targets, out=outs)]
 
-    def _gather(self, work: Work, inputs: Results, out: Results | None) -> Call:  # noqa: ARG002
+    def _gather(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:  # noqa: ARG002
         ops, options = self.ops, self._options
         value = PerReplica([arrays[0] for arrays in inputs])
         return lambda: [ops.gather(value, "cpu:0", 0, options)]

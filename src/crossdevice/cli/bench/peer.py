@@ -17,7 +17,7 @@ from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Competitor, Measurable
 from crossdevice.cli.bench.peers import Seat, peer_class
 from crossdevice.cli.bench.ranks import Rank
-from crossdevice.cli.bench.work import UnsupportedWorkError, Work
+from crossdevice.cli.bench.workload import UnsupportedWorkError, Workload
 
 TOKEN_VARIABLE = "CROSSDEVICE_BENCH_TOKEN"
 """What a peer says first, so that no other process is taken for it."""
@@ -54,13 +54,13 @@ class _Desk:
 
     def answer_to(self, message: Message) -> Message:
         if "work" in message:
-            return self._get_ready(Work.from_message(message["work"]))
+            return self._get_ready(Workload.from_message(message["work"]))
         assert self._ready is not None, "told to run before being told what"
         if "repeats" in message:
             return {"seconds": self._ready.turn(message["place"], message["repeats"])}
         return self._ready.inspect(message["place"], counts_wrong=message["counts_wrong"])._asdict()
 
-    def _get_ready(self, work: Work) -> Message:
+    def _get_ready(self, work: Workload) -> Message:
         self._ready = None  # lets go of the last work's arrays first
         if isinstance(self._competitor, Rank):
             inputs = [data.replica_arrays(work, replica) for replica in self._competitor.replicas(work)]

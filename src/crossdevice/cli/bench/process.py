@@ -21,7 +21,7 @@ from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Inspection, Memory
 from crossdevice.cli.bench.peer import TOKEN_VARIABLE
 from crossdevice.cli.bench.peers import PEERS, Runs, launcher
-from crossdevice.cli.bench.work import ResultPlace, UnsupportedWorkError, Work
+from crossdevice.cli.bench.workload import ResultPlace, UnsupportedWorkError, Workload
 from crossdevice.errors import CrossDeviceError
 
 START_SECONDS = 120.0
@@ -59,7 +59,7 @@ class PeerProcesses:
             self.close()
             raise
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> PeerProcesses:  # noqa: ARG002
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> PeerProcesses:  # noqa: ARG002
         """The processes make the same inputs themselves."""
         answers = self._ask({"work": dataclasses.asdict(work)})
         for answer in answers:

@@ -12,10 +12,10 @@ import numpy as np
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Call, Calls
+from crossdevice.cli.bench.calls import Calls, TimedCall
 from crossdevice.cli.bench.loops import check_plain_mean
 from crossdevice.cli.bench.peers import Seat
-from crossdevice.cli.bench.work import ResultPlace, UnsupportedWorkError, Work
+from crossdevice.cli.bench.workload import ResultPlace, UnsupportedWorkError, Workload
 from crossdevice.values.device import host_device
 
 
@@ -27,11 +27,11 @@ class Rank:
     places: Mapping[str, Sequence[ResultPlace]]
     """Where the library can put the results of each collective."""
 
-    def replicas(self, work: Work) -> Sequence[int]:  # noqa: ARG002
+    def replicas(self, work: Workload) -> Sequence[int]:  # noqa: ARG002
         """Those whose inputs this rank has."""
         return [self.rank]
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """`inputs` are this rank's alone."""
         check_plain_mean(work)
         (mine,) = inputs
@@ -59,7 +59,7 @@ class Rank:
             meet=self.meet,
         )
 
-    def calls(self, work: Work, mine: data.Arrays, buffers: data.Arrays) -> dict[ResultPlace, Call]:
+    def calls(self, work: Workload, mine: data.Arrays, buffers: data.Arrays) -> dict[ResultPlace, TimedCall]:
         """This rank's part in the collective, from `mine` to `buffers` or on `buffers` alone."""
         collect = self.collective(work)
         pairs = list(zip(self.placed(mine), self.placed(buffers), strict=True))
@@ -77,7 +77,7 @@ class Rank:
         """The same memory as what the library wants."""
         return arrays
 
-    def collective(self, work: Work) -> Callable[[Any, Any], object]:
+    def collective(self, work: Workload) -> Callable[[Any, Any], object]:
         """Does it for one array and buffer; without an array, the buffer holds it."""
         raise NotImplementedError
 
@@ -110,7 +110,7 @@ class GlooRank(Rank):
         backend, device = backend_named("torch"), host_device(0)
         return [backend.from_host(array, array.shape, device) for array in arrays]
 
-    def collective(self, work: Work) -> Callable[[Any, Any], object]:
+    def collective(self, work: Workload) -> Callable[[Any, Any], object]:
         """On tensors that are the same memory."""
         distributed, is_root = self._distributed, self.rank == 0
         op = getattr(distributed.ReduceOp, {"MEAN": "SUM", "PROD": "PRODUCT"}.get(work.op, work.op))
@@ -149,7 +149,7 @@ class MpiRank(Rank):
         self._world = self._mpi.COMM_WORLD
         self.rank: int = self._world.rank
 
-    def collective(self, work: Work) -> Callable[[Any, Any], object]:
+    def collective(self, work: Workload) -> Callable[[Any, Any], object]:
         """On NumPy arrays; only the root of a reduction may say that its buffer is its array."""
         if work.dtype == "bfloat16":
             raise UnsupportedWorkError("no bfloat16")

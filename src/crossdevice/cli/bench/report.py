@@ -19,7 +19,7 @@ from crossdevice.cli.bench.json_record import as_json
 from crossdevice.cli.bench.limit import CopyLimit, measured_limit
 from crossdevice.cli.bench.measure import Row
 from crossdevice.cli.bench.page import page_of
-from crossdevice.cli.bench.work import GIGABYTE, Work, bytes_of
+from crossdevice.cli.bench.workload import GIGABYTE, Workload, bytes_of
 from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources.threads import num_threads
 from crossdevice.values.device import host_device
@@ -28,7 +28,7 @@ from crossdevice.values.device import host_device
 class Report:
     """Prints what is known as soon as it is known, and keeps it for the files."""
 
-    def __init__(self, arguments: argparse.Namespace, command: str, work: Work, ours: list[str]) -> None:
+    def __init__(self, arguments: argparse.Namespace, command: str, work: Workload, ours: list[str]) -> None:
         self._arguments = arguments
         self._command = command
         self._work = work

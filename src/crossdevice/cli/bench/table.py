@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from crossdevice.cli.bench.measure import Figure, Row
-from crossdevice.cli.bench.work import Work
+from crossdevice.cli.bench.workload import Workload
 from crossdevice.plans.rendering import size_text
 
 _LEFT = "{:>12}  {:>12}  {:>8}  {:>6}  {:>6}"
@@ -89,7 +89,7 @@ def average_bus_bandwidth(rows: Sequence[Row], names: Sequence[str]) -> float:
     return statistics.fmean(found) if found else 0.0
 
 
-def redop_of(work: Work) -> str:
+def redop_of(work: Workload) -> str:
     """The `redop` column."""
     return work.op.lower() if work.collective in ("all_reduce", "reduce") else "none"
 

@@ -18,7 +18,7 @@ from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Calls
 from crossdevice.cli.bench.loops import check_plain_mean
 from crossdevice.cli.bench.peers import Seat
-from crossdevice.cli.bench.work import UnsupportedWorkError, Work
+from crossdevice.cli.bench.workload import UnsupportedWorkError, Workload
 
 Columns = list[list[Any]]
 """For each array, the tensors of all replicas."""
@@ -38,7 +38,7 @@ class TensorflowReductionToOneDevice:
         self._tf.config.set_logical_device_configuration(host, logical)
         self._distribute = "tensorflow.python.distribute"
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """TensorFlow always makes new results."""
         if work.collective != "all_reduce" or work.op not in ("SUM", "MEAN"):
             raise UnsupportedWorkError("only all_reduce, sum and mean are measured")
@@ -50,7 +50,7 @@ class TensorflowReductionToOneDevice:
     def close(self) -> None:
         """Nothing was started."""
 
-    def _all_reduce(self, work: Work) -> Callable[[Columns], Columns]:
+    def _all_reduce(self, work: Workload) -> Callable[[Columns], Columns]:
         """What becomes a tf.function."""
         ops = self._ops()
         op = self._tf.distribute.ReduceOp(work.op)
@@ -101,7 +101,7 @@ class TensorflowRing(TensorflowReductionToOneDevice):
 
     name = "tensorflow_ring"
 
-    def _all_reduce(self, work: Work) -> Callable[[Columns], Columns]:
+    def _all_reduce(self, work: Workload) -> Callable[[Columns], Columns]:
         tf = self._tf
         build = importlib.import_module(f"{self._distribute}.v1.all_reduce").build_ring_all_reduce
         lengths = [int(np.prod(shape)) for shape in work.shapes]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.cli.bench.work import bytes_of
+from crossdevice.cli.bench.workload import bytes_of
 from crossdevice.cli.explain.explanation import Explanation, explanation_of
 from crossdevice.cli.explain.plan_page import plan_page
 from crossdevice.cli.output_file import output_file

@@ -8,7 +8,7 @@ from typing import Any
 
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.choosing.by_cost import ENGINE_ALGORITHMS, predicted_parts
-from crossdevice.choosing.prediction import ITEM_BYTES, planned_all_reduce, predicted
+from crossdevice.choosing.prediction import FLOAT_BYTES, planned_all_reduce, predicted
 from crossdevice.costs.simulation import Simulation, simulate
 from crossdevice.costs.timing import Parts
 from crossdevice.costs.topology import Topology
@@ -66,7 +66,7 @@ class Explanation:
 
     def steps(self) -> list[str]:
         """The plan as lines; none where it is not spelled out."""
-        return [] if self.plan is None else render_plan(self.plan, ITEM_BYTES).splitlines()
+        return [] if self.plan is None else render_plan(self.plan, FLOAT_BYTES).splitlines()
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for other programs."""
@@ -97,7 +97,7 @@ def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str
     plan = simulation = None
     if topology.num_devices <= MOST_SPELLED_OUT_DEVICES:
         plan = planned_all_reduce(algorithm, topology, num_bytes)
-        simulation = simulate(plan, topology, ITEM_BYTES, unsummed=precision != "fast")
+        simulation = simulate(plan, topology, FLOAT_BYTES, unsummed=precision != "fast")
     everyone = predicted_parts(topology, num_bytes, precision=precision)
     if topology.engine is not None:
         for engine in sorted(ENGINE_ALGORITHMS - {name}):

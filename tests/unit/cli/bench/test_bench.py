@@ -12,7 +12,7 @@ import pytest
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.cli.bench import data, limit, loops, measure, process
 from crossdevice.cli.bench.peers import PEERS
-from crossdevice.cli.bench.work import COLLECTIVES, DTYPES, Work
+from crossdevice.cli.bench.workload import COLLECTIVES, DTYPES, Workload
 from crossdevice.cli.main import main
 from crossdevice.cli.terminal import progress
 from crossdevice.values.dtypes import FLOATS
@@ -212,7 +212,7 @@ def test_wrong_results_are_counted_and_fail(name, least, capsys):
     ],
 )
 def test_the_oracle_accepts_a_plain_loop_and_refuses_a_changed_element(dtype, op):
-    work = Work("all_reduce", op, dtype, 3, ((70000,), (5, 2)))
+    work = Workload("all_reduce", op, dtype, 3, ((70000,), (5, 2)))
     ready = loops.NumpyLoop().ready(work, data.all_arrays(work))
     for place in ready.places:
         assert ready.inspect(place, counts_wrong=True) == ("own", 0)
@@ -364,6 +364,6 @@ def test_what_makes_no_sense_is_refused_in_one_line(words, said, capsys):
 
 def test_traffic_counts_every_byte_that_must_move():
     def moved(collective):
-        return Work.of_size(collective, "SUM", "float32", 4, 1 << 20).moved_bytes / (1 << 20)
+        return Workload.of_size(collective, "SUM", "float32", 4, 1 << 20).moved_bytes / (1 << 20)
 
     assert [moved(name) for name in COLLECTIVES] == [8, 5, 5, 2]

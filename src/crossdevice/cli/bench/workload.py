@@ -34,14 +34,14 @@ GIGABYTE = 1e9
 
 
 class UnsupportedWorkError(CrossDeviceError, NotImplementedError):
-    """Work that a competitor cannot do; the message says what it lacks."""
+    """Workload that a competitor cannot do; the message says what it lacks."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class Workload:
     """One collective over arrays of `shapes` on each of `num_devices` replicas.
 
-    >>> Work("all_reduce", "SUM", "float32", 4, ((1024,),)).bus_factor
+    >>> Workload("all_reduce", "SUM", "float32", 4, ((1024,),)).bus_factor
     1.5
     """
 
@@ -52,17 +52,17 @@ class Work:
     shapes: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of_size(collective: str, op: str, dtype: str, num_devices: int, size_bytes: int) -> Work:
+    def of_size(collective: str, op: str, dtype: str, num_devices: int, size_bytes: int) -> Workload:
         """The work whose `size` column is about `size_bytes`: whole elements, at least one per replica."""
         shares = num_devices if collective == "gather" else 1
         count = max(1, size_bytes // (ITEM_BYTES[dtype] * shares))
-        return Work(collective, op, dtype, num_devices, ((count,),))
+        return Workload(collective, op, dtype, num_devices, ((count,),))
 
     @staticmethod
-    def from_message(message: Mapping[str, Any]) -> Work:
+    def from_message(message: Mapping[str, Any]) -> Workload:
         """What `dataclasses.asdict` made of a work, after a journey as JSON."""
         shapes = tuple(tuple(shape) for shape in message["shapes"])
-        return Work(**{**message, "shapes": shapes})
+        return Workload(**{**message, "shapes": shapes})
 
     @property
     def num_elements(self) -> int:
