@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 from crossdevice.errors import CrossDeviceError, OptionError
 from crossdevice.values.dtypes import FLOATS, INTEGERS, ITEM_BYTES, result_dtype
@@ -57,12 +57,6 @@ class Workload:
         shares = num_devices if collective == "gather" else 1
         count = max(1, size_bytes // (ITEM_BYTES[dtype] * shares))
         return Workload(collective, op, dtype, num_devices, ((count,),))
-
-    @staticmethod
-    def from_message(message: Mapping[str, Any]) -> Workload:
-        """What `dataclasses.asdict` made of a work, after a journey as JSON."""
-        shapes = tuple(tuple(shape) for shape in message["shapes"])
-        return Workload(**{**message, "shapes": shapes})
 
     @property
     def num_elements(self) -> int:
