@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -11,8 +12,9 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.workload import ResultPlace, Workload
+from crossdevice.cli.bench.workload import COLLECTIVES, ResultPlace, UnsupportedWorkError, Workload
 from crossdevice.values.device import host_device
+from crossdevice.values.dtypes import FLOATS
 
 Memory = Literal["own", "shared"]
 """Whether every destination's result has memory of its own, or all are one array seen several times."""
@@ -46,16 +48,28 @@ class Measurable(Protocol):
         """Looks at the results of one more call."""
 
 
-class Competitor(Protocol):
-    """Something that can do collectives."""
+class Competitor(abc.ABC):
+    """Something that can do collectives, or those of its `collectives` and `ops`."""
 
     name: str
+    collectives: Collection[str] = COLLECTIVES
+    ops: Collection[str] = ("SUM", "MEAN", "MIN", "MAX", "PROD")
 
+    @abc.abstractmethod
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Measurable:
         """Brings its arrays into place; `inputs` are flat, in this process, and not to be written to."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
         """Ends what was started for it."""
+
+    def check(self, work: Workload) -> None:
+        """Refuses what a library cannot do; a mean of integers means something else in every one."""
+        if work.collective not in self.collectives or work.op not in self.ops:
+            raise UnsupportedWorkError(
+                f"only {', '.join(self.collectives)}, {' and '.join(self.ops).lower()}"
+            )
+        if work.op == "MEAN" and work.dtype not in FLOATS and work.collective in ("all_reduce", "reduce"):
+            raise UnsupportedWorkError("no mean of integers as crossdevice defines it")
 
 
 class Arrays:

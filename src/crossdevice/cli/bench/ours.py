@@ -10,7 +10,7 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Arrays, Calls, Results, TimedCall
+from crossdevice.cli.bench.calls import Arrays, Calls, Competitor, Results, TimedCall
 from crossdevice.cli.bench.workload import ResultPlace, Workload
 from crossdevice.errors import OptionError
 from crossdevice.values.device import host_device
@@ -35,7 +35,7 @@ def _made(kind: Any, name: str) -> CrossDeviceOps:
     return kind()
 
 
-class CrossDeviceCompetitor:
+class CrossDeviceCompetitor(Competitor):
     """One algorithm with one set of options, on arrays of one library."""
 
     def __init__(
@@ -46,7 +46,7 @@ class CrossDeviceCompetitor:
         name: str | None = None,
     ) -> None:
         self.name = name or f"crossdevice {algorithm}"
-        self.ops = ops_named(algorithm)
+        self.algorithm = ops_named(algorithm)
         self._backend = backend_named(backend)
         self._options = options
 
@@ -73,9 +73,6 @@ class CrossDeviceCompetitor:
             rounds_once=self._rounds_once(work),
         )
 
-    def close(self) -> None:
-        """Nothing was started."""
-
     def _rounds_once(self, work: Workload) -> bool:
         """Nothing is wider than float64 to multiply in; sums of it are compensated."""
         precision = self._options.precision
@@ -84,7 +81,7 @@ class CrossDeviceCompetitor:
         )
 
     def _reduction(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:
-        ops, op, options = self.ops, work.op, self._options
+        ops, op, options = self.algorithm, work.op, self._options
         values = [PerReplica(column) for column in zip(*inputs, strict=True)]
         if work.num_results == 1:
             targets: list[Any] = ["cpu:0"] * len(values)
@@ -102,7 +99,7 @@ class CrossDeviceCompetitor:
         return lambda: [ops.reduce(op, value, target, options, out=only)]
 
     def _broadcast(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:
-        ops, value = self.ops, inputs[0][0]
+        ops, value = self.algorithm, inputs[0][0]
         devices = tuple(host_device(index) for index in range(work.num_devices))
         targets = PerReplica.of((None,) * len(devices), devices)
         if out is None:
@@ -111,7 +108,7 @@ class CrossDeviceCompetitor:
         return lambda: [ops.broadcast(value, targets, out=outs)]
 
     def _gather(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:  # noqa: ARG002
-        ops, options = self.ops, self._options
+        ops, options = self.algorithm, self._options
         value = PerReplica([arrays[0] for arrays in inputs])
         return lambda: [ops.gather(value, "cpu:0", 0, options)]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import crossdevice
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Inspection
+from crossdevice.cli.bench.calls import Competitor, Inspection
 from crossdevice.cli.bench.peer import TOKEN_VARIABLE
 from crossdevice.cli.bench.peers import PEERS, Runs, launcher
 from crossdevice.cli.bench.workload import ResultPlace, UnsupportedWorkError, Workload
@@ -31,7 +31,7 @@ class PeerProcessError(CrossDeviceError, RuntimeError):
     """A peer's process that did not start, ended or went silent."""
 
 
-class PeerProcesses:
+class PeerProcesses(Competitor):
     """One peer's processes; between its turns they sleep, waiting for the next message.
 
     Args:

@@ -12,17 +12,15 @@ import numpy as np
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Calls, TimedCall
-from crossdevice.cli.bench.loops import check_plain_mean
+from crossdevice.cli.bench.calls import Calls, Competitor, TimedCall
 from crossdevice.cli.bench.peers import Seat
 from crossdevice.cli.bench.workload import ResultPlace, UnsupportedWorkError, Workload
 from crossdevice.values.device import host_device
 
 
-class Rank:
+class Rank(Competitor):
     """What gloo and MPI share: a collective is done array by array, and a mean is a sum that is divided."""
 
-    name: str
     rank: int
     places: Mapping[str, Sequence[ResultPlace]]
     """Where the library can put the results of each collective."""
@@ -33,7 +31,7 @@ class Rank:
 
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """`inputs` are this rank's alone."""
-        check_plain_mean(work)
+        self.check(work)
         (mine,) = inputs
         shares = work.num_devices if work.collective == "gather" else 1
         buffers = [np.zeros(array.size * shares, dtype_named(work.dtype)) for array in mine]
@@ -83,10 +81,6 @@ class Rank:
 
     def meet(self) -> None:
         """Waits for all other ranks."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Leaves the group."""
         raise NotImplementedError
 
 
@@ -174,6 +168,3 @@ class MpiRank(Rank):
     def meet(self) -> None:
         """A barrier."""
         self._world.Barrier()
-
-    def close(self) -> None:
-        """MPI ends with the process."""
