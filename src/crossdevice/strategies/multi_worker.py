@@ -69,7 +69,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         )
         assert ops.group is not None
         self._group = ops.group
-        super().__init__(devices or _share_of(cluster_resolver), ops)
+        super().__init__(devices or share_of(cluster_resolver), ops)
 
     def _extended_of(self, ops: CrossDeviceOps) -> StrategyExtended:
         self._counts = _numbers_of_all(self._group, len(self._devices))
@@ -161,7 +161,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         return f"MultiWorkerMirroredStrategy(rank {self._group.rank} of {self._group.size}, {names})"
 
 
-def _share_of(cluster: Cluster | None) -> Sequence[Device]:
+def share_of(cluster: Cluster | None) -> Sequence[Device]:
     """The devices of a process that names none."""
     if cluster is None or cluster.local_rank is None or cluster.local_size is None:
         return default_devices()

@@ -131,7 +131,7 @@ def _devices_numbered(count: int) -> list[Device]:
 
 def _libraries(gpus: Gpus) -> Iterator[Finding]:
     for name, (distributions, install, gives, needs_gpu) in LIBRARIES.items():
-        version = next(filter(None, map(_version, distributions)), None)
+        version = next(filter(None, map(installed_version, distributions)), None)
         if version is not None:
             yield Finding(name, version)
         elif needs_gpu and not gpus.may_exist:
@@ -139,11 +139,12 @@ def _libraries(gpus: Gpus) -> Iterator[Finding]:
         else:
             advice = f"pip install {install}: {gives}" if install else f"pip install {name}"
             yield Finding(name, "not installed", bool(install), advice)
-    if _version("mpi4py") is not None:
+    if installed_version("mpi4py") is not None:
         yield _mpi()
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Of a package on this machine; None if it is not there."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -230,7 +231,7 @@ def _kernels(gpus: Gpus) -> Iterator[Finding]:
         advice = "" if kernels_missing() is None else "pip install 'crossdevice[gpu]', on Linux"
         found = "by kernels of Triton" if reason is None else f"none, plans are run step by step: {reason}"
         yield Finding(f"fused passes on {device}", found, reason is None, advice)
-    if _version("numba") is None:
+    if installed_version("numba") is None:
         yield Finding("compiled kernels", "none without numba", False, "pip install numba")
         return
     source = Path(numpy_pass.__file__).parent

@@ -245,7 +245,7 @@ def test_peers_are_measured_beside_crossdevice(capsys):
 
 
 def test_a_peer_that_is_not_installed_is_said_to_be(monkeypatch, capsys):
-    monkeypatch.setattr("crossdevice.cli.bench.peers.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main([*TINY, "--against", "jax"]) == 0
     assert "# jax: left out, jax not installed" in capsys.readouterr().out
 
