@@ -126,8 +126,8 @@ def _measure(
 
 
 def _works(arguments: argparse.Namespace) -> list[Workload]:
-    for name, least in (("-n", 1), ("-w", 0), ("-g", 2)):
-        given = {"-n": arguments.iters, "-w": arguments.warmup_iters, "-g": arguments.ngpus}[name]
+    bounds = (("-n", arguments.iters, 1), ("-w", arguments.warmup_iters, 0), ("-g", arguments.ngpus, 2))
+    for name, given, least in bounds:
         if given < least:
             raise OptionError(f"{name} must be {least} or more; got {given}")
     sizes = sizes_between(bytes_of(arguments.minbytes), bytes_of(arguments.maxbytes), arguments.stepfactor)

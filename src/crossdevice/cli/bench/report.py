@@ -8,7 +8,6 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -89,10 +88,10 @@ class Report:
         return 1 if table.num_wrong(self._rows, self._ours) else 0
 
     def _write_json(self, path: Path) -> None:
-        config = {name: _plain(value) for name, value in vars(self._arguments).items()}
-        config |= {"command": self._command, "machine": machine(), "crossdevice": crossdevice.__version__}
+        about = {"command": self._command, "machine": machine(), "crossdevice": crossdevice.__version__}
+        config = vars(self._arguments) | about
         written = as_json(self._rows, self._ours, self._limit, config, self._remarks)
-        path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(written, indent=1, default=str) + "\n", encoding="utf-8")
 
     def _write_charts(self, paths: Sequence[Path]) -> None:
         given, work = self._arguments, self._work
@@ -112,9 +111,3 @@ def machine() -> str:
         f"{num_threads()} threads, kernels {selected_kernels()}, Python {platform.python_version()}, "
         f"NumPy {np.__version__}"
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

@@ -83,10 +83,8 @@ class Explanation:
             "fallback": self.fallback,
             "reason": self.reason,
             "others": {name: _seconds(parts) for name, parts in self.others.items()},
-            "link_bytes": {} if simulation is None else dict(simulation.link_bytes),
-            "peak_bytes": {}
-            if simulation is None
-            else {str(device): size for device, size in simulation.peak_bytes.items()},
+            "link_bytes": dict(simulation.link_bytes) if simulation else {},
+            "peak_bytes": {str(d): size for d, size in simulation.peak_bytes.items()} if simulation else {},
             "steps": self.steps(),
         }
 
@@ -118,9 +116,4 @@ def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str
 
 
 def _seconds(parts: Parts) -> dict[str, float]:
-    return {
-        "seconds": parts.seconds,
-        "latency_seconds": parts.latency_seconds,
-        "bandwidth_seconds": parts.bandwidth_seconds,
-        "reduction_seconds": parts.reduction_seconds,
-    }
+    return {"seconds": parts.seconds, **parts._asdict()}

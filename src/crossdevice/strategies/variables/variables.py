@@ -18,7 +18,7 @@ from crossdevice.strategies.variables.distributed import (
     Write,
     refuse_per_replica,
 )
-from crossdevice.strategies.variables.scattering import Scatter, scatter_with
+from crossdevice.strategies.variables.scattering import scatter_with
 from crossdevice.values.distributed import Mirrored, PerReplica
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
 from crossdevice.values.indexed_slices import IndexedSlices
@@ -84,16 +84,16 @@ class MirroredVariable(DistributedVariable, Mirrored):
                 "unclear whether each replica contributes it; assign an array"
             )
 
-    def _scatter(self, kind: Scatter, slices: IndexedSlices) -> Any:
+    def _scatter(self, method: str, slices: IndexedSlices) -> Any:
         if not isinstance(slices, IndexedSlices):
-            raise ConversionError(f"{kind} takes IndexedSlices, got a {type(slices).__name__}")
+            raise ConversionError(f"{method} takes IndexedSlices, got a {type(slices).__name__}")
         reduces = self.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
-        if reduces and kind in (Scatter.MIN, Scatter.MAX, Scatter.UPDATE):
+        if reduces and method in ("scatter_min", "scatter_max", "scatter_update"):
             raise NotImplementedError(
-                f"{kind} of variable {self.name!r} with aggregation {self.aggregation.name}: rows of several "
-                "replicas have no sum or mean there; use NONE or ONLY_FIRST_REPLICA"
+                f"{method} of variable {self.name!r} with aggregation {self.aggregation.name}: rows of "
+                "several replicas have no sum or mean there; use NONE or ONLY_FIRST_REPLICA"
             )
-        return self._write(str(kind), scatter_with(kind), slices)
+        return self._write(method, scatter_with(method), slices)
 
 
 class SyncOnReadVariable(DistributedVariable):
