@@ -137,6 +137,15 @@ class Mirrored(DelegatingValues):
         return self._values[current_replica() or 0]
 
 
+def components_of(value: Any) -> tuple[Any, ...]:
+    """The components of a distributed value; any other value is its own only one.
+
+    >>> components_of(PerReplica([1.0, 2.0])), components_of(3.0)
+    ((1.0, 2.0), (3.0,))
+    """
+    return value.values if isinstance(value, DistributedValues) else (value,)
+
+
 def _as_array(component: Any, dtype: Any, copy: Any) -> Any:
     array = component.__array__() if dtype is None else component.__array__(dtype)
     return array.copy() if copy else array  # not every library's __array__ knows `copy`

@@ -14,7 +14,7 @@ from crossdevice.cli.bench.calls import Arrays, Calls, Competitor, Results, Time
 from crossdevice.cli.bench.workload import ResultPlace, Workload
 from crossdevice.errors import OptionError
 from crossdevice.values.device import host_device
-from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.distributed import PerReplica, components_of
 from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions
 
 
@@ -114,5 +114,4 @@ class CrossDeviceCompetitor(Competitor):
 
 
 def _by_destination(results: Sequence[Any]) -> Results:
-    columns = [r.values if isinstance(r, DistributedValues) else (r,) for r in results]
-    return list(zip(*columns, strict=True))
+    return list(zip(*map(components_of, results), strict=True))
