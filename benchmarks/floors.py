@@ -32,7 +32,7 @@ from crossdevice.cli.bench.ours import CrossDeviceCompetitor
 from crossdevice.cli.bench.peers import PEERS, lacking, peer_class
 from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
 from crossdevice.cli.bench.report import machine
-from crossdevice.cli.bench.work import Place, Work
+from crossdevice.cli.bench.workload import ResultPlace, Workload
 from crossdevice.functions import DEFAULT_ALGORITHM
 from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions
@@ -52,11 +52,11 @@ class Runner(NamedTuple):
     """A competitor (one of OURS, of PEERS, or "limit") and where its results go."""
 
     name: str
-    place: Place = "fresh"
+    place: ResultPlace = "fresh"
 
 
 LIMIT = Runner("limit", "given")
-GIVEN: Place = "given"
+GIVEN: ResultPlace = "given"
 
 
 class Row(NamedTuple):
@@ -73,7 +73,7 @@ class Row(NamedTuple):
 class Group(NamedTuple):
     """Rows whose competitors take turns with each other on the same work."""
 
-    work: Work
+    work: Workload
     rows: tuple[Row, ...]
 
 
@@ -82,11 +82,11 @@ def groups(*, quick: bool) -> list[Group]:
     shrink = QUICK_DIVISOR if quick else 1
     shapes = tuple(gradient_shapes()[:: 16 if quick else 1])
 
-    def one_array(op: str, dtype: str, num_devices: int, mebibytes: int) -> Work:
+    def one_array(op: str, dtype: str, num_devices: int, mebibytes: int) -> Workload:
         count = mebibytes * MIB // shrink // ITEM_BYTES[dtype]
-        return Work("all_reduce", op, dtype, num_devices, ((count,),))
+        return Workload("all_reduce", op, dtype, num_devices, ((count,),))
 
-    resnet = Work("all_reduce", "MEAN", "float32", 8, shapes)
+    resnet = Workload("all_reduce", "MEAN", "float32", 8, shapes)
     return [
         Group(one_array("SUM", "float32", 8, 16), tuple(_limit_rows("8 x 16 MiB"))),
         Group(
@@ -129,7 +129,7 @@ def groups(*, quick: bool) -> list[Group]:
             ),
         ),
         Group(
-            Work("all_reduce", "SUM", "float32", 8, ((1,),)),
+            Workload("all_reduce", "SUM", "float32", 8, ((1,),)),
             (
                 Row("one element, 8 replicas", Runner("accurate"), None, "us", 30, 12),
                 _times("one element against TensorFlow one device", Runner("accurate"), "tensorflow", 20, 60),
@@ -154,24 +154,24 @@ def _limit_rows(what: str) -> list[Row]:
 
 def _times(text: str, ours: Runner, peer: str, floor: float, aim: float) -> Row:
     """So many times as fast as a peer; gloo and MPI write where they are told to, others make new results."""
-    places: dict[str, Place] = {"gloo": "in_place", "mpi": "given"}
+    places: dict[str, ResultPlace] = {"gloo": "in_place", "mpi": "given"}
     return Row(text, ours, Runner(peer, places.get(peer, "fresh")), "x", floor, aim)
 
 
 class Copies:
     """The copy limit as a competitor: the same bytes, in as many long arrays as there are replicas."""
 
-    def __init__(self, work: Work, way: str) -> None:
+    def __init__(self, work: Workload, way: str) -> None:
         size = -(-work.num_elements * ITEM_BYTES[work.dtype] // 4)
         sources = [np.ones(size, np.float32) for _ in range(work.num_devices)]
         targets = [np.zeros(size, np.float32) for _ in range(work.num_devices)]
         self._copy = limit.WAYS[way](sources, targets)
-        self.places: tuple[Place, ...] = ("given",)
+        self.places: tuple[ResultPlace, ...] = ("given",)
 
-    def turn(self, place: Place, repeats: int) -> float:  # noqa: ARG002
+    def turn(self, place: ResultPlace, repeats: int) -> float:  # noqa: ARG002
         return statistics.fmean(limit.seconds_of(self._copy) for _ in range(repeats))
 
-    def inspect(self, place: Place, *, counts_wrong: bool) -> Inspection:  # noqa: ARG002
+    def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:  # noqa: ARG002
         return Inspection("own", 0)
 
 
@@ -188,7 +188,7 @@ def measured(group: Group, schedule: Schedule) -> Measured:
     wanted = {runner for row in group.rows for runner in (row.ours, row.against) if runner is not None}
     inputs = data.all_arrays(group.work)
     ready: dict[str, Measurable] = {}
-    places: dict[str, Place] = {}
+    places: dict[str, ResultPlace] = {}
     named: dict[str, Runner] = {}
     missing: dict[str, str] = {}
     with contextlib.ExitStack() as closing:

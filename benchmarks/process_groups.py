@@ -30,7 +30,7 @@ from crossdevice.cli.bench.peers import Runs, Seat, lacking
 from crossdevice.cli.bench.process import PeerProcesses
 from crossdevice.cli.bench.ranks import Rank
 from crossdevice.cli.bench.report import machine
-from crossdevice.cli.bench.work import Place, Work
+from crossdevice.cli.bench.workload import ResultPlace, Workload
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.distributed import DistributedValues, PerReplica
 from crossdevice.values.options import CommunicationOptions
@@ -39,7 +39,7 @@ MIB = 1 << 20
 NUM_REPLICAS, NUM_PROCESSES = 8, 2
 WIDTH = 2048
 
-TRAINING = Work("all_reduce", "MEAN", "float32", NUM_PROCESSES, ((1,),))
+TRAINING = Workload("all_reduce", "MEAN", "float32", NUM_PROCESSES, ((1,),))
 """Stands for a training step, which brings its own arrays."""
 
 
@@ -52,11 +52,11 @@ class OurRank(Rank):
         self._group = group
         self.rank = group.rank
 
-    def replicas(self, work: Work) -> range:
+    def replicas(self, work: Workload) -> range:
         share = work.num_devices // self._group.size
         return range(self.rank * share, (self.rank + 1) * share)
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         ops = CollectiveAllReduce(group=self._group, options=self.options)
         values = [PerReplica(column) for column in zip(*inputs, strict=True)]
 
@@ -115,7 +115,7 @@ class PlainTraining:
     """Steps of DistributedDataParallel on gloo with some ten million parameters, one thread per process."""
 
     name = "DDP"
-    places: tuple[Place, ...] = ("in_place",)
+    places: tuple[ResultPlace, ...] = ("in_place",)
 
     def __init__(self, seat: Seat) -> None:
         import torch
@@ -138,10 +138,10 @@ class PlainTraining:
         self._inputs = torch.randn(64, 512)
         self._distributed = dist
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Measurable:  # noqa: ARG002
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Measurable:  # noqa: ARG002
         return self
 
-    def turn(self, place: Place, repeats: int) -> float:  # noqa: ARG002
+    def turn(self, place: ResultPlace, repeats: int) -> float:  # noqa: ARG002
         self._distributed.barrier()
         begin = time.perf_counter()
         for _ in range(repeats):
@@ -150,7 +150,7 @@ class PlainTraining:
             self._optimizer.step()
         return (time.perf_counter() - begin) / repeats
 
-    def inspect(self, place: Place, *, counts_wrong: bool) -> Inspection:  # noqa: ARG002
+    def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:  # noqa: ARG002
         """Wrong are parameters that the processes do not have in common."""
         import torch
 
@@ -182,7 +182,7 @@ class Contender(NamedTuple):
     """
 
     name: str
-    place: Place
+    place: ResultPlace
     needs: str
     runs: Runs | None = None
     rounds_once: bool = True
@@ -208,7 +208,7 @@ class Row(NamedTuple):
     """One promise: how many times as fast as the other, or at most how many times as slow."""
 
     text: str
-    work: Work
+    work: Workload
     floor: float | None
     is_ceiling: bool = False
 
@@ -228,7 +228,7 @@ def pairs(*, quick: bool) -> list[Pair]:
         return tuple(
             Row(
                 f"2 x 4 x {size} MiB on {where}{how} against 8 ranks of {where}",
-                Work("all_reduce", "SUM", "float32", NUM_REPLICAS, ((size * MIB // 4 // shrink,),)),
+                Workload("all_reduce", "SUM", "float32", NUM_REPLICAS, ((size * MIB // 4 // shrink,),)),
                 None if size == 1 else floor,
             )
             for size in (1, 16, 64)

@@ -21,7 +21,7 @@ targets = inputs @ generator.normal(size=8).astype(np.float32)
 
 checkpoint = sys.argv[1] if len(sys.argv) > 1 else None
 kill_at_step = int(sys.argv[2]) if len(sys.argv) > 2 else None
-cluster = cd.cluster.from_env()
+cluster = cd.cluster_from_env()
 strategy = cd.MultiWorkerMirroredStrategy(cluster, devices=["cpu:0", "cpu:1"])
 
 state = {"steps": np.int64(0), "weights": np.zeros(8, np.float32), "velocity": np.zeros(8, np.float32)}

@@ -6,6 +6,10 @@
 array([2., 3.], dtype=float32)
 """
 
+import importlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
 from crossdevice.algorithms.all_reduce_cross_device_ops import AllReduceCrossDeviceOps
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
@@ -16,19 +20,22 @@ from crossdevice.algorithms.nccl_all_reduce import NcclAllReduce
 from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.algorithms.ring_all_reduce import RingAllReduce
 from crossdevice.algorithms.tree_all_reduce import TreeAllReduce
-from crossdevice.choosing.by_cost import choose
+from crossdevice.choosing.choose_algorithm import choose_algorithm
 from crossdevice.costs.topology import Topology
 from crossdevice.costs.topology_files import read_topology
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.tracing import flight_record, trace
 from crossdevice.functions import all_reduce, bind, broadcast, gather, reduce, to_dense
-from crossdevice.process_groups import cluster
+from crossdevice.process_groups.cluster import Cluster, cluster_from_env
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.current import (
     get_replica_context,
     get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
+from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
 from crossdevice.strategies.running.replica_context import ReplicaContext
@@ -45,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AllReduceCrossDeviceOps",
     "BoundReduction",
+    "Cluster",
     "CollectiveAllReduce",
     "CommunicationImplementation",
     "CommunicationOptions",
@@ -61,10 +69,13 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "PerReplica",
+    "ProcessGroup",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
     "RingAllReduce",
+    "Strategy",
+    "StrategyExtended",
     "SyncOnReadVariable",
     "Topology",
     "TreeAllReduce",
@@ -74,8 +85,8 @@ __all__ = [
     "all_reduce",
     "bind",
     "broadcast",
-    "choose",
-    "cluster",
+    "choose_algorithm",
+    "cluster_from_env",
     "flight_record",
     "gather",
     "get_replica_context",
@@ -87,3 +98,18 @@ __all__ = [
     "to_dense",
     "trace",
 ]
+
+_OLD_NAMES = {"choose": "choose_algorithm", "cluster": "cluster_from_env and Cluster"}
+"""Names of an earlier version, kept for one release, and what is used instead."""
+
+if not TYPE_CHECKING:  # else every misspelt name would pass a type checker
+
+    def __getattr__(name: str) -> Any:
+        """A name of an earlier version, with a warning."""
+        if name not in _OLD_NAMES:
+            raise AttributeError(f"module 'crossdevice' has no attribute {name!r}")
+        message = f"crossdevice.{name} will be removed; use {_OLD_NAMES[name]} of crossdevice"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        if name == "choose":
+            return choose_algorithm
+        return importlib.import_module("crossdevice.process_groups.cluster")

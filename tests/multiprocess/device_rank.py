@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 
 import crossdevice as cd
-from crossdevice import cluster
+from crossdevice.process_groups import cluster
 from crossdevice.process_groups.torch_collectives import DeviceCollectives
 from multiprocess.launching import report
 
 
 def main():
-    here = cluster.from_env()
+    here = cluster.cluster_from_env()
     with here.form_group("torch", timeout_seconds=60.0) as group:
         engine = group._engine
         gloo = DeviceCollectives(

@@ -8,8 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-from crossdevice import cluster
 from crossdevice.errors import CrossDeviceError
+from crossdevice.process_groups import cluster
 from multiprocess.launching import FOLDER, report
 
 ODD_RANK = 2
@@ -17,7 +17,7 @@ STALL_SECONDS = 9.0
 
 
 def main(scenario, engine, seconds):
-    here = cluster.from_env()
+    here = cluster.cluster_from_env()
     if scenario == "absent":
         report(here.rank, absent(here, engine, float(seconds)))
         return

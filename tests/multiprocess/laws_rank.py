@@ -4,7 +4,7 @@ import sys
 import traceback
 import warnings
 
-from crossdevice import cluster
+from crossdevice.process_groups import cluster
 from multiprocess.launching import report
 from multiprocess.laws import GROUP_LAWS
 from multiprocess.laws_of_reductions import REDUCTION_LAWS
@@ -12,7 +12,7 @@ from multiprocess.laws_of_reductions import REDUCTION_LAWS
 
 def main(engine):
     warnings.simplefilter("error")
-    here = cluster.from_env()
+    here = cluster.cluster_from_env()
 
     def form():
         return here.form_group(engine, timeout_seconds=60.0)

@@ -4,13 +4,13 @@ import os
 import sys
 import warnings
 
-from crossdevice import cluster
+from crossdevice.process_groups import cluster
 from multiprocess.launching import report
 
 
 def main(engine="", twist=""):
     warnings.simplefilter("error")
-    here = cluster.from_env()
+    here = cluster.cluster_from_env()
     if twist == "beside DDP":
         train = data_parallel_training()
         train()

@@ -11,7 +11,7 @@ from multiprocess.strategy_laws import LAWS, bits
 
 
 def main(grid):
-    here = cd.cluster.from_env()
+    here = cd.cluster_from_env()
     devices = [f"cpu:{index}" for index in range(int(grid.split(",")[here.rank]))]
     strategy = cd.MultiWorkerMirroredStrategy(here, devices=devices)
     with np.errstate(over="ignore"):

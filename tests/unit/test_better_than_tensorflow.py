@@ -45,12 +45,13 @@ def test_the_ledger_proves_that_every_replica_counts_once_at_odd_counts(name):
 @pytest.mark.parametrize("op", ["avg", "", "SUMS", None, 0, cd.VariableAggregation.SUM])
 def test_unknown_operations_are_refused_before_any_work_even_for_one_value(row, op):
     ops = row.make()
-    ops.reduce_implementation = pytest.fail  # nothing may get as far
-    for value in (cd.PerReplica([1.0, 2.0]), cd.PerReplica([1.0]), 1.0):
-        with pytest.raises(ReduceOpError, match="expected one of SUM, MEAN"):
-            ops.reduce(op, value, "cpu:0")
-        with pytest.raises(ReduceOpError, match="expected one of SUM, MEAN"):
-            ops.batch_reduce(op, [(value, "cpu:0")])
+    uneven = cd.PerReplica([np.ones(2), np.ones(3)])
+    for call in (ops.reduce, lambda op, value, target: ops.batch_reduce(op, [(value, target)])):
+        with pytest.raises(ShapeMismatchError):
+            call("sum", uneven, "cpu:0")  # so whoever looks at this value before the operation is found out
+        for value in (uneven, cd.PerReplica([1.0, 2.0]), cd.PerReplica([1.0]), 1.0):
+            with pytest.raises(ReduceOpError, match="expected one of SUM, MEAN"):
+                call(op, value, "cpu:0")
 
 
 @each_algorithm

@@ -633,7 +633,7 @@ refuses(
     TopologyError,
     ValueError,
     lambda _: cd.read_topology("dgx9"),
-    "'dgx9' is no topology; expected a file that ends in .toml, or one of",
+    "'dgx9' is not a topology; expected a file that ends in .toml, or one of",
     "dgx1v",
 )
 

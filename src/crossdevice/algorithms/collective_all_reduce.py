@@ -49,7 +49,7 @@ class CollectiveAllReduce(CrossDeviceOps):
         devices: the devices of this process, and
         group_size: the number of replicas of all processes: given both, they must fit together.
         options: the defaults of every call; what a call's own options set comes first.
-        group: the processes that take part; `crossdevice.cluster.from_env().form_group()` makes one.
+        group: the processes that take part; `crossdevice.cluster_from_env().form_group()` makes one.
 
     >>> import numpy as np
     >>> from crossdevice.process_groups.thread_group import run_ranks

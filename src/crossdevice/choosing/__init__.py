@@ -1,1 +1,1 @@
-"""Which algorithm? By the devices at hand, or by predicted and measured cost."""
+"""Which algorithm? `choose_algorithm` asks `by_devices`, or `by_cost` where a topology is known."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
-
-from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
+from crossdevice.choosing.choice import Choice, chosen
 from crossdevice.choosing.prediction import MOST_PLANNED_DEVICES, knows_rounds, predicted
 from crossdevice.costs.timing import Parts
 from crossdevice.costs.topology import Topology
@@ -19,66 +17,42 @@ from crossdevice.costs.topology_files import read_topology
 from crossdevice.errors import OptionError
 from crossdevice.values.options import PRECISIONS
 
-ENGINES = frozenset({"nccl"})
+ENGINE_ALGORITHMS = frozenset({"nccl"})
 """Never chosen here: an engine sums in its own way, and a choice must not change a bit."""
 
 NEAR_FACTOR = 2.0
 """Measurements count for sizes up to so many times smaller or larger."""
 
-
 MEASURED_KEYS = ("algorithm", "devices", "bytes", "seconds")
 """What each measurement of a file has."""
 
 
-class Ranking(NamedTuple):
-    """The fastest algorithm, why it is, and what all would take, fastest first."""
-
-    name: str
-    cross_device_ops: CrossDeviceOps
-    reason: str
-    seconds: Mapping[str, float]
-
-
-def choose(
-    devices: int | Sequence[Any],
+def choice_by_cost(
+    num_devices: int,
     topology: str | Path | Topology,
-    num_bytes: int,
+    num_bytes: int | None,
     *,
     precision: str = "accurate",
     measured: str | Path | None = None,
-) -> Ranking:
-    """The fastest algorithm for an all-reduce of so many bytes on each of these devices.
-
-    >>> choose(8, "hgx_h100", 1 << 30).name
-    'direct'
-
-    Only speed is asked: under `"accurate"` and `"exact"` every answer has the same bits. Under `"fast"` bits
-    follow the algorithm, so choose once and keep the choice.
-
-    Args:
-        devices: how many, or the devices themselves.
-        topology: a name, a TOML file or a Topology.
-        measured: a JSON file `{"measured": [{"algorithm", "devices", "bytes", "seconds"}, ...]}`; where it
-            has this number of devices and a size within a factor of 2, it decides instead of the model.
-    """
-    count = devices if isinstance(devices, int) else len(devices)
-    if not (isinstance(num_bytes, (int, float, np.number)) and num_bytes >= 1):
+) -> Choice:
+    """The fastest algorithm for an all-reduce of so many bytes, as `choose_algorithm` says."""
+    if not (isinstance(num_bytes, (int, numbers.Real)) and num_bytes >= 1):
         raise OptionError(f"num_bytes must be a number, 1 or more; got {num_bytes!r}")
     if precision not in PRECISIONS:
         raise OptionError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
-    place = topology if isinstance(topology, Topology) else read_topology(topology)
-    known = {} if measured is None else measured_seconds(measured, count, num_bytes)
+    machine = topology if isinstance(topology, Topology) else read_topology(topology)
+    known = {} if measured is None else measured_seconds(measured, num_devices, num_bytes)
     if known:
-        return _ranked(known, f"measured in {Path(str(measured)).name}")
-    parts = predicted_parts(place.with_devices(count), num_bytes, precision=precision)
-    ranking = _ranked({name: each.seconds for name, each in parts.items()}, f"predicted on {place.name}")
-    own = parts[ranking.name]
-    return ranking._replace(reason=f"{ranking.reason}; {_explained(own)}") if own.seconds else ranking
+        return _fastest(known, f"measured in {Path(str(measured)).name}")
+    parts = predicted_parts(machine.with_devices(num_devices), num_bytes, precision=precision)
+    choice = _fastest({name: each.seconds for name, each in parts.items()}, f"predicted on {machine.name}")
+    own = parts[choice.name]
+    return choice._replace(reason=f"{choice.reason}; {_explained(own)}") if own.seconds else choice
 
 
 def predicted_parts(topology: Topology, num_bytes: int, *, precision: str = "accurate") -> dict[str, Parts]:
     """What every algorithm but engines would take; on many devices those that know their rounds."""
-    algorithms = {name: ALGORITHMS.load(name)() for name in ALGORITHMS if name not in ENGINES}
+    algorithms = {name: ALGORITHMS.load(name)() for name in ALGORITHMS if name not in ENGINE_ALGORITHMS}
     if topology.num_devices > MOST_PLANNED_DEVICES:
         algorithms = {name: one for name, one in algorithms.items() if knows_rounds(one)}
     return {
@@ -109,17 +83,17 @@ def measured_seconds(path: str | Path, num_devices: int, num_bytes: int) -> dict
     return {
         name: float(seconds)
         for (name, size), seconds in sizes.items()
-        if size == nearest and name not in ENGINES
+        if size == nearest and name not in ENGINE_ALGORITHMS
     }
 
 
-def _ranked(seconds: Mapping[str, float], evidence: str) -> Ranking:
+def _fastest(seconds: Mapping[str, float], evidence: str) -> Choice:
     order = dict(sorted(seconds.items(), key=lambda item: item[1]))
     first, *others = order
     reason = f"{first} is fastest, {evidence}: {order[first] * 1e6:.4g} us"
     if others and order[first]:  # one device takes no time
         reason += f"; next is {others[0]} at {order[others[0]] / order[first]:.2f} times that"
-    return Ranking(first, ALGORITHMS.load(first)(), reason, order)
+    return chosen(first, reason, order)
 
 
 def _explained(parts: Parts) -> str:

@@ -16,7 +16,7 @@ from crossdevice.values.device import Device
 MOST_PLANNED_DEVICES = 16
 """Above this, algorithms that know their rounds are timed by them: a ring's plan grows with the square."""
 
-ITEM_BYTES = 4
+FLOAT_BYTES = 4
 """Plans count elements; predictions are for 32-bit ones."""
 
 
@@ -32,7 +32,7 @@ def devices_of(topology: Topology) -> tuple[Device, ...]:
 def planned_all_reduce(algorithm: CrossDeviceOps, topology: Topology, num_bytes: int) -> Plan:
     """The plan of an all-reduce of so many bytes on all devices of a topology."""
     devices = devices_of(topology)
-    build = PlanBuilder(devices, max(1, num_bytes // ITEM_BYTES))
+    build = PlanBuilder(devices, max(1, num_bytes // FLOAT_BYTES))
     if len(devices) == 1:
         return build.plan(build.inputs)
     return build.plan(algorithm.plan_sum(build, devices))
@@ -64,4 +64,4 @@ def predicted(
     if rounds is not None:
         return rounds_parts(rounds, topology, unsummed=unsummed)
     plan = planned_all_reduce(algorithm, topology, num_bytes)
-    return simulate(plan, topology, ITEM_BYTES, unsummed=unsummed).parts
+    return simulate(plan, topology, FLOAT_BYTES, unsummed=unsummed).parts

@@ -24,9 +24,9 @@ def engine_parts(topology: Topology, num_bytes: float) -> Parts:
     if engine is None:
         raise TopologyError(f"topology {topology.name!r} describes no engine; expected an [engine] table")
     count = topology.num_devices
-    if count == 1:
-        return Parts(engine.call_seconds)
     call = Parts(engine.call_seconds)
+    if count == 1:
+        return call
     ways = [_piped(_ring_latency(topology), num_bytes / _ring_bandwidth(topology))]
     if engine.in_switch_efficiency > 0 and topology.num_nodes == 1:
         # A device's own share needs no link.

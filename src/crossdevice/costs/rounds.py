@@ -7,6 +7,7 @@ meet on each link; a round ends when its slowest transfer does. A test compares 
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -68,12 +69,7 @@ def _ring_parts(one: Round, routes: Sequence[Route], loads: dict[Link, float], a
         transfer_parts(_busy_seconds(one.num_bytes, route, loads), one.num_bytes, route).plus(adding)
         for route in routes
     ]
-    total = Parts()
-    for hop in hops:
-        total = total.plus(hop)
-    latency, bandwidth, reduction = total
-    share = one.repeats / len(hops)
-    journey = Parts(latency * share, bandwidth * share, reduction * share)
+    journey = functools.reduce(Parts.plus, hops).times(one.repeats / len(hops))
     # Shards that queue for a link follow each other at the link's speed, not at that of its slowest route.
     busiest = max(routes, key=lambda route: _link_seconds(route, loads))
     queue = transfer_parts(one.repeats * _link_seconds(busiest, loads), one.num_bytes, busiest)

@@ -7,7 +7,7 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from typing_extensions import assert_never
 
@@ -101,10 +101,13 @@ class _Flow:
     version: int = 0
 
 
+EventKind: TypeAlias = Literal["enter", "leave", "done"]
+
+
 class _Event(NamedTuple):
     seconds: float
     order: int
-    kind: Literal["enter", "leave", "done"]
+    kind: EventKind
     step: int
     version: int = 0
 
@@ -156,9 +159,7 @@ class _Run:
                         assert_never(event.kind)
             self._share(touched, now)
 
-    def _push(
-        self, seconds: float, kind: Literal["enter", "leave", "done"], step: int, version: int = 0
-    ) -> None:
+    def _push(self, seconds: float, kind: EventKind, step: int, version: int = 0) -> None:
         heapq.heappush(self._events, _Event(seconds, next(self._order), kind, step, version))
 
     def _available(self, buffer: Buffer, now: float, parts: Parts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 from crossdevice.costs.topology import Route, Topology
@@ -17,26 +18,20 @@ class Parts(NamedTuple):
     @property
     def seconds(self) -> float:
         """All of them."""
-        return self.latency_seconds + self.bandwidth_seconds + self.reduction_seconds
+        return sum(self)
 
     def plus(self, other: Parts) -> Parts:
         """This chain, and then that one."""
-        return Parts(
-            self.latency_seconds + other.latency_seconds,
-            self.bandwidth_seconds + other.bandwidth_seconds,
-            self.reduction_seconds + other.reduction_seconds,
-        )
+        return Parts(*map(operator.add, self, other))
 
-    def times(self, repeats: int) -> Parts:
+    def times(self, repeats: float) -> Parts:
         """The same chain so many times."""
-        latency, bandwidth, reduction = self
-        return Parts(latency * repeats, bandwidth * repeats, reduction * repeats)
+        return Parts(*(seconds * repeats for seconds in self))
 
 
 def addition_parts(num_arrays: int, num_bytes: float, topology: Topology) -> Parts:
     """Adding arrays of so many bytes on one device: each is read once, the sum is written once."""
-    moved = (num_arrays + 1) * num_bytes
-    return Parts(topology.step_seconds, 0.0, moved / topology.memory_bytes_per_second)
+    return fused_pass_parts(num_arrays, 1, num_bytes, topology)
 
 
 def fused_pass_parts(num_inputs: int, num_outputs: int, num_bytes: float, topology: Topology) -> Parts:

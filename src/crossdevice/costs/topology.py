@@ -7,10 +7,7 @@ moment of its own, and then for its bytes. Links have one direction each and are
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
-
-from typing_extensions import assert_never
 
 from crossdevice.errors import TopologyError
 
@@ -216,14 +213,5 @@ class Topology:
 
     def ring_bytes_per_second(self) -> float:
         """What each device of a node can pass on around rings that use all of its links."""
-        match self.fabric:
-            case SharedMemory() | Switched() | HostBridge():
-                return self.fabric.bytes_per_second
-            case DirectLinks():
-                return _most_links(self.fabric.counts) * self.fabric.bytes_per_second
-            case _:
-                assert_never(self.fabric)
-
-
-def _most_links(counts: Sequence[Sequence[int]]) -> int:
-    return max(map(sum, counts))
+        wires = max(map(sum, self.fabric.counts)) if isinstance(self.fabric, DirectLinks) else 1
+        return wires * self.fabric.bytes_per_second

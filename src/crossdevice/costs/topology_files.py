@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import importlib.resources
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,22 +35,8 @@ GIGA, MICRO = 1e9, 1e-6
 _Made = TypeVar("_Made")
 
 
-class _Table(Mapping[str, Any]):
-    """A table of a file, which remembers the keys that it was asked for."""
-
-    def __init__(self, table: Mapping[str, Any]) -> None:
-        self._table = table
-        self.asked: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
-        return self._table[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        return len(self._table)
+_FABRICS = {"memory": SharedMemory, "switch": Switched, "host": HostBridge, "pairs": DirectLinks}
+_KEYS = ("name", "summary", "sources", "device_type", "devices", "links", "memory", "network", "engine")
 
 
 def topology_names() -> list[str]:
@@ -80,13 +66,13 @@ def read_topology(name_or_path: str | Path, num_devices: int | None = None) -> T
         text = (_FOLDER / f"{name_or_path}.toml").read_text(encoding="utf-8")
     else:
         raise TopologyError(
-            f"{str(name_or_path)!r} is no topology; expected a file that ends in .toml, "
+            f"{str(name_or_path)!r} is not a topology; expected a file that ends in .toml, "
             f"or one of {', '.join(topology_names())}"
         )
     try:
-        topology = _read("the file", _with_base(tomllib.loads(text)), _topology)
+        topology = _topology(_with_base(tomllib.loads(text)))
     except tomllib.TOMLDecodeError as error:
-        raise TopologyError(f"topology {str(name_or_path)!r} is no TOML: {error}") from None
+        raise TopologyError(f"topology {str(name_or_path)!r} is not valid TOML: {error}") from None
     except KeyError as error:
         raise TopologyError(f"topology {str(name_or_path)!r} lacks {error}") from None
     return topology if num_devices is None else topology.with_devices(num_devices)
@@ -103,23 +89,11 @@ def _with_base(tables: dict[str, Any]) -> dict[str, Any]:
     return {**base, **tables}
 
 
-def _read(where: str, table: Mapping[str, Any], made_of: Callable[[Mapping[str, Any]], _Made]) -> _Made:
-    """What is made of a table; a key that nobody asked for is refused."""
-    reading = _Table(table)
-    made = made_of(reading)
-    unknown = [key for key in table if key not in reading.asked]
-    if unknown:
-        raise TopologyError(
-            f"{where} has {', '.join(map(repr, unknown))}, which nothing reads; "
-            f"expected some of {', '.join(sorted(reading.asked))}"
-        )
-    return made
-
-
 def _topology(tables: Mapping[str, Any]) -> Topology:
+    _refuse_unknown("the file", tables, _KEYS)
     devices, network, engine = tables["devices"], tables.get("network"), tables.get("engine")
-    fabric = _read("[links]", tables["links"], functools.partial(_fabric, num_devices=devices))
-    memory_bytes_per_second, step_seconds = _read("[memory]", tables["memory"], _memory)
+    fabric = _fabric(dict(tables["links"]), devices)
+    memory = _numbers("[memory]", tables["memory"], ("bytes_per_second", "step_seconds"))
     return Topology(
         name=tables["name"],
         summary=tables["summary"],
@@ -128,71 +102,68 @@ def _topology(tables: Mapping[str, Any]) -> Topology:
         devices_per_node=devices,
         num_devices=devices,
         fabric=fabric,
-        memory_bytes_per_second=memory_bytes_per_second,
-        step_seconds=step_seconds,
-        network=None if network is None else _read("[network]", network, _network),
-        engine=None if engine is None else _read("[engine]", engine, _engine),
+        memory_bytes_per_second=memory["bytes_per_second"],
+        step_seconds=memory["step_seconds"],
+        network=None if network is None else _made(Network, "[network]", network),
+        engine=None if engine is None else _made(Engine, "[engine]", engine),
     )
 
 
-def _memory(table: Mapping[str, Any]) -> tuple[float, float]:
-    return table["gigabytes_per_second"] * GIGA, table["step_microseconds"] * MICRO
+def _fabric(links: dict[str, Any], num_devices: int) -> Fabric:
+    kind, more = links.pop("kind"), {}
+    if kind not in _FABRICS:
+        raise TopologyError(f"links.kind = {kind!r}; expected memory, switch, host or pairs")
+    if kind == "pairs":
+        counts = tuple(tuple(row) for row in links.pop("counts"))
+        if len(counts) != num_devices or any(len(row) != num_devices for row in counts):
+            raise TopologyError(f"links.counts must have {num_devices} rows of {num_devices} numbers")
+        if any(counts[a][b] != counts[b][a] for a in range(num_devices) for b in range(a)):
+            raise TopologyError("links.counts must be symmetric: a wire has two ends")
+        bridge = _made(HostBridge, "[links.otherwise]", links.pop("otherwise"))
+        more = {"counts": counts, "bridge": bridge}
+    return _made(_FABRICS[kind], "[links]", links, **more)
 
 
-def _fabric(links: Mapping[str, Any], num_devices: int) -> Fabric:
-    speed, cost = _positive(links, "gigabytes_per_second") * GIGA, _cost(links)
-    match links["kind"]:
-        case "memory":
-            return SharedMemory(speed, cost)
-        case "switch":
-            return Switched(speed, cost)
-        case "host":
-            return _bridge(links)
-        case "pairs":
-            counts = tuple(tuple(row) for row in links["counts"])
-            if len(counts) != num_devices or any(len(row) != num_devices for row in counts):
-                raise TopologyError(f"links.counts must have {num_devices} rows of {num_devices} numbers")
-            if any(counts[a][b] != counts[b][a] for a in range(num_devices) for b in range(a)):
-                raise TopologyError("links.counts must be symmetric: a wire has two ends")
-            return DirectLinks(counts, speed, cost, _read("[links.otherwise]", links["otherwise"], _bridge))
-        case kind:
-            raise TopologyError(f"links.kind = {kind!r}; expected memory, switch, host or pairs")
+def _made(kind: type[_Made], where: str, table: Mapping[str, Any], **given: Any) -> _Made:
+    """An object from a table with a key for each of its fields that is not given."""
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in given}  # type: ignore[arg-type]
+    optional = [name for name, field in fields.items() if field.default is not dataclasses.MISSING]
+    costs = Cost._fields if fields.pop("cost", None) else ()
+    numbers = _numbers(where, table, (*fields, *costs), optional)
+    if costs:
+        numbers["cost"] = Cost(*map(numbers.pop, costs))
+    return kind(**numbers, **given)
 
 
-def _bridge(table: Mapping[str, Any]) -> HostBridge:
-    return HostBridge(
-        bytes_per_second=_positive(table, "gigabytes_per_second") * GIGA,
-        cost=_cost(table),
-        devices_per_switch=table["devices_per_switch"],
-        switches_per_socket=table["switches_per_socket"],
-        socket_bytes_per_second=_positive(table, "socket_gigabytes_per_second") * GIGA,
-        has_peer_access=table["peer_access"],
-    )
+def _numbers(
+    where: str, table: Mapping[str, Any], names: Sequence[str], optional: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What a table says, by the names that fields have, in bytes and seconds."""
+    keys = {_key_of(name): name for name in names}
+    _refuse_unknown(where, table, keys)
+    return {
+        name: _scaled(table[key], key) for key, name in keys.items() if key in table or name not in optional
+    }
 
 
-def _network(table: Mapping[str, Any]) -> Network:
-    return Network(
-        bytes_per_second=_positive(table, "gigabytes_per_second") * GIGA,
-        cost=_cost(table),
-        ports_per_node=table["ports_per_node"],
-        oversubscription=table.get("oversubscription", 1.0),
-    )
+def _key_of(name: str) -> str:
+    """How files spell a field: in units of which numbers have few digits."""
+    name = name.removeprefix("has_").replace("bytes_per_second", "gigabytes_per_second")
+    return name.replace("_seconds", "_microseconds")
 
 
-def _engine(table: Mapping[str, Any]) -> Engine:
-    return Engine(
-        call_seconds=table["call_microseconds"] * MICRO,
-        hop_seconds=table["hop_microseconds"] * MICRO,
-        in_switch_efficiency=table.get("in_switch_efficiency", 0.0),
-    )
+def _scaled(value: Any, key: str) -> Any:
+    if key.endswith("gigabytes_per_second"):
+        if not (math.isfinite(value) and value > 0):
+            raise TopologyError(f"{key} must be above 0; got {value}")
+        return value * GIGA
+    return value * MICRO if key.endswith("_microseconds") else value
 
 
-def _cost(table: Mapping[str, Any]) -> Cost:
-    return Cost(table["latency_microseconds"] * MICRO, table["message_microseconds"] * MICRO)
-
-
-def _positive(table: Mapping[str, Any], key: str) -> float:
-    number = float(table[key])
-    if not (math.isfinite(number) and number > 0):
-        raise TopologyError(f"{key} must be above 0; got {number}")
-    return number
+def _refuse_unknown(where: str, table: Mapping[str, Any], expected: Collection[str]) -> None:
+    unknown = [key for key in table if key not in expected]
+    if unknown:
+        raise TopologyError(
+            f"{where} has {', '.join(map(repr, unknown))}, which nothing reads; "
+            f"expected some of {', '.join(sorted(expected))}"
+        )

@@ -61,12 +61,10 @@ def devices_text(number: int) -> str:
 def size_text(num_bytes: int) -> str:
     """Bytes in powers of two, as one reads them aloud.
 
-    >>> size_text(1536)
-    '1.5 KiB'
+    >>> size_text(512), size_text(1536), size_text(1000 << 20)
+    ('512 B', '1.5 KiB', '1000 MiB')
     """
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    raise AssertionError
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 1 << power:
+            return f"{num_bytes / (1 << power):.4g} {unit}"
+    return f"{num_bytes} B"

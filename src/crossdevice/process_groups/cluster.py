@@ -52,7 +52,7 @@ class Cluster(Launch):
         return ProcessGroup(joined, timeout_seconds=timeout_seconds, checks=checks)
 
 
-def from_env(environ: Mapping[str, str] | None = None) -> Cluster:
+def cluster_from_env(environ: Mapping[str, str] | None = None) -> Cluster:
     """The cluster that the launcher's environment variables describe; one process if there are none.
 
     Understands, in this order: torchrun and other RANK and WORLD_SIZE, TF_CONFIG, Open MPI, PMI (MPICH, Intel
@@ -61,9 +61,13 @@ def from_env(environ: Mapping[str, str] | None = None) -> Cluster:
     Args:
         environ: in place of `os.environ`.
 
-    >>> from_env({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}).recognised
+    >>> cluster_from_env({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}).recognised
     'environment: rank 1 of 4, meeting at 10.0.0.1:29500, from RANK, WORLD_SIZE, MASTER_ADDR'
-    >>> from_env({}).recognised
+    >>> cluster_from_env({}).recognised
     'nothing: one process'
     """
     return Cluster(**vars(launched(os.environ if environ is None else environ)))
+
+
+from_env = cluster_from_env
+"""Its old name, under which programs reach it as `crossdevice.cluster.from_env`, for one release more."""

@@ -60,6 +60,10 @@ class ProcessGroup:
             made; `"always"` does so each time; `"off"` never does. Once ranks are found to bring different
             numbers of replicas, `"new"` becomes `"always"`; if they first do so in a call that some of them
             know, it is a MismatchError, and the group is broken.
+
+    >>> from crossdevice.process_groups.thread_group import run_ranks
+    >>> run_ranks(2, lambda group: (group.rank, group.size))
+    [(0, 2), (1, 2)]
     """
 
     def __init__(

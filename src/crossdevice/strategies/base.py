@@ -28,7 +28,16 @@ from crossdevice.values.replica_scope import check_cross_replica
 
 
 class Strategy(abc.ABC):
-    """Runs one function as several replicas, and combines what they return."""
+    """Runs one function as several replicas, and combines what they return.
+
+    What a program needs to know of `MirroredStrategy`, `MultiWorkerMirroredStrategy` and the default, so
+    that it can take any of them.
+
+    >>> from crossdevice.strategies.current import get_strategy
+    >>> strategy = get_strategy()
+    >>> isinstance(strategy, Strategy), strategy.num_replicas_in_sync
+    (True, 1)
+    """
 
     first_replica: int = 0
     """The number of this process's first replica among those of all processes."""

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.default_strategy import DEFAULT_CONTEXT, DEFAULT_STRATEGY
-from crossdevice.strategies.running.place import current_place
+from crossdevice.strategies.running.place import current_context, current_strategy
 from crossdevice.strategies.running.replica_context import ReplicaContext
 
 
 def get_strategy() -> Strategy:
     """The current strategy; outside of any, one that acts as a single replica."""
-    return current_place().strategy or DEFAULT_STRATEGY
+    return current_strategy() or DEFAULT_STRATEGY
 
 
 def has_strategy() -> bool:
     """Whether a strategy was entered, by its `scope` or its `run`."""
-    return current_place().strategy not in (None, DEFAULT_STRATEGY)
+    return current_strategy() not in (None, DEFAULT_STRATEGY)
 
 
 def get_replica_context() -> ReplicaContext | None:
     """The running replica; None in the cross-replica context, a lone replica outside of any strategy."""
-    place = current_place()
-    return DEFAULT_CONTEXT if place.strategy is None else place.context
+    return DEFAULT_CONTEXT if current_strategy() is None else current_context()
 
 
 def in_cross_replica_context() -> bool:

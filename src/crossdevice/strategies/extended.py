@@ -33,7 +33,16 @@ _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
 
 class StrategyExtended:
-    """What `strategy.extended` is: every reduction goes through the strategy's own `cross_device_ops`."""
+    """What `strategy.extended` is: every reduction goes through the strategy's own `cross_device_ops`.
+
+    >>> from crossdevice.strategies.mirrored import MirroredStrategy
+    >>> extended = MirroredStrategy(["cpu:0", "cpu:1"]).extended
+    >>> extended.worker_devices
+    (Device('cpu:0'), Device('cpu:1'))
+    >>> from crossdevice.values.distributed import PerReplica
+    >>> float(extended.reduce_to("sum", PerReplica([1.0, 2.0]), "cpu:0"))
+    3.0
+    """
 
     def __init__(
         self,

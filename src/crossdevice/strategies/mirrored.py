@@ -11,7 +11,7 @@ from typing import Any
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.registry import backend_named
-from crossdevice.choosing.by_devices import Choice, choose_algorithm
+from crossdevice.choosing.choose_algorithm import choose_algorithm
 from crossdevice.errors import ConversionError, DeviceError, OptionError
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.data.regrouping import regroup, spread
@@ -53,13 +53,11 @@ class MirroredStrategy(Strategy):
                 f"cross_device_ops must be a CrossDeviceOps or None, got {type(cross_device_ops).__name__}"
             )
         self._devices = _checked_devices(devices) if devices else default_devices()
-        self._choice = (
-            choose_algorithm(self._devices)
-            if cross_device_ops is None
-            else Choice(cross_device_ops, "given to the strategy")
-        )
+        self._reason = "given to the strategy"
+        if cross_device_ops is None:
+            _, cross_device_ops, self._reason, _ = choose_algorithm(self._devices)
         self._idle: list[ReplicaThreads] = []
-        super().__init__(self._extended_of(self._choice.cross_device_ops))
+        super().__init__(self._extended_of(cross_device_ops))
         logger.info("%s", self.explain())
 
     def _extended_of(self, ops: CrossDeviceOps) -> StrategyExtended:
@@ -106,11 +104,10 @@ class MirroredStrategy(Strategy):
         MirroredStrategy over 1 replica: cpu:0
         ReductionToOneDevice: one replica, so values are only copied
         """
-        ops, reason = self._choice
-        number = len(self._devices)
+        number, ops = len(self._devices), self._extended.cross_device_ops
         replicas = "1 replica" if number == 1 else f"{number} replicas"
         names = ", ".join(map(str, self._devices))
-        return f"MirroredStrategy over {replicas}: {names}\n{type(ops).__name__}: {reason}"
+        return f"MirroredStrategy over {replicas}: {names}\n{type(ops).__name__}: {self._reason}"
 
     def _functions(
         self, fn: Callable[..., Any], arguments: Any, rendezvous: Rendezvous

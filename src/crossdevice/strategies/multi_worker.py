@@ -10,7 +10,7 @@ import numpy as np
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.errors import MismatchError, OptionError
-from crossdevice.process_groups.cluster import Cluster, from_env
+from crossdevice.process_groups.cluster import Cluster, cluster_from_env
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.strategies.data.input import DealtDataset, InputContext, batches_of
 from crossdevice.strategies.extended import StrategyExtended
@@ -56,12 +56,12 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         if cluster_resolver is not None and not isinstance(cluster_resolver, Cluster):
             raise OptionError(
                 f"cluster_resolver must be a Cluster or None, got {type(cluster_resolver).__name__}; "
-                "crossdevice.cluster.from_env() makes one"
+                "crossdevice.cluster_from_env() makes one"
             )
         if cluster_resolver is not None and group is not None:
             raise OptionError("both cluster_resolver and group were given; expected one of them")
         if group is None and cluster_resolver is None:
-            cluster_resolver = from_env()
+            cluster_resolver = cluster_from_env()
         self._cluster = cluster_resolver
         ops = CollectiveAllReduce(
             options=communication_options,
@@ -69,7 +69,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         )
         assert ops.group is not None
         self._group = ops.group
-        super().__init__(devices or _share_of(cluster_resolver), ops)
+        super().__init__(devices or share_of(cluster_resolver), ops)
 
     def _extended_of(self, ops: CrossDeviceOps) -> StrategyExtended:
         self._counts = _numbers_of_all(self._group, len(self._devices))
@@ -161,7 +161,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         return f"MultiWorkerMirroredStrategy(rank {self._group.rank} of {self._group.size}, {names})"
 
 
-def _share_of(cluster: Cluster | None) -> Sequence[Device]:
+def share_of(cluster: Cluster | None) -> Sequence[Device]:
     """The devices of a process that names none."""
     if cluster is None or cluster.local_rank is None or cluster.local_size is None:
         return default_devices()

@@ -4,37 +4,74 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any, TypeAlias
 
 from crossdevice.errors import DeviceError
 
 _SHORT_TYPES = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "mps": "mps", "xpu": "xpu"}
+_KNOWN_TYPES = frozenset(_SHORT_TYPES.values())
 _TENSORFLOW_TYPES = {"cuda": "GPU"}
 
 
-@dataclasses.dataclass(frozen=True)
+def _counted(part: str, number: int) -> int:
+    try:
+        count = operator.index(number)  # takes NumPy's integers, refuses floats
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise DeviceError(f"the {part} of a device must be an integer of 0 or more; got {number!r}")
+    return count
+
+
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Device:
     """A place where arrays live. `cpu:k`, a logical device of the host, exists for every k.
 
     JAX and TensorFlow are an exception: they have as many as they were started with.
 
-    >>> Device.parse("/device:GPU:1")
-    Device('cuda:1')
-    >>> Device.parse("cpu:3").canonical
-    '/job:localhost/replica:0/task:0/device:CPU:3'
-    >>> Device.parse("CPU:3") == Device.parse("/job:localhost/device:CPU:3")
+    >>> Device("cuda:1") == Device("cuda", 1) == Device.parse("/device:GPU:1")
     True
+    >>> Device("cpu:3").canonical
+    '/job:localhost/replica:0/task:0/device:CPU:3'
+
+    Args:
+        type: the type alone ("cuda"), with the other parts beside it, or a whole name ("cuda:1").
     """
 
     type: str
-    index: int = 0
-    job: str = "localhost"
-    replica: int = 0
-    task: int = 0
+    index: int
+    job: str
+    replica: int
+    task: int
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        type: str,  # noqa: A002 - the name of the field
+        index: int = 0,
+        job: str = "localhost",
+        replica: int = 0,
+        task: int = 0,
+    ) -> None:
+        if not isinstance(type, str) or not type:
+            raise DeviceError(
+                f"{type!r} is not the name of a device; expected one such as 'cpu:0' or 'cuda:1' "
+                "(Device.parse also reads the device objects of libraries)"
+            )
+        kind = _SHORT_TYPES.get(type.lower(), type.lower())
+        if not kind.isidentifier():
+            beside = (index, job, replica, task)
+            if beside != (0, "localhost", 0, 0):
+                raise DeviceError(f"{type!r} is a whole name; got more parts of a name beside it: {beside}")
+            kind, index, job, replica, task = dataclasses.astuple(_parse(type, _HOST))
+        if not isinstance(job, str) or not job or "/" in job:
+            raise DeviceError(f"{job!r} is not the name of a job; expected one such as 'worker'")
+        self._fill(kind, _counted("index", index), job, _counted("replica", replica), _counted("task", task))
+
+    def _fill(self, kind: str, index: int, job: str, replica: int, task: int) -> None:
         # Devices are part of every cache key; hashing five fields each time would cost more than a small sum.
-        object.__setattr__(self, "_hash", hash((self.type, self.index, self.job, self.replica, self.task)))
+        known = hash((kind, index, job, replica, task))
+        self.__dict__.update(type=kind, index=index, job=job, replica=replica, task=task, _hash=known)
 
     def __hash__(self) -> int:
         known: int = self.__dict__["_hash"]
@@ -42,7 +79,7 @@ class Device:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Hashes of strings differ from process to process, so a pickled device makes its own anew."""
-        return Device, (self.type, self.index, self.job, self.replica, self.task)
+        return Device.parse, (self.canonical,)
 
     @staticmethod
     def parse(name: object, default: object = None) -> Device:
@@ -89,7 +126,9 @@ class Device:
         return self.canonical
 
     def __repr__(self) -> str:
-        return f"Device({str(self)!r})"
+        if self.type in _KNOWN_TYPES and self.index >= 0:
+            return f"Device({str(self)!r})"
+        return f"Device.parse({self.canonical!r})"  # only a full name can spell such a device
 
 
 Track: TypeAlias = "tuple[Device, Device]"
@@ -118,6 +157,18 @@ def device_of(value: object) -> Device | None:
     return _from_library(said)
 
 
+def misplaced(array: object, device: Device) -> str | None:
+    """Where an array is, if that is not on this device; None if it is there, or on the host for any `cpu:k`.
+
+    >>> misplaced([1.0], Device("cuda:1"))
+    'the host'
+    """
+    own = device_of(array)
+    if own is None:
+        return None if device.is_host else "the host"
+    return None if own == device else str(own)
+
+
 def _from_library(device: Any) -> Device | None:
     """A PyTorch (type, index), JAX (platform, id), TensorFlow (name) or CuPy (id) device object."""
     kind = getattr(device, "type", None)
@@ -142,6 +193,7 @@ def _device(kind: str, index: int) -> Device:
 
 @functools.lru_cache(maxsize=4096)
 def _parse(name: str, default: Device) -> Device:
+    """What a name says, also of devices that nobody has: TensorFlow reads `/cpu:-1`, and so do we."""
     found: dict[str, Any] = {}
     for part in name.rstrip().split("/"):
         if not part:
@@ -152,12 +204,15 @@ def _parse(name: str, default: Device) -> Device:
         elif key in ("replica", "task"):
             found[key] = _number(rest, name)
         else:
-            if "type" in found:
+            if "kind" in found:
                 raise DeviceError(f"device {name!r} names two device types")
-            found["type"], index = _type_and_index(key, rest, name)
+            found["kind"], index = _type_and_index(key, rest, name)
             if index is not None:
                 found["index"] = index
-    return dataclasses.replace(default, **found)
+    device = object.__new__(Device)
+    kind, index, job, replica, task = dataclasses.astuple(default)
+    device._fill(**{"kind": kind, "index": index, "job": job, "replica": replica, "task": task, **found})
+    return device
 
 
 def _type_and_index(key: str, rest: str, name: str) -> tuple[str, int | None]:

@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import Self
 
 from crossdevice.errors import ConversionError, DeviceMismatchError, StructureMismatchError
-from crossdevice.values.device import Device, device_of, host_device
+from crossdevice.values.device import Device, device_of, host_device, misplaced
 from crossdevice.values.nesting import first_leaf
 from crossdevice.values.replica_scope import current_replica
 
@@ -70,10 +70,10 @@ class DistributedValues:
 
 
 def _checked_device(component: object, device: Device, replica: int) -> Device:
-    own = device_of(first_leaf(component))
-    if (own is not None and own != device) or (own is None and not device.is_host):
+    elsewhere = misplaced(first_leaf(component), device)
+    if elsewhere is not None:
         raise DeviceMismatchError(
-            f"replica {replica} was placed on {device}, but its array is on {own or 'the host'}; "
+            f"replica {replica} was placed on {device}, but its array is on {elsewhere}; "
             "copy it there first, or leave `devices` out"
         )
     return device
@@ -135,6 +135,15 @@ class Mirrored(DelegatingValues):
     def current(self) -> Any:
         """The running replica's component; the first outside of replica functions."""
         return self._values[current_replica() or 0]
+
+
+def components_of(value: Any) -> tuple[Any, ...]:
+    """The components of a distributed value; any other value is its own only one.
+
+    >>> components_of(PerReplica([1.0, 2.0])), components_of(3.0)
+    ((1.0, 2.0), (3.0,))
+    """
+    return value.values if isinstance(value, DistributedValues) else (value,)
 
 
 def _as_array(component: Any, dtype: Any, copy: Any) -> Any:

@@ -1,39 +1,57 @@
-"""Which replica the running code belongs to, if any."""
+"""Whose code is running: of which strategy, and as which of its replicas, if any."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from crossdevice.errors import ContextError
 
-_replica: contextvars.ContextVar[int | None] = contextvars.ContextVar("crossdevice_replica", default=None)
+
+class RunningCode(NamedTuple):
+    """The strategy that was entered, the replica and its context (None across replicas), whether in a run.
+
+    Strategies lie above this module, which only hands theirs back.
+    """
+
+    strategy: Any = None
+    replica: int | None = None
+    context: Any = None
+    is_in_run: bool = False
+
+
+RUNNING_CODE: contextvars.ContextVar[RunningCode] = contextvars.ContextVar(
+    "crossdevice_running_code",
+    default=RunningCode(),  # noqa: B039 - immutable
+)
+"""The one place that knows; `strategies/running/place.py` changes it."""
 
 
 def current_replica() -> int | None:
     """The replica whose function is running, or None in the cross-replica context."""
-    return _replica.get()
+    return RUNNING_CODE.get().replica
 
 
 @contextlib.contextmanager
-def replica_scope(replica: int | None) -> Iterator[None]:
-    """Runs a block as this replica's; None leaves the replica context again."""
-    token = _replica.set(replica)
+def running_as(code: RunningCode) -> Iterator[None]:
+    """Runs a block as this code."""
+    token = RUNNING_CODE.set(code)
     try:
         yield
     finally:
-        _replica.reset(token)
+        RUNNING_CODE.reset(token)
 
 
-def enter_replica(replica: int) -> None:
-    """Makes the running contextvars context this replica's, for as long as the context lasts."""
-    _replica.set(replica)
+def replica_scope(replica: int | None) -> contextlib.AbstractContextManager[None]:
+    """Runs a block as this replica's; None leaves the replica context again."""
+    return running_as(RUNNING_CODE.get()._replace(replica=replica))
 
 
 def check_cross_replica(call: str) -> None:
     """Refuses a call that only the cross-replica context may make."""
-    replica = _replica.get()
+    replica = RUNNING_CODE.get().replica
     if replica is not None:
         raise ContextError(
             f"{call} was called inside replica {replica}; it combines all replicas, so call it outside "

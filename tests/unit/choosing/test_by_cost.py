@@ -7,7 +7,8 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing.by_cost import ENGINES, choose, predicted_parts
+from crossdevice.choosing.by_cost import ENGINE_ALGORITHMS, predicted_parts
+from crossdevice.choosing.choose_algorithm import choose_algorithm
 from crossdevice.costs.topology_files import read_topology
 from crossdevice.errors import OptionError
 
@@ -24,7 +25,7 @@ def order(count, size):
 def test_16384_devices_are_timed_from_few_transfers():
     # Some microseconds each; spelled out, a ring alone would have 537 million.
     topology = read_topology("hgx_h100", 16384)
-    for name in set(ALGORITHMS) - ENGINES:
+    for name in set(ALGORITHMS) - ENGINE_ALGORITHMS:
         rounds = ALGORITHMS.load(name)().plan_rounds(topology, GIB)
         assert (
             sum(len(one.transfers) for one in {id(one.transfers): one for one in rounds}.values()) < 140_000
@@ -32,10 +33,10 @@ def test_16384_devices_are_timed_from_few_transfers():
 
 
 def test_precisions_that_keep_bits_prefer_algorithms_that_send_no_partial_sums():
-    assert choose(8, "hgx_h100", GIB).name == "direct"
+    assert choose_algorithm(8, "hgx_h100", GIB).name == "direct"
     assert (
-        choose(8, "hgx_h100", GIB).seconds["ring"]
-        > 2 * choose(8, "hgx_h100", GIB, precision="fast").seconds["ring"]
+        choose_algorithm(8, "hgx_h100", GIB).seconds["ring"]
+        > 2 * choose_algorithm(8, "hgx_h100", GIB, precision="fast").seconds["ring"]
     )
 
 
@@ -43,21 +44,25 @@ def test_every_choice_gives_the_same_bits():
     rng = np.random.default_rng(0)
     value = cd.PerReplica([rng.standard_normal(1000).astype(np.float32) for _ in range(8)])
     stepwise = cd.CommunicationOptions(lowering="off")
-    names = {choose(8, name, size).name for name in ("hgx_h100", "dgx1v", "pcie") for size in (KIB, MIB, GIB)}
+    names = {
+        choose_algorithm(8, name, size).name
+        for name in ("hgx_h100", "dgx1v", "pcie")
+        for size in (KIB, MIB, GIB)
+    }
     results = {
         ALGORITHMS.load(name)().reduce("sum", value, "cpu:0", stepwise).tobytes()
-        for name in names | set(ALGORITHMS) - ENGINES
+        for name in names | set(ALGORITHMS) - ENGINE_ALGORITHMS
     }
     assert len(results) == 1
-    assert not names & ENGINES, "an engine sums in its own way"
+    assert not names & ENGINE_ALGORITHMS, "an engine sums in its own way"
 
 
 def test_the_answer_is_an_algorithm_with_a_reason_and_every_ones_time():
-    answer = choose(["cuda:0", "cuda:1"], read_topology("pcie"), MIB)
+    answer = choose_algorithm(["cuda:0", "cuda:1"], read_topology("pcie"), MIB)
     assert isinstance(answer.cross_device_ops, cd.CrossDeviceOps)
     assert answer.reason.startswith(f"{answer.name} is fastest, predicted on pcie")
     assert list(answer.seconds.values()) == sorted(answer.seconds.values())
-    assert set(answer.seconds) == set(ALGORITHMS) - ENGINES
+    assert set(answer.seconds) == set(ALGORITHMS) - ENGINE_ALGORITHMS
 
 
 def test_measurements_decide_where_there_are_any_near(tmp_path):
@@ -67,28 +72,28 @@ def test_measurements_decide_where_there_are_any_near(tmp_path):
         for name, seconds in (("tree", 1e-6), ("ring", 2e-6), ("nccl", 1e-9))
     ]
     path.write_text(json.dumps({"measured": rows}))
-    near = choose(8, "hgx_h100", 2 * MIB, measured=path)
+    near = choose_algorithm(8, "hgx_h100", 2 * MIB, measured=path)
     assert (near.name, dict(near.seconds)) == ("tree", {"tree": 1e-6, "ring": 2e-6})
     assert "measured in measured.json" in near.reason
-    assert "predicted" in choose(8, "hgx_h100", 3 * MIB, measured=path).reason
-    assert "predicted" in choose(4, "hgx_h100", MIB, measured=path).reason
+    assert "predicted" in choose_algorithm(8, "hgx_h100", 3 * MIB, measured=path).reason
+    assert "predicted" in choose_algorithm(4, "hgx_h100", MIB, measured=path).reason
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):
     for size in (0, "1M", None, float("nan")):
         with pytest.raises(OptionError, match="num_bytes must be a number, 1 or more; got"):
-            choose(8, "hgx_h100", size)
+            choose_algorithm(8, "hgx_h100", size)
     with pytest.raises(OptionError, match="precision must be one of"):
-        choose(8, "hgx_h100", 1, precision="quick")
+        choose_algorithm(8, "hgx_h100", 1, precision="quick")
     path = tmp_path / "measured.json"
     path.write_text("[]")
     with pytest.raises(OptionError, match="cannot be read"):
-        choose(8, "hgx_h100", 1, measured=path)
+        choose_algorithm(8, "hgx_h100", 1, measured=path)
     complete = {"algorithm": "tree", "devices": 4, "bytes": 1, "seconds": 1}
     path.write_text(json.dumps({"measured": [complete, {"algorithm": "ring", "devices": 4, "seconds": 1}]}))
     with pytest.raises(OptionError, match="entry 1 of 'measured' lacks bytes; got"):
-        choose(8, "hgx_h100", 1, measured=path)
+        choose_algorithm(8, "hgx_h100", 1, measured=path)
 
 
 def test_one_device_takes_no_time():
-    assert set(choose(1, "dgx1v", MIB).seconds.values()) == {0.0}
+    assert set(choose_algorithm(1, "dgx1v", MIB).seconds.values()) == {0.0}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import crossdevice as cd
-from crossdevice.choosing.by_devices import choose_algorithm
+from crossdevice.choosing.choose_algorithm import choose_algorithm
+from crossdevice.errors import OptionError
 
 ROWS = [
     (["cpu:0"], cd.ReductionToOneDevice, "one replica"),
@@ -23,7 +24,7 @@ ROWS = [
 @pytest.mark.parametrize(("names", "kind", "reason"), ROWS, ids=lambda row: str(row))
 def test_the_choice_and_its_reason(names, kind, reason, monkeypatch):
     monkeypatch.setattr("sys.platform", "linux")
-    choice = choose_algorithm([cd.Device.parse(name) for name in names])
+    choice = choose_algorithm(names)
     assert type(choice.cross_device_ops) is kind
     assert reason in choice.reason
 
@@ -34,3 +35,18 @@ def test_where_nccl_does_not_exist_it_is_not_chosen(platform, monkeypatch):
     choice = choose_algorithm([cd.Device("cuda", 0), cd.Device("cuda", 1)])
     assert type(choice.cross_device_ops) is cd.DirectAllReduce
     assert platform in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"devices": 8}, "expected a list of one device or more; got 8"),
+        ({"devices": []}, r"expected a list of one device or more; got \[\]"),
+        ({"devices": ["cpu:0"], "num_bytes": 4}, "a choice by cost, which needs a topology too"),
+        ({"devices": ["cpu:0"], "measured": "m.json"}, "a choice by cost, which needs a topology too"),
+        ({"devices": 2, "topology": "pcie"}, "num_bytes must be a number, 1 or more; got None"),
+    ],
+)
+def test_a_question_that_lacks_something_is_refused(given, said):
+    with pytest.raises(OptionError, match=said):
+        choose_algorithm(**given)

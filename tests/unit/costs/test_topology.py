@@ -73,7 +73,7 @@ HEAD = 'name = "x"\nsummary = "x"\ndevice_type = "cpu"\ndevices = 2\n'
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name = ", "is no TOML"),
+        ("name = ", "is not valid TOML"),
         ('name = "x"', "lacks 'devices'|lacks 'summary'"),
         ('like = "dgx9"', "expected one of"),
         (

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from crossdevice import cluster
 from crossdevice.errors import OptionError
+from crossdevice.process_groups import cluster
 
 ALONE = cluster.Cluster()
 APART = cluster.Cluster(rank=0, size=2, launcher="by hand", variables=("RANK",))
@@ -41,7 +41,7 @@ def test_under_mpirun_without_mpi4py_the_advice_is_to_install_it(other_lack, mon
     if other_lack is not None:
         monkeypatch.delitem(sys.modules, "crossdevice.process_groups.torch_group", raising=False)
         monkeypatch.setitem(sys.modules, other_lack, None)
-    launched = cluster.from_env({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
+    launched = cluster.cluster_from_env({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
     with pytest.raises(OptionError, match=r"Open MPI .* mpi4py: pip install 'crossdevice\[mpi\]'"):
         launched.form_group()
 

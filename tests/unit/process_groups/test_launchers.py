@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from crossdevice import cluster
 from crossdevice.errors import OptionError
+from crossdevice.process_groups.cluster import cluster_from_env
 from crossdevice.process_groups.launchers import first_host, slurm_counts
 
 TORCHRUN = {
@@ -68,7 +68,7 @@ def place(found):
     ],
 )
 def test_launchers_are_read(environ, expected):
-    assert place(cluster.from_env(environ)) == expected
+    assert place(cluster_from_env(environ)) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,32 +83,35 @@ def test_launchers_are_read(environ, expected):
     ],
 )
 def test_the_inner_launcher_counts(outer, inner, launcher):
-    found = cluster.from_env({**outer, **inner})
+    found = cluster_from_env({**outer, **inner})
     assert found.launcher == launcher
-    assert (found.rank, found.size) == (cluster.from_env(inner).rank, cluster.from_env(inner).size)
+    assert (found.rank, found.size) == (
+        cluster_from_env(inner).rank,
+        cluster_from_env(inner).size,
+    )
 
 
 def test_torchrun_keeps_the_store_and_counts_restarts():
-    found = cluster.from_env(TORCHRUN)
+    found = cluster_from_env(TORCHRUN)
     assert (found.port, found.has_store, found.restart) == (29400, True, 2)
-    assert not cluster.from_env({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}).has_store
+    assert not cluster_from_env({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}).has_store
 
 
 def test_recognised_says_what_was_found_and_where():
-    assert cluster.from_env({}).recognised == "nothing: one process"
-    assert cluster.from_env(SLURM).recognised == (
-        f"Slurm: rank 3 of 5, local rank 1 of 2, meeting at gpu07:{cluster.from_env(SLURM).port}, from "
+    assert cluster_from_env({}).recognised == "nothing: one process"
+    assert cluster_from_env(SLURM).recognised == (
+        f"Slurm: rank 3 of 5, local rank 1 of 2, meeting at gpu07:{cluster_from_env(SLURM).port}, from "
         "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_TASKS_PER_NODE, SLURM_JOB_NODELIST, "
         "SLURM_JOB_ID"
     )
 
 
 def test_ranks_of_a_job_find_the_same_port_and_other_jobs_another():
-    ports = [cluster.from_env({**SLURM, "SLURM_PROCID": str(rank)}).port for rank in range(5)]
+    ports = [cluster_from_env({**SLURM, "SLURM_PROCID": str(rank)}).port for rank in range(5)]
     assert len(set(ports)) == 1
     assert 20000 <= ports[0] < 32000
-    assert cluster.from_env({**SLURM, "SLURM_JOB_ID": "4712"}).port != ports[0]
-    assert cluster.from_env({**SLURM, "MASTER_PORT": "1234"}).port == 1234
+    assert cluster_from_env({**SLURM, "SLURM_JOB_ID": "4712"}).port != ports[0]
+    assert cluster_from_env({**SLURM, "MASTER_PORT": "1234"}).port == 1234
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,7 @@ def test_ranks_of_a_job_find_the_same_port_and_other_jobs_another():
 )
 def test_what_does_not_fit_together_is_refused_by_name(environ, words):
     with pytest.raises(OptionError) as refused:
-        cluster.from_env(environ)
+        cluster_from_env(environ)
     for word in words:
         assert word in str(refused.value)
 

@@ -1,9 +1,11 @@
+import pickle
+
 import numpy as np
 import pytest
 
 from crossdevice import Device
 from crossdevice.errors import DeviceError
-from crossdevice.values.device import device_of
+from crossdevice.values.device import device_of, misplaced
 
 SAME_AS_CPU_1 = (
     "cpu:1",
@@ -102,3 +104,87 @@ def test_tensors_on_the_host_have_no_device_of_their_own():
     torch = pytest.importorskip("torch")
     assert device_of(torch.zeros(1)) is None
     assert device_of(torch.zeros(1, device="meta")) == Device("meta", 0)
+
+
+@pytest.mark.parametrize("name", [*SAME_AS_CPU_1, "cuda:1", "gpu", "/device:GPU:2", "/job:w/task:3", "mps"])
+def test_the_constructor_reads_whole_names(name):
+    assert Device(name) == Device.parse(name)
+    assert Device(name).type in ("cpu", "cuda", "mps")
+
+
+def test_the_constructor_knows_the_other_names_of_a_type():
+    assert Device("GPU", 1) == Device("cuda", 1)
+    assert Device("cuda", np.int64(1)) == Device("cuda:1")
+    assert type(Device("cuda", np.int64(1)).index) is int
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        Device("cuda", 1),
+        Device("cpu"),
+        Device("mps"),
+        Device("fpga", 3),
+        Device("meta", 2, job="worker", task=3),
+        Device("cpu", 1, job="worker", replica=2, task=3),
+        Device.parse("/cpu:-1"),
+        Device.parse("/device:FPGA:1"),
+    ],
+    ids=str,
+)
+def test_a_device_is_what_its_repr_and_its_pickle_say(device):
+    for again in (eval(repr(device), {"Device": Device}), pickle.loads(pickle.dumps(device))):
+        assert again == device
+        assert hash(again) == hash(device)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (None,),
+        ("",),
+        (3,),
+        (1.5,),
+        (-1,),
+        (b"cpu",),
+        (["cpu"],),
+        ("cuda", -1),
+        ("cuda", 1.0),
+        ("cuda", "1"),
+        ("cuda", None),
+        ("cuda:-1",),
+        ("cuda:1.5",),
+        ("cuda:1", 2),
+        ("nonsense:1",),
+        (" cpu",),
+        ("cpu", 0, ""),
+        ("cpu", 0, "a/b"),
+        ("cpu", 0, "worker", -1),
+        ("cpu", 0, "worker", 0, 0.5),
+    ],
+    ids=repr,
+)
+def test_the_constructor_refuses_what_is_no_device(given):
+    with pytest.raises(DeviceError) as refusal:
+        Device(*given)
+    assert isinstance(refusal.value, ValueError)
+
+
+class OnSecondGpu:
+    device = "cuda:1"
+
+
+@pytest.mark.parametrize(
+    ("array", "device", "elsewhere"),
+    [
+        (np.zeros(1), "cpu:0", None),
+        (np.zeros(1), "cpu:7", None),
+        (np.zeros(1), "cuda:1", "the host"),
+        (1.5, "mps:0", "the host"),
+        (OnSecondGpu(), "cuda:1", None),
+        (OnSecondGpu(), "cuda:0", "cuda:1"),
+        (OnSecondGpu(), "cpu:1", "cuda:1"),
+    ],
+)
+def test_arrays_that_are_elsewhere_are_found(array, device, elsewhere):
+    assert misplaced(array, Device(device)) == elsewhere

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from crossdevice.algorithms.direct_all_reduce import DirectAllReduce
-from crossdevice.cli.bench.work import GIGABYTE
+from crossdevice.cli.bench.workload import GIGABYTE
 from crossdevice.costs.timing import fused_pass_parts
 from crossdevice.costs.topology_files import read_topology
 from crossdevice.plans.rendering import size_text

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -11,8 +12,9 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.work import Place, Work
+from crossdevice.cli.bench.workload import COLLECTIVES, ResultPlace, UnsupportedWorkError, Workload
 from crossdevice.values.device import host_device
+from crossdevice.values.dtypes import FLOATS
 
 Memory = Literal["own", "shared"]
 """Whether every destination's result has memory of its own, or all are one array seen several times."""
@@ -20,7 +22,7 @@ Memory = Literal["own", "shared"]
 Results = Sequence[Sequence[Array]]
 """For each destination its arrays."""
 
-Call = Callable[[], Any]
+TimedCall = Callable[[], Any]
 """Does the work and returns results in whatever form it gets them."""
 
 Read = Callable[[Any], Sequence[data.Arrays]]
@@ -37,31 +39,43 @@ class Inspection(NamedTuple):
 class Measurable(Protocol):
     """A competitor ready for one work."""
 
-    places: tuple[Place, ...]
+    places: tuple[ResultPlace, ...]
 
-    def turn(self, place: Place, repeats: int) -> float:
+    def turn(self, place: ResultPlace, repeats: int) -> float:
         """Seconds per call, of `repeats` calls."""
 
-    def inspect(self, place: Place, *, counts_wrong: bool) -> Inspection:
+    def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:
         """Looks at the results of one more call."""
 
 
-class Competitor(Protocol):
-    """Something that can do collectives."""
+class Competitor(abc.ABC):
+    """Something that can do collectives, or those of its `collectives` and `ops`."""
 
     name: str
+    collectives: Collection[str] = COLLECTIVES
+    ops: Collection[str] = ("SUM", "MEAN", "MIN", "MAX", "PROD")
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Measurable:
+    @abc.abstractmethod
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Measurable:
         """Brings its arrays into place; `inputs` are flat, in this process, and not to be written to."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
         """Ends what was started for it."""
+
+    def check(self, work: Workload) -> None:
+        """Refuses what a library cannot do; a mean of integers means something else in every one."""
+        if work.collective not in self.collectives or work.op not in self.ops:
+            raise UnsupportedWorkError(
+                f"only {', '.join(self.collectives)}, {' and '.join(self.ops).lower()}"
+            )
+        if work.op == "MEAN" and work.dtype not in FLOATS and work.collective in ("all_reduce", "reduce"):
+            raise UnsupportedWorkError("no mean of integers as crossdevice defines it")
 
 
 class Arrays:
     """One library's arrays for a work: inputs, memory for results, and inputs that results replace."""
 
-    def __init__(self, work: Work, inputs: Sequence[data.Arrays], backend: Backend) -> None:
+    def __init__(self, work: Workload, inputs: Sequence[data.Arrays], backend: Backend) -> None:
         self._flat_inputs = inputs
         self._backend = backend
         self.inputs = [self._shaped(arrays, work.shapes, replica) for replica, arrays in enumerate(inputs)]
@@ -108,8 +122,8 @@ class Calls:
 
     def __init__(
         self,
-        work: Work,
-        calls: Mapping[Place, Call],
+        work: Workload,
+        calls: Mapping[ResultPlace, TimedCall],
         *,
         read: Read,
         refill: Callable[[], None] | None = None,
@@ -124,9 +138,9 @@ class Calls:
         self._poison = poison or _nothing
         self._meet = meet or _nothing
         self._rounds_once = rounds_once
-        self.places: tuple[Place, ...] = tuple(calls)
+        self.places: tuple[ResultPlace, ...] = tuple(calls)
 
-    def turn(self, place: Place, repeats: int) -> float:
+    def turn(self, place: ResultPlace, repeats: int) -> float:
         """Seconds per call; letting go of the results is part of it, bringing inputs back is not."""
         call = self._calls[place]
         if place == "in_place":
@@ -139,7 +153,7 @@ class Calls:
             call()
         return (time.perf_counter() - begin) / repeats
 
-    def inspect(self, place: Place, *, counts_wrong: bool) -> Inspection:
+    def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:
         """One more call, for its results."""
         if place != "fresh":
             self._poison()
@@ -153,7 +167,7 @@ class Calls:
             wrong = data.num_wrong(self._work, results, rounds_once=self._rounds_once)
         return Inspection(_memory_of(results), wrong)
 
-    def _refilled_seconds(self, call: Call) -> float:
+    def _refilled_seconds(self, call: TimedCall) -> float:
         self._refill()
         self._meet()
         begin = time.perf_counter()

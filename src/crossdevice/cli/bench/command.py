@@ -19,10 +19,10 @@ from crossdevice.cli.bench.measure import Schedule, measured_rows
 from crossdevice.cli.bench.ours import CrossDeviceCompetitor
 from crossdevice.cli.bench.peers import PEERS, check_peers, lacking, peer_class
 from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
-from crossdevice.cli.bench.progress import progress
 from crossdevice.cli.bench.report import Report
-from crossdevice.cli.bench.work import COLLECTIVES, Work, bytes_of, dtype_of, op_of, sizes_between
+from crossdevice.cli.bench.workload import COLLECTIVES, Workload, bytes_of, dtype_of, op_of, sizes_between
 from crossdevice.cli.output_file import output_file
+from crossdevice.cli.terminal import progress
 from crossdevice.errors import OptionError
 from crossdevice.functions import DEFAULT_ALGORITHM
 from crossdevice.kernels.host.resources.threads import set_num_threads
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         type=output_file,
         metavar="FILE",
-        help="write this host's topology for explain and choose to FILE.toml; measures nothing else",
+        help="write this host's topology, for explain and choose_algorithm, to FILE.toml; nothing else",
     )
     add(
         "--chart",
@@ -106,7 +106,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(
-    works: Sequence[Work], competitors: Sequence[Competitor], arguments: argparse.Namespace, report: Report
+    works: Sequence[Workload],
+    competitors: Sequence[Competitor],
+    arguments: argparse.Namespace,
+    report: Report,
 ) -> None:
     schedule = Schedule(arguments.iters, arguments.warmup_iters, bool(arguments.check), arguments.fresh)
     with progress(2 * arguments.iters * len(works)) as advance:
@@ -122,14 +125,14 @@ def _measure(
             )
 
 
-def _works(arguments: argparse.Namespace) -> list[Work]:
-    for name, least in (("-n", 1), ("-w", 0), ("-g", 2)):
-        given = {"-n": arguments.iters, "-w": arguments.warmup_iters, "-g": arguments.ngpus}[name]
+def _works(arguments: argparse.Namespace) -> list[Workload]:
+    bounds = (("-n", arguments.iters, 1), ("-w", arguments.warmup_iters, 0), ("-g", arguments.ngpus, 2))
+    for name, given, least in bounds:
         if given < least:
             raise OptionError(f"{name} must be {least} or more; got {given}")
     sizes = sizes_between(bytes_of(arguments.minbytes), bytes_of(arguments.maxbytes), arguments.stepfactor)
     dtype, op = dtype_of(arguments.datatype), op_of(arguments.op)
-    works = [Work.of_size(arguments.collective, op, dtype, arguments.ngpus, size) for size in sizes]
+    works = [Workload.of_size(arguments.collective, op, dtype, arguments.ngpus, size) for size in sizes]
     return list(dict.fromkeys(works))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import dtype_named
-from crossdevice.cli.bench.work import Work
+from crossdevice.cli.bench.workload import Workload
 from crossdevice.values.dtypes import FLOATS
 
 PERIOD = 65521
@@ -39,17 +39,17 @@ _WIDE_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def replica_arrays(work: Work, replica: int) -> Arrays:
+def replica_arrays(work: Workload, replica: int) -> Arrays:
     """One replica's flat arrays, one for each shape of the work."""
     return [_replica_array(work, replica, number) for number in range(len(work.shapes))]
 
 
-def all_arrays(work: Work) -> list[Arrays]:
+def all_arrays(work: Workload) -> list[Arrays]:
     """The flat arrays of all replicas that bring some."""
     return [replica_arrays(work, replica) for replica in range(work.num_inputs)]
 
 
-def num_wrong(work: Work, results: Sequence[Arrays], *, rounds_once: bool) -> int:
+def num_wrong(work: Workload, results: Sequence[Arrays], *, rounds_once: bool) -> int:
     """How many elements of all destinations' flat arrays are not what they should be.
 
     Integers, minima, maxima and copies must be equal. Sums, means and products of floats are compared
@@ -72,7 +72,7 @@ class _Expected(NamedTuple):
     once: NDArray[Any]
 
 
-def _replica_array(work: Work, replica: int, number: int) -> NDArray[Any]:
+def _replica_array(work: Workload, replica: int, number: int) -> NDArray[Any]:
     size = math.prod(work.shapes[number])
     return np.resize(_pattern(work.dtype, work.op, replica, number % NUM_PATTERNS), size)
 
@@ -87,7 +87,7 @@ def _pattern(dtype: str, op: str, replica: int, number: int) -> NDArray[Any]:
     return random.integers(low, high, PERIOD, dtype, endpoint=True)
 
 
-def _segments(work: Work, number: int, array: NDArray[Any]) -> Iterator[tuple[NDArray[Any], _Expected]]:
+def _segments(work: Workload, number: int, array: NDArray[Any]) -> Iterator[tuple[NDArray[Any], _Expected]]:
     """Parts of a result that each start with the start of a pattern."""
     if work.collective in ("all_reduce", "reduce"):
         yield array, _expected_reduction(work, number % NUM_PATTERNS)
@@ -101,7 +101,7 @@ def _segments(work: Work, number: int, array: NDArray[Any]) -> Iterator[tuple[ND
 
 
 @functools.lru_cache(maxsize=16)
-def _expected_reduction(work: Work, number: int) -> _Expected:
+def _expected_reduction(work: Workload, number: int) -> _Expected:
     patterns = [_pattern(work.dtype, work.op, replica, number) for replica in range(work.num_devices)]
     wide_dtype = _wide_dtype(work.dtype)
     wide = np.stack([pattern.astype(wide_dtype) for pattern in patterns])

@@ -13,31 +13,29 @@ from typing import Any
 import numpy as np
 
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Calls
-from crossdevice.cli.bench.loops import check_plain_mean
+from crossdevice.cli.bench.calls import Calls, Competitor
+from crossdevice.cli.bench.host_devices import make_host_devices
 from crossdevice.cli.bench.peers import Seat
-from crossdevice.cli.bench.work import UnsupportedWorkError, Work
+from crossdevice.cli.bench.workload import Workload
 
 _FUNCTIONS = {"SUM": "psum", "MEAN": "pmean", "MIN": "pmin", "MAX": "pmax"}
 
 
-class JaxPsum:
+class JaxPsum(Competitor):
     """One compiled psum over all arrays, waited for."""
 
     name = "jax"
+    collectives = ("all_reduce",)
+    ops = tuple(_FUNCTIONS)
 
     def __init__(self, seat: Seat) -> None:
-        flag = f"--xla_force_host_platform_device_count={seat.num_devices}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
         os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["JAX_ENABLE_X64"] = "1"
+        make_host_devices("jax", seat.num_devices)
         self._jax: Any = importlib.import_module("jax")
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """JAX arrays cannot be written to: results are always new."""
-        if work.collective != "all_reduce" or work.op not in _FUNCTIONS:
-            raise UnsupportedWorkError("only all_reduce, and no product")
-        check_plain_mean(work)
+        self.check(work)
         jax, sharding = self._jax, importlib.import_module("jax.sharding")
         devices = jax.devices("cpu")[: work.num_devices]
         mesh = sharding.Mesh(np.array(devices), ("replicas",))
@@ -59,9 +57,6 @@ class JaxPsum:
             for column in zip(*inputs, strict=True)
         ]
         return Calls(work, {"fresh": lambda: jax.block_until_ready(compiled(values))}, read=_read)
-
-    def close(self) -> None:
-        """Nothing was started."""
 
 
 def _read(results: list[Any]) -> list[data.Arrays]:

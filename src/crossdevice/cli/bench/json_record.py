@@ -8,7 +8,7 @@ from typing import Any
 from crossdevice.cli.bench.limit import CopyLimit
 from crossdevice.cli.bench.measure import Figure, Row
 from crossdevice.cli.bench.table import average_bus_bandwidth, num_wrong, redop_of
-from crossdevice.cli.bench.work import GIGABYTE
+from crossdevice.cli.bench.workload import GIGABYTE
 
 
 def as_json(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.cli.bench.work import GIGABYTE
+from crossdevice.cli.bench.workload import GIGABYTE
 from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.kernels.recipe import Recipe

@@ -10,25 +10,29 @@ import numpy as np
 
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Arrays, Call, Calls, Results
-from crossdevice.cli.bench.work import Place, UnsupportedWorkError, Work
-from crossdevice.values.dtypes import FLOATS
+from crossdevice.cli.bench.calls import Arrays, Calls, Competitor, Results, TimedCall
+from crossdevice.cli.bench.workload import ResultPlace, Workload
 
 
-def check_plain_mean(work: Work) -> None:
-    """A mean of integers means something else in every library."""
-    if work.op == "MEAN" and work.dtype not in FLOATS and work.collective in ("all_reduce", "reduce"):
-        raise UnsupportedWorkError("no mean of integers as crossdevice defines it")
-
-
-class NumpyLoop:
+class NumpyLoop(Competitor):
     """`total = a + b; total += c; ...`, then a copy for every other destination."""
 
     name = "numpy"
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+    def __init__(self) -> None:
+        self._combine: dict[str, Callable[..., Any]] = {
+            "MIN": np.minimum,
+            "MAX": np.maximum,
+            "PROD": np.multiply,
+            "SUM": np.add,
+        }
+        self._copy: Callable[[Any], Any] = np.copy
+        self._copy_into: Callable[[Any, Any], None] = np.copyto
+        self._concatenate: Callable[..., Any] = np.concatenate
+
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """Results can be given, new, or replace the inputs."""
-        check_plain_mean(work)
+        self.check(work)
         arrays = Arrays(work, inputs, backend_named(self.name))
         loop = {
             "all_reduce": self._reduce,
@@ -36,7 +40,7 @@ class NumpyLoop:
             "broadcast": self._broadcast,
             "gather": self._gather,
         }[work.collective]
-        calls: dict[Place, Call] = {
+        calls: dict[ResultPlace, TimedCall] = {
             "fresh": lambda: loop(work, arrays.inputs, None),
             "given": lambda: loop(work, arrays.inputs, arrays.given),
         }
@@ -44,11 +48,8 @@ class NumpyLoop:
             calls["in_place"] = lambda: loop(work, arrays.replaced, arrays.replaced)
         return Calls(work, calls, read=arrays.read, refill=arrays.refill, poison=arrays.poison)
 
-    def close(self) -> None:
-        """Nothing was started."""
-
-    def _reduce(self, work: Work, inputs: Results, out: Results | None) -> Results:
-        combine, columns = self._combine(work.op), []
+    def _reduce(self, work: Workload, inputs: Results, out: Results | None) -> Results:
+        combine, columns = self._combine["SUM" if work.op == "MEAN" else work.op], []
         for number, (first, second, *others) in enumerate(zip(*inputs, strict=True)):
             total = combine(first, second) if out is None else combine(first, second, out=out[0][number])
             for other in others:
@@ -58,7 +59,7 @@ class NumpyLoop:
             columns.append([total, *self._copies(total, work.num_results - 1, out, number)])
         return list(zip(*columns, strict=True))
 
-    def _broadcast(self, work: Work, inputs: Results, out: Results | None) -> Results:
+    def _broadcast(self, work: Workload, inputs: Results, out: Results | None) -> Results:
         value = inputs[0][0]
         if out is None:
             return [[self._copy(value)] for _ in range(work.num_results)]
@@ -67,7 +68,7 @@ class NumpyLoop:
                 self._copy_into(target, value)
         return out
 
-    def _gather(self, work: Work, inputs: Results, out: Results | None) -> Results:  # noqa: ARG002
+    def _gather(self, work: Workload, inputs: Results, out: Results | None) -> Results:  # noqa: ARG002
         parts = [arrays[0] for arrays in inputs]
         return [[self._concatenate(parts) if out is None else self._concatenate(parts, out=out[0][0])]]
 
@@ -78,19 +79,6 @@ class NumpyLoop:
             self._copy_into(arrays[number], total)
         return [arrays[number] for arrays in out[1 : 1 + number_of_copies]]
 
-    def _combine(self, op: str) -> Callable[..., Any]:
-        functions = {"MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply}
-        return functions.get(op, np.add)
-
-    def _copy(self, array: Any) -> Any:
-        return array.copy()
-
-    def _copy_into(self, target: Any, array: Any) -> None:
-        np.copyto(target, array)
-
-    def _concatenate(self, parts: Sequence[Any], out: Any = None) -> Any:
-        return np.concatenate(parts, out=out)
-
 
 class TorchLoop(NumpyLoop):
     """The same with tensors, and PyTorch's own threads."""
@@ -98,37 +86,25 @@ class TorchLoop(NumpyLoop):
     name = "torch"
 
     def __init__(self) -> None:
-        self._torch: Any = importlib.import_module("torch")
-
-    def _combine(self, op: str) -> Callable[..., Any]:
-        torch = self._torch
-        functions = {"MIN": torch.minimum, "MAX": torch.maximum, "PROD": torch.mul}
-        function: Callable[..., Any] = functions.get(op, torch.add)
-        return function
-
-    def _copy(self, array: Any) -> Any:
-        return array.clone()
-
-    def _copy_into(self, target: Any, array: Any) -> None:
-        target.copy_(array)
-
-    def _concatenate(self, parts: Sequence[Any], out: Any = None) -> Any:
-        return self._torch.cat(parts, out=out)
+        torch: Any = importlib.import_module("torch")
+        self._combine = {"MIN": torch.minimum, "MAX": torch.maximum, "PROD": torch.mul, "SUM": torch.add}
+        self._copy, self._copy_into = torch.clone, torch.Tensor.copy_
+        self._concatenate = torch.cat
 
 
-class TorchFlatten:
+class TorchFlatten(Competitor):
     """Concatenates each replica's arrays, adds and clones the long tensors, and splits them again."""
 
     name = "torch_flatten"
+    collectives = ("all_reduce",)
+    ops = ("SUM", "MEAN")
 
     def __init__(self) -> None:
         self._torch: Any = importlib.import_module("torch")
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """All results are new: views of one long tensor per replica."""
-        if work.collective != "all_reduce" or work.op not in ("SUM", "MEAN"):
-            raise UnsupportedWorkError("only all_reduce, sum and mean")
-        check_plain_mean(work)
+        self.check(work)
         arrays = Arrays(work, inputs, backend_named("torch"))
         lengths = [array.size for array in inputs[0]]
 
@@ -145,6 +121,3 @@ class TorchFlatten:
             ]
 
         return Calls(work, {"fresh": call}, read=arrays.read)
-
-    def close(self) -> None:
-        """Nothing was started."""

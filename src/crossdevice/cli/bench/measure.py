@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Competitor, Measurable, Memory
-from crossdevice.cli.bench.work import GIGABYTE, Place, UnsupportedWorkError, Work
+from crossdevice.cli.bench.workload import GIGABYTE, ResultPlace, UnsupportedWorkError, Workload
 
 TURN_SECONDS = 0.002
 """Short calls are repeated for about as long in one turn: clock and cold caches would be felt otherwise."""
@@ -24,8 +24,8 @@ PAUSE_SECONDS = 0.003
 class Figure:
     """One cell group of the table: the median time of one competitor, place and size."""
 
-    work: Work
-    place: Place
+    work: Workload
+    place: ResultPlace
     seconds: float
     memory: Memory
     wrong: int | None
@@ -46,7 +46,7 @@ class Row:
     """One competitor's line for one size; None where it cannot do that."""
 
     competitor: str
-    work: Work
+    work: Workload
     out_of_place: Figure | None
     in_place: Figure | None
 
@@ -72,7 +72,7 @@ class Schedule:
 
 
 def measured_rows(
-    work: Work,
+    work: Workload,
     competitors: Sequence[Competitor],
     schedule: Schedule,
     *,
@@ -92,7 +92,7 @@ def measured_rows(
 
 def seconds_in_turns(
     ready: Mapping[str, Measurable],
-    places: Mapping[str, Place],
+    places: Mapping[str, ResultPlace],
     schedule: Schedule,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
@@ -113,7 +113,7 @@ def seconds_in_turns(
 
 
 def _ready(
-    competitor: Competitor, work: Work, inputs: Sequence[data.Arrays], say: Callable[[str], None]
+    competitor: Competitor, work: Workload, inputs: Sequence[data.Arrays], say: Callable[[str], None]
 ) -> Measurable | None:
     try:
         return competitor.ready(work, inputs)
@@ -123,13 +123,13 @@ def _ready(
 
 
 def _figures(
-    work: Work,
+    work: Workload,
     ready: Mapping[str, Measurable],
-    wanted: Mapping[str, Place | None],
+    wanted: Mapping[str, ResultPlace | None],
     schedule: Schedule,
     tick: Callable[[], None],
 ) -> dict[str, Figure]:
-    places: dict[str, Place] = {name: place for name, place in wanted.items() if place is not None}
+    places: dict[str, ResultPlace] = {name: place for name, place in wanted.items() if place is not None}
     if not places:
         for _ in range(schedule.iterations):
             tick()
@@ -142,12 +142,12 @@ def _figures(
     return figures
 
 
-def _out_of_place(one: Measurable, schedule: Schedule) -> Place | None:
-    order: tuple[Place, ...] = ("fresh", "given") if schedule.prefers_fresh else ("given", "fresh")
+def _out_of_place(one: Measurable, schedule: Schedule) -> ResultPlace | None:
+    order: tuple[ResultPlace, ...] = ("fresh", "given") if schedule.prefers_fresh else ("given", "fresh")
     return next((place for place in order if place in one.places), None)
 
 
-def _in_place(one: Measurable) -> Place | None:
+def _in_place(one: Measurable) -> ResultPlace | None:
     return "in_place" if "in_place" in one.places else None
 
 

@@ -10,11 +10,11 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Arrays, Call, Calls, Results
-from crossdevice.cli.bench.work import Place, Work
+from crossdevice.cli.bench.calls import Arrays, Calls, Competitor, Results, TimedCall
+from crossdevice.cli.bench.workload import ResultPlace, Workload
 from crossdevice.errors import OptionError
 from crossdevice.values.device import host_device
-from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.distributed import PerReplica, components_of
 from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions
 
 
@@ -35,7 +35,7 @@ def _made(kind: Any, name: str) -> CrossDeviceOps:
     return kind()
 
 
-class CrossDeviceCompetitor:
+class CrossDeviceCompetitor(Competitor):
     """One algorithm with one set of options, on arrays of one library."""
 
     def __init__(
@@ -46,11 +46,11 @@ class CrossDeviceCompetitor:
         name: str | None = None,
     ) -> None:
         self.name = name or f"crossdevice {algorithm}"
-        self.ops = ops_named(algorithm)
+        self.algorithm = ops_named(algorithm)
         self._backend = backend_named(backend)
         self._options = options
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """Results are given memory, new ones, or replace inputs, as far as arrays can be written to."""
         arrays = Arrays(work, inputs, self._backend)
         collective = {
@@ -59,7 +59,7 @@ class CrossDeviceCompetitor:
             "broadcast": self._broadcast,
             "gather": self._gather,
         }[work.collective]
-        calls: dict[Place, Call] = {"fresh": collective(work, arrays.inputs, None)}
+        calls: dict[ResultPlace, TimedCall] = {"fresh": collective(work, arrays.inputs, None)}
         if arrays.can_be_written and not self._options.share_results and work.collective != "gather":
             calls["given"] = collective(work, arrays.inputs, arrays.given)
             if arrays.can_replace:
@@ -73,18 +73,15 @@ class CrossDeviceCompetitor:
             rounds_once=self._rounds_once(work),
         )
 
-    def close(self) -> None:
-        """Nothing was started."""
-
-    def _rounds_once(self, work: Work) -> bool:
+    def _rounds_once(self, work: Workload) -> bool:
         """Nothing is wider than float64 to multiply in; sums of it are compensated."""
         precision = self._options.precision
         return precision == "exact" or (
             precision == "accurate" and (work.op, work.dtype) != ("PROD", "float64")
         )
 
-    def _reduction(self, work: Work, inputs: Results, out: Results | None) -> Call:
-        ops, op, options = self.ops, work.op, self._options
+    def _reduction(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:
+        ops, op, options = self.algorithm, work.op, self._options
         values = [PerReplica(column) for column in zip(*inputs, strict=True)]
         if work.num_results == 1:
             targets: list[Any] = ["cpu:0"] * len(values)
@@ -101,8 +98,8 @@ class CrossDeviceCompetitor:
         only = outs[0]
         return lambda: [ops.reduce(op, value, target, options, out=only)]
 
-    def _broadcast(self, work: Work, inputs: Results, out: Results | None) -> Call:
-        ops, value = self.ops, inputs[0][0]
+    def _broadcast(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:
+        ops, value = self.algorithm, inputs[0][0]
         devices = tuple(host_device(index) for index in range(work.num_devices))
         targets = PerReplica.of((None,) * len(devices), devices)
         if out is None:
@@ -110,12 +107,11 @@ class CrossDeviceCompetitor:
         outs = [arrays[0] for arrays in out]
         return lambda: [ops.broadcast(value, targets, out=outs)]
 
-    def _gather(self, work: Work, inputs: Results, out: Results | None) -> Call:  # noqa: ARG002
-        ops, options = self.ops, self._options
+    def _gather(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:  # noqa: ARG002
+        ops, options = self.algorithm, self._options
         value = PerReplica([arrays[0] for arrays in inputs])
         return lambda: [ops.gather(value, "cpu:0", 0, options)]
 
 
 def _by_destination(results: Sequence[Any]) -> Results:
-    columns = [r.values if isinstance(r, DistributedValues) else (r,) for r in results]
-    return list(zip(*columns, strict=True))
+    return list(zip(*map(components_of, results), strict=True))

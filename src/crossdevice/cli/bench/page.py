@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from crossdevice.cli.bench.measure import Figure, Row
-from crossdevice.cli.bench.table import size_text
+from crossdevice.plans.rendering import size_text
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }

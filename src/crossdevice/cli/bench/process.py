@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import secrets
 import shutil
@@ -13,28 +11,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import crossdevice
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Inspection, Memory
+from crossdevice.cli.bench.calls import Competitor, Inspection
 from crossdevice.cli.bench.peer import TOKEN_VARIABLE
 from crossdevice.cli.bench.peers import PEERS, Runs, launcher
-from crossdevice.cli.bench.work import Place, UnsupportedWorkError, Work
+from crossdevice.cli.bench.workload import ResultPlace, UnsupportedWorkError, Workload
 from crossdevice.errors import CrossDeviceError
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 600.0
-
-Message = dict[str, Any]
 
 
 class PeerProcessError(CrossDeviceError, RuntimeError):
     """A peer's process that did not start, ended or went silent."""
 
 
-class PeerProcesses:
+class PeerProcesses(Competitor):
     """One peer's processes; between its turns they sleep, waiting for the next message.
 
     Args:
@@ -52,40 +49,40 @@ class PeerProcesses:
         self._folder = tempfile.mkdtemp(prefix="crossdevice-bench-")
         self._complaints = Path(self._folder) / "stderr"
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._streams: list[Any] = []
+        self._connections: list[Connection] = []
         try:
             self._start(num_devices)
         except BaseException:
             self.close()
             raise
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> PeerProcesses:  # noqa: ARG002
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> PeerProcesses:  # noqa: ARG002
         """The processes make the same inputs themselves."""
-        answers = self._ask({"work": dataclasses.asdict(work)})
+        answers = self._ask("ready", work)
         for answer in answers:
-            if "unsupported" in answer:
-                raise UnsupportedWorkError(answer["unsupported"])
-        self.places: tuple[Place, ...] = tuple(answers[0]["places"])
+            if isinstance(answer, UnsupportedWorkError):
+                raise answer
+        self.places: tuple[ResultPlace, ...] = answers[0]
         return self
 
-    def turn(self, place: Place, repeats: int) -> float:
+    def turn(self, place: ResultPlace, repeats: int) -> float:
         """Seconds per call as the slowest process measured them."""
-        answers = self._ask({"place": place, "repeats": repeats})
-        return max(float(answer["seconds"]) for answer in answers)
+        return float(max(self._ask("turn", place, repeats)))
 
-    def inspect(self, place: Place, *, counts_wrong: bool) -> Inspection:
+    def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:
         """Processes each look at their own results."""
-        answers = self._ask({"place": place, "counts_wrong": counts_wrong})
-        memory: Memory = answers[0]["memory"] if len(answers) == 1 else "own"
-        return Inspection(memory, sum(a["wrong"] for a in answers) if counts_wrong else None)
+        answers: list[Inspection] = self._ask("inspect", place, counts_wrong)
+        if len(answers) == 1:
+            return answers[0]
+        return Inspection("own", sum(answer.wrong or 0 for answer in answers) if counts_wrong else None)
 
     def close(self) -> None:
         """Hangs up, which ends the processes; those that do not are ended."""
-        for stream in self._streams:
-            stream.close()
+        for connection in self._connections:
+            connection.close()
         for process in self._processes:
             _end(process)
-        self._streams, self._processes = [], []
+        self._connections, self._processes = [], []
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, num_devices: int) -> None:
@@ -109,14 +106,14 @@ class PeerProcesses:
                         stderr=complaints,
                     )
                 )
-            self._streams = self._accept(server, num_processes, token)
+            self._connections = self._accept(server, num_processes, token)
 
-    def _accept(self, server: socket.socket, number: int, token: str) -> list[Any]:
+    def _accept(self, server: socket.socket, number: int, token: str) -> list[Connection]:
         deadline = time.monotonic() + START_SECONDS
-        streams: list[Any] = []
-        while len(streams) < number:
+        connections: list[Connection] = []
+        while len(connections) < number:
             try:
-                connection, _ = server.accept()
+                accepted, _ = server.accept()
             except TimeoutError:
                 if any(process.poll() is not None for process in self._processes):
                     raise PeerProcessError(f"{self.name} did not start: {self._last_words()}") from None
@@ -125,25 +122,23 @@ class PeerProcesses:
                         f"{self.name} did not start within {START_SECONDS:g} s: {self._last_words()}"
                     ) from None
                 continue
-            connection.settimeout(ANSWER_SECONDS)
-            stream = connection.makefile("rw", encoding="utf-8", newline="\n")
-            connection.close()  # the stream keeps it open
-            if json.loads(stream.readline() or "{}").get("token") == token:
-                streams.append(stream)
-        return streams
+            accepted.setblocking(True)
+            connection = Connection(accepted.detach())
+            if connection.poll(START_SECONDS) and connection.recv_bytes() == token.encode():
+                connections.append(connection)
+        return connections
 
-    def _ask(self, message: Message) -> list[Message]:
+    def _ask(self, *message: Any) -> list[Any]:
         """Tells all processes the same and waits for all of them."""
         try:
-            for stream in self._streams:
-                stream.write(json.dumps(message) + "\n")
-                stream.flush()
-            lines = [stream.readline() for stream in self._streams]
-        except OSError as error:
-            raise PeerProcessError(f"{self.name} does not answer ({error}): {self._last_words()}") from error
-        if not all(lines):
-            raise PeerProcessError(f"{self.name} ended: {self._last_words()}")
-        return [json.loads(line) for line in lines]
+            for connection in self._connections:
+                connection.send(message)
+            for connection in self._connections:
+                if not connection.poll(ANSWER_SECONDS):
+                    raise PeerProcessError(f"{self.name} does not answer: {self._last_words()}")
+            return [connection.recv() for connection in self._connections]
+        except (EOFError, OSError) as error:
+            raise PeerProcessError(f"{self.name} ended: {self._last_words()}") from error
 
     def _last_words(self) -> str:
         lines = self._complaints.read_text(errors="replace").split("\n") if self._complaints.exists() else []

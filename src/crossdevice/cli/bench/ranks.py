@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,26 +12,26 @@ import numpy as np
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Call, Calls
-from crossdevice.cli.bench.loops import check_plain_mean
+from crossdevice.cli.bench.calls import Calls, Competitor, TimedCall
 from crossdevice.cli.bench.peers import Seat
-from crossdevice.cli.bench.work import Place, UnsupportedWorkError, Work
+from crossdevice.cli.bench.workload import ResultPlace, UnsupportedWorkError, Workload
 from crossdevice.values.device import host_device
 
 
-class Rank:
-    """What gloo and MPI share; neither has a mean, so they sum and divide."""
+class Rank(Competitor):
+    """What gloo and MPI share: a collective is done array by array, and a mean is a sum that is divided."""
 
-    name: str
     rank: int
+    places: Mapping[str, Sequence[ResultPlace]]
+    """Where the library can put the results of each collective."""
 
-    def replicas(self, work: Work) -> Sequence[int]:  # noqa: ARG002
+    def replicas(self, work: Workload) -> Sequence[int]:  # noqa: ARG002
         """Those whose inputs this rank has."""
         return [self.rank]
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """`inputs` are this rank's alone."""
-        check_plain_mean(work)
+        self.check(work)
         (mine,) = inputs
         shares = work.num_devices if work.collective == "gather" else 1
         buffers = [np.zeros(array.size * shares, dtype_named(work.dtype)) for array in mine]
@@ -56,16 +57,30 @@ class Rank:
             meet=self.meet,
         )
 
-    def calls(self, work: Work, mine: data.Arrays, buffers: data.Arrays) -> dict[Place, Call]:
+    def calls(self, work: Workload, mine: data.Arrays, buffers: data.Arrays) -> dict[ResultPlace, TimedCall]:
         """This rank's part in the collective, from `mine` to `buffers` or on `buffers` alone."""
+        collect = self.collective(work)
+        pairs = list(zip(self.placed(mine), self.placed(buffers), strict=True))
+        divides = work.op == "MEAN" and (self.rank == 0 or work.num_results > 1)
+
+        def call(*, replaces: bool) -> None:
+            for array, buffer in pairs:
+                collect(None if replaces else array, buffer)
+                if divides:
+                    buffer /= work.num_devices
+
+        return {place: partial(call, replaces=place == "in_place") for place in self.places[work.collective]}
+
+    def placed(self, arrays: data.Arrays) -> list[Any]:
+        """The same memory as what the library wants."""
+        return arrays
+
+    def collective(self, work: Workload) -> Callable[[Any, Any], object]:
+        """Does it for one array and buffer; without an array, the buffer holds it."""
         raise NotImplementedError
 
     def meet(self) -> None:
         """Waits for all other ranks."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Leaves the group."""
         raise NotImplementedError
 
 
@@ -73,6 +88,7 @@ class GlooRank(Rank):
     """torch.distributed on CPUs, whose reductions and broadcasts are always in place."""
 
     name = "gloo"
+    places = dict.fromkeys(("all_reduce", "reduce", "broadcast"), ("in_place",)) | {"gather": ("given",)}
 
     def __init__(self, seat: Seat) -> None:
         self.rank = seat.rank
@@ -83,41 +99,26 @@ class GlooRank(Rank):
             "gloo", init_method=f"file://{seat.folder}/store", rank=seat.rank, world_size=seat.num_devices
         )
 
-    def calls(self, work: Work, mine: data.Arrays, buffers: data.Arrays) -> dict[Place, Call]:
+    def placed(self, arrays: data.Arrays) -> list[Any]:
+        """Tensors."""
+        backend, device = backend_named("torch"), host_device(0)
+        return [backend.from_host(array, array.shape, device) for array in arrays]
+
+    def collective(self, work: Workload) -> Callable[[Any, Any], object]:
         """On tensors that are the same memory."""
         distributed, is_root = self._distributed, self.rank == 0
-        sent, tensors = _as_tensors(mine), _as_tensors(buffers)
-        name = {"MEAN": "SUM", "PROD": "PRODUCT"}.get(work.op, work.op)
-        op = getattr(distributed.ReduceOp, name)
+        op = getattr(distributed.ReduceOp, {"MEAN": "SUM", "PROD": "PRODUCT"}.get(work.op, work.op))
 
-        def finish(tensor: Any) -> None:
-            if work.op == "MEAN":
-                tensor /= work.num_devices
+        def gather(array: Any, buffer: Any) -> None:
+            distributed.gather(array, list(buffer.chunk(work.num_devices)) if is_root else None)
 
-        def all_reduce() -> None:
-            for tensor in tensors:
-                distributed.all_reduce(tensor, op)
-                finish(tensor)
-
-        def reduce() -> None:
-            for tensor in tensors:
-                distributed.reduce(tensor, 0, op)
-                if is_root:
-                    finish(tensor)
-
-        def broadcast() -> None:
-            for tensor in tensors:
-                distributed.broadcast(tensor, 0)
-
-        def gather() -> None:
-            for array, tensor in zip(sent, tensors, strict=True):
-                distributed.gather(array, list(tensor.chunk(work.num_devices)) if is_root else None)
-
-        if work.collective == "gather":
-            return {"given": gather}
-        return {
-            "in_place": {"all_reduce": all_reduce, "reduce": reduce, "broadcast": broadcast}[work.collective]
+        collectives: dict[str, Callable[[Any, Any], object]] = {
+            "all_reduce": lambda _, buffer: distributed.all_reduce(buffer, op),
+            "reduce": lambda _, buffer: distributed.reduce(buffer, 0, op),
+            "broadcast": lambda _, buffer: distributed.broadcast(buffer, 0),
+            "gather": gather,
         }
+        return collectives[work.collective]
 
     def meet(self) -> None:
         """A barrier."""
@@ -129,61 +130,41 @@ class GlooRank(Rank):
 
 
 class MpiRank(Rank):
-    """Any MPI that mpi4py finds."""
+    """Any MPI that mpi4py finds; it does everything in place and out of place, but knows no bfloat16."""
 
     name = "mpi"
+    places = dict.fromkeys(("all_reduce", "reduce"), ("given", "in_place")) | {
+        "broadcast": ("in_place",),
+        "gather": ("given",),
+    }
 
     def __init__(self, seat: Seat) -> None:  # noqa: ARG002
         self._mpi: Any = importlib.import_module("mpi4py.MPI")
         self._world = self._mpi.COMM_WORLD
         self.rank: int = self._world.rank
 
-    def calls(self, work: Work, mine: data.Arrays, buffers: data.Arrays) -> dict[Place, Call]:
-        """MPI does all of it, in place and out of place, but knows no bfloat16."""
+    def collective(self, work: Workload) -> Callable[[Any, Any], object]:
+        """On NumPy arrays; only the root of a reduction may say that its buffer is its array."""
         if work.dtype == "bfloat16":
             raise UnsupportedWorkError("no bfloat16")
         world, is_root, in_place = self._world, self.rank == 0, self._mpi.IN_PLACE
-        op = getattr(self._mpi, work.op if work.op != "MEAN" else "SUM")
-        pairs = list(zip(mine, buffers, strict=True))
+        op = getattr(self._mpi, "SUM" if work.op == "MEAN" else work.op)
 
-        def finish(buffer: Any) -> None:
-            if work.op == "MEAN":
-                buffer /= work.num_devices
+        def all_reduce(array: Any, buffer: Any) -> None:
+            world.Allreduce(in_place if array is None else array, buffer, op)
 
-        def all_reduce(*, replaces: bool) -> None:
-            for array, buffer in pairs:
-                world.Allreduce(in_place if replaces else array, buffer, op)
-                finish(buffer)
+        def reduce(array: Any, buffer: Any) -> None:
+            own = in_place if is_root else buffer
+            world.Reduce(own if array is None else array, buffer if is_root else None, op, 0)
 
-        def reduce(*, replaces: bool) -> None:
-            for array, buffer in pairs:
-                world.Reduce(in_place if replaces and is_root else array, buffer if is_root else None, op, 0)
-                if is_root:
-                    finish(buffer)
-
-        def broadcast() -> None:
-            for buffer in buffers:
-                world.Bcast(buffer, 0)
-
-        def gather() -> None:
-            for array, buffer in pairs:
-                world.Gather(array, buffer if is_root else None, 0)
-
-        if work.collective == "broadcast":
-            return {"in_place": broadcast}
-        if work.collective == "gather":
-            return {"given": gather}
-        call = all_reduce if work.collective == "all_reduce" else reduce
-        return {"given": lambda: call(replaces=False), "in_place": lambda: call(replaces=True)}
+        collectives: dict[str, Callable[[Any, Any], object]] = {
+            "all_reduce": all_reduce,
+            "reduce": reduce,
+            "broadcast": lambda _, buffer: world.Bcast(buffer, 0),
+            "gather": lambda array, buffer: world.Gather(array, buffer if is_root else None, 0),
+        }
+        return collectives[work.collective]
 
     def meet(self) -> None:
         """A barrier."""
         self._world.Barrier()
-
-    def close(self) -> None:
-        """MPI ends with the process."""
-
-
-def _as_tensors(arrays: data.Arrays) -> list[Any]:
-    backend, device = backend_named("torch"), host_device(0)
-    return [backend.from_host(array, array.shape, device) for array in arrays]

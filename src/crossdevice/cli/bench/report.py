@@ -8,7 +8,6 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from crossdevice.cli.bench.json_record import as_json
 from crossdevice.cli.bench.limit import CopyLimit, measured_limit
 from crossdevice.cli.bench.measure import Row
 from crossdevice.cli.bench.page import page_of
-from crossdevice.cli.bench.work import GIGABYTE, Work, bytes_of
+from crossdevice.cli.bench.workload import GIGABYTE, Workload, bytes_of
 from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources.threads import num_threads
 from crossdevice.values.device import host_device
@@ -28,7 +27,7 @@ from crossdevice.values.device import host_device
 class Report:
     """Prints what is known as soon as it is known, and keeps it for the files."""
 
-    def __init__(self, arguments: argparse.Namespace, command: str, work: Work, ours: list[str]) -> None:
+    def __init__(self, arguments: argparse.Namespace, command: str, work: Workload, ours: list[str]) -> None:
         self._arguments = arguments
         self._command = command
         self._work = work
@@ -89,10 +88,10 @@ class Report:
         return 1 if table.num_wrong(self._rows, self._ours) else 0
 
     def _write_json(self, path: Path) -> None:
-        config = {name: _plain(value) for name, value in vars(self._arguments).items()}
-        config |= {"command": self._command, "machine": machine(), "crossdevice": crossdevice.__version__}
+        about = {"command": self._command, "machine": machine(), "crossdevice": crossdevice.__version__}
+        config = vars(self._arguments) | about
         written = as_json(self._rows, self._ours, self._limit, config, self._remarks)
-        path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(written, indent=1, default=str) + "\n", encoding="utf-8")
 
     def _write_charts(self, paths: Sequence[Path]) -> None:
         given, work = self._arguments, self._work
@@ -112,9 +111,3 @@ def machine() -> str:
         f"{num_threads()} threads, kernels {selected_kernels()}, Python {platform.python_version()}, "
         f"NumPy {np.__version__}"
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 
 from crossdevice.cli.bench.measure import Figure, Row
-from crossdevice.cli.bench.work import Work
+from crossdevice.cli.bench.workload import Workload
+from crossdevice.plans.rendering import size_text
 
 _LEFT = "{:>12}  {:>12}  {:>8}  {:>6}  {:>6}"
 _GROUP = "  {:>9}  {:>6}  {:>6}  {:>6}"
@@ -67,18 +68,6 @@ def comparison_lines(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def size_text(size: int) -> str:
-    """Bytes in powers of two.
-
-    >>> size_text(4096), size_text(1500)
-    ('4 KiB', '1.46 KiB')
-    """
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 1 << power:
-            return f"{size / (1 << power):.3g} {unit}"
-    return f"{size} B"
-
-
 def title_of(rows: Sequence[Row], name: str) -> str:
     """A competitor's name with what one must know to compare it: its results' memory, and where they go."""
     figure = next(row.main for row in rows if row.competitor == name)
@@ -100,7 +89,7 @@ def average_bus_bandwidth(rows: Sequence[Row], names: Sequence[str]) -> float:
     return statistics.fmean(found) if found else 0.0
 
 
-def redop_of(work: Work) -> str:
+def redop_of(work: Workload) -> str:
     """The `redop` column."""
     return work.op.lower() if work.collective in ("all_reduce", "reduce") else "none"
 

@@ -15,42 +15,37 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Calls
-from crossdevice.cli.bench.loops import check_plain_mean
+from crossdevice.cli.bench.calls import Calls, Competitor
+from crossdevice.cli.bench.host_devices import make_host_devices
 from crossdevice.cli.bench.peers import Seat
-from crossdevice.cli.bench.work import UnsupportedWorkError, Work
+from crossdevice.cli.bench.workload import Workload
 
 Columns = list[list[Any]]
 """For each array, the tensors of all replicas."""
 
 
-class TensorflowReductionToOneDevice:
+class TensorflowReductionToOneDevice(Competitor):
     """TensorFlow's default on CPUs; its results turn out to be one buffer that all devices see."""
 
     name = "tensorflow"
+    collectives = ("all_reduce",)
+    ops = ("SUM", "MEAN")
 
     def __init__(self, seat: Seat) -> None:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        make_host_devices("tensorflow", seat.num_devices)
         self._tf: Any = importlib.import_module("tensorflow")
-        host = self._tf.config.list_physical_devices("CPU")[0]
-        logical = [self._tf.config.LogicalDeviceConfiguration() for _ in range(seat.num_devices)]
-        self._tf.config.set_logical_device_configuration(host, logical)
         self._distribute = "tensorflow.python.distribute"
 
-    def ready(self, work: Work, inputs: Sequence[data.Arrays]) -> Calls:
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """TensorFlow always makes new results."""
-        if work.collective != "all_reduce" or work.op not in ("SUM", "MEAN"):
-            raise UnsupportedWorkError("only all_reduce, sum and mean are measured")
-        check_plain_mean(work)
+        self.check(work)
         columns = self._placed(list(column) for column in zip(*inputs, strict=True))
         function = self._tf.function(self._all_reduce(work), autograph=False)
         return Calls(work, {"fresh": lambda: function(columns)}, read=self._read)
 
-    def close(self) -> None:
-        """Nothing was started."""
-
-    def _all_reduce(self, work: Work) -> Callable[[Columns], Columns]:
+    def _all_reduce(self, work: Workload) -> Callable[[Columns], Columns]:
         """What becomes a tf.function."""
         ops = self._ops()
         op = self._tf.distribute.ReduceOp(work.op)
@@ -101,7 +96,7 @@ class TensorflowRing(TensorflowReductionToOneDevice):
 
     name = "tensorflow_ring"
 
-    def _all_reduce(self, work: Work) -> Callable[[Columns], Columns]:
+    def _all_reduce(self, work: Workload) -> Callable[[Columns], Columns]:
         tf = self._tf
         build = importlib.import_module(f"{self._distribute}.v1.all_reduce").build_ring_all_reduce
         lengths = [int(np.prod(shape)) for shape in work.shapes]

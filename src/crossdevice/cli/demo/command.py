@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import importlib.util
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +16,16 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import BACKENDS
 from crossdevice.cli.demo.networks import NETWORKS, initial_parameters
-from crossdevice.cli.line_chart import Line, Panel, charts_svg
 from crossdevice.cli.output_file import output_file
+from crossdevice.cli.svg import Chart, Line, charts_svg
+from crossdevice.cli.terminal import progress
 from crossdevice.errors import OptionError
 from crossdevice.plans.rendering import devices_text
-from crossdevice.process_groups.cluster import Cluster, from_env
+from crossdevice.process_groups.cluster import Cluster, cluster_from_env
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
+from crossdevice.values.device import host_device
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -104,84 +102,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains on the devices asked for and on one, and compares; with other processes under a launcher."""
+    """Trains on the devices asked for and on one, and compares; with other processes under a launcher.
+
+    Processes share the same devices, so that they get the bits of one process; only the first speaks.
+    """
     for name in ("devices", "epochs"):
         if getattr(arguments, name) < 1:
             raise OptionError(f"--{name} must be 1 or more; got {getattr(arguments, name)}")
     if arguments.picture.suffix != ".svg":
         raise OptionError(f"{str(arguments.picture)!r} is no picture; expected a name that ends in .svg")
     BACKENDS.load(arguments.backend)
-    digits = load_digits()
-    cluster = from_env()
-    if cluster.size == 1:
-        return _run_alone(digits, arguments)
-    return _run_with_others(digits, arguments, cluster)
-
-
-def _run_alone(digits: Digits, arguments: argparse.Namespace) -> int:
-    devices = _logical_devices(arguments.devices)
-    strategy = MirroredStrategy(devices, ALGORITHMS.load(arguments.ops)() if arguments.ops else None)
-    ops = TimedOps(strategy.extended.cross_device_ops)
-    title = devices_text(len(devices))
-    _introduce(strategy, digits, arguments)
-    with _progress((1 if title == ALONE else 2) * arguments.epochs) as advance:
-        many = _train(digits, arguments, MirroredStrategy(devices, ops), title, advance)
-        runs = {title: many}
-        if title != ALONE:
-            runs[ALONE] = _train_alone(digits, arguments, advance)
-    _report(runs, many, ", ".join(devices))
-    if ops.microseconds:
-        print(
-            f"{len(ops.microseconds)} reductions by {type(ops.ops).__name__}: "
-            f"{np.median(ops.microseconds):.0f} us each (median), {sum(ops.microseconds) / 1e6:.2f} s in all"
-        )
-    return _draw(runs, many, arguments)
-
-
-def _run_with_others(digits: Digits, arguments: argparse.Namespace, cluster: Cluster) -> int:
-    """The same devices shared among processes, so the same bits as alone; only the first process speaks."""
-    if arguments.ops is not None:
-        raise OptionError("--ops is for one process; several use CollectiveAllReduce")
-    share, longer = divmod(arguments.devices, cluster.size)
-    if not share:
-        raise OptionError(f"{cluster.size} processes need as many devices; got --devices {arguments.devices}")
-    devices = _logical_devices(share + (cluster.rank < longer))
-    strategy = MultiWorkerMirroredStrategy(cluster, devices=devices)
+    digits, cluster = load_digits(), cluster_from_env()
+    strategy = _strategy(arguments, cluster)
+    group = strategy.group if isinstance(strategy, MultiWorkerMirroredStrategy) else None
     title = devices_text(arguments.devices)
-    if not strategy.is_chief:
-        _shared_digests(_train(digits, arguments, strategy, title, lambda _: None), strategy.group)
+    if cluster.rank > 0:
+        _digests_of_all(_train(digits, arguments, strategy, title, lambda _: None), group)
         return 0
-    _introduce(strategy, digits, arguments)
-    with _progress(2 * arguments.epochs) as advance:
-        many = _shared_digests(_train(digits, arguments, strategy, title, advance), strategy.group)
-        runs = {title: many, ALONE: _train_alone(digits, arguments, advance)}
-    _report(runs, many, f"{title} of {cluster.size} processes")
-    return _draw(runs, many, arguments)
-
-
-def _logical_devices(number: int) -> list[str]:
-    return [f"cpu:{index}" for index in range(number)]
-
-
-def _introduce(strategy: MirroredStrategy, digits: Digits, arguments: argparse.Namespace) -> None:
     print(strategy.explain())
     print(
         f"{len(digits.labels)} digits to learn from, {len(digits.held_out_labels)} held out; "
         f"{arguments.epochs} epochs in batches of {BATCH_SIZE}, {arguments.backend}"
     )
+    timed = None
+    if group is None:
+        timed = TimedOps(strategy.extended.cross_device_ops)
+        strategy = MirroredStrategy(strategy.extended.worker_devices, timed)
+    with progress((1 if title == ALONE else 2) * arguments.epochs, lines_every=10) as advance:
+        runs = {title: _digests_of_all(_train(digits, arguments, strategy, title, advance), group)}
+        if title != ALONE:
+            runs[ALONE] = _train(digits, arguments, MirroredStrategy(["cpu:0"]), ALONE, advance)
+    names = ", ".join(map(str, strategy.extended.worker_devices))
+    _report(runs, runs[title], names if group is None else f"{title} of {cluster.size} processes", timed)
+    arguments.picture.write_text(_picture(runs), encoding="utf-8")
+    print(f"curves of loss, accuracy and time per step: {arguments.picture}")
+    return 0 if len(set(runs[title].digests)) == 1 else 1
 
 
-def _shared_digests(training: Training, group: ProcessGroup) -> Training:
+def _strategy(arguments: argparse.Namespace, cluster: Cluster) -> MirroredStrategy:
+    share, longer = divmod(arguments.devices, cluster.size)
+    devices = [host_device(index) for index in range(share + (cluster.rank < longer))]
+    if cluster.size == 1:
+        return MirroredStrategy(devices, ALGORITHMS.load(arguments.ops)() if arguments.ops else None)
+    if arguments.ops is not None:
+        raise OptionError("--ops is for one process; several use CollectiveAllReduce")
+    if not share:
+        raise OptionError(f"{cluster.size} processes need as many devices; got --devices {arguments.devices}")
+    return MultiWorkerMirroredStrategy(cluster, devices=devices)
+
+
+def _digests_of_all(training: Training, group: ProcessGroup | None) -> Training:
     """The same with the digests of all processes."""
+    if group is None:
+        return training
     with group.call("compare parameters", b"digests") as call:
         of_ranks = call.all_gather_uneven("\n".join(training.digests).encode())
     return training._replace(digests=[line for text in of_ranks for line in text.decode().split("\n")])
-
-
-def _draw(runs: Runs, many: Training, arguments: argparse.Namespace) -> int:
-    arguments.picture.write_text(_picture(runs), encoding="utf-8")
-    print(f"curves of loss, accuracy and time per step: {arguments.picture}")
-    return 0 if len(set(many.digests)) == 1 else 1
 
 
 def load_digits() -> Digits:
@@ -225,11 +201,7 @@ def _train(
     return training
 
 
-def _train_alone(digits: Digits, arguments: argparse.Namespace, advance: Callable[[str], None]) -> Training:
-    return _train(digits, arguments, MirroredStrategy(["cpu:0"]), ALONE, advance)
-
-
-def _report(runs: Runs, many: Training, places: str) -> None:
+def _report(runs: Runs, many: Training, places: str, timed: TimedOps | None) -> None:
     print()
     print(f"{'':<12} accuracy on held-out digits   training, seconds")
     for title, training in runs.items():
@@ -238,17 +210,29 @@ def _report(runs: Runs, many: Training, places: str) -> None:
         print(f"all replicas hold the same bits: sha256 {many.digests[0][:16]}... on {places}")
     else:
         print(f"REPLICAS DIFFER: {[digest[:16] for digest in many.digests]}")
+    if timed is not None and timed.microseconds:
+        median, total = np.median(timed.microseconds), sum(timed.microseconds) / 1e6
+        reductions = f"{len(timed.microseconds)} reductions by {type(timed.ops).__name__}"
+        print(f"{reductions}: {median:.0f} us each (median), {total:.2f} s in all")
 
 
 def _picture(runs: Runs) -> str:
     def lines(numbers: Callable[[Training], Sequence[float]]) -> list[Line]:
-        return [Line(title, list(enumerate(numbers(training), 1))) for title, training in runs.items()]
+        return [
+            Line(title, list(enumerate(numbers(training), 1)), is_dashed=title != ALONE)
+            for title, training in runs.items()
+        ]
 
     return charts_svg(
         [
-            Panel("loss", "step", lines(lambda training: training.losses)),
-            Panel("accuracy on held-out digits", "epoch", lines(lambda training: training.accuracies), False),
-            Panel("milliseconds per step, median", "epoch", lines(_median_milliseconds)),
+            Chart("loss", "step", lines(lambda training: training.losses)),
+            Chart(
+                "accuracy on held-out digits",
+                "epoch",
+                lines(lambda training: training.accuracies),
+                shows_zero=False,
+            ),
+            Chart("milliseconds per step, median", "epoch", lines(_median_milliseconds)),
         ]
     )
 
@@ -257,29 +241,3 @@ def _median_milliseconds(training: Training) -> list[float]:
     """For each epoch; the very first step also loads the kernels."""
     epochs = np.array_split(np.array(training.step_milliseconds), len(training.accuracies))
     return [float(np.median(epoch)) for epoch in epochs]
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A live bar on a terminal that has rich; otherwise a line every ten epochs."""
-    rich = importlib.import_module("rich.progress") if _has_live_terminal() else None
-    if rich is None:
-        seen: list[str] = []
-
-        def print_some(text: str) -> None:
-            seen.append(text)
-            if len(seen) % 10 == 0:
-                print(f"  {text}")
-
-        yield print_some
-        return
-    columns = (rich.BarColumn(), rich.TaskProgressColumn(), rich.TextColumn("{task.description}"))
-    with rich.Progress(*columns, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda text: bar.update(task, advance=1, description=text)
-
-
-def _has_live_terminal() -> bool:
-    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
-        return False
-    return importlib.util.find_spec("rich") is not None

@@ -8,7 +8,7 @@ import platform
 
 import crossdevice
 from crossdevice.cli.doctor.diagnosis import diagnosis
-from crossdevice.cli.sections import Section, show
+from crossdevice.cli.terminal import Section, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

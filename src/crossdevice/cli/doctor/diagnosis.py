@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from crossdevice.backends.nccl_engines import ENGINES, NcclEngine, engine_named, name_of_engine
-from crossdevice.choosing.by_devices import choose_algorithm
+from crossdevice.choosing.choose_algorithm import choose_algorithm
 from crossdevice.cli.doctor.gpu_facts import Managed, managed, seen_by_libraries
 from crossdevice.errors import OptionError
 from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
@@ -20,7 +20,7 @@ from crossdevice.kernels.host.reference import numpy_pass
 from crossdevice.kernels.host.resources import threads
 from crossdevice.kernels.host.resources.control_groups import words_of_groups
 from crossdevice.plans.rendering import size_text
-from crossdevice.process_groups.cluster import from_env
+from crossdevice.process_groups.cluster import cluster_from_env
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.libraries import INSTALLED_BY
 
@@ -131,7 +131,7 @@ def _devices_numbered(count: int) -> list[Device]:
 
 def _libraries(gpus: Gpus) -> Iterator[Finding]:
     for name, (distributions, install, gives, needs_gpu) in LIBRARIES.items():
-        version = next(filter(None, map(_version, distributions)), None)
+        version = next(filter(None, map(installed_version, distributions)), None)
         if version is not None:
             yield Finding(name, version)
         elif needs_gpu and not gpus.may_exist:
@@ -139,11 +139,12 @@ def _libraries(gpus: Gpus) -> Iterator[Finding]:
         else:
             advice = f"pip install {install}: {gives}" if install else f"pip install {name}"
             yield Finding(name, "not installed", bool(install), advice)
-    if _version("mpi4py") is not None:
+    if installed_version("mpi4py") is not None:
         yield _mpi()
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Of a package on this machine; None if it is not there."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -230,7 +231,7 @@ def _kernels(gpus: Gpus) -> Iterator[Finding]:
         advice = "" if kernels_missing() is None else "pip install 'crossdevice[gpu]', on Linux"
         found = "by kernels of Triton" if reason is None else f"none, plans are run step by step: {reason}"
         yield Finding(f"fused passes on {device}", found, reason is None, advice)
-    if _version("numba") is None:
+    if installed_version("numba") is None:
         yield Finding("compiled kernels", "none without numba", False, "pip install numba")
         return
     source = Path(numpy_pass.__file__).parent
@@ -256,7 +257,7 @@ def _is_writable(folder: Path) -> bool:
 
 def _processes(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
     try:
-        yield Finding("launcher", from_env().recognised)
+        yield Finding("launcher", cluster_from_env().recognised)
     except OptionError as refused:
         yield Finding("launcher", str(refused), False, "set what is missing, or unset what was left behind")
 

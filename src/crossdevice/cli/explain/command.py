@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterator
 
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.cli.bench.work import bytes_of
+from crossdevice.cli.bench.workload import bytes_of
 from crossdevice.cli.explain.explanation import Explanation, explanation_of
 from crossdevice.cli.explain.plan_page import plan_page
 from crossdevice.cli.output_file import output_file
-from crossdevice.cli.sections import Section, show
+from crossdevice.cli.terminal import Section, show
 from crossdevice.costs.timing import Parts
 from crossdevice.costs.topology_files import read_topology, topology_names
 from crossdevice.errors import OptionError

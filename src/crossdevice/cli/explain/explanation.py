@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing.by_cost import ENGINES, predicted_parts
-from crossdevice.choosing.prediction import ITEM_BYTES, planned_all_reduce, predicted
+from crossdevice.choosing.by_cost import ENGINE_ALGORITHMS, predicted_parts
+from crossdevice.choosing.prediction import FLOAT_BYTES, planned_all_reduce, predicted
 from crossdevice.costs.simulation import Simulation, simulate
 from crossdevice.costs.timing import Parts
 from crossdevice.costs.topology import Topology
@@ -38,7 +38,7 @@ class Explanation:
     def reason(self) -> str:
         """Why one would choose it here, or would not."""
         # Engines sum in their own way: they are listed, but not held against what keeps every bit.
-        rivals = [(name, parts) for name, parts in self.others.items() if name not in ENGINES]
+        rivals = [(name, parts) for name, parts in self.others.items() if name not in ENGINE_ALGORITHMS]
         ranked = sorted(rivals, key=lambda item: item[1].seconds)
         if self.topology.shares_memory:
             return "all devices share one memory: every algorithm becomes the same fused pass"
@@ -48,7 +48,9 @@ class Explanation:
             return "there is nothing to compare it with"
         best, parts = ranked[0]
         least = min(self.parts.seconds, parts.seconds)
-        faster = [name for name, one in self.others.items() if name in ENGINES and one.seconds < least]
+        faster = [
+            name for name, one in self.others.items() if name in ENGINE_ALGORITHMS and one.seconds < least
+        ]
         aside = f" ({', '.join(faster)} aside, which sums in its own way)" if faster else ""
         if self.parts.seconds <= parts.seconds:
             times = parts.seconds / self.parts.seconds
@@ -64,7 +66,7 @@ class Explanation:
 
     def steps(self) -> list[str]:
         """The plan as lines; none where it is not spelled out."""
-        return [] if self.plan is None else render_plan(self.plan, ITEM_BYTES).splitlines()
+        return [] if self.plan is None else render_plan(self.plan, FLOAT_BYTES).splitlines()
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for other programs."""
@@ -81,10 +83,8 @@ class Explanation:
             "fallback": self.fallback,
             "reason": self.reason,
             "others": {name: _seconds(parts) for name, parts in self.others.items()},
-            "link_bytes": {} if simulation is None else dict(simulation.link_bytes),
-            "peak_bytes": {}
-            if simulation is None
-            else {str(device): size for device, size in simulation.peak_bytes.items()},
+            "link_bytes": dict(simulation.link_bytes) if simulation else {},
+            "peak_bytes": {str(d): size for d, size in simulation.peak_bytes.items()} if simulation else {},
             "steps": self.steps(),
         }
 
@@ -95,10 +95,10 @@ def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str
     plan = simulation = None
     if topology.num_devices <= MOST_SPELLED_OUT_DEVICES:
         plan = planned_all_reduce(algorithm, topology, num_bytes)
-        simulation = simulate(plan, topology, ITEM_BYTES, unsummed=precision != "fast")
+        simulation = simulate(plan, topology, FLOAT_BYTES, unsummed=precision != "fast")
     everyone = predicted_parts(topology, num_bytes, precision=precision)
     if topology.engine is not None:
-        for engine in sorted(ENGINES - {name}):
+        for engine in sorted(ENGINE_ALGORITHMS - {name}):
             everyone[engine] = predicted(ALGORITHMS.load(engine)(), topology, num_bytes, precision=precision)
     parts = everyone.pop(name, None) or predicted(algorithm, topology, num_bytes, precision=precision)
     return Explanation(
@@ -116,9 +116,4 @@ def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str
 
 
 def _seconds(parts: Parts) -> dict[str, float]:
-    return {
-        "seconds": parts.seconds,
-        "latency_seconds": parts.latency_seconds,
-        "bandwidth_seconds": parts.bandwidth_seconds,
-        "reduction_seconds": parts.reduction_seconds,
-    }
+    return {"seconds": parts.seconds, **parts._asdict()}

@@ -8,7 +8,7 @@ import itertools
 import json
 from typing import Any
 
-from crossdevice.choosing.prediction import ITEM_BYTES
+from crossdevice.choosing.prediction import FLOAT_BYTES
 from crossdevice.cli.explain.explanation import Explanation
 from crossdevice.costs.simulation import SAME_SECONDS, Span, places_of
 from crossdevice.costs.topology import DirectLinks, Switched, Topology
@@ -108,7 +108,7 @@ def _shown(
                     cell[1] |= buffer.is_finished
         device = places[targets_of(step)[0].device]
         if isinstance(step, Copy) and step.source.device != step.target.device:
-            size = size_text(step.source.length * ITEM_BYTES)
+            size = size_text(step.source.length * FLOAT_BYTES)
             sends.append([places[step.source.device], device, size])
         elif isinstance(step, Add):
             adds.append(device)

@@ -12,7 +12,7 @@ from crossdevice.backends.numpy_backend import array_of_numbers
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ConversionError, OptionError, ShapeMismatchError
 from crossdevice.strategies.data.regrouping import regroup
-from crossdevice.values.device import Device, device_of
+from crossdevice.values.device import Device, misplaced
 from crossdevice.values.nesting import NUMBERS, flatten, leaf_paths, unflatten
 
 
@@ -193,10 +193,7 @@ def _moved(part: Any, device: Device) -> Any:
 
 def _array_on(array: Any, device: Device) -> Any:
     backend = backend_of_type(type(array))
-    on_host = device_of(array) is None
-    if backend is None or (on_host and device.is_host) or isinstance(array, np.ndarray):
-        return array
-    if device_of(array) == device:
+    if backend is None or isinstance(array, np.ndarray) or misplaced(array, device) is None:
         return array
     backend.check_device(device)
     return backend.copy(array, device)

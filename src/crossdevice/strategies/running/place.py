@@ -1,4 +1,4 @@
-"""Under which strategy the running code is, and as which of its replicas."""
+"""Entering and leaving strategies and their replicas: who may do so from where."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from crossdevice.errors import ContextError
-from crossdevice.values.replica_scope import enter_replica
+from crossdevice.values.replica_scope import RUNNING_CODE, RunningCode, running_as
 from crossdevice.values.variable import variables_made_by
 
 if TYPE_CHECKING:
@@ -17,71 +17,56 @@ if TYPE_CHECKING:
     from crossdevice.strategies.running.replica_context import ReplicaContext
 
 
-class Place(NamedTuple):
-    """The strategy, the replica context (None in the cross-replica context), and whether it is in a run."""
-
-    strategy: Strategy | None = None
-    context: ReplicaContext | None = None
-    is_in_run: bool = False
+def current_strategy() -> Strategy | None:
+    """The strategy that was entered, by its scope or its run."""
+    entered: Strategy | None = RUNNING_CODE.get().strategy
+    return entered
 
 
-_place: contextvars.ContextVar[Place] = contextvars.ContextVar("crossdevice_place", default=Place())  # noqa: B039 - immutable
-
-
-def current_place() -> Place:
-    """Where the running code is."""
-    return _place.get()
+def current_context() -> ReplicaContext | None:
+    """The context of the running replica; None in the cross-replica context."""
+    running: ReplicaContext | None = RUNNING_CODE.get().context
+    return running
 
 
 @contextlib.contextmanager
 def scope_of(strategy: Strategy) -> Iterator[Strategy]:
     """Makes a strategy the current one; the same one may be entered again, another may not."""
-    place = _place.get()
-    _check_same(place, strategy, "scope")
-    if place.context is not None:
-        raise ContextError(f"scope was entered inside {place.context}; enter it outside of replica functions")
-    with _at(place._replace(strategy=strategy)), variables_made_by(strategy.create_variable):
+    code = RUNNING_CODE.get()
+    _check_same(strategy, "scope")
+    if code.context is not None:
+        raise ContextError(f"scope was entered inside {code.context}; enter it outside of replica functions")
+    with running_as(code._replace(strategy=strategy)), variables_made_by(strategy.create_variable):
         yield strategy
 
 
-def enter_run(strategy: Strategy) -> contextvars.Token[Place]:
+def enter_run(strategy: Strategy) -> contextvars.Token[RunningCode]:
     """Marks that a strategy's replicas are running, until `leave_run`; refuses runs inside of runs."""
-    place = _place.get()
-    _check_same(place, strategy, "run")
-    if place.context is not None:
-        raise ContextError(f"run was called inside {place.context}; runs do not nest")
-    if place.is_in_run:
+    code = RUNNING_CODE.get()
+    _check_same(strategy, "run")
+    if code.context is not None:
+        raise ContextError(f"run was called inside {code.context}; runs do not nest")
+    if code.is_in_run:
         raise ContextError("run was called in a merge function of another run; runs do not nest")
-    return _place.set(Place(strategy, None, True))
+    return RUNNING_CODE.set(RunningCode(strategy, is_in_run=True))
 
 
-def leave_run(token: contextvars.Token[Place]) -> None:
+def leave_run(token: contextvars.Token[RunningCode]) -> None:
     """Goes back to where `enter_run` was called."""
-    _place.reset(token)
+    RUNNING_CODE.reset(token)
 
 
 def outside_of_replicas(strategy: Strategy) -> AbstractContextManager[None]:
     """The cross-replica context, entered by a replica that speaks for all."""
-    return _at(Place(strategy))
+    return running_as(RunningCode(strategy))
 
 
 def enter_replica_context(context: ReplicaContext) -> None:
     """Makes the running contextvars context one replica's; each replica has a copy of its own."""
-    enter_replica(context.local_replica)
-    _place.set(Place(context.strategy, context, True))
+    RUNNING_CODE.set(RunningCode(context.strategy, context.local_replica, context, is_in_run=True))
 
 
-@contextlib.contextmanager
-def _at(place: Place) -> Iterator[None]:
-    token = _place.set(place)
-    try:
-        yield
-    finally:
-        _place.reset(token)
-
-
-def _check_same(place: Place, strategy: Strategy, call: str) -> None:
-    if place.strategy is not None and place.strategy is not strategy:
-        raise ContextError(
-            f"{call} of {strategy} inside the scope of {place.strategy}; strategies do not nest"
-        )
+def _check_same(strategy: Strategy, call: str) -> None:
+    entered = current_strategy()
+    if entered is not None and entered is not strategy:
+        raise ContextError(f"{call} of {strategy} inside the scope of {entered}; strategies do not nest")

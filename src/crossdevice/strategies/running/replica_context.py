@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import ContextError
 from crossdevice.strategies.data.regrouping import own_component, placed_on, regroup, spread
-from crossdevice.strategies.running.place import current_place
+from crossdevice.strategies.running.place import current_context
 from crossdevice.strategies.running.rendezvous import Call, Deadline, Rendezvous
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.distributed import PerReplica, components_of
 from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions, as_options
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -75,7 +75,7 @@ class ReplicaContext:
 
         def merge(trees: list[Any]) -> Sequence[Any]:
             whole = self._together(trees)
-            return _components(self._ops.batch_reduce(op, [(whole, whole)], chosen)[0])
+            return components_of(self._ops.batch_reduce(op, [(whole, whole)], chosen)[0])
 
         return self.meet("all_reduce", (op.name,), own_component(self._replica, value), merge, chosen)
 
@@ -85,7 +85,7 @@ class ReplicaContext:
 
         def merge(trees: list[Any]) -> Sequence[Any]:
             whole = self._together(trees)
-            return _components(self._ops.gather(whole, whole, axis, chosen))
+            return components_of(self._ops.gather(whole, whole, axis, chosen))
 
         return self.meet("all_gather", (f"axis={axis}",), own_component(self._replica, value), merge, chosen)
 
@@ -114,7 +114,7 @@ class ReplicaContext:
         options: CommunicationOptions = DEFAULT_OPTIONS,
     ) -> Any:
         """Waits for the same call of all replicas; `merge` turns all their values into all their answers."""
-        if current_place().context is not self:
+        if current_context() is not self:
             raise ContextError(
                 f"{name} belongs to replica {self.replica_id_in_sync_group} ({self._device}) and was called "
                 "elsewhere: in another replica, another thread or a merge function; ask "
@@ -144,7 +144,3 @@ def _differences(options: CommunicationOptions) -> list[str]:
         for field in dataclasses.fields(options)
         if field.name != "timeout_seconds" and getattr(options, field.name) != field.default
     ]
-
-
-def _components(result: Any) -> tuple[Any, ...]:
-    return result.values if isinstance(result, DistributedValues) else (result,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -58,9 +57,9 @@ def named(replicas: Sequence[int], devices: Sequence[Device]) -> str:
 
 def add_note(error: BaseException, note: str) -> None:
     """Adds a line to an error without changing its type."""
-    if sys.version_info >= (3, 11):
+    if hasattr(error, "add_note"):
         error.add_note(note)
-    else:  # tracebacks show no notes there, but they show causes
+    else:  # before Python 3.11 tracebacks show no notes, but they show causes
         cause = ReplicaError(note)
         cause.__cause__ = error.__cause__
         error.__cause__ = cause

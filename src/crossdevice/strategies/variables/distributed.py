@@ -12,8 +12,7 @@ import optree
 from crossdevice.backends.protocol import Backend
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ContextError, ConversionError, DtypeMismatchError, LibraryMismatchError
-from crossdevice.strategies.running.place import current_place
-from crossdevice.strategies.variables.scattering import Scatter
+from crossdevice.strategies.running.place import current_context, current_strategy
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.distributed import DelegatingValues, DistributedValues, PerReplica
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
@@ -108,43 +107,45 @@ class DistributedVariable(DelegatingValues):
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
         """Adds rows at their indices."""
-        return self._scatter(Scatter.ADD, sparse_delta)
+        return self._scatter("scatter_add", sparse_delta)
 
     def scatter_sub(self, sparse_delta: IndexedSlices) -> Any:
         """Subtracts rows at their indices."""
-        return self._scatter(Scatter.SUB, sparse_delta)
+        return self._scatter("scatter_sub", sparse_delta)
 
     def scatter_mul(self, sparse_delta: IndexedSlices) -> Any:
         """Multiplies by rows at their indices."""
-        return self._scatter(Scatter.MUL, sparse_delta)
+        return self._scatter("scatter_mul", sparse_delta)
 
     def scatter_div(self, sparse_delta: IndexedSlices) -> Any:
         """Divides by rows at their indices."""
-        return self._scatter(Scatter.DIV, sparse_delta)
+        return self._scatter("scatter_div", sparse_delta)
 
     def scatter_min(self, sparse_delta: IndexedSlices) -> Any:
         """Takes the minimum with rows at their indices."""
-        return self._scatter(Scatter.MIN, sparse_delta)
+        return self._scatter("scatter_min", sparse_delta)
 
     def scatter_max(self, sparse_delta: IndexedSlices) -> Any:
         """Takes the maximum with rows at their indices."""
-        return self._scatter(Scatter.MAX, sparse_delta)
+        return self._scatter("scatter_max", sparse_delta)
 
     def scatter_update(self, sparse_delta: IndexedSlices) -> Any:
         """Replaces the rows at the indices."""
-        return self._scatter(Scatter.UPDATE, sparse_delta)
+        return self._scatter("scatter_update", sparse_delta)
 
     def _write(self, method: str, write: Write, value: Any) -> Any:
         """Brings a value to the copies it concerns here and now."""
         raise NotImplementedError
 
-    def _scatter(self, kind: Scatter, slices: IndexedSlices) -> Any:
+    def _scatter(self, method: str, slices: IndexedSlices) -> Any:
         """Brings rows to the copies they concern here and now."""
-        raise NotImplementedError(f"{kind} of variable {self.name!r}: a {type(self).__name__} has no scatter")
+        raise NotImplementedError(
+            f"{method} of variable {self.name!r}: a {type(self).__name__} has no scatter"
+        )
 
     def _context(self) -> ReplicaContext | None:
         """The running replica, None in the cross-replica context; another strategy's is refused."""
-        context = current_place().context
+        context = current_context()
         if context is not None and context.strategy is not self._strategy:
             raise ContextError(
                 f"variable {self.name!r} belongs to {self._strategy}; it was used by {context.strategy}"
@@ -183,7 +184,7 @@ class DistributedVariable(DelegatingValues):
         return converted(value, self._backend, self._backend.dtype_of(self._values[0].value()), self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if current_place().strategy is not self._strategy:
+        if current_strategy() is not self._strategy:
             raise ContextError(f"variable {self.name!r} can be copied only in the scope of {self._strategy}")
         copies = [
             ReplicaVariable(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -13,33 +12,18 @@ from crossdevice.errors import ConversionError, MismatchError
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.variable import Variable
 
-
-class Scatter(enum.Enum):
-    """What happens to the rows at the indices."""
-
-    ADD = "scatter_add"
-    SUB = "scatter_sub"
-    MUL = "scatter_mul"
-    DIV = "scatter_div"
-    MIN = "scatter_min"
-    MAX = "scatter_max"
-    UPDATE = "scatter_update"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-_FUNCTIONS: dict[Scatter, np.ufunc] = {
-    Scatter.ADD: np.add,
-    Scatter.SUB: np.subtract,
-    Scatter.MUL: np.multiply,
-    Scatter.DIV: np.divide,
-    Scatter.MIN: np.minimum,
-    Scatter.MAX: np.maximum,
+_FUNCTIONS: dict[str, np.ufunc] = {
+    "scatter_add": np.add,
+    "scatter_sub": np.subtract,
+    "scatter_mul": np.multiply,
+    "scatter_div": np.divide,
+    "scatter_min": np.minimum,
+    "scatter_max": np.maximum,
 }
+"""What becomes of the rows at the indices; `scatter_update` replaces them."""
 
 
-def scatter_with(kind: Scatter) -> Callable[[Variable, IndexedSlices], object]:
+def scatter_with(method: str) -> Callable[[Variable, IndexedSlices], object]:
     """How to write slices to one copy of a variable: repeated indices all count, in order.
 
     The rows are written on the host: array libraries do not agree on what repeated indices mean.
@@ -54,12 +38,12 @@ def scatter_with(kind: Scatter) -> Callable[[Variable, IndexedSlices], object]:
         values = backend.to_host(slices.values).reshape(backend.shape_of(slices.values))
         if indices.size and not (indices.min() >= 0 and indices.max() < len(rows)):
             raise MismatchError(
-                f"{kind} of variable {variable.name!r}: an index is outside of its {len(rows)} rows"
+                f"{method} of variable {variable.name!r}: an index is outside of its {len(rows)} rows"
             )
-        if kind is Scatter.UPDATE:
-            rows[indices] = values
+        if method in _FUNCTIONS:
+            _FUNCTIONS[method].at(rows, indices, values)
         else:
-            _FUNCTIONS[kind].at(rows, indices, values)
+            rows[indices] = values
         flat: Any = rows.reshape(-1)
         return variable.assign(backend.from_host(flat, variable.shape, variable.device))
 

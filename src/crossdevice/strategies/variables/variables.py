@@ -18,8 +18,8 @@ from crossdevice.strategies.variables.distributed import (
     Write,
     refuse_per_replica,
 )
-from crossdevice.strategies.variables.scattering import Scatter, scatter_with
-from crossdevice.values.distributed import Mirrored, PerReplica
+from crossdevice.strategies.variables.scattering import scatter_with
+from crossdevice.values.distributed import Mirrored, PerReplica, components_of
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import NUMBERS, is_number_list
@@ -56,11 +56,11 @@ class MirroredVariable(DistributedVariable, Mirrored):
         def merge(values: list[Any]) -> Sequence[Any]:
             ops = self._strategy.extended.cross_device_ops
             if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                return _components(
+                return components_of(
                     self._written(write, ops.broadcast(of_first_replica(values[0], ops), self))
                 )
             op = ReduceOp.from_variable_aggregation(aggregation)
-            return _components(
+            return components_of(
                 self._written(write, ops.reduce(op, PerReplica.of(tuple(values), self.devices), self))
             )
 
@@ -68,7 +68,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
 
     def _written(self, write: Write, everywhere: Any) -> Any:
         """Writes a fresh Mirrored, or a lone replica's fresh array, to the copies."""
-        for copy, value in zip(self._values, _components(everywhere), strict=True):
+        for copy, value in zip(self._values, components_of(everywhere), strict=True):
             write(copy, value)
         values = tuple(copy.value() for copy in self._values)
         return values[0] if len(values) == 1 else Mirrored.of(values, self.devices)
@@ -84,16 +84,16 @@ class MirroredVariable(DistributedVariable, Mirrored):
                 "unclear whether each replica contributes it; assign an array"
             )
 
-    def _scatter(self, kind: Scatter, slices: IndexedSlices) -> Any:
+    def _scatter(self, method: str, slices: IndexedSlices) -> Any:
         if not isinstance(slices, IndexedSlices):
-            raise ConversionError(f"{kind} takes IndexedSlices, got a {type(slices).__name__}")
+            raise ConversionError(f"{method} takes IndexedSlices, got a {type(slices).__name__}")
         reduces = self.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
-        if reduces and kind in (Scatter.MIN, Scatter.MAX, Scatter.UPDATE):
+        if reduces and method in ("scatter_min", "scatter_max", "scatter_update"):
             raise NotImplementedError(
-                f"{kind} of variable {self.name!r} with aggregation {self.aggregation.name}: rows of several "
-                "replicas have no sum or mean there; use NONE or ONLY_FIRST_REPLICA"
+                f"{method} of variable {self.name!r} with aggregation {self.aggregation.name}: rows of "
+                "several replicas have no sum or mean there; use NONE or ONLY_FIRST_REPLICA"
             )
-        return self._write(str(kind), scatter_with(kind), slices)
+        return self._write(method, scatter_with(method), slices)
 
 
 class SyncOnReadVariable(DistributedVariable):
@@ -139,7 +139,7 @@ class SyncOnReadVariable(DistributedVariable):
             dtype = self._backend.dtype_of(value)
             value = self._backend.cast(value / self._strategy.num_replicas_in_sync, dtype)
         everywhere = self._strategy.extended.cross_device_ops.broadcast(value, self)
-        for copy, own in zip(self._values, _components(everywhere), strict=True):
+        for copy, own in zip(self._values, components_of(everywhere), strict=True):
             write(copy, own)
         return everywhere
 
@@ -210,10 +210,6 @@ def of_first_replica(value: Any, ops: CrossDeviceOps) -> Any:
 
 def _of_first_process(value: Any, ops: CrossDeviceOps) -> Any:
     return ops.value_of_rank(value, 0) if isinstance(ops, CollectiveAllReduce) else value
-
-
-def _components(result: Any) -> tuple[Any, ...]:
-    return result.values if isinstance(result, Mirrored) else (result,)
 
 
 def _dtype_name(dtype: Any) -> str:

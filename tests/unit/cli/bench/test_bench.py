@@ -12,9 +12,9 @@ import pytest
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.cli.bench import data, limit, loops, measure, process
 from crossdevice.cli.bench.peers import PEERS
-from crossdevice.cli.bench.progress import progress
-from crossdevice.cli.bench.work import COLLECTIVES, DTYPES, Work
+from crossdevice.cli.bench.workload import COLLECTIVES, DTYPES, Workload
 from crossdevice.cli.main import main
+from crossdevice.cli.terminal import progress
 from crossdevice.values.dtypes import FLOATS
 
 TINY = ["bench", "-b", "1K", "-e", "4K", "-f", "4", "-n", "2", "-w", "1", "-g", "3"]
@@ -212,7 +212,7 @@ def test_wrong_results_are_counted_and_fail(name, least, capsys):
     ],
 )
 def test_the_oracle_accepts_a_plain_loop_and_refuses_a_changed_element(dtype, op):
-    work = Work("all_reduce", op, dtype, 3, ((70000,), (5, 2)))
+    work = Workload("all_reduce", op, dtype, 3, ((70000,), (5, 2)))
     ready = loops.NumpyLoop().ready(work, data.all_arrays(work))
     for place in ready.places:
         assert ready.inspect(place, counts_wrong=True) == ("own", 0)
@@ -245,7 +245,7 @@ def test_peers_are_measured_beside_crossdevice(capsys):
 
 
 def test_a_peer_that_is_not_installed_is_said_to_be(monkeypatch, capsys):
-    monkeypatch.setattr("crossdevice.cli.bench.peers.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main([*TINY, "--against", "jax"]) == 0
     assert "# jax: left out, jax not installed" in capsys.readouterr().out
 
@@ -298,10 +298,11 @@ def test_the_chart_has_a_line_per_competitor_and_the_limit(tmp_path):
     main([*TINY, "--against", "numpy", "--chart", str(svg), "--chart", str(page)])
     root = ElementTree.fromstring(svg.read_text())
     space = {"s": "http://www.w3.org/2000/svg"}
-    assert len(root.findall("s:polyline", space)) == 2 * 2  # a line and its sample in the legend
-    assert len(root.findall("s:circle", space)) == 2 * 2
-    assert len(root.findall("s:line[@class='limit']", space)) == 1
-    texts = [text.text for text in root.findall("s:text", space)]
+    assert len(root.findall(".//s:polyline", space)) == 2
+    assert len(root.findall(".//s:line[@class='sample']", space)) == 2
+    assert len(root.findall(".//s:circle", space)) == 2 * 2
+    assert len(root.findall(".//s:line[@class='limit']", space)) == 1
+    texts = [text.text for text in root.findall(".//s:text", space)]
     assert "numpy (own)" in texts
     assert any(text.startswith("copy limit of this machine") for text in texts)
     cells = Cells()
@@ -320,6 +321,7 @@ def test_on_a_terminal_there_is_a_progress_bar(monkeypatch):
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.delenv("TERM", raising=False)
     with progress(2) as advance:
         advance("1024 B")
     assert "1024 B" in terminal.getvalue()
@@ -362,6 +364,6 @@ def test_what_makes_no_sense_is_refused_in_one_line(words, said, capsys):
 
 def test_traffic_counts_every_byte_that_must_move():
     def moved(collective):
-        return Work.of_size(collective, "SUM", "float32", 4, 1 << 20).moved_bytes / (1 << 20)
+        return Workload.of_size(collective, "SUM", "float32", 4, 1 << 20).moved_bytes / (1 << 20)
 
     assert [moved(name) for name in COLLECTIVES] == [8, 5, 5, 2]

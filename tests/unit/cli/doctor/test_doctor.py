@@ -116,6 +116,7 @@ def test_the_launcher_is_told_and_what_it_left_out(capsys, monkeypatch):
 def test_a_terminal_with_rich_gets_tables(capsys, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("TERM", raising=False)
     text = said(capsys)
     assert "libraries" in text
     assert "DirectAllReduce" in text
@@ -158,7 +159,7 @@ def test_a_library_that_sees_no_gpu_where_there_is_one_is_told_on(machine, capsy
 def test_where_there_is_no_gpu_nothing_is_recommended_for_one(machine, capsys, monkeypatch):
     machine.names, machine.seen = [], None  # and libraries are not even asked
     monkeypatch.setattr(diagnosis, "seen_by_libraries", lambda: pytest.fail("asked"))
-    monkeypatch.setattr(diagnosis, "_version", lambda distribution: None)
+    monkeypatch.setattr(diagnosis, "installed_version", lambda distribution: None)
     found = findings(capsys)
     assert found["libraries"]["cupy"] == {
         "what": "cupy",
@@ -180,9 +181,9 @@ def test_a_management_library_that_fails_is_quoted(machine, capsys, failure):
 
 
 def test_missing_libraries_are_named_with_what_they_give(machine, capsys, monkeypatch):
-    real = diagnosis._version
+    real = diagnosis.installed_version
     missing = {"mpi4py", "triton"}
-    monkeypatch.setattr(diagnosis, "_version", lambda name: None if name in missing else real(name))
+    monkeypatch.setattr(diagnosis, "installed_version", lambda name: None if name in missing else real(name))
     text = said(capsys)
     assert "\n  mpi4py: pip install 'crossdevice[mpi]': reductions between the processes of MPI\n" in text
     assert "triton: pip install 'crossdevice[gpu]': the fused GPU kernel" in text

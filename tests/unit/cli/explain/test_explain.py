@@ -79,7 +79,7 @@ def test_thousands_of_devices_are_timed_and_not_spelled_out(capsys):
     ("words", "message"),
     [
         (["--ops", "rings"], "is not an all-reduce algorithm"),
-        (["--topology", "dgx9"], "is no topology"),
+        (["--topology", "dgx9"], "is not a topology"),
         (["--bytes", "many"], "is not a size"),
         (["--devices", "0"], "--devices must be 1 or more"),
         (["--topology", "hgx_h100", "--devices", "32", "--html", "page.html"], "up to 16 devices"),
@@ -93,6 +93,7 @@ def test_what_makes_no_sense_is_one_line(capsys, words, message):
 def test_a_terminal_with_rich_gets_tables(capsys, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("TERM", raising=False)
     text = said(capsys, "--ops", "ring", "--topology", "dgx1v", "--devices", "2", "--bytes", "64")
     assert "what the others would cost" in text
     assert "cuda:1" in text

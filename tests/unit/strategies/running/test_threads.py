@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -37,10 +38,21 @@ def own_replica():
 
 def replica_threads():
     """The threads of replicas that are still there after all had the time to leave."""
-    give_up = time.monotonic() + 5
-    while (found := running_threads()) and time.monotonic() < give_up:
-        time.sleep(0.001)
-    return found
+    return still_there(running_threads(), 5)
+
+
+def still_there(threads, seconds):
+    give_up = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0, give_up - time.monotonic()))
+    return [thread for thread in threads if thread.is_alive()]
+
+
+def watched(thing):
+    """An event that is set when nobody holds the thing any more."""
+    gone = threading.Event()
+    weakref.finalize(thing, gone.set)
+    return gone
 
 
 def running_threads():
@@ -63,10 +75,7 @@ def no_thread_is_left():
     before = set(running_threads())
     yield
     gc.collect()
-    give_up = time.monotonic() + 10
-    while (left := set(running_threads()) - before) and time.monotonic() < give_up:
-        time.sleep(0.01)
-    assert not left
+    assert not still_there(set(running_threads()) - before, 10)
 
 
 @pytest.fixture
@@ -104,14 +113,18 @@ def test_an_exception_keeps_its_type_and_names_its_replica(strategy):
     assert not replica_threads()
 
 
-def test_before_python_3_11_the_replica_is_named_by_the_cause(strategy, monkeypatch):
-    monkeypatch.setattr(
-        "crossdevice.strategies.running.roll_call.sys", type("sys", (), {"version_info": (3, 10)})
-    )
+class WithoutNotes(ZeroDivisionError):
+    """As errors were before Python 3.11."""
 
+    @property
+    def add_note(self):
+        raise AttributeError
+
+
+def test_before_python_3_11_the_replica_is_named_by_the_cause(strategy):
     def step():
         if own_replica() == 2:
-            raise ZeroDivisionError("mine") from KeyError("older")
+            raise WithoutNotes("mine") from KeyError("older")
 
     with pytest.raises(ZeroDivisionError) as caught:
         strategy.run(step)
@@ -121,8 +134,12 @@ def test_before_python_3_11_the_replica_is_named_by_the_cause(strategy, monkeypa
 
 @needs_notes
 def test_of_several_exceptions_the_first_replicas_is_raised_and_the_others_are_noted(strategy):
+    has_failed = [threading.Event() for _ in range(5)]
+    has_failed[4].set()
+
     def step():
-        time.sleep(0.01 * (4 - own_replica()))  # the last replica fails first
+        assert has_failed[own_replica() + 1].wait(10)  # the last replica fails first
+        has_failed[own_replica()].set()
         if own_replica():
             raise ValueError(f"from {own_replica()}")
         context().all_reduce("sum", 1.0)
@@ -155,12 +172,13 @@ def test_replicas_that_wait_are_unwound_and_clean_up(strategy):
 
 
 def test_a_replica_that_is_computing_stops_at_its_next_call(strategy):
-    reached = []
+    reached, fails = [], threading.Event()
 
     def step():
         if own_replica() == 0:
+            fails.set()
             raise LookupError
-        time.sleep(0.05)
+        assert fails.wait(10)
         context().all_reduce("sum", 1.0)
         reached.append(own_replica())
 
@@ -236,11 +254,14 @@ def test_a_certain_mismatch_does_not_wait_for_a_slow_replica(strategy, wakes, mo
 
 
 def test_a_replicas_own_exception_explains_more_than_its_absence(strategy):
+    leaves = threading.Event()
+
     def step():
         if own_replica() == 0:
+            leaves.set()
             return
         if own_replica() == 3:
-            time.sleep(0.02)
+            assert leaves.wait(10)
             raise LookupError("the cause")
         context().all_reduce("sum", 1.0)
 
@@ -289,7 +310,7 @@ def test_different_structures_and_shapes_in_a_call_are_named(strategy):
 
 @pytest.mark.parametrize("where", ["run", "all_reduce"])
 def test_a_replica_that_sleeps_for_ever_is_named_within_two_seconds_of_the_deadline(strategy, wakes, where):
-    woken = []
+    woken = queue.SimpleQueue()
 
     def step():
         if own_replica() == 1:
@@ -297,7 +318,7 @@ def test_a_replica_that_sleeps_for_ever_is_named_within_two_seconds_of_the_deadl
             try:
                 context().all_reduce("sum", 1.0)
             except ContextError as error:
-                woken.append(str(error))
+                woken.put(str(error))
         context().all_reduce("sum", 1.0, SOON if where == "all_reduce" else None)
 
     started = time.monotonic()
@@ -312,10 +333,7 @@ def test_a_replica_that_sleeps_for_ever_is_named_within_two_seconds_of_the_deadl
 
     assert strategy.run(own_replica).values == (0, 1, 2, 3)  # a new thread has taken its place
     wakes.set()
-    give_up = time.monotonic() + 10
-    while not woken and time.monotonic() < give_up:
-        time.sleep(0.01)
-    assert woken == ["replica 1 (cpu:1) called all_reduce(SUM) after its run had ended"]
+    assert woken.get(timeout=10) == "replica 1 (cpu:1) called all_reduce(SUM) after its run had ended"
 
 
 def test_a_deadline_that_is_met_changes_nothing(strategy):
@@ -382,7 +400,9 @@ INTERRUPTED = """
     except KeyboardInterrupt as error:
         print("interrupted", getattr(error, "__notes__", ""))
     if sys.argv[1] in ("all_compute", "others_wait"):
-        time.sleep(1)  # longer than what is left of their naps
+        for thread in threading.enumerate():
+            if "replica" in thread.name:
+                thread.join(10)  # longer than what is left of their naps
     print("left", [thread.name for thread in threading.enumerate() if "replica" in thread.name])
     merged = strategy.run(lambda: cd.get_replica_context().merge_call(lambda _, x: x, (own_replica(),)))
     print("usable", merged.values)
@@ -436,9 +456,6 @@ def test_threads_are_kept_from_run_to_run_and_leave_with_the_strategy():
     assert first.values == second.values
     assert len(running_threads()) == 2
     del strategy
-    give_up = time.monotonic() + 10
-    while running_threads() and time.monotonic() < give_up:
-        time.sleep(0.001)
     assert not replica_threads()
 
 
@@ -450,28 +467,24 @@ def test_threads_of_a_failed_run_are_gone(strategy):
 
 def test_a_failed_run_does_not_keep_the_strategy_alive():
     strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
-    alive = weakref.ref(strategy)
+    gone = watched(strategy)
     with contextlib.suppress(LookupError):
         strategy.run(lambda: context().merge_call(print) if own_replica() else {}["missing"])
     strategy.run(own_replica)
     del strategy
     give_up = time.monotonic() + 10
-    while alive() is not None and time.monotonic() < give_up:
-        time.sleep(0.001)  # the last replica reports just before it lets go
-        gc.collect()
-    assert alive() is None
+    while not gone.wait(0.01) and time.monotonic() < give_up:
+        gc.collect()  # the last replica reports just before it lets go
+    assert gone.is_set()
 
 
 def test_idle_threads_keep_nothing_of_the_last_run():
     strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
     array = np.ones(3)
-    alive = weakref.ref(array)
+    gone = watched(array)
     strategy.run(lambda x: context().all_reduce("sum", x), args=(array,))
     del array
-    give_up = time.monotonic() + 10
-    while alive() is not None and time.monotonic() < give_up:
-        time.sleep(0.001)  # the last replica reports just before it lets go
-    assert alive() is None
+    assert gone.wait(10)  # the last replica reports just before it lets go
 
 
 def test_the_interpreter_exits_with_idle_threads_and_with_stuck_ones():

@@ -1,12 +1,14 @@
-"""A report of titled tables: with rich on a terminal that has it, as plain text elsewhere."""
+"""What commands show: tables and a progress bar, with rich on a terminal that has it, plain elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TextIO
 
 
 class Section(NamedTuple):
@@ -21,8 +23,34 @@ def show(
     headline: Sequence[str], sections: Sequence[Section], last_title: str = "", lines: Sequence[str] = ()
 ) -> None:
     """Prints the headline, the tables and, if there are any, lines under a title of their own."""
-    is_rich = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
-    (_show_rich if is_rich else _show_plain)(headline, sections, last_title, lines)
+    (_show_rich if _is_rich(sys.stdout) else _show_plain)(headline, sections, last_title, lines)
+
+
+@contextlib.contextmanager
+def progress(total: int, *, lines_every: int = 0) -> Iterator[Callable[[str], None]]:
+    """Gives a function to be called `total` times, with a word on what is being done.
+
+    Where no bar can be shown, each `lines_every`-th word is printed, if that is not 0.
+    """
+    if not _is_rich(sys.stderr):
+        words: list[str] = []
+
+        def print_some(word: str) -> None:
+            words.append(word)
+            if lines_every and len(words) % lines_every == 0:
+                print(f"  {word}")
+
+        yield print_some
+        return
+    console = importlib.import_module("rich.console").Console(stderr=True)
+    with importlib.import_module("rich.progress").Progress(console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda word: bar.update(task, advance=1, description=word)
+
+
+def _is_rich(stream: TextIO) -> bool:
+    is_live = stream.isatty() and os.environ.get("TERM") != "dumb"
+    return is_live and importlib.util.find_spec("rich") is not None
 
 
 def _show_plain(

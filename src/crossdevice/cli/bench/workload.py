@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 from crossdevice.errors import CrossDeviceError, OptionError
 from crossdevice.values.dtypes import FLOATS, INTEGERS, ITEM_BYTES, result_dtype
 from crossdevice.values.reduce_op import ReduceOp
 
-Place = Literal["given", "fresh", "in_place"]
+ResultPlace = Literal["given", "fresh", "in_place"]
 """Where results go: into memory the caller brought, into new memory, or over the inputs."""
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "gather")
@@ -34,14 +34,14 @@ GIGABYTE = 1e9
 
 
 class UnsupportedWorkError(CrossDeviceError, NotImplementedError):
-    """Work that a competitor cannot do; the message says what it lacks."""
+    """Workload that a competitor cannot do; the message says what it lacks."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class Workload:
     """One collective over arrays of `shapes` on each of `num_devices` replicas.
 
-    >>> Work("all_reduce", "SUM", "float32", 4, ((1024,),)).bus_factor
+    >>> Workload("all_reduce", "SUM", "float32", 4, ((1024,),)).bus_factor
     1.5
     """
 
@@ -52,17 +52,11 @@ class Work:
     shapes: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of_size(collective: str, op: str, dtype: str, num_devices: int, size_bytes: int) -> Work:
+    def of_size(collective: str, op: str, dtype: str, num_devices: int, size_bytes: int) -> Workload:
         """The work whose `size` column is about `size_bytes`: whole elements, at least one per replica."""
         shares = num_devices if collective == "gather" else 1
         count = max(1, size_bytes // (ITEM_BYTES[dtype] * shares))
-        return Work(collective, op, dtype, num_devices, ((count,),))
-
-    @staticmethod
-    def from_message(message: Mapping[str, Any]) -> Work:
-        """What `dataclasses.asdict` made of a work, after a journey as JSON."""
-        shapes = tuple(tuple(shape) for shape in message["shapes"])
-        return Work(**{**message, "shapes": shapes})
+        return Workload(collective, op, dtype, num_devices, ((count,),))
 
     @property
     def num_elements(self) -> int:

@@ -1,0 +1,54 @@
+"""The one question: which algorithm? By the devices, or by predicted and measured cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from crossdevice.choosing.by_cost import choice_by_cost
+from crossdevice.choosing.by_devices import choice_by_devices
+from crossdevice.choosing.choice import Choice
+from crossdevice.costs.topology import Topology
+from crossdevice.errors import OptionError
+from crossdevice.values.device import Device
+
+
+def choose_algorithm(
+    devices: int | Sequence[Device | str],
+    topology: str | Path | Topology | None = None,
+    num_bytes: int | None = None,
+    *,
+    precision: str = "accurate",
+    measured: str | Path | None = None,
+) -> Choice:
+    """The algorithm for an all-reduce on these devices, and the reason.
+
+    Without a topology the kinds of devices decide, as when a strategy is given no algorithm:
+
+    >>> choose_algorithm(["cpu:0", "cpu:1"]).name
+    'direct'
+
+    With a topology and a size the fastest is chosen, by the model or by measurements:
+
+    >>> choose_algorithm(8, "hgx_h100", 1 << 30).name
+    'direct'
+
+    By cost only speed is asked, of algorithms whose bits are the same under `"accurate"` and `"exact"`;
+    never of NCCL, which sums in its own way. Under `"fast"` bits follow the algorithm, so choose once and
+    keep the choice.
+
+    Args:
+        devices: the devices themselves or, with a topology, how many.
+        topology: a name, a TOML file or a Topology.
+        num_bytes: of the array on each device; needed with a topology.
+        measured: a JSON file `{"measured": [{"algorithm", "devices", "bytes", "seconds"}, ...]}`; where it
+            has this number of devices and a size within a factor of 2, it decides instead of the model.
+    """
+    if topology is not None:
+        count = devices if isinstance(devices, int) else len(devices)
+        return choice_by_cost(count, topology, num_bytes, precision=precision, measured=measured)
+    if num_bytes is not None or measured is not None:
+        raise OptionError("num_bytes and measured are for a choice by cost, which needs a topology too")
+    if isinstance(devices, int) or not devices:
+        raise OptionError(f"without a topology, expected a list of one device or more; got {devices!r}")
+    return choice_by_devices([Device.parse(device) for device in devices])
