@@ -1,4 +1,4 @@
-# `make demo` and `make test` need nothing but Python 3.10+ and make; both keep their environment in .venv.
+# `make demo` and `make test` need nothing but Python 3.11+ and make; both keep their environment in .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

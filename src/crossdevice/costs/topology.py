@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
-
-from typing_extensions import assert_never
+from typing import NamedTuple, TypeAlias, assert_never
 
 from crossdevice.errors import TopologyError
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from crossdevice.errors import ReplicaError
 from crossdevice.values.device import Device
 
 MAX_NAMED = 8
@@ -54,13 +52,3 @@ def named(replicas: Sequence[int], devices: Sequence[Device]) -> str:
     names = [f"replica {replica} ({devices[replica]})" for replica in replicas[:MAX_NAMED]]
     more = len(replicas) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Adds a line to an error without changing its type."""
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:  # tracebacks show no notes there, but they show causes
-        cause = ReplicaError(note)
-        cause.__cause__ = error.__cause__
-        error.__cause__ = cause
