@@ -62,6 +62,9 @@ def classes() -> None:
     assert text
     options = cd.CommunicationOptions(bytes_per_pack=1 << 20, timeout_seconds=30.0, precision="fast")
     ops.reduce("sum", placed, placed, options=options)
+    bound: cd.BoundReduction = ops.bind("sum", placed, placed)
+    assert bound().values[1].tolist() == [3]
+    assert cd.bind([floats(1), floats(2)], "mean")()[0].tolist() == [1.5]
 
 
 def step(x: Floats, rate: float = 1.0) -> Any:
