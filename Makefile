@@ -1,12 +1,12 @@
-# `make demo` and `make test` need nothing but Python 3.10+ and make; both keep their environment in .venv.
+# `make demo` and `make test` need nothing but Python 3.11+ and make; both keep their environment in .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/costs tests/unit/choosing tests/unit/algorithms tests/unit/execution \
-	tests/unit/test_architecture.py tests/unit/test_documentation.py
+	tests/unit/test_architecture.py tests/unit/test_documentation.py tests/unit/test_release.py
 
-.PHONY: test check demo format clean
+.PHONY: test check quick-checks demo format clean
 .DEFAULT_GOAL := test
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
@@ -27,7 +27,24 @@ $(VENV)/installed: pyproject.toml $(VENV)/python-made
 demo: $(VENV)/demo-installed  ## Trains a classifier on 4 logical CPU devices.
 	$(BIN)/crossdevice demo
 
-check: $(VENV)/installed  ## Format, lint, types, layers and the fast tests: under a minute.
+# What others get from the public index: a stamp spares the minute where nothing that matters has changed.
+SHIPPED := pyproject.toml README.md LICENSE $(shell find src -name '*.py' -o -name '*.toml' -o -name '*.html' -o -name py.typed)
+
+$(VENV)/extras-resolve: pyproject.toml checks/resolution.py checks/public_index.py $(VENV)/installed
+	$(BIN)/python checks/resolution.py
+	touch $@
+
+$(VENV)/wheel-works: $(SHIPPED) checks/wheel.py checks/public_index.py checks/user_program.py $(VENV)/installed
+	$(BIN)/python checks/wheel.py
+	touch $@
+
+FROM_THE_INDEX := $(if $(OFFLINE),,$(VENV)/extras-resolve $(VENV)/wheel-works)
+
+# `make check OFFLINE=1` leaves out what needs the public index.
+check: $(VENV)/installed quick-checks $(FROM_THE_INDEX)  ## Format, lint, types, layers, fast tests, extras and the wheel.
+	$(if $(OFFLINE),@echo "OFFLINE: neither the extras nor the wheel were checked")
+
+quick-checks: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

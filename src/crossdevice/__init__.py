@@ -47,7 +47,7 @@ from crossdevice.values.options import CommunicationImplementation, Communicatio
 from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from crossdevice.values.variable import Variable
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AllReduceCrossDeviceOps",

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, TypeVar
-
-from typing_extensions import ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import OptionError

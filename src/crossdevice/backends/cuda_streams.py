@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
-
-from typing_extensions import Self
+from typing import Any, ClassVar, Self
 
 from crossdevice.backends.protocol import Array
 from crossdevice.values.device import Device, Track

@@ -7,9 +7,7 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, TypeAlias
-
-from typing_extensions import assert_never
+from typing import Literal, NamedTuple, TypeAlias, assert_never
 
 from crossdevice.costs.engines import engine_parts
 from crossdevice.costs.memory import peak_bytes

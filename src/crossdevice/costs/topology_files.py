@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import math
-import sys
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,11 +22,6 @@ from crossdevice.costs.topology import (
     Topology,
 )
 from crossdevice.errors import TopologyError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _FOLDER = importlib.resources.files(__package__) / "topologies"
 

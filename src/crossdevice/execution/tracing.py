@@ -10,9 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
-
-from typing_extensions import assert_never
+from typing import Any, Literal, NamedTuple, TypeAlias, assert_never
 
 from crossdevice.plans.steps import (
     Add,
@@ -96,8 +94,7 @@ class FlightRecorder:
             note = f"crossdevice wrote what ran before to {path}"
         except OSError as failure:  # must not take the place of the error itself
             note = f"crossdevice could not write what ran before to {path}: {failure.strerror}"
-        if hasattr(error, "add_note"):  # Python 3.11 and later
-            error.add_note(note)
+        error.add_note(note)
 
 
 flight_recorder = FlightRecorder()

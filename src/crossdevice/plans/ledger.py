@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
-
-from typing_extensions import assert_never
+from typing import NamedTuple, assert_never
 
 from crossdevice.errors import PlanError
 from crossdevice.plans.plan import Plan

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-from typing_extensions import assert_never
+from typing import NamedTuple, assert_never
 
 from crossdevice.plans.steps import (
     Add,

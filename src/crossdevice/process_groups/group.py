@@ -9,10 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
-from typing_extensions import Self
 
 from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
 from crossdevice.process_groups.board import REFUSED, Note, Refused

@@ -15,7 +15,6 @@ from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.strategies.data.input import DealtDataset, InputContext, batches_of
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.mirrored import MirroredStrategy, default_devices
-from crossdevice.strategies.running.roll_call import add_note
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.options import CommunicationOptions
 
@@ -117,7 +116,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             if not (isinstance(error, MismatchError) and error.is_on_all_ranks):
                 what = str(error).strip().partition("\n")[0]
                 self._group.give_up(f"{type(error).__name__}: {what}" if what else type(error).__name__)
-            add_note(error, f"on {self._group.members[self._group.rank]} of {self._group.size}")
+            error.add_note(f"on {self._group.members[self._group.rank]} of {self._group.size}")
             raise
 
     def distribute_datasets_from_function(

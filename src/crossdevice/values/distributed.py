@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from crossdevice.errors import ConversionError, DeviceMismatchError, StructureMismatchError
 from crossdevice.values.device import Device, device_of, host_device, misplaced

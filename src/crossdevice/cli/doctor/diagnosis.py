@@ -16,7 +16,7 @@ from crossdevice.choosing.choose_algorithm import choose_algorithm
 from crossdevice.cli.doctor.gpu_facts import Managed, managed, seen_by_libraries
 from crossdevice.errors import OptionError
 from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
-from crossdevice.kernels.host.reference import numpy_pass
+from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources import threads
 from crossdevice.kernels.host.resources.control_groups import words_of_groups
 from crossdevice.plans.rendering import size_text
@@ -225,7 +225,7 @@ def _threads(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
 
 
 def _kernels(gpus: Gpus) -> Iterator[Finding]:
-    """Which GPUs fuse, and where numba keeps kernels: the first of its places that can be written to."""
+    """Which GPUs fuse, and where numba keeps kernels."""
     for device in gpus.usable:
         reason = kernels_missing() or gpu_unfit(device.index)
         advice = "" if kernels_missing() is None else "pip install 'crossdevice[gpu]', on Linux"
@@ -234,25 +234,25 @@ def _kernels(gpus: Gpus) -> Iterator[Finding]:
     if installed_version("numba") is None:
         yield Finding("compiled kernels", "none without numba", False, "pip install numba")
         return
-    source = Path(numpy_pass.__file__).parent
-    places = [source / "__pycache__", Path.home() / ".cache" / "numba"]
-    if os.environ.get("NUMBA_CACHE_DIR"):
-        places.insert(0, Path(os.environ["NUMBA_CACHE_DIR"]))
-    folder = next(filter(_is_writable, places), None)
-    if folder is None:
-        advice = (
-            "set NUMBA_CACHE_DIR to a folder that can be written to: kernels are compiled in every process"
-        )
-        yield Finding("compiled kernels", f"cannot be kept in {places[0]}", False, advice)
+    try:
+        kernels = selected_kernels()
+    except OptionError as refused:
+        yield Finding("compiled kernels", str(refused), False)
         return
-    files = [path for kind in ("*.nbi", "*.nbc") for path in folder.rglob(kind)]
+    if kernels == "numpy":
+        advice = "unset CROSSDEVICE_KERNELS and NUMBA_DISABLE_JIT"
+        yield Finding("compiled kernels", "not used, NumPy does fused passes", False, advice)
+        return
+    from crossdevice.kernels.host.llvm.numba_pass import cache_folder
+
+    folder = cache_folder()
+    if folder is None:
+        advice = "set NUMBA_CACHE_DIR to a folder that is writable: every process compiles kernels again"
+        yield Finding("compiled kernels", "not kept, no folder for them is writable", False, advice)
+        return
+    files = [path for kind in ("*.nbi", "*.nbc") for path in folder.glob(kind)]
     size = size_text(sum(path.stat().st_size for path in files))
     yield Finding("compiled kernels", f"{folder}: {len(files)} files, {size}")
-
-
-def _is_writable(folder: Path) -> bool:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    return there.is_dir() and os.access(there, os.W_OK)
 
 
 def _processes(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
-
-from typing_extensions import assert_never
+from typing import Any, TypeAlias, assert_never
 
 from crossdevice.backends.protocol import Array, Backend, Streams
 from crossdevice.execution.local.combining import combine

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
-
-from typing_extensions import assert_never
+from typing import NamedTuple, assert_never
 
 from crossdevice.kernels.recipe import Order
 from crossdevice.plans.plan import Plan

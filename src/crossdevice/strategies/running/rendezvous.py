@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from crossdevice.errors import ContextError, DeadlineError, MismatchError, ReplicaError
 from crossdevice.execution.reading.values import check_agreement
 from crossdevice.execution.tracing import flight_recorder
-from crossdevice.strategies.running.roll_call import RollCall, add_note, named
+from crossdevice.strategies.running.roll_call import RollCall, named
 from crossdevice.strategies.running.threads import ReplicaThreads
 from crossdevice.values.device import Device
 
@@ -210,15 +210,15 @@ class Rendezvous:
         if failures and (caught in failures.values() or isinstance(caught, ReplicaError)):
             first = next(iter(failures))
             error = failures.pop(first)
-            add_note(error, f"raised by {named([first], self._devices)} of {len(self._devices)}")
+            error.add_note(f"raised by {named([first], self._devices)} of {len(self._devices)}")
         elif not isinstance(caught, (ReplicaError, DeadlineError)):
-            add_note(error, situation)
+            error.add_note(situation)
         for replica, other in failures.items():
             kind = type(other).__name__
-            add_note(error, f"{named([replica], self._devices)} failed too: {kind}: {other}")
+            error.add_note(f"{named([replica], self._devices)} failed too: {kind}: {other}")
         for replica in busy:
             who, where = named([replica], self._devices), self._threads.place_of(replica)
-            add_note(error, f"{who} has not stopped and is left behind at {where}")
+            error.add_note(f"{who} has not stopped and is left behind at {where}")
         flight_recorder.dump_after(error)
         return error
 

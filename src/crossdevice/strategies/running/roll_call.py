@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from crossdevice.errors import ReplicaError
 from crossdevice.values.device import Device
 
 MAX_NAMED = 8
@@ -53,13 +52,3 @@ def named(replicas: Sequence[int], devices: Sequence[Device]) -> str:
     names = [f"replica {replica} ({devices[replica]})" for replica in replicas[:MAX_NAMED]]
     more = len(replicas) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Adds a line to an error without changing its type."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:  # before Python 3.11 tracebacks show no notes, but they show causes
-        cause = ReplicaError(note)
-        cause.__cause__ = error.__cause__
-        error.__cause__ = cause

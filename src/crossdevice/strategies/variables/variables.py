@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-from typing_extensions import assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce, group_of

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 import crossdevice
 from crossdevice.cli.doctor import diagnosis, gpu_facts
 from crossdevice.cli.main import main
+from crossdevice.kernels.host.fused_pass import select_kernels
 from crossdevice.kernels.host.resources import threads
 
 TITLES = [
@@ -213,11 +215,23 @@ def test_more_threads_than_processors_are_noticed(capsys, monkeypatch):
     assert "CROSSDEVICE_NUM_THREADS" in found["advice"]
 
 
-def test_the_folder_of_compiled_kernels_is_the_one_numba_is_told_to_use(capsys, monkeypatch, tmp_path):
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "kernel.nbi").write_bytes(b"12345678")
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    assert findings(capsys)["kernels"]["compiled kernels"]["found"] == f"{tmp_path}: 1 files, 8 B"
+def test_the_folder_of_compiled_kernels_is_the_one_that_numba_uses(capsys):
+    pytest.importorskip("numba")
+    from crossdevice.kernels.host.llvm.numba_pass import compiled_kernel
+
+    folder = compiled_kernel("chain native SUM float32").stats.cache_path
+    assert list(Path(folder).glob("*.nbi"))
+    assert findings(capsys)["kernels"]["compiled kernels"]["found"].startswith(f"{folder}: ")
+
+
+def test_kernels_that_are_not_compiled_are_noticed(capsys):
+    select_kernels("numpy")
+    try:
+        found = findings(capsys)["kernels"]["compiled kernels"]
+    finally:
+        select_kernels(None)
+    assert found["found"] == "not used, NumPy does fused passes"
+    assert "NUMBA_DISABLE_JIT" in found["advice"]
 
 
 def test_a_small_shared_memory_is_noticed(capsys, monkeypatch):

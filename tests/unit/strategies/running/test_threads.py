@@ -23,7 +23,6 @@ from crossdevice.errors import ContextError, DeadlineError, MismatchError, Repli
 from crossdevice.strategies.running import rendezvous
 
 SOON = cd.CommunicationOptions(timeout_seconds=0.2)
-needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes before 3.11")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 posix = pytest.mark.skipif(os.name != "posix", reason="SIGINT cannot be sent to a child there")
 
@@ -98,7 +97,6 @@ def wakes():
 # -------------------------------------------------------------------- exceptions
 
 
-@needs_notes
 def test_an_exception_keeps_its_type_and_names_its_replica(strategy):
     def step():
         if own_replica() == 2:
@@ -113,26 +111,6 @@ def test_an_exception_keeps_its_type_and_names_its_replica(strategy):
     assert not replica_threads()
 
 
-class WithoutNotes(ZeroDivisionError):
-    """As errors were before Python 3.11."""
-
-    @property
-    def add_note(self):
-        raise AttributeError
-
-
-def test_before_python_3_11_the_replica_is_named_by_the_cause(strategy):
-    def step():
-        if own_replica() == 2:
-            raise WithoutNotes("mine") from KeyError("older")
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        strategy.run(step)
-    assert str(caught.value.__cause__) == "raised by replica 2 (cpu:2) of 4"
-    assert isinstance(caught.value.__cause__.__cause__, KeyError)
-
-
-@needs_notes
 def test_of_several_exceptions_the_first_replicas_is_raised_and_the_others_are_noted(strategy):
     has_failed = [threading.Event() for _ in range(5)]
     has_failed[4].set()
@@ -188,7 +166,6 @@ def test_a_replica_that_is_computing_stops_at_its_next_call(strategy):
     assert not replica_threads()
 
 
-@needs_notes
 def test_a_replica_that_does_not_stop_after_a_failure_is_left_behind_and_named(strategy, wakes, monkeypatch):
     monkeypatch.setattr(rendezvous, "STOP_PATIENCE_SECONDS", 0.1)
 
@@ -203,7 +180,6 @@ def test_a_replica_that_does_not_stop_after_a_failure_is_left_behind_and_named(s
     assert "replica 1 (cpu:1) has not stopped and is left behind at threading.py" in notes_of(caught.value)
 
 
-@needs_notes
 def test_an_error_in_a_merge_function_keeps_its_type_and_names_the_call(strategy):
     def step():
         context().all_reduce("sum", 1.0)
@@ -423,8 +399,7 @@ def test_ctrl_c_works_at_every_point(point):
         answer = child.stdout.readline()
         assert time.monotonic() - started < 10  # seconds: it does not hang
         assert answer.startswith("interrupted")
-        if sys.version_info >= (3, 11):
-            assert "replica" in answer
+        assert "replica" in answer
         assert child.stdout.read().splitlines() == ["left []", "usable (0, 1, 2)"]
     assert child.returncode == 0
 

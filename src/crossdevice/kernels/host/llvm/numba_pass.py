@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import platform
 import sys
 import zlib
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import llvmlite.binding
+import numba
 import numpy as np
 from numba import njit
 
@@ -32,25 +34,56 @@ SIGNATURE = "void(int64,int64,int64,float64,int64,int64,int64,int64,int64,int64,
 
 Kernel = Callable[..., None]
 
+logger = logging.getLogger("crossdevice")
+
 
 @functools.cache
 def _code_version() -> int:
     """A digest of all code that is compiled in: numba itself looks at the kernel's own file only."""
     version = 0
-    here = Path(__file__).parent
-    for path in (
-        here.parents[1] / "association.py",
-        here.parent / "work_list.py",
-        *sorted(here.glob("*.py")),
-    ):
+    for path in compiled_sources():
         version = zlib.crc32(path.read_bytes(), version)
     return version
 
 
+def compiled_sources() -> list[Path]:
+    """The files whose code or constants end up in a kernel; none of them inside an archive."""
+    folder = Path(__file__).parent
+    constants = [folder.parent / "work_list.py", folder.parents[1] / "association.py"]
+    return sorted(folder.glob("*.py")) + [path for path in constants if path.exists()]
+
+
+def cache_folder() -> Path | None:
+    """The folder in which numba keeps kernels for the next process; None where it can write to none."""
+    try:
+        return Path(njit(cache=True)(cache_folder).stats.cache_path)
+    except RuntimeError:
+        return None
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
+@functools.cache
+def _keeps_kernels() -> bool:
+    """Whether compiled kernels are kept; the log says once where."""
+    folder = cache_folder()
+    if folder is None:
+        logger.warning(
+            "compiled kernels are not kept, and every process compiles them again: neither the installed "
+            "package nor a home directory is writable; set NUMBA_CACHE_DIR to a folder that is"
+        )
+    else:
+        logger.info("compiled kernels are kept in %s", folder)
+    return folder is not None
+
+
 @functools.cache
 def can_run_here() -> bool:
-    """Whether objects lie in memory as the kernels expect, which CPython and NumPy have always done."""
-    if sys.implementation.name != "cpython" or sys.maxsize < 1 << 32:
+    """Whether numba compiles, and objects lie in memory as in every CPython and NumPy so far."""
+    if numba.config.DISABLE_JIT or sys.implementation.name != "cpython" or sys.maxsize < 1 << 32:
         return False
     array = np.empty(1)
     items = (array,)
@@ -79,13 +112,12 @@ def compiled_kernel(name: str) -> Kernel:
     # numba numbers the files of one name, and processes that compile different closures of one function
     # at once may take the same number for both. So every kernel gets a name, and files, of its own.
     function.__qualname__ = f"{name.replace(' ', '_')}_{_code_version():08x}"
-    try:
-        return njit(SIGNATURE, nogil=True, cache=True)(function)
-    except RuntimeError as error:
-        # From inside an archive, say, or where no directory is writable.
-        if "cannot cache" not in str(error):
-            raise
-        return njit(SIGNATURE, nogil=True)(function)
+    if _keeps_kernels():
+        try:
+            return njit(SIGNATURE, nogil=True, cache=True)(function)
+        except OSError as error:  # the disk is full, or the files there belong to somebody else
+            _warn_once(f"compiled kernels cannot be kept in {cache_folder()}: {error.strerror}")
+    return njit(SIGNATURE, nogil=True)(function)
 
 
 def lanes_of(name: str) -> int:

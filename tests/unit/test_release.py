@@ -1,0 +1,26 @@
+"""The version number has one home, and the files that repeat it agree."""
+
+import re
+from pathlib import Path
+
+import crossdevice
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_changelog_begins_with_this_version():
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == crossdevice.__version__
+
+
+def test_the_citation_names_this_version():
+    assert f"\nversion: {crossdevice.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_project_file_does_not_repeat_the_version():
+    assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_policy_names_the_oldest_python():
+    (oldest,) = re.findall(r'requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text())
+    assert f"from {oldest} on" in (ROOT / "docs" / "releasing.md").read_text()
