@@ -445,6 +445,16 @@ def test_the_hook_wants_its_own_state():
         reproducible_hook(None, None)
 
 
-def test_without_a_default_group_the_hooks_state_wants_a_group():
-    with pytest.raises(OptionError, match="init_process_group first, or give a group"):
-        ReproducibleMean()
+def test_the_hooks_state_may_be_made_before_there_are_groups_and_refuses_what_is_none():
+    assert ReproducibleMean().group is None
+    with pytest.raises(OptionError, match=r"that this process is in, got -100"):
+        ReproducibleMean(-100)  # what torch.distributed.new_group gives to processes outside of a group
+
+
+def test_a_bucket_of_an_unknown_model_is_refused():
+    class Bucket:
+        def parameters(self):
+            return [torch.nn.Parameter(torch.ones(1))]
+
+    with pytest.raises(OptionError, match=r"give them: ReproducibleMean\(model\.process_group\)"):
+        reproducible_hook(ReproducibleMean(), Bucket())
