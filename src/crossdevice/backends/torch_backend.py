@@ -16,6 +16,7 @@ from crossdevice.backends.nccl_engines import Share, lack_of_engine, name_of_eng
 from crossdevice.backends.protocol import Backend, dtype_named
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
+from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -35,8 +36,15 @@ class TorchBackend(Backend):
         if array.layout != torch.strided or array.is_quantized or array.is_nested or array.is_meta:
             raise ConversionError(
                 f"{where} is a {array.layout} tensor on {array.device}; expected a dense one with data "
-                "(sparse gradients: crossdevice.IndexedSlices)"
+                "(reductions also take torch.sparse_coo with one sparse axis, and crossdevice.IndexedSlices)"
             )
+
+    def as_indexed_slices(self, array: torch.Tensor) -> IndexedSlices | None:
+        """A `torch.sparse_coo` tensor of whole rows, such as an embedding's gradient; it comes back as one."""
+        if array.layout != torch.sparse_coo or array.sparse_dim() != 1:
+            return None
+        rows = array.detach()  # repeated indices stay as they are: whoever uses the result adds them up
+        return _SparseRows(rows._values(), rows._indices()[0], rows.shape)
 
     def signature(self, array: Any) -> Hashable:
         """Type, dtype, shape, device and layout."""
@@ -160,6 +168,17 @@ class TorchBackend(Backend):
         if len(apart) < 2 or {device.type for device in apart} != {"cuda"}:
             return None
         return TorchStreams(apart)
+
+
+class _SparseRows(IndexedSlices):
+    """What was a `torch.sparse_coo` tensor."""
+
+    __slots__ = ()
+
+    def with_parts(self, values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> Any:
+        """A `torch.sparse_coo` tensor."""
+        assert dense_shape is not None
+        return torch.sparse_coo_tensor(indices[None], values, dense_shape, check_invariants=False)
 
 
 class TorchStreams(CudaStreams):

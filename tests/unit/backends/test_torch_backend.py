@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import crossdevice as cd
 from crossdevice.backends.registry import backend_named
+from crossdevice.errors import ConversionError
 from crossdevice.values.device import Device
 
 torch = pytest.importorskip("torch")
@@ -67,3 +69,44 @@ def test_memory_on_the_host_is_shared_both_ways(dtype):
     flat = backend.host_view(tensor)
     back = backend.from_host(flat, (3, 2), Device("cpu", 1))
     assert flat.__array_interface__["data"][0] == tensor.data_ptr() == back.data_ptr()
+
+
+def sparse_rows(indices, value):
+    rows = torch.full((len(indices), 2), value)
+    return torch.sparse_coo_tensor([indices], rows, (4, 2), check_invariants=True)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_sparse_rows_are_reduced_and_come_back_as_sparse_tensors(op):
+    ops = cd.ReductionToOneDevice()
+    cd.all_reduce([torch.ones(4, 2)] * 2)  # dense tensors, of the same type, have been seen
+    for _ in range(2):
+        value = cd.PerReplica([sparse_rows([0, 2, 2], 1.0), sparse_rows([2], 4.0)])
+        result = ops.reduce(op, value, value)
+        for component in result.values:
+            assert component.layout == torch.sparse_coo
+            share = 1 if op == "sum" else 2
+            assert component.to_dense()[:, 0].tolist() == [1 / share, 0, 6 / share, 0]
+
+
+def test_sparse_and_dense_tensors_add_up_to_dense_ones():
+    value = {"table": sparse_rows([1], 2.0)}, {"table": torch.ones(4, 2)}
+    for result in cd.all_reduce(list(value)):
+        assert result["table"][:, 0].tolist() == [1, 3, 1, 1]
+
+
+def test_sparse_tensors_in_batches_that_were_dense_are_noticed():
+    ops, dense = cd.ReductionToOneDevice(), cd.PerReplica([torch.ones(4, 2)] * 2)
+    sparse = cd.PerReplica([sparse_rows([0], 1.0), sparse_rows([3], 1.0)])
+    for middle in (dense, dense, sparse, dense):
+        pairs = [(value, "cpu:0") for value in (dense, middle, dense)]
+        results = ops.batch_reduce("sum", pairs)
+        assert [result.is_sparse for result in results] == [False, middle is sparse, False]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_other_sparse_tensors_are_refused_by_what_they_are():
+    with pytest.raises(ConversionError, match=r"torch\.sparse_coo tensor on cpu.*one sparse axis"):
+        cd.all_reduce([torch.eye(2).to_sparse_coo()] * 2)
+    with pytest.raises(ConversionError, match=r"torch\.sparse_csr tensor on cpu"):
+        cd.all_reduce([torch.eye(2).to_sparse_csr()] * 2)

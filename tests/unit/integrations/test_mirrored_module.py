@@ -339,3 +339,53 @@ def test_averages_of_weights_can_be_mirrored_themselves():
     averaged.check_in_step()
     assert of_copies(averaged, lambda copy: copy.n_averaged.item()) == [2, 2]
     assert averaged.replicas[1].module[0].weight[0, 0].item() == 2
+
+
+# ----------------------------------------------------------------------------- sparse gradients
+
+
+def table(**kwargs):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Embedding(6, 2, sparse=True, **kwargs), torch.nn.Linear(2, 1))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # PyTorch's own, of its sparse gradients
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad], ids=["SGD", "Adagrad"])
+def test_sparse_gradients_stay_sparse_and_are_those_of_one_device(op, make):
+    alone, model = table(), mirrored(table())
+    optimizers = model.optimizers(lambda parameters: make(parameters, lr=0.1))
+    rows = [torch.tensor([0, 1, 1]), torch.tensor([1, 5])]
+
+    def step(x, optimizer):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        model.reduce_gradients(op)
+        optimizer.step()
+        return model.current()[0].weight.grad.is_sparse
+
+    optimizer = make(alone.parameters(), lr=0.1)
+    for _ in range(2):
+        is_sparse = model.strategy.run(step, args=(PerReplica(rows), optimizers))
+        assert is_sparse.values == (True, True)
+        optimizer.zero_grad()
+        (alone(torch.cat(rows)).sum() / (1 if op == "sum" else 2)).backward()
+        optimizer.step()
+    model.check_in_step()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_a_replica_that_did_not_use_a_table_brings_no_rows():
+    model = mirrored(table())
+
+    def step(is_used):
+        if is_used:
+            model(torch.tensor([3])).sum().backward()
+        model.reduce_gradients("sum")
+        return model.current()[0].weight.grad
+
+    for gradient in model.strategy.run(step, args=(PerReplica([False, True]),)).values:
+        assert gradient.is_sparse
+        assert gradient.coalesce().indices().tolist() == [[3]]

@@ -79,7 +79,8 @@ class ReproducibleMean:
     def _mean(self, gradients: torch.Tensor) -> Any:
         if self._ops is None:
             self._ops = CollectiveAllReduce(options=self._options, group=self._formed())
-        return self._ops.reduce(ReduceOp.MEAN, gradients, gradients, out=gradients)
+        out = None if gradients.is_sparse else gradients
+        return self._ops.reduce(ReduceOp.MEAN, gradients, gradients, out=out)
 
     def _formed(self) -> ProcessGroup:
         if self._given is not None:
@@ -144,7 +145,8 @@ def reproducible_hook(state: ReproducibleMean, bucket: dist.GradBucket) -> torch
 
     Gradients, those in bfloat16 and float16 too, are the mean over the model's processes as
     `CollectiveAllReduce` computes it: added wide, rounded once. Their bits do not depend on
-    `bucket_cap_mb`. The backward pass goes on meanwhile. An error of the group ends the backward pass.
+    `bucket_cap_mb`. Sparse gradients stay sparse: they have the rows of all processes, in the order of
+    ranks. The backward pass goes on meanwhile. An error of the group ends the backward pass.
     """
     if not isinstance(state, ReproducibleMean):
         raise OptionError(

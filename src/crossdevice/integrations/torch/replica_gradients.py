@@ -54,7 +54,7 @@ def _zeros(parameter: torch.Tensor, *, is_sparse: bool) -> torch.Tensor:
         return torch.zeros_like(parameter, requires_grad=False)
     rows = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
     indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, rows, parameter.shape)
+    return torch.sparse_coo_tensor(indices, rows, parameter.shape, check_invariants=False)
 
 
 def _laid_out_as(own: torch.Tensor, reduced: torch.Tensor) -> torch.Tensor:
