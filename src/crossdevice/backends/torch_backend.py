@@ -40,15 +40,24 @@ class TorchBackend(Backend):
             )
 
     def as_indexed_slices(self, array: torch.Tensor) -> IndexedSlices | None:
-        """A `torch.sparse_coo` tensor of whole rows, such as an embedding's gradient; it comes back as one."""
+        """A `torch.sparse_coo` tensor of whole rows, such as an embedding's gradient; it returns as one."""
         if array.layout != torch.sparse_coo or array.sparse_dim() != 1:
             return None
         rows = array.detach()  # repeated indices stay as they are: whoever uses the result adds them up
         return _SparseRows(rows._values(), rows._indices()[0], rows.shape)
 
     def signature(self, array: Any) -> Hashable:
-        """Type, dtype, shape, device and layout."""
-        return type(array), array.dtype, array.shape, array.device, array.layout
+        """Type, dtype, shape, device and layout, with strides where they are not those of the shape."""
+        strides = None if array.is_contiguous() else array.stride()
+        return type(array), array.dtype, array.shape, array.device, array.layout, strides
+
+    def axis_order(self, array: torch.Tensor) -> tuple[int, ...] | None:
+        """By strides: `channels_last`, transposes, and other permutations of dense tensors."""
+        if array.layout != torch.strided or array.is_nested or array.is_contiguous():
+            return None
+        strides = array.stride()
+        axes = tuple(sorted(range(array.ndim), key=lambda axis: -strides[axis]))
+        return axes if array.permute(axes).is_contiguous() else None
 
     def check_device(self, device: Device) -> None:
         """Host devices are logical; others must be there."""

@@ -389,3 +389,37 @@ def test_a_replica_that_did_not_use_a_table_brings_no_rows():
     for gradient in model.strategy.run(step, args=(PerReplica([False, True]),)).values:
         assert gradient.is_sparse
         assert gradient.coalesce().indices().tolist() == [[3]]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_gradients_keep_their_strides(count):
+    module = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    strides = module.weight.stride()
+    model = mirrored(module, count)
+
+    def step():
+        model(torch.ones(1, 3, 5, 5).to(memory_format=torch.channels_last)).sum().backward()
+        before = model.weight.grad.stride()
+        model.reduce_gradients("sum")
+        return before == model.weight.grad.stride() == strides
+
+    assert model.strategy.run(step).values == (True,) * count
+    assert torch.equal(model.replicas[1].weight.grad, torch.full((4, 3, 3, 3), 9.0 * count))
+
+
+def test_gradients_of_different_strides_each_keep_theirs():
+    def rank(group):
+        strategy = MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"], group=group)
+        model = MirroredModule(torch.nn.Linear(3, 2, bias=False), strategy)
+
+        def step(is_turned):
+            gradient = torch.arange(6.0).reshape(2, 3)
+            model.weight.grad = gradient.T.contiguous().T if is_turned else gradient
+            before = model.weight.grad.stride()
+            model.reduce_gradients("sum")
+            return model.weight.grad.stride() == before
+
+        kept = strategy.run(step, args=(PerReplica([True, False]),)).values
+        return kept, of_copies(model, lambda copy: copy.weight.grad.tolist())
+
+    assert run_ranks(2, rank) == [((True, True), [[[0, 4, 8], [12, 16, 20]]] * 2)] * 2
