@@ -11,6 +11,7 @@ from crossdevice import MirroredStrategy, MultiWorkerMirroredStrategy, PerReplic
 from crossdevice.errors import ConversionError, DeviceError, MismatchError, OptionError
 from crossdevice.integrations.torch import MirroredModule
 from crossdevice.process_groups.thread_group import run_ranks
+from integrations.by_mirrored_module import by_mirrored_module
 
 
 def mirrored(module, count=2):
@@ -423,3 +424,84 @@ def test_gradients_of_different_strides_each_keep_theirs():
         return kept, of_copies(model, lambda copy: copy.weight.grad.tolist())
 
     assert run_ranks(2, rank) == [((True, True), [[[0, 4, 8], [12, 16, 20]]] * 2)] * 2
+
+
+# ----------------------------------------------------------------------------- architectures
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, 8)
+        self.lstm = torch.nn.LSTM(8, 8, num_layers=2, batch_first=True, bidirectional=True)
+        self.last = torch.nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.last(self.lstm(self.embedding(x))[0])
+
+
+class Tied(torch.nn.Module):
+    def __init__(self, *, sparse):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, 8, sparse=sparse)
+        self.layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = torch.nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.layer(self.embedding(x)))
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.EmbeddingBag(16, 8, sparse=True)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 4) for _ in range(5))
+
+    def forward(self, x):
+        hidden, chosen = self.embedding(x), x[:, 0] % 4  # the last expert is never used
+        result = torch.zeros(len(x), 4, dtype=hidden.dtype)
+        for number in chosen.unique().tolist():
+            result[chosen == number] = self.experts[number](hidden[chosen == number])
+        return result
+
+
+class Convolutions(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 2, 2)
+        ).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.layers(x[:, None, :, None] * torch.ones(6, dtype=torch.float64))
+
+
+ARCHITECTURES = {
+    "LSTM": Recurrent,
+    "tied weights": lambda: Tied(sparse=False),
+    "tied weights of a sparse table": lambda: Tied(sparse=True),
+    "experts": Experts,
+    "channels_last": Convolutions,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("size", [6, 5], ids=["even", "uneven"])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_loss_and_gradients_are_those_of_one_device(name, count, size):
+    torch.manual_seed(0)
+    module, x = ARCHITECTURES[name]().double().eval(), torch.randint(16, (size, 6))
+    alone = copy.deepcopy(module)
+    expected = alone(x).square().sum()
+    expected.backward()
+    devices = [f"cpu:{number}" for number in range(count)]
+    loss, gradients = by_mirrored_module(module, devices, {"x": x}, lambda result: result.square().sum())
+    torch.testing.assert_close(loss, expected.detach())
+    for own, parameter in alone.named_parameters():
+        if parameter.grad is None:
+            assert gradients[own] is None
+        else:
+            assert gradients[own].is_sparse == parameter.grad.is_sparse
+            torch.testing.assert_close(gradients[own].to_dense(), parameter.grad.to_dense())
