@@ -73,10 +73,25 @@ def main():
             "the order of ranks makes no difference to exact": digest(exact[0]) == digest(turned[0]),
             "bits": digest(small[0]),
         }
+    facts["sparse"] = sparse_means(rank, size, group)
     facts["error"] = error_of_a_broken_group(group)
     report(rank, facts)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def sparse_means(rank, size, group):
+    """Gradients of an embedding table of which each rank uses row 0 and one of its own."""
+    table = torch.nn.Embedding(size + 2, 2, sparse=True)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(table, torch.nn.Linear(2, 1)))
+    torch.nn.init.ones_(model.module[1].weight)
+    model.register_comm_hook(ReproducibleMean(group), reproducible_hook)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.tensor([0, rank + 1])).sum().backward()
+        found.append((table.weight.grad.is_sparse, table.weight.grad.to_dense()[:, 0].tolist()))
+    return found
 
 
 def error_of_a_broken_group(group):

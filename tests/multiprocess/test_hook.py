@@ -29,8 +29,42 @@ def test_gradients_are_reproducible_means(tmp_path, tmp_path_factory):
         for dtype in ("torch.float32", "torch.bfloat16"):
             assert all(facts[dtype].values()), facts[dtype]
             assert facts[dtype]["bits"] == found.reports[0][dtype]["bits"]
+        sparse = [True, [1.0, *[pytest.approx(1 / 3)] * 3, 0.0]]
+        assert facts["sparse"] == [sparse, sparse]
         assert "ProcessGroupError: this group is broken" in facts["error"]
         assert "it was told to" in facts["error"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
+def test_gradients_are_means_over_the_models_own_process_group(tmp_path, tmp_path_factory):
+    with launching.in_turn(tmp_path_factory.getbasetemp().parent):
+        found = launching.launch(
+            launching.torchrun("hook_groups_rank.py", size=4), tmp_path / "launch", LAUNCH_SECONDS
+        )
+    assert found.codes == [0], found.output
+    means = [
+        {fact: mean for fact, mean in found.reports[rank].items() if not isinstance(mean, str)}
+        for rank in range(4)
+    ]
+    pairs, neighbours = [2.0, 3.0, 2.0, 3.0], [1.5, 1.5, 3.5, 3.5]
+    assert means == [
+        {
+            "all": 2.5,
+            "alone": rank + 1.0,
+            "pairs": pairs[rank],
+            "pairs, given": pairs[rank],
+            "mesh, across": pairs[rank],
+            "mesh, along": neighbours[rank],
+            "one state for two models": [pairs[rank]] * 2,
+        }
+        for rank in range(4)
+    ]
+    for rank, facts in found.reports.items():
+        own = [rank % 2, rank % 2 + 2]
+        refused = f"a model on ranks [0, 1, 2, 3], and this ReproducibleMean is for ranks {own}"
+        assert refused in facts["one state for two groups"]
+        assert refused in facts["another group given"]
+        assert "has 1 processes: give none" in facts["a group of another size given"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")

@@ -170,13 +170,13 @@ for name, value, parts in [
     ("a number beyond 64 bits", 2**70, ("cannot be read as an array of numbers",)),
     ("distributed values in one another", cd.PerReplica([PAIR, PAIR]), ("replica 0 (cpu:0)", "do not nest")),
     ("a masked array", cd.PerReplica([f32(1), np.ma.masked_array(f32(1), [True])]), ("replica 1", "mask")),
-    ("a sparse tensor", cd.PerReplica([tensor(1.0), torch.ones(1).to_sparse()]), ("replica 1", "sparse_coo")),
+    ("a sparse tensor", cd.PerReplica([tensor(1.0), torch.eye(1).to_sparse()]), ("replica 1", "sparse_coo")),
     ("a tensor without data", cd.PerReplica([torch.ones(1, device="meta")]), ("replica 0", "meta")),
 ]:  # fmt: skip
     reduces(name, ConversionError, ValueError, value, *parts)
 for name, value in {
     "a masked array": np.ma.masked_array(f32(1), [True]),
-    "a sparse tensor": torch.ones(1).to_sparse(),
+    "a sparse tensor": torch.ones(1, 1).to_sparse(),
     "an object": object(),
     "None": None,
 }.items():

@@ -269,7 +269,7 @@ class CrossDeviceOps:
         """A call that is not known: read, checked, run, and kept under `key` unless that is None."""
         op, chosen = ReduceOp(reduce_op), self._chosen_options(options)
         requests, rebuilt = read_requests(pairs, outs)
-        batch = CheckedBatch(requests, op, chosen)
+        batch = CheckedBatch(requests, op, chosen, in_any_order=self._can_be_known)
         if self._overrides_hooks:
             targets = [target for _, target in spread_pairs(pairs)[0]]
             return rebuilt(self._reduce_by_hooks(batch, targets, is_batch))

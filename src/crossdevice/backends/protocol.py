@@ -102,6 +102,13 @@ class Backend(abc.ABC):
         """The shape."""
         return tuple(array.shape)
 
+    def axis_order(self, array: Array) -> tuple[int, ...] | None:  # noqa: ARG002
+        """The axes from the slowest to the fastest: the order in which a permuted array is contiguous.
+
+        None if the array is contiguous as it is, or in no order.
+        """
+        return None
+
     def addresses_of(self, arrays: Sequence[Array]) -> list[int]:
         """Where each array's memory starts."""
         return [self.address_range(array)[0] for array in arrays]

@@ -16,6 +16,7 @@ from crossdevice.backends.nccl_engines import Share, lack_of_engine, name_of_eng
 from crossdevice.backends.protocol import Backend, dtype_named
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
+from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -35,12 +36,28 @@ class TorchBackend(Backend):
         if array.layout != torch.strided or array.is_quantized or array.is_nested or array.is_meta:
             raise ConversionError(
                 f"{where} is a {array.layout} tensor on {array.device}; expected a dense one with data "
-                "(sparse gradients: crossdevice.IndexedSlices)"
+                "(reductions also take torch.sparse_coo with one sparse axis, and crossdevice.IndexedSlices)"
             )
 
+    def as_indexed_slices(self, array: torch.Tensor) -> IndexedSlices | None:
+        """A `torch.sparse_coo` tensor of whole rows, such as an embedding's gradient; it returns as one."""
+        if array.layout != torch.sparse_coo or array.sparse_dim() != 1:
+            return None
+        rows = array.detach()  # repeated indices stay as they are: whoever uses the result adds them up
+        return _SparseRows(rows._values(), rows._indices()[0], rows.shape)
+
     def signature(self, array: Any) -> Hashable:
-        """Type, dtype, shape, device and layout."""
-        return type(array), array.dtype, array.shape, array.device, array.layout
+        """Type, dtype, shape, device and layout, with strides where they are not those of the shape."""
+        strides = None if array.is_contiguous() else array.stride()
+        return type(array), array.dtype, array.shape, array.device, array.layout, strides
+
+    def axis_order(self, array: torch.Tensor) -> tuple[int, ...] | None:
+        """By strides: `channels_last`, transposes, and other permutations of dense tensors."""
+        if array.layout != torch.strided or array.is_nested or array.is_contiguous():
+            return None
+        strides = array.stride()
+        axes = tuple(sorted(range(array.ndim), key=lambda axis: -strides[axis]))
+        return axes if array.permute(axes).is_contiguous() else None
 
     def check_device(self, device: Device) -> None:
         """Host devices are logical; others must be there."""
@@ -160,6 +177,17 @@ class TorchBackend(Backend):
         if len(apart) < 2 or {device.type for device in apart} != {"cuda"}:
             return None
         return TorchStreams(apart)
+
+
+class _SparseRows(IndexedSlices):
+    """What was a `torch.sparse_coo` tensor."""
+
+    __slots__ = ()
+
+    def with_parts(self, values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> Any:
+        """A `torch.sparse_coo` tensor."""
+        assert dense_shape is not None
+        return torch.sparse_coo_tensor(indices[None], values, dense_shape, check_invariants=False)
 
 
 class TorchStreams(CudaStreams):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import crossdevice as cd
 from crossdevice.backends.registry import backend_named
+from crossdevice.errors import ConversionError, OutError
 from crossdevice.values.device import Device
 
 torch = pytest.importorskip("torch")
@@ -67,3 +69,116 @@ def test_memory_on_the_host_is_shared_both_ways(dtype):
     flat = backend.host_view(tensor)
     back = backend.from_host(flat, (3, 2), Device("cpu", 1))
     assert flat.__array_interface__["data"][0] == tensor.data_ptr() == back.data_ptr()
+
+
+def sparse_rows(indices, value):
+    rows = torch.full((len(indices), 2), value)
+    return torch.sparse_coo_tensor([indices], rows, (4, 2), check_invariants=True)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_sparse_rows_are_reduced_and_come_back_as_sparse_tensors(op):
+    ops = cd.ReductionToOneDevice()
+    cd.all_reduce([torch.ones(4, 2)] * 2)  # dense tensors, of the same type, have been seen
+    for _ in range(2):
+        value = cd.PerReplica([sparse_rows([0, 2, 2], 1.0), sparse_rows([2], 4.0)])
+        result = ops.reduce(op, value, value)
+        for component in result.values:
+            assert component.layout == torch.sparse_coo
+            share = 1 if op == "sum" else 2
+            assert component.to_dense()[:, 0].tolist() == [1 / share, 0, 6 / share, 0]
+
+
+def test_sparse_and_dense_tensors_add_up_to_dense_ones():
+    value = {"table": sparse_rows([1], 2.0)}, {"table": torch.ones(4, 2)}
+    for result in cd.all_reduce(list(value)):
+        assert result["table"][:, 0].tolist() == [1, 3, 1, 1]
+
+
+def test_sparse_tensors_in_batches_that_were_dense_are_noticed():
+    ops, dense = cd.ReductionToOneDevice(), cd.PerReplica([torch.ones(4, 2)] * 2)
+    sparse = cd.PerReplica([sparse_rows([0], 1.0), sparse_rows([3], 1.0)])
+    for middle in (dense, dense, sparse, dense):
+        pairs = [(value, "cpu:0") for value in (dense, middle, dense)]
+        results = ops.batch_reduce("sum", pairs)
+        assert [result.is_sparse for result in results] == [False, middle is sparse, False]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_other_sparse_tensors_are_refused_by_what_they_are():
+    with pytest.raises(ConversionError, match=r"torch\.sparse_coo tensor on cpu.*one sparse axis"):
+        cd.all_reduce([torch.eye(2).to_sparse_coo()] * 2)
+    with pytest.raises(ConversionError, match=r"torch\.sparse_csr tensor on cpu"):
+        cd.all_reduce([torch.eye(2).to_sparse_csr()] * 2)
+
+
+# ----------------------------------------------------------------------------- axes in another order
+
+ORDERS = {
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "permuted": lambda x: x.permute(1, 3, 0, 2).contiguous().permute(2, 0, 3, 1),
+}
+
+
+def numbers(seed, dtype=torch.float32):
+    return torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int32], ids=str)
+@pytest.mark.parametrize("precision", ["fast", "accurate", "exact"])
+def test_results_have_the_strides_that_all_replicas_share(order, dtype, precision):
+    ops, options = cd.ReductionToOneDevice(), cd.CommunicationOptions(precision=precision)
+    plain = cd.PerReplica([numbers(seed, dtype) for seed in range(3)])
+    laid = cd.PerReplica([ORDERS[order](array) for array in plain.values])
+    for _ in range(2):  # either may have been seen first
+        expected, found = (ops.reduce("mean", value, value, options=options) for value in (plain, laid))
+        for left, right, given in zip(expected.values, found.values, laid.values, strict=True):
+            assert left.is_contiguous()
+            assert right.stride() == given.stride()
+            assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("is_new", [True, False], ids=["another", "in place"])
+def test_arrays_of_the_shared_order_can_be_written_to(order, is_new):
+    ops = cd.ReductionToOneDevice()
+    arrays = [ORDERS[order](numbers(seed)) for seed in range(2)]
+    expected = arrays[0] + arrays[1]
+    value = cd.PerReplica(arrays)
+    out = cd.Mirrored([torch.zeros_like(array) for array in arrays]) if is_new else value
+    versions = [array._version for array in out.values]
+    places = [array.data_ptr() for array in out.values]
+    result = ops.reduce("sum", value, value, out=out)
+    for array, given, place, version in zip(result.values, out.values, places, versions, strict=True):
+        assert array is given
+        assert (array.data_ptr(), array.stride()) == (place, arrays[0].stride())
+        assert torch.equal(array, expected)
+        assert array._version > version
+
+
+def test_replicas_with_different_orders_are_copied_and_others_cannot_be_written_to():
+    arrays = [ORDERS["channels_last"](numbers(0)), numbers(1)]
+    for result in cd.all_reduce(arrays):
+        assert result.is_contiguous()
+        assert torch.equal(result, arrays[0] + arrays[1])
+    ops, value = cd.ReductionToOneDevice(), cd.PerReplica([ORDERS["transposed"](numbers(0))] * 2)
+    for out in (numbers(2)[..., ::2].repeat(1, 1, 1, 2)[..., ::2], ORDERS["permuted"](numbers(2))):
+        with pytest.raises(OutError):
+            ops.reduce("sum", value, "cpu:0", out=out)
+
+
+def test_errors_name_shapes_as_they_were_given():
+    arrays = [ORDERS["channels_last"](torch.ones(2, 3, 4, size)) for size in (5, 6)]
+    with pytest.raises(cd.errors.ShapeMismatchError, match=r"\(2, 3, 4, 6\).*\(2, 3, 4, 5\)"):
+        cd.all_reduce(arrays)
+
+
+def test_gaps_and_repeats_are_not_an_order_of_axes():
+    backend = backend_named("torch")
+    assert backend.axis_order(torch.ones(4, 4).T) == (1, 0)
+    assert backend.axis_order(torch.ones(4, 4)[:, :2].T) is None
+    assert backend.axis_order(torch.ones(4, 1).expand(4, 4)) is None
+    assert backend.axis_order(torch.ones(4)[::2]) is None
+    assert backend.axis_order(torch.ones(4, 4)) is None

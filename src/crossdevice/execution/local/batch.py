@@ -11,6 +11,7 @@ from crossdevice.errors import OutError
 from crossdevice.execution.local.accumulation import accumulate
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.sparse import SparseReduction, check_sparse, densified
+from crossdevice.execution.reading.axis_orders import in_memory_order, shared_axis_order
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.leaf_spec import Dense
 from crossdevice.execution.reading.outputs import check_out, check_outs, read_out, wrapped
@@ -45,11 +46,23 @@ def read_requests(
 
 
 class CheckedBatch:
-    """Requests that have passed every check, also of the memory they are to be written to."""
+    """Requests that have passed every check, also of the memory they are to be written to.
 
-    def __init__(self, requests: Sequence[Request], op: ReduceOp, options: CommunicationOptions) -> None:
+    Args:
+        in_any_order: whether axes may be left as they lie in memory, if all arrays of a leaf agree on that.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        *,
+        in_any_order: bool = False,
+    ) -> None:
         started = now()
         self.requests, self.op, self.options = requests, op, options
+        self._in_any_order = in_any_order
         self.leaves = [self._checked_leaves(request) for request in requests]
         self.dense = [leaf for leaves in self.leaves for leaf in leaves if isinstance(leaf, Dense)]
         self.result_dtypes = [result_dtype(leaf.spec.dtype, op) for leaf in self.dense]
@@ -78,7 +91,11 @@ class CheckedBatch:
             reduced = accumulated(self.dense, function, via, self.op, self.options)
         else:
             prepared = planner.prepared(tuple([leaf.spec for leaf in self.dense]), self.op, self.options)
-            reduced = prepared.run([leaf.arrays for leaf in self.dense], [leaf.out for leaf in self.dense])
+            made = prepared.run([leaf.arrays for leaf in self.dense], [leaf.out for leaf in self.dense])
+            reduced = [
+                results if leaf.order is None else leaf.order.restored(leaf.spec.backend, results)
+                for leaf, results in zip(self.dense, made, strict=True)
+            ]
         remaining = iter(reduced)
         answers = []
         for request, leaves in zip(self.requests, self.leaves, strict=True):
@@ -118,7 +135,11 @@ class CheckedBatch:
                     sparse.backend.check_device(device)
                 return sparse
             leaf = densified(leaf, devices)
-        return Dense(leaf.arrays, checked_spec(leaf, devices, destinations, self.op), out)
+        order = shared_axis_order(leaf.arrays, out) if self._in_any_order else None
+        if order is not None:
+            arrays, out = in_memory_order(order, leaf.arrays)
+            leaf = Leaf(arrays, leaf.path)
+        return Dense(leaf.arrays, checked_spec(leaf, devices, destinations, self.op), out, order)
 
     def _dense_places(self) -> list[Leaf]:
         """Where the dense leaves come from."""
@@ -139,7 +160,7 @@ def accumulated(
 ) -> list[tuple[Array, ...]]:
     """The results of a function of the user's; `out` is written to when all of them are known to fit."""
     results = []
-    for arrays, spec, out in dense:
+    for arrays, spec, out, _ in dense:
         at = via or spec.destinations[0]
         devices = (*spec.devices, at, *spec.destinations)
         with recorded(Work("reduce", f"accumulation_fn {op.name}", devices, spec.num_bytes)):
@@ -147,7 +168,7 @@ def accumulated(
         if out is not None:
             check_out(answers, spec, spec.backend.dtype_of(out[0]), "accumulation_fn's result")
         results.append(answers)
-    for number, (_, spec, out) in enumerate(dense):
+    for number, (_, spec, out, _) in enumerate(dense):
         if out is not None:
             for target, answer in zip(out, results[number], strict=True):
                 spec.backend.write(target, answer)

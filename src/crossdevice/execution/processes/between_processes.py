@@ -302,7 +302,7 @@ def _gather_rows(
         indices = np.concatenate([arrays[2 * order + 1] for arrays in of_ranks])
         device = Device.parse(first.device)
         shape = (indices.size, *backend.shape_of(first.values)[1:])
-        rows = first.with_parts(
+        rows = type(first)(
             backend.from_host(values, shape, device),
             backend.from_host(indices, indices.shape, device),
             leaf.dense_shape,

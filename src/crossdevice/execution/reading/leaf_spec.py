@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend
+from crossdevice.execution.reading.axis_orders import AxisOrder
 from crossdevice.plans.packing import Item
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES
@@ -57,11 +58,15 @@ class LeafSpec:
 
 
 class Dense(NamedTuple):
-    """A checked leaf of plain arrays, ready to be reduced, into `out` unless that is None."""
+    """A checked leaf of plain arrays, ready to be reduced, into `out` unless that is None.
+
+    With an `order` all of them are views whose axes are in memory order.
+    """
 
     arrays: Sequence[Array]
     spec: LeafSpec
     out: Sequence[Array] | None = None
+    order: AxisOrder | None = None
 
 
 def bytes_of(backend: Backend, array: Array) -> int:

@@ -65,7 +65,10 @@ def read_value(value: Any, what: str = "value") -> Value:
         components, devices = value.values, value.devices
     else:
         components, devices = (value,), (device_of(first_leaf(value)) or host_device(0),)
-    if components and all(type(component) in _array_types for component in components):
+    if components and all(
+        type(component) in _array_types and not getattr(component, "is_sparse", False)
+        for component in components
+    ):
         return Value(devices, [Leaf(components, "")], None, components)
     if not components:
         raise ConversionError(
@@ -223,7 +226,10 @@ def _read_leaf(column: Sequence[Any], devices: Sequence[Device], path: str, what
 
 
 _array_types: set[type[Any]] = set()
-"""Types seen to be arrays of a library: values made of nothing else need no further look."""
+"""Types seen to be arrays of a library: values made of nothing else need no further look.
+
+PyTorch's sparse tensors are of the same type as others, but say what they are.
+"""
 
 
 def _describe(structure: Any) -> str:

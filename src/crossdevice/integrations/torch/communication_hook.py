@@ -2,11 +2,13 @@
 
 # DistributedDataParallel compares a hook's annotations with types, so here they must not be strings.
 
-from collections.abc import Callable
+import gc
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.errors import OptionError
@@ -18,71 +20,137 @@ from crossdevice.values.reduce_op import ReduceOp
 
 
 class ReproducibleMean:
-    """What `reproducible_hook` needs: the model's processes, and a thread that sees to its buckets in order.
+    """What `reproducible_hook` needs: the model's processes, and a thread that reduces its buckets in order.
+
+    The processes are those of the model's own `process_group` or `device_mesh`. They are found, and meet,
+    when the first bucket is reduced, so this may be made before `init_process_group`. Models may share one
+    if they share their processes; a bucket of a model on other processes is refused.
 
     Args:
-        group: the processes that share the model; None forms a group of those of torch.distributed's
-            default group, so all of them make this object together.
+        group: the processes that share the model, as a group of crossdevice or of torch.distributed, where
+            they are not to be found by themselves.
         precision: `"accurate"` adds wide, in the order of ranks, and rounds once; `"exact"` rounds the true
             mean, whatever the order of ranks.
     """
 
-    def __init__(self, group: ProcessGroup | None = None, precision: Precision = "accurate") -> None:
-        if group is None:
-            if not dist.is_available() or not dist.is_initialized():
-                raise OptionError(
-                    "torch.distributed has no default group to take processes from; "
-                    "call torch.distributed.init_process_group first, or give a group"
-                )
-            group = form_group(dist.get_rank(), dist.get_world_size(), name="communication hook")
-        self.group = group
-        self._ops = CollectiveAllReduce(options=CommunicationOptions(precision=precision), group=group)
-        self._courier = Courier(f"crossdevice gradients of rank {group.rank}")
+    def __init__(
+        self, group: ProcessGroup | dist.ProcessGroup | None = None, precision: Precision = "accurate"
+    ) -> None:
+        if group is not None and not isinstance(group, (ProcessGroup, dist.ProcessGroup)):
+            raise OptionError(
+                "group must be a group of crossdevice or of torch.distributed that this process is in, "
+                f"got {group!r}"
+            )
+        self._options = CommunicationOptions(precision=precision)
+        self._given = group if isinstance(group, ProcessGroup) else None
+        self._ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else None
+        self._ops: CollectiveAllReduce | None = None
+        self._of_models: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._courier = Courier("crossdevice gradients")
 
-    def start(self, gradients: torch.Tensor, then: Callable[[BaseException | None], None]) -> None:
-        """Has gradients replaced by their mean over all processes, once those started before have been.
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The group in which gradients are exchanged; None until the first bucket, unless one was given."""
+        return self._given if self._ops is None else self._ops.group
 
-        Args:
-            then: called on another thread, with what went wrong.
-        """
+    def start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Has the bucket replaced by its mean over all processes, once those started before have been."""
+        self._check_model_of(bucket.parameters())
+        gradients = bucket.buffer()
         if gradients.is_cuda:
             torch.cuda.current_stream(gradients.device).synchronize()
+        ended: torch.futures.Future[Any] = torch.futures.Future(
+            devices=[gradients.device] if gradients.is_cuda else None
+        )
 
         def reduce() -> None:
             try:
-                self._ops.reduce(ReduceOp.MEAN, gradients, gradients, out=gradients)
+                result = self._mean(gradients)
                 if gradients.is_cuda:
                     torch.cuda.current_stream(gradients.device).synchronize()
             except BaseException as error:
-                then(error)
+                ended.set_result(error)
                 raise
-            then(None)
+            ended.set_result(result)
 
         self._courier.send(reduce)
+        return ended.then(_result_of)
+
+    def _mean(self, gradients: torch.Tensor) -> Any:
+        if self._ops is None:
+            self._ops = CollectiveAllReduce(options=self._options, group=self._formed())
+        out = None if gradients.is_sparse else gradients
+        return self._ops.reduce(ReduceOp.MEAN, gradients, gradients, out=out)
+
+    def _formed(self) -> ProcessGroup:
+        if self._given is not None:
+            return self._given
+        assert self._ranks is not None
+        name = f"communication hook of ranks {', '.join(map(str, self._ranks))}"
+        return form_group(self._ranks.index(dist.get_rank()), len(self._ranks), name=name)
+
+    def _check_model_of(self, parameters: list[torch.Tensor]) -> None:
+        """Refuses buckets of a model on other processes; each model is looked for once."""
+        if self._of_models.get(id(parameters[0])) is parameters[0]:
+            return
+        models = _models_with(parameters[0], self)
+        for model in models:
+            self._check_ranks(dist.get_process_group_ranks(model.process_group))
+        if self._ranks is None and self._given is None:
+            raise OptionError(
+                "the DistributedDataParallel model that this bucket is from was not found, so its processes "
+                "are not known; give them: ReproducibleMean(model.process_group)"
+            )
+        own = [parameter for model in models for parameter in model.parameters()]
+        self._of_models.update({id(parameter): parameter for parameter in (*parameters, *own)})
+
+    def _check_ranks(self, ranks: list[int]) -> None:
+        if self._given is not None and self._given.size != len(ranks):
+            raise OptionError(
+                f"a bucket is from a model on ranks {ranks}, and the group given to ReproducibleMean has "
+                f"{self._given.size} processes: give none, or one of the model's processes"
+            )
+        self._ranks = self._ranks or ranks
+        if self._ranks != ranks:
+            raise OptionError(
+                f"a bucket is from a model on ranks {ranks}, and this ReproducibleMean is for ranks "
+                f"{self._ranks}: make one for each group of processes"
+            )
+
+
+def _models_with(parameter: torch.Tensor, state: object) -> list[DistributedDataParallel]:
+    """The models that a bucket with this parameter may be from: those with this state, if there are any.
+
+    A hook is told neither its model nor the model's group, and PyTorch keeps no list of models.
+    """
+    models = [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), DistributedDataParallel)
+        and any(own is parameter for own in found.parameters())
+    ]
+    with_state = [model for model in models if any(own is state for _, own in model._comm_hooks)]
+    return with_state or models
+
+
+def _result_of(ended: torch.futures.Future[Any]) -> torch.Tensor:
+    result = ended.value()
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def reproducible_hook(state: ReproducibleMean, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """For `model.register_comm_hook(ReproducibleMean(), reproducible_hook)` of a DistributedDataParallel.
 
-    Gradients, those in bfloat16 and float16 too, are the mean over all processes as
+    Gradients, those in bfloat16 and float16 too, are the mean over the model's processes as
     `CollectiveAllReduce` computes it: added wide, rounded once. Their bits do not depend on
-    `bucket_cap_mb`. The backward pass goes on meanwhile. An error of the group ends the backward pass.
+    `bucket_cap_mb`. Sparse gradients stay sparse: they have the rows of all processes, in the order of
+    ranks. The backward pass goes on meanwhile. An error of the group ends the backward pass.
     """
     if not isinstance(state, ReproducibleMean):
         raise OptionError(
             f"reproducible_hook needs a ReproducibleMean as its state, got {type(state).__name__}: "
             "model.register_comm_hook(ReproducibleMean(), reproducible_hook)"
         )
-    gradients = bucket.buffer()
-    ended: torch.futures.Future[Any] = torch.futures.Future(
-        devices=[gradients.device] if gradients.is_cuda else None
-    )
-
-    def mean(ended: torch.futures.Future[Any]) -> torch.Tensor:
-        error = ended.value()
-        if error is not None:
-            raise error
-        return gradients
-
-    state.start(gradients, ended.set_result)
-    return ended.then(mean)
+    return state.start(bucket)

@@ -2,46 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.backends.torch_backend import torch_device
-from crossdevice.errors import ContextError, DeviceError, MismatchError
+from crossdevice.errors import ContextError, ConversionError, DeviceError, OptionError
+from crossdevice.integrations.torch.module_copies import check_can_have_copies, check_same, named_tensors
+from crossdevice.integrations.torch.replica_gradients import ReplicaGradients
 from crossdevice.strategies.current import get_replica_context
 from crossdevice.strategies.mirrored import MirroredStrategy
-from crossdevice.values.distributed import PerReplica
+from crossdevice.values.distributed import DistributedValues, PerReplica
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import current_replica
 
-_CHANGING = frozenset(
-    ("train", "eval", "requires_grad_", "zero_grad", "type", "float", "double", "half", "bfloat16")
+_OWN = ("strategy", "replicas", "_num_holds")
+
+_READING = (
+    *("forward", "state_dict", "get_extra_state", "extra_repr"),
+    *("parameters", "buffers", "modules", "children", "get_parameter", "get_buffer", "get_submodule"),
+    *("named_parameters", "named_buffers", "named_modules", "named_children"),
+    *("_save_to_state_dict", "_load_from_state_dict"),  # called by a module around this one
 )
-"""Methods of modules that change all copies, outside of replica functions."""
+"""Methods of modules that mean the current copy."""
 
-_MOVING = frozenset(("cpu", "cuda", "ipu", "mtia", "xpu", "share_memory", "to_empty"))
-"""Methods of modules that put them elsewhere, refused there."""
+_CHANGING = (
+    *("train", "eval", "requires_grad_", "zero_grad", "compile"),
+    *("type", "float", "double", "half", "bfloat16"),
+    *("register_forward_hook", "register_forward_pre_hook", "register_backward_hook"),
+    *("register_full_backward_hook", "register_full_backward_pre_hook"),
+    *("register_state_dict_pre_hook", "register_state_dict_post_hook"),
+    *("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"),
+)
+"""Those that change all copies, outside of replica functions."""
+
+_GIVING = (
+    *("add_module", "register_module", "set_submodule", "register_parameter", "register_buffer"),
+    "set_extra_state",
+)
+"""Those that give tensors or modules, of which each copy then has its own."""
+
+_MOVING = ("cpu", "cuda", "ipu", "mtia", "xpu", "share_memory", "to_empty")
+"""Those that put modules elsewhere, refused outside of replica functions."""
 
 
-class MirroredModule:
+class MirroredModule(torch.nn.Module):
     """A module with one copy on each device of a strategy, whose parameters are kept bit for bit the same.
 
-    In a replica function everything means the replica's own copy. Outside of one, what changes a module as a
-    whole (`train`, `apply`, `double`, `zero_grad`, `load_state_dict`, `to` another dtype, setting an
-    attribute) changes all copies, and calling it or reading an attribute means the first copy. This process's
-    k-th copy is `replicas[k]`. Under a strategy over several processes, all start as the first process's
-    module does.
+    In a replica function everything means the replica's own copy. Outside of one, what changes a module
+    (`train`, `apply`, `double`, `zero_grad`, `load_state_dict`, `to` another dtype, `add_module`, hooks,
+    setting an attribute) changes all copies, and calling it or reading from it means the first copy, so its
+    `state_dict()` is that of the module itself. This process's k-th copy is `replicas[k]`. Under a strategy
+    over several processes, all start as the first process's module does.
 
     Optimizers are made by `optimizers`, one for each copy: `torch.optim.SGD(model.parameters())` has the
     parameters of the first copy only, and leaves all others as they were.
 
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
     >>> model = MirroredModule(torch.nn.Linear(3, 1), strategy)
+    >>> model
+    MirroredModule(
+      devices: cpu:0, cpu:1
+      (module): Linear(in_features=3, out_features=1, bias=True)
+    )
     >>> optimizers = model.optimizers(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     >>> def step(x, optimizer):
     ...     optimizer.zero_grad()
@@ -53,14 +82,20 @@ class MirroredModule:
     >>> model.check_in_step()
     """
 
+    strategy: MirroredStrategy
+    replicas: tuple[torch.nn.Module, ...]
+
     def __init__(self, module: torch.nn.Module, strategy: MirroredStrategy) -> None:
+        # Module.__init__ is left out: parameters, submodules and hooks are those of the copies.
+        check_can_have_copies(module)
         self.strategy = strategy
         devices = strategy.extended.worker_devices
-        self._take_over(_named_tensors(module, buffers=True))
+        self._take_over(named_tensors(module, buffers=True))
         copies = [module, *(copy.deepcopy(module) for _ in devices[1:])]
         self.replicas = tuple(
             replica.to(torch_device(device)) for replica, device in zip(copies, devices, strict=True)
         )
+        self._num_holds = [0] * len(devices)
 
     def current(self) -> torch.nn.Module:
         """The running replica's copy; the first outside of replica functions."""
@@ -71,36 +106,87 @@ class MirroredModule:
         return self.current()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "replicas":  # copying looks for these on half-made objects
+        if name.startswith("__") or name in _OWN:  # copying looks for these on half-made objects
             raise AttributeError(name)
-        if name in _CHANGING:
-            return functools.partial(self._change, name)
-        if name in _MOVING and current_replica() is None:
-            return functools.partial(self._refuse_to_move, name)
         return getattr(self.current(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("strategy", "replicas"):
-            super().__setattr__(name, value)
-            return
-        if current_replica() is None and isinstance(value, (torch.Tensor, torch.nn.Module)):
-            raise ContextError(
-                f"{name} was given a {type(value).__name__}, which all copies would share; "
-                "give each of .replicas its own"
-            )
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        elif isinstance(value, (torch.Tensor, torch.nn.Module)):
+            self._give("__setattr__", name, value)
+        else:
+            for replica in self._meant():
+                setattr(replica, name, value)
+
+    def __delattr__(self, name: str) -> None:
         for replica in self._meant():
-            setattr(replica, name, value)
+            delattr(replica, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MirroredModule:
+        twin = type(self).__new__(type(self))
+        twin.strategy = self.strategy
+        twin.replicas = tuple(copy.deepcopy(replica, memo) for replica in self.replicas)
+        twin._num_holds = [0] * len(self.replicas)
+        return twin
+
+    def __reduce__(self) -> NoReturn:
+        raise ConversionError("a MirroredModule is not saved as a whole; save its state_dict()")
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self.strategy.extended.worker_devices))
+        module = textwrap.indent(f"(module): {self.replicas[0]!r}", "  ")
+        return f"{type(self).__name__}(\n  devices: {devices}\n{module}\n)"
 
     def _meant(self) -> Sequence[torch.nn.Module]:
         """The running replica's copy; all outside of replica functions."""
         return self.replicas if current_replica() is None else (self.current(),)
 
-    def _change(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _read(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the current copy."""
+        return getattr(self.current(), method)(*args, **kwargs)
+
+    def _change(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of all copies that are meant; what returns its module returns this."""
         results = [getattr(replica, method)(*args, **kwargs) for replica in self._meant()]
+        if isinstance(results[0], torch.utils.hooks.RemovableHandle):
+            return _Handles(results)
         return self if isinstance(results[0], torch.nn.Module) else results[0]
 
-    def _refuse_to_move(self, method: str, *args: Any, **kwargs: Any) -> None:
+    def _give(self, method: str, /, *args: Any, **kwargs: Any) -> None:
+        """Calls a method of all copies that are meant, with copies of its arguments for all but the first."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.nn.Module):
+                check_can_have_copies(value)
+            if current_replica() is None and isinstance(value, (torch.nn.Module, torch.Tensor)):
+                is_module = isinstance(value, torch.nn.Module)
+                self._take_over(named_tensors(value, buffers=True) if is_module else {"given": value})
+        for number, replica in enumerate(self._meant()):
+            own, named = copy.deepcopy((args, kwargs)) if number else (args, kwargs)
+            getattr(replica, method)(*own, **named)
+            replica.to(self._device_of(replica))
+
+    def _device_of(self, replica: torch.nn.Module) -> torch.device:
+        number = next(number for number, own in enumerate(self.replicas) if own is replica)
+        return torch_device(self.strategy.extended.worker_devices[number])
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MirroredModule:
+        """What a module around this one calls to cast or move it."""
+        for replica in self._meant():
+            device = self._device_of(replica)
+            if fn(torch.empty(0, device=device)).device != device:
+                self._refuse_to_move("to", "elsewhere")
+        for replica in self._meant():
+            replica._apply(fn, recurse)
+        return self
+
+    def _move(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Refused, but in a replica function, where it moves the replica's own copy."""
+        if current_replica() is None:
+            self._refuse_to_move(method, *args, **kwargs)
+        return self._change(method, *args, **kwargs)
+
+    def _refuse_to_move(self, method: str, /, *args: Any, **kwargs: Any) -> NoReturn:
         given = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
         own = ", ".join(map(str, self.strategy.extended.worker_devices))
         raise DeviceError(
@@ -125,7 +211,7 @@ class MirroredModule:
         for replica in self._meant():
             replica.apply(fn)
         if current_replica() is None:
-            self._follow_first([_named_tensors(replica, buffers=True) for replica in self.replicas])
+            self._follow_first([named_tensors(replica, buffers=True) for replica in self.replicas])
         return self
 
     def optimizers(self, make: Callable[[Iterator[torch.nn.Parameter]], Any]) -> PerReplica:
@@ -138,23 +224,59 @@ class MirroredModule:
     ) -> None:
         """Combines the gradients of all replicas in one batch; called by each after its backward pass.
 
+        A parameter that only some replicas used counts as zero in the others; one that no replica used has
+        no gradient. Frozen parameters are left alone, sparse gradients stay sparse, strides are kept.
+
         With shares of a batch that differ in size, divide each loss by the size of the whole batch and
         use `"sum"`: then the gradient is that of one device on the whole batch.
         """
-        context = get_replica_context()
-        if context is None or current_replica() is None:
+        context, replica = get_replica_context(), current_replica()
+        if context is None or replica is None:
             raise ContextError("reduce_gradients is called by every replica, inside of strategy.run")
-        # By name: replicas in which other parameters took part are an error, never added to each other.
-        parameters = {name: p for name, p in self.current().named_parameters() if p.grad is not None}
-        gradients = {name: p.grad for name, p in parameters.items()}
-        for name, gradient in context.all_reduce(reduce_op, gradients, options).items():
-            parameters[name].grad = gradient
+        if self._num_holds[replica]:
+            return
+        op = ReduceOp(reduce_op)
+        gradients = ReplicaGradients(self.current(), op, torch_device(context.devices[0]))
+        gradients.take_over(context.all_reduce(op, gradients.brought(), options))
 
-    def synchronize_buffers(self) -> None:
-        """Copies the first replica's buffers (such as running statistics) to all others."""
-        self._follow_first([dict(replica.named_buffers()) for replica in self.replicas])
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In this block `reduce_gradients` does nothing, so that those of several batches add up first.
 
-    def _follow_first(self, tensors: Sequence[dict[str, torch.Tensor]]) -> None:
+        It is for all replicas, or in a replica function for its own: then all of them enter it.
+        """
+        replica = current_replica()
+        held = range(len(self.replicas)) if replica is None else (replica,)
+        for number in held:
+            self._num_holds[number] += 1
+        try:
+            yield
+        finally:
+            for number in held:
+                self._num_holds[number] -= 1
+
+    def synchronize_buffers(self, how: Literal["first", "mean"] = "first") -> None:
+        """Brings buffers (such as running statistics) of all copies into step.
+
+        Args:
+            how: `"first"` copies the first replica's to all others; `"mean"` takes the mean over all
+                replicas of those with a floating-point dtype, and the first replica's of others.
+        """
+        if how not in ("first", "mean"):
+            raise OptionError(f"how must be 'first' or 'mean', got {how!r}")
+        buffers = [dict(replica.named_buffers()) for replica in self.replicas]
+        averaged = [name for name, buffer in buffers[0].items() if how == "mean" and _has_mean(buffer)]
+        if averaged:
+            devices = self.strategy.extended.worker_devices
+            value = PerReplica.of(tuple({name: own[name] for name in averaged} for own in buffers), devices)
+            mean = self.strategy.extended.cross_device_ops.reduce(ReduceOp.MEAN, value, value)
+            means = mean.values if isinstance(mean, DistributedValues) else (mean,)
+            for own, result in zip(buffers, means, strict=True):
+                for name in averaged:
+                    own.pop(name).copy_(result[name])
+        self._follow_first(buffers)
+
+    def _follow_first(self, tensors: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Overwrites tensors of the copies with those of the first process's first copy."""
         first, *others = tensors
         self._take_over(first)
@@ -163,7 +285,7 @@ class MirroredModule:
                 for name, source in first.items():
                     own[name].copy_(source)
 
-    def _take_over(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _take_over(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Overwrites tensors with those of the first process, where there are several."""
         ops = self.strategy.extended.cross_device_ops
         if isinstance(ops, CollectiveAllReduce) and tensors:
@@ -172,34 +294,70 @@ class MirroredModule:
                 detached[name].copy_(tensor)
 
     def check_in_step(self, *, buffers: bool = False) -> None:
-        """Raises MismatchError unless this process's copies hold the same bits (in buffers too, if asked)."""
-        first, *others = (_named_tensors(replica, buffers=buffers) for replica in self.replicas)
-        for replica, tensors in enumerate(others, start=1):
-            for name, tensor in tensors.items():
-                if not _same_bits(tensor, first[name]):
-                    raise MismatchError(
-                        f"replica {replica} differs from replica 0 in {name!r}; copies stay in step if each "
-                        "has an optimizer of its own (.optimizers) and steps after reduce_gradients"
-                    )
+        """Raises MismatchError unless this process's copies are the same, bit for bit.
+
+        Their structure is compared too: modules, modes, hooks and frozen parameters. Values of buffers are
+        compared if asked for.
+        """
+        check_same(self.replicas, buffers=buffers)
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads the same state into all copies, or in a replica function its own; what the first one says."""
-        devices = self.strategy.extended.worker_devices
         results = []
         for replica in self._meant():
             # Copies that took over the same tensors would share their memory.
             own = copy.deepcopy(state) if assign else state
             results.append(replica.load_state_dict(own, strict=strict, assign=assign))
-            replica.to(torch_device(devices[self.replicas.index(replica)]))
+            replica.to(self._device_of(replica))
         return results[0]
 
+    @property
+    def _load_state_dict_post_hooks(self) -> dict[Any, Callable[..., None]]:
+        """Those of the copy; after them the other copies follow, if a module around this one was loaded."""
+        hooks = dict(self.current()._load_state_dict_post_hooks)
+        if current_replica() is None:
+            hooks["follow"] = lambda *_: self._follow_first(
+                [named_tensors(replica, buffers=True) for replica in self.replicas]
+            )
+        return hooks
 
-def _named_tensors(module: torch.nn.Module, *, buffers: bool) -> dict[str, torch.Tensor]:
-    return {**dict(module.named_parameters()), **(dict(module.named_buffers()) if buffers else {})}
+
+class _Handles:
+    """Of a hook that all copies have: removes it from all of them, also at the end of a `with` block."""
+
+    def __init__(self, handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    left, right = left.detach().cpu().contiguous(), right.detach().cpu().contiguous()
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return bool(torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)))
+def _has_mean(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _method(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of modules that follows one of the rules above."""
+
+    def method(self: MirroredModule, /, *args: Any, **kwargs: Any) -> Any:
+        return rule(self, name, *args, **kwargs)
+
+    method.__name__, method.__doc__ = name, f"`torch.nn.Module.{name}`. {rule.__doc__}"
+    return method
+
+
+for _rule, _names in (
+    (MirroredModule._read, _READING),
+    (MirroredModule._change, _CHANGING),
+    (MirroredModule._give, _GIVING),
+    (MirroredModule._move, _MOVING),
+):
+    for _name in _names:
+        setattr(MirroredModule, _name, _method(_name, _rule))

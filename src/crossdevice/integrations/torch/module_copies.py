@@ -1,0 +1,76 @@
+"""Copies of one module: which modules can have them, and in what they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from crossdevice.errors import ConversionError, MismatchError
+
+
+def check_can_have_copies(module: torch.nn.Module) -> None:
+    """Refuses modules whose copies would compute something else than the module without an error."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.SyncBatchNorm):
+            raise ConversionError(
+                f"module {name!r} is a SyncBatchNorm, whose statistics are over the processes of "
+                "torch.distributed, never over replicas; use BatchNorm, with synchronize_buffers('mean')"
+            )
+    for name, tensor in named_tensors(module, buffers=True).items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ConversionError(
+                f"{name!r} has no values yet, and each copy would make its own; call the module once before"
+            )
+
+
+def named_tensors(module: torch.nn.Module, *, buffers: bool) -> dict[str, torch.Tensor]:
+    """Parameters, and buffers if asked for, by their names."""
+    return {**dict(module.named_parameters()), **(dict(module.named_buffers()) if buffers else {})}
+
+
+def check_same(copies: Sequence[torch.nn.Module], *, buffers: bool) -> None:
+    """Refuses copies that differ from the first in structure, or in the bits of their tensors."""
+    expected, first = _structure(copies[0]), named_tensors(copies[0], buffers=buffers)
+    for replica, module in enumerate(copies[1:], start=1):
+        found = _structure(module)
+        for place in {**expected, **found}:
+            if found.get(place) != expected.get(place):
+                raise MismatchError(
+                    f"replica {replica} has {found.get(place, 'nothing')} as {place}, replica 0 has "
+                    f"{expected.get(place, 'nothing')}; what is done to a part of one copy is to be done "
+                    "for each of .replicas"
+                )
+        for name, tensor in named_tensors(module, buffers=buffers).items():
+            if not _is_same_bits(tensor, first[name]):
+                raise MismatchError(
+                    f"replica {replica} differs from replica 0 in {name!r}; copies stay in step if each "
+                    "has an optimizer of its own (.optimizers) and steps after reduce_gradients"
+                )
+
+
+def _structure(module: torch.nn.Module) -> dict[str, str]:
+    """All of a module but the values of its tensors, in words."""
+    places = {}
+    for name, part in module.named_modules():
+        hooks = sum(
+            len(value) for key, value in vars(part).items() if key.endswith("_hooks") and _has_length(value)
+        )
+        mode = "training" if part.training else "evaluation"
+        places[f"module {name!r}"] = f"a {type(part).__name__} in {mode} mode with {hooks} hooks"
+    for name, parameter in module.named_parameters():
+        is_frozen = "" if parameter.requires_grad else "frozen "
+        places[f"parameter {name!r}"] = f"a {is_frozen}{parameter.dtype} of shape {tuple(parameter.shape)}"
+    for name, buffer in module.named_buffers():
+        places[f"buffer {name!r}"] = f"a {buffer.dtype} of shape {tuple(buffer.shape)}"
+    return places
+
+
+def _has_length(value: Any) -> bool:
+    return hasattr(value, "__len__")
+
+
+def _is_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    left, right = left.detach().cpu().contiguous(), right.detach().cpu().contiguous()
+    return bool(torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)))
