@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._dynamo import OptimizedModule
 
 from crossdevice.errors import ConversionError
 from crossdevice.integrations.torch.sync_batch_norm import ReplicaSyncBatchNorm
+from crossdevice.integrations.torch.tensor_kinds import is_instance_of
 
 _OWN_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
+MAX_ENTRIES = 1000
+"""Longer lists and dicts among a module's attributes, such as vocabularies, are not searched for tensors."""
+
+_PLAIN_COPY = torch.nn.Module._replicate_for_data_parallel
 
 
 def check_replicable(module: torch.nn.Module) -> None:
@@ -34,18 +38,18 @@ def replica_of(module: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> tor
     So tied weights stay tied, and hooks, flags and attributes are those of the original. Lists, tuples and
     dicts among the attributes, such as an LSTM's flat weights, get the replica's tensors and modules too.
     """
-    copies = {id(original): _shallow_copy(original) for original in module.modules()}
+    originals = list(module.modules())
+    copies = {id(original): _shallow_copy(original) for original in originals}
     own: dict[int, Any] = {**tensors, **copies}
-    for original in module.modules():
+    for original in originals:
         replica = copies[id(original)]
         attributes = vars(replica)
-        attributes["_modules"] = {name: _own(child, own) for name, child in original._modules.items()}
-        attributes["_parameters"] = {name: _own(child, own) for name, child in original._parameters.items()}
-        attributes["_buffers"] = {name: _own(child, own) for name, child in original._buffers.items()}
         for name, value in vars(original).items():
-            if name not in _OWN_TABLES and (replaced := _own(value, own)) is not value:
+            if name in _OWN_TABLES:
+                attributes[name] = {key: own.get(id(part), part) for key, part in value.items()}
+            elif (replaced := _own(value, own)) is not value:
                 attributes[name] = replaced
-        if isinstance(replica, OptimizedModule):
+        if _is_compiled(replica):
             replica._initialize()  # compiled code is shared by replicas, their tensors are arguments of it
         elif type(replica) is torch.nn.SyncBatchNorm:
             replica.__class__ = ReplicaSyncBatchNorm
@@ -54,31 +58,39 @@ def replica_of(module: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> tor
 
 def keep_buffers(module: torch.nn.Module, replica: torch.nn.Module) -> None:
     """Takes over buffers that a replica has assigned in place of those it was given."""
-    originals, replicas = module.modules(), replica.modules()
-    for original, own in zip(originals, replicas, strict=True):
+    originals = dict(module.named_modules())
+    for path, own in replica.named_modules():
+        buffers = originals[path]._buffers if path in originals else {}
         for name, buffer in own._buffers.items():
-            if name in original._buffers and buffer is not original._buffers[name]:
-                original._buffers[name] = buffer
+            if name in buffers and buffer is not buffers[name]:
+                buffers[name] = buffer
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return is_instance_of(module, "torch._dynamo.eval_frame", "OptimizedModule")
 
 
 def _shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
-    if isinstance(module, OptimizedModule):  # it hands what is set on it to the module inside
-        replica = OptimizedModule.__new__(OptimizedModule)
-        vars(replica).update(vars(module))
-        return replica
-    return module._replicate_for_data_parallel()
+    kind: Any = type(module)
+    if not _is_compiled(module) and kind._replicate_for_data_parallel is not _PLAIN_COPY:
+        return module._replicate_for_data_parallel()
+    # As PyTorch does it, but for `setattr`: that is slow, and a compiled module hands on what is set.
+    replica: torch.nn.Module = kind.__new__(kind)
+    vars(replica).update(vars(module), _is_replica=True)
+    return replica
 
 
-def _own(value: Any, own: dict[int, Any]) -> Any:
+def _own(value: Any, own: dict[int, Any], depth: int = 4) -> Any:
     """The replica's counterpart of a tensor or module, also inside of lists, tuples and dicts."""
-    if isinstance(value, (torch.Tensor, torch.nn.Module)):
+    kind = type(value)
+    if kind not in (list, tuple, dict):
         return own.get(id(value), value)
-    if type(value) in (list, tuple):
-        parts = [_own(part, own) for part in value]
+    if depth == 0 or len(value) > MAX_ENTRIES:
+        return value
+    if kind is not dict:
+        parts = [_own(part, own, depth - 1) for part in value]
         is_same = all(new is old for new, old in zip(parts, value, strict=True))
-        return value if is_same else type(value)(parts)
-    if type(value) is dict:
-        replaced = {key: _own(part, own) for key, part in value.items()}
-        is_same = all(new is old for new, old in zip(replaced.values(), value.values(), strict=True))
-        return value if is_same else replaced
-    return value
+        return value if is_same else kind(parts)
+    replaced = {key: _own(part, own, depth - 1) for key, part in value.items()}
+    is_same = all(new is old for new, old in zip(replaced.values(), value.values(), strict=True))
+    return value if is_same else replaced

@@ -32,9 +32,9 @@ def _reason(value: Any) -> str | None:
             "inside of a torch.func transformation (grad, vmap, ...), which replicas in other threads know "
             "nothing of; transform what a replica computes, inside of forward"
         )
-    if _is_instance(value, "torch._subclasses.fake_tensor", "FakeTensor"):
+    if is_instance_of(value, "torch._subclasses.fake_tensor", "FakeTensor"):
         return "a FakeTensor, which has no data; call the plain module under FakeTensorMode"
-    if _is_instance(value, "torch.distributed.tensor", "DTensor"):
+    if is_instance_of(value, "torch.distributed.tensor", "DTensor"):
         return "a DTensor, which is sharded already; pass its to_local() or full_tensor()"
     if isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
         return "not initialized yet; run one batch through the plain module first"
@@ -49,6 +49,7 @@ def _reason(value: Any) -> str | None:
     return None
 
 
-def _is_instance(value: Any, module: str, name: str) -> bool:
+def is_instance_of(value: Any, module: str, name: str) -> bool:
+    """Whether it is an instance of a class in a module that is slow to import, and not imported for this."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
