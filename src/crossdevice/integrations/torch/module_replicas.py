@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
 import torch
@@ -81,8 +83,13 @@ def _shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _own(value: Any, own: dict[int, Any], depth: int = 4) -> Any:
-    """The replica's counterpart of a tensor or module, also inside of lists, tuples and dicts."""
+    """The replica's counterpart of a tensor, module or method, also in lists, tuples, dicts and partials."""
     kind = type(value)
+    if kind is types.MethodType:  # such as a `forward` that was set on the module
+        return types.MethodType(value.__func__, own.get(id(value.__self__), value.__self__))
+    if kind is functools.partial:
+        function, arguments, keywords = _own((value.func, value.args, value.keywords), own)
+        return functools.partial(function, *arguments, **keywords)
     if kind not in (list, tuple, dict):
         return own.get(id(value), value)
     if depth == 0 or len(value) > MAX_ENTRIES:
