@@ -158,11 +158,13 @@ def test_copies_are_made_again_only_of_what_changed():
     assert kept.copy_for(1, tensor, device) is not second
 
 
-def test_what_is_written_through_data_between_training_and_evaluation_is_seen_by_all_replicas(monkeypatch):
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_what_is_written_through_data_before_evaluation_is_seen_by_all_replicas(monkeypatch, is_trained):
     monkeypatch.setattr(
         mirroring.KeptCopies, "on", lambda self, tensor, device: self.copy_for(0, tensor, device)
     )
     model = DataParallel(torch.nn.Linear(1, 1, bias=False), TWO)
+    model.requires_grad_(is_trained)
     x = torch.ones(2, 1)
     for value in (3.0, 4.0):
         model.train()
@@ -345,14 +347,18 @@ def test_buffers_are_averaged_if_asked():
         DataParallel(torch.nn.BatchNorm1d(6), TWO, buffers="sum")
 
 
-def test_statistics_of_training_reach_all_replicas_in_evaluation():
+@pytest.mark.parametrize("switched", ["wrapper", "module"])
+def test_statistics_of_training_reach_all_replicas_in_evaluation(switched):
     model, alone = DataParallel(torch.nn.BatchNorm1d(6), TWO), torch.nn.BatchNorm1d(6)
+    switch = model if switched == "wrapper" else model.module
     for seed in range(3):
         x, _ = batch(8, seed)
-        model.train()(x)
+        switch.train()
+        model(x)
         alone.train()(x[:4])
+        switch.eval()
         with torch.no_grad():
-            torch.testing.assert_close(model.eval()(x), alone.eval()(x))
+            torch.testing.assert_close(model(x), alone.eval()(x))
 
 
 def test_buffers_that_forward_assigns_anew_are_kept():
