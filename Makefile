@@ -21,7 +21,7 @@ $(VENV)/demo-installed: pyproject.toml $(VENV)/python-made
 	touch $@
 
 $(VENV)/installed: pyproject.toml $(VENV)/python-made
-	$(PIP_INSTALL) '.[test,check,demo,browser]'
+	$(PIP_INSTALL) '.[test,check,demo,browser,integrations]'
 	touch $@ $(VENV)/demo-installed
 
 demo: $(VENV)/demo-installed  ## Trains a classifier on 4 logical CPU devices.

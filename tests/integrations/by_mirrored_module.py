@@ -8,7 +8,7 @@ from crossdevice.integrations.torch import MirroredModule
 
 def by_mirrored_module(module, devices, inputs, loss_of):
     """The loss of the whole batch, a sum over examples, and gradients by name, the same in all copies."""
-    strategy = MirroredStrategy(devices)
+    strategy = MirroredStrategy(devices, own_random_streams=True)
     model = MirroredModule(module, strategy)
 
     def step(share):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from crossdevice.algorithms.base import CrossDeviceOps
@@ -18,6 +20,7 @@ from crossdevice.strategies.data.regrouping import regroup, spread
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running import loaded_torch
 from crossdevice.strategies.running.place import enter_replica_context, enter_run, leave_run
+from crossdevice.strategies.running.random_streams import RandomStreams
 from crossdevice.strategies.running.rendezvous import Deadline, Rendezvous
 from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.strategies.running.threads import ReplicaThreads
@@ -35,6 +38,13 @@ class MirroredStrategy(Strategy):
             all GPUs that PyTorch sees, if the program has imported it, else one logical host device
             for each core this process may use.
         cross_device_ops: the algorithm of all reductions; None chooses one, and `explain` says why.
+        own_random_streams: whether replicas draw the same random numbers in every run with the same seeds,
+            whatever their threads do. Replicas that share a generator, as all host devices do, then run one
+            after another up to where they meet, in replica order; they must not wait for each other in
+            other ways. From PyTorch's generators each draws a stream of its own, which depends on the seed
+            and the replica's number; from `np.random` and `random` they draw in turn. Replicas on
+            different GPUs run at once, each with a stream of its GPU's generator, and the
+            host's generators stay shared. (JAX has keys in place of generators and needs none of this.)
 
     >>> from crossdevice.strategies.current import get_replica_context
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
@@ -47,6 +57,8 @@ class MirroredStrategy(Strategy):
         self,
         devices: Sequence[Device | str] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        own_random_streams: bool = False,
     ) -> None:
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             raise OptionError(
@@ -57,6 +69,7 @@ class MirroredStrategy(Strategy):
         if cross_device_ops is None:
             _, cross_device_ops, self._reason, _ = choose_algorithm(self._devices)
         self._idle: list[ReplicaThreads] = []
+        self._own_random_streams = own_random_streams
         super().__init__(self._extended_of(cross_device_ops))
         logger.info("%s", self.explain())
 
@@ -89,13 +102,19 @@ class MirroredStrategy(Strategy):
         token = enter_run(self)
         try:
             threads = self._take_threads()
-            rendezvous = Rendezvous(self._devices, threads, deadline)
-            results = rendezvous.lead(self._functions(fn, (tuple(args), dict(kwargs or {})), rendezvous))
+            with self._random_streams() as streams:
+                rendezvous = Rendezvous(self._devices, threads, deadline, streams)
+                results = rendezvous.lead(self._functions(fn, (tuple(args), dict(kwargs or {})), rendezvous))
         finally:
             leave_run(token)
         # Only threads of a run that went well are kept; those of any other are gone or on their way.
         self._idle.append(threads)
         return regroup(results, self._devices, among=self.num_replicas_in_sync)
+
+    def _random_streams(self) -> AbstractContextManager[RandomStreams | None]:
+        if not self._own_random_streams or self.num_replicas_in_sync == 1:
+            return contextlib.nullcontext()
+        return contextlib.closing(RandomStreams(self._devices, self.first_replica))
 
     def explain(self) -> str:
         """Which devices there are, how values are reduced over them, and why so.

@@ -33,6 +33,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         devices: those of this process, one replica for each. None means its share of the host's GPUs or
             cores, as in MirroredStrategy.
         group: a group that has been formed already, in place of `cluster_resolver`.
+        own_random_streams: as in MirroredStrategy, with the numbers that replicas have among all processes.
 
     >>> from crossdevice.process_groups.thread_group import run_ranks
     >>> from crossdevice.strategies.current import get_replica_context
@@ -51,6 +52,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         *,
         devices: Sequence[Device | str] | None = None,
         group: ProcessGroup | None = None,
+        own_random_streams: bool = False,
     ) -> None:
         if cluster_resolver is not None and not isinstance(cluster_resolver, Cluster):
             raise OptionError(
@@ -68,7 +70,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         )
         assert ops.group is not None
         self._group = ops.group
-        super().__init__(devices or share_of(cluster_resolver), ops)
+        super().__init__(devices or share_of(cluster_resolver), ops, own_random_streams=own_random_streams)
 
     def _extended_of(self, ops: CrossDeviceOps) -> StrategyExtended:
         self._counts = _numbers_of_all(self._group, len(self._devices))

@@ -9,9 +9,10 @@ from crossdevice.values.libraries import missing_library
 
 try:
     from crossdevice.integrations.torch.communication_hook import ReproducibleMean, reproducible_hook
+    from crossdevice.integrations.torch.containers import register_container
     from crossdevice.integrations.torch.data_parallel import DataParallel
     from crossdevice.integrations.torch.mirrored_module import MirroredModule
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{__name__} needs {missing_library(error)}", name=error.name) from None
 
-__all__ = ["DataParallel", "MirroredModule", "ReproducibleMean", "reproducible_hook"]
+__all__ = ["DataParallel", "MirroredModule", "ReproducibleMean", "register_container", "reproducible_hook"]

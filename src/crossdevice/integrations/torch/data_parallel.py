@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
-from crossdevice.errors import ConversionError, MismatchError
+from crossdevice.errors import DeviceError, OptionError
+from crossdevice.integrations.torch.batches import Share, joined, shares_of
+from crossdevice.integrations.torch.mirroring import KeptCopies, Mirrored
+from crossdevice.integrations.torch.module_replicas import check_replicable, keep_buffers, replica_of
+from crossdevice.integrations.torch.tensor_kinds import refuse_special
+from crossdevice.strategies.current import get_replica_context
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica
-from crossdevice.values.nesting import flatten, is_number_list, unflatten
 from crossdevice.values.reduce_op import ReduceOp
+
+DeviceLike: TypeAlias = "Device | str | int | torch.device"
+
+_UNINITIALIZED = torch.nn.parameter.UninitializedTensorMixin
 
 
 class DataParallel(torch.nn.Module):
     """A module whose batches are shared among devices: in place of `torch.nn.DataParallel`, on any devices.
 
-    `devices` may be logical CPU devices, GPUs, or one GPU several times. The gradients of the copies are
-    summed in one batch, wide and in replica order. Tensors that the copies return are joined on the first
-    device, those without axes to one number per replica. Of several replicas, Python's numbers such as
-    `len(x)` are refused, since each is about a share; anything else that they return must be equal. As in
-    `torch.nn.DataParallel`, copies are made anew for every call and only the first one's buffers are kept.
-    Gradients of gradients and sparse gradients are refused. Random numbers (dropout) come from
-    PyTorch's one generator per device, for which replicas on one device race.
+    `devices` may be logical CPU devices, GPUs, or one GPU several times. The gradients of replicas are
+    summed in one batch, wide and in replica order, so the same seed gives the same bits in every run, with
+    dropout too: each replica has a random stream of its own.
+
+    Arguments: the batch size is that of the first tensor along `dim`, those of size 1 aside. Tensors of
+    that size are cut, in lists, dicts, dataclasses and other containers too (`register_container`). Tensors
+    without axes or of size 1, those named in `replicate`, and what is not a tensor go to every replica
+    whole. A tensor of any other size is refused by name. A batch of fewer examples than there are devices
+    has fewer replicas; without any batch there is one.
+
+    Results: tensors are joined along `dim` on the output device, those without axes to one number per
+    replica. Of several replicas, Python's numbers such as `len(x)` are refused, since each is about a share;
+    anything else that they return must be equal.
+
+    On the device where a parameter is, replicas use its memory, on others a copy; gradients are computed and
+    summed of those that require them only. Replicas are shallow copies of the module, made for every call:
+    attributes that `forward` sets are lost, buffers that it changes are kept as `buffers` says.
+
+    Args:
+        cross_device_ops: the algorithm that sums gradients; None chooses one.
+        replicate: names of arguments, or of keys and attributes in them, of which every replica gets all.
+        buffers: `"first"` keeps the buffers (running statistics) of the first replica, as
+            `torch.nn.DataParallel` does; `"mean"` keeps the mean over replicas of those that are floats.
+        device_ids: another name of `devices`, where numbers are GPUs, as in `torch.nn.DataParallel`.
+        output_device: where results are joined; the first device if None.
 
     >>> model = DataParallel(torch.nn.Linear(3, 1), devices=["cpu:0", "cpu:1"])
     >>> model(torch.ones(5, 3)).shape
@@ -37,157 +62,142 @@ class DataParallel(torch.nn.Module):
     def __init__(
         self,
         module: torch.nn.Module,
-        devices: Sequence[Device | str] | None = None,
+        devices: Sequence[DeviceLike] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         dim: int = 0,
+        *,
+        replicate: Collection[str] = (),
+        buffers: str = "first",
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
     ) -> None:
         super().__init__()
-        self.strategy = MirroredStrategy(devices, cross_device_ops)
+        if not isinstance(module, torch.nn.Module):
+            raise OptionError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        if buffers not in ("first", "mean"):
+            raise OptionError(f"buffers must be 'first' or 'mean', got {buffers!r}")
+        if devices is not None and device_ids is not None:
+            raise OptionError(
+                "both devices and device_ids were given; they are the same, expected one of them"
+            )
+        chosen = _read_devices(device_ids if devices is None else devices)
+        self.strategy = MirroredStrategy(chosen, cross_device_ops, own_random_streams=True)
+        self._smaller: dict[int, MirroredStrategy] = {}
         self.devices = self.strategy.extended.worker_devices
+        self.output_device = torch_device(
+            self.devices[0] if output_device is None else _read_device(output_device)
+        )
         self.dim = dim
+        self.replicate = (replicate,) if isinstance(replicate, str) else tuple(replicate)
+        self.buffer_rule = buffers
+        self._kept = KeptCopies()
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if not isinstance(tensor, _UNINITIALIZED):  # they may be by the first call
+                refuse_special(tensor, f"module.{name}")
         self.module = module.to(torch_device(self.devices[0]))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Cuts up the tensors among the arguments, runs all replicas at once, joins their results."""
-        shares = self._shares((inputs, kwargs))
-        replicas = self._replicas(self.devices[: len(shares)])
-        calls: list[Any] = [(replica, *share) for replica, share in zip(replicas, shares, strict=True)]
-        calls += [None] * (len(self.devices) - len(shares))
-        results = self.strategy.run(_run_replica, args=(PerReplica.of(tuple(calls), self.devices),))
-        outputs = self.strategy.experimental_local_results(results)[: len(shares)]
-        return self._joined(outputs)
+        """Cuts up the batch, runs a replica on each share, joins their results."""
+        shares = shares_of(self.module, inputs, kwargs, self.devices, self.dim, self.replicate)
+        if len(shares) == 1:
+            outputs = [self.module(*shares[0].inputs, **shares[0].kwargs)]
+        else:
+            outputs = self._run(shares)
+        return joined(outputs, self.output_device, self.dim)
 
-    def _replicas(self, devices: Sequence[Device]) -> list[torch.nn.Module]:
+    def train(self, mode: bool = True) -> DataParallel:
+        """As of any module; copies on other devices are made anew, however tensors were changed."""
+        self._kept.forget()
+        return super().train(mode)
+
+    def _run(self, shares: Sequence[Share]) -> list[Any]:
+        """What each replica returns for its share."""
+        is_training = any(part.training for part in self.module.modules())
+        replicas = self._replicas(len(shares), is_training=is_training)
+        outputs: list[Any] = [None] * len(shares)
+
+        def run_replica() -> None:
+            context = get_replica_context()
+            assert context is not None
+            number = context.replica_id_in_sync_group
+            outputs[number] = replicas[number](*shares[number].inputs, **shares[number].kwargs)
+
+        self._strategy_of(len(shares)).run(run_replica)
+        keep_buffers(self.module, replicas[0])
+        if self.buffer_rule == "mean" and is_training:
+            self._average_buffers(replicas)
+        return outputs
+
+    def _strategy_of(self, num_replicas: int) -> MirroredStrategy:
+        """The strategy, or one of its first devices: all of its replicas must take part where they meet."""
+        if num_replicas == len(self.devices):
+            return self.strategy
+        if num_replicas not in self._smaller:
+            self._smaller[num_replicas] = MirroredStrategy(
+                self.devices[:num_replicas], self.strategy.extended.cross_device_ops, own_random_streams=True
+            )
+        return self._smaller[num_replicas]
+
+    def _replicas(self, count: int, *, is_training: bool) -> list[torch.nn.Module]:
         """Modules that share everything with the original but for parameters and buffers, one per device."""
-        parameters = list(self.module.parameters())
-        ops = self.strategy.extended.cross_device_ops
-        copies = _MirroredParameters.apply(ops, devices, *parameters) if parameters else ()
+        check_replicable(self.module)
+        parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
+        for name, tensor in (*parameters.items(), *buffers.items()):
+            refuse_special(tensor, f"module.{name}")
+        learns = torch.is_grad_enabled()
+        trainable = [parameter for parameter in parameters.values() if learns and parameter.requires_grad]
+        # Some write through `.data`, and batch norm's statistics are not counted as changed.
+        self._kept.forget([*trainable, *(buffers.values() if is_training else ())])
+        ops, devices = self.strategy.extended.cross_device_ops, self.devices[:count]
+        mirrored = Mirrored.apply(ops, devices, *trainable) if trainable else ()
         replicas = []
-        for number, device in enumerate(devices):
-            own = copies[number * len(parameters) : (number + 1) * len(parameters)]
-            tensors = dict(zip(map(id, parameters), own, strict=True))
-            for buffer in self.module.buffers():
-                tensors[id(buffer)] = buffer if number == 0 else buffer.to(torch_device(device), copy=True)
-            replicas.append(_replica_with(self.module, tensors))
+        for number, device in enumerate(map(torch_device, devices)):
+            own = mirrored[number * len(trainable) : (number + 1) * len(trainable)]
+            tensors = dict(zip(map(id, trainable), own, strict=True))
+            for parameter in parameters.values():
+                if id(parameter) not in tensors:
+                    tensors[id(parameter)] = self._kept.on(parameter, device)
+            for buffer in buffers.values():
+                if number == 0:
+                    tensors[id(buffer)] = buffer
+                elif is_training:
+                    tensors[id(buffer)] = buffer.to(device, copy=True)
+                else:
+                    tensors[id(buffer)] = self._kept.copy_for(number, buffer, device)
+            replicas.append(replica_of(self.module, tensors))
         return replicas
 
-    def _shares(self, arguments: Any) -> list[Any]:
-        """Each replica's part of the tensors, and all of everything else; no more parts than examples."""
-        leaves, structure = flatten(arguments)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > self.dim]
-        num_shares = min([len(self.devices), *(max(leaf.shape[self.dim], 1) for leaf in tensors)])
-        shares: list[Any] = []
-        for replica, device in enumerate(self.devices[:num_shares]):
-            own = [
-                _moved(
-                    leaf.tensor_split(num_shares, self.dim)[replica] if _is_in(leaf, tensors) else leaf,
-                    device,
-                )
-                for leaf in leaves
-            ]
-            shares.append(unflatten(structure, own))
-        return shares
-
-    def _joined(self, outputs: Sequence[Any]) -> Any:
-        flattened = [flatten(output) for output in outputs]
-        columns = zip(*(leaves for leaves, _ in flattened), strict=True)
-        return unflatten(flattened[0][1], [self._joined_leaf(column) for column in columns])
-
-    def _joined_leaf(self, column: Sequence[Any]) -> Any:
-        if all(isinstance(part, torch.Tensor) for part in column):
-            target = torch_device(self.devices[0])
-            return torch.cat([_at_least_1d(part).to(target) for part in column], self.dim)
-        if len(column) > 1 and any(_is_number(part) or is_number_list(part) for part in column):
-            raise ConversionError(
-                f"replicas returned the numbers {list(column)}, which cannot be joined as tensors can; "
-                "return torch.tensor(number), of which one per replica comes back"
-            )
-        if any(part != column[0] for part in column):
-            raise MismatchError(
-                f"replicas returned different values that are no tensors and cannot be joined: {list(column)}"
-            )
-        return column[0]
+    def _average_buffers(self, replicas: Sequence[torch.nn.Module]) -> None:
+        """Sets the buffers that are floats to their means over replicas."""
+        devices = self.devices[: len(replicas)]
+        everywhere = [dict(replica.named_buffers()) for replica in replicas]
+        originals = {
+            name: buffer for name, buffer in self.module.named_buffers() if buffer.is_floating_point()
+        }
+        pairs = [
+            (PerReplica.of(tuple(own[name].detach() for own in everywhere), devices), devices[0])
+            for name in originals
+        ]
+        ops = self.strategy.extended.cross_device_ops
+        with torch.no_grad():
+            for buffer, mean in zip(
+                originals.values(), ops.batch_reduce(ReduceOp.MEAN, pairs) if pairs else (), strict=True
+            ):
+                buffer.copy_(mean)
 
 
-def _run_replica(call: Any) -> Any:
-    if call is None:
+def _read_devices(devices: Sequence[DeviceLike] | None) -> list[Device] | None:
+    if devices is None:
         return None
-    module, inputs, kwargs = call
-    return module(*inputs, **kwargs)
+    if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
+        raise DeviceError(f"devices must be a list of device names, got {devices!r}")
+    if not devices:
+        raise OptionError("devices is empty; expected at least one, or None for all that there are")
+    return [_read_device(device) for device in devices]
 
 
-def _replica_with(module: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> torch.nn.Module:
-    """A shallow copy of all submodules in which each parameter and buffer is its entry in `tensors`, by id.
-
-    So tied weights stay tied, and hooks, flags and attributes are those of the original. Copied
-    parameters are plain attributes, since tensors with a history cannot be parameters.
-    """
-    replicas = {original: original._replicate_for_data_parallel() for original in module.modules()}
-    for original, replica in replicas.items():
-        for name, child in original._modules.items():
-            replica._modules[name] = None if child is None else replicas[child]
-        for name, parameter in original._parameters.items():
-            if parameter is None:
-                replica._parameters[name] = None
-            else:
-                setattr(replica, name, tensors[id(parameter)])
-        for name, buffer in original._buffers.items():
-            replica._buffers[name] = None if buffer is None else tensors[id(buffer)]
-    return replicas[module]
-
-
-class _MirroredParameters(torch.autograd.Function):
-    """Parameters on every device; backward sums the gradients of all copies in one batch."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, ops: CrossDeviceOps, devices: Sequence[Device], *parameters: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.ops, ctx.devices, ctx.count = ops, tuple(devices), len(parameters)
-        ctx.set_materialize_grads(False)
-        return tuple(
-            parameter.detach().to(torch_device(device), copy=True)
-            for device in devices
-            for parameter in parameters
-        )
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        sums: list[Any] = [None] * ctx.count
-        pairs = []
-        used = []
-        for position in range(ctx.count):
-            column = gradients[position :: ctx.count]
-            given = next((gradient for gradient in column if gradient is not None), None)
-            if given is None:
-                continue  # a parameter that no replica used has no gradient
-            if given.is_sparse:
-                raise ConversionError(
-                    "sparse gradients cannot be summed here; make the layer with sparse=False"
-                )
-            own = [
-                torch.zeros_like(given, device=torch_device(device)) if gradient is None else gradient
-                for gradient, device in zip(column, ctx.devices, strict=True)
-            ]
-            used.append(position)
-            pairs.append((PerReplica.of(tuple(own), ctx.devices), ctx.devices[0]))
-        for position, total in zip(used, ctx.ops.batch_reduce(ReduceOp.SUM, pairs), strict=True):
-            sums[position] = total
-        return None, None, *sums
-
-
-def _moved(leaf: Any, device: Device) -> Any:
-    return leaf.to(torch_device(device)) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _is_in(leaf: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    return any(leaf is tensor for tensor in tensors)
-
-
-def _is_number(part: Any) -> bool:
-    return isinstance(part, numbers.Number) and not isinstance(part, bool)
-
-
-def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(1) if tensor.ndim == 0 else tensor
+def _read_device(device: DeviceLike) -> Device:
+    """A device, where a number means a GPU, as it does for PyTorch."""
+    if isinstance(device, int):
+        return Device("cuda", device)
+    return Device.parse(str(device) if isinstance(device, torch.device) else device)

@@ -17,12 +17,12 @@ _AUTOCAST_TYPES = ("cpu", "cuda")
 
 def is_loaded() -> bool:
     """Whether the program uses PyTorch."""
-    return _loaded() is not None
+    return loaded() is not None
 
 
 def num_gpus() -> int:
     """How many GPUs PyTorch sees; 0 if the program does not use it."""
-    torch = _loaded()
+    torch = loaded()
     return 0 if torch is None else int(torch.cuda.device_count())
 
 
@@ -32,7 +32,7 @@ def thread_state(devices: Sequence[Device]) -> ThreadState | None:
     A replica on a GPU also has that GPU as its current one, so that `"cuda"` means its own, and works on the
     caller's stream there, where its values are combined. None if there is nothing to inherit.
     """
-    torch = _loaded()
+    torch = loaded()
     if torch is None:
         return None
     records, infers = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -58,7 +58,7 @@ def thread_state(devices: Sequence[Device]) -> ThreadState | None:
     return enter
 
 
-def _loaded() -> Any:
+def loaded() -> Any:
     """PyTorch if it is completely imported, else None."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "set_grad_enabled") else None

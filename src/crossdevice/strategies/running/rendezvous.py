@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from crossdevice.errors import ContextError, DeadlineError, MismatchError, ReplicaError
 from crossdevice.execution.reading.values import check_agreement
@@ -21,6 +21,9 @@ from crossdevice.execution.tracing import flight_recorder
 from crossdevice.strategies.running.roll_call import RollCall, named
 from crossdevice.strategies.running.threads import ReplicaThreads
 from crossdevice.values.device import Device
+
+if TYPE_CHECKING:
+    from crossdevice.strategies.running.random_streams import RandomStreams
 
 POLL_SECONDS = 0.1
 """Where an operating system cannot interrupt a wait, Ctrl-C is noticed this late at most."""
@@ -80,10 +83,17 @@ class Rendezvous:
     it is certain already that they will not meet. To wake it for every report would cost a fifth more.
     """
 
-    def __init__(self, devices: Sequence[Device], threads: ReplicaThreads, deadline: Deadline | None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        threads: ReplicaThreads,
+        deadline: Deadline | None,
+        streams: RandomStreams | None = None,
+    ) -> None:
         self._devices = devices
         self._threads = threads
         self._deadline = deadline
+        self._streams = streams
         self._call_number = 1
         self._is_over = False
         self._is_forgotten = False
@@ -98,6 +108,12 @@ class Rendezvous:
 
     def meet(self, replica: int, call: Call) -> Any:
         """Waits until all replicas make the same call; returns this replica's answer."""
+        if self._streams is None:
+            return self._meet(replica, call)
+        with self._streams.between_turns(replica):
+            return self._meet(replica, call)
+
+    def _meet(self, replica: int, call: Call) -> Any:
         if not self._is_over:
             self._report(self._arrived, replica, call)
             answer = self._threads.inboxes[replica].get()
@@ -112,7 +128,11 @@ class Rendezvous:
 
     def _work(self, replica: int, function: Callable[[], Any]) -> None:
         try:
-            result = function()
+            if self._streams is None:
+                result = function()
+            else:
+                with self._streams.turn_of(replica):
+                    result = function()
         except BaseException as error:
             self._report(self._failures, replica, error)
         else:
@@ -231,6 +251,8 @@ class Rendezvous:
             left = max(0.0, self._deadline.moment - time.monotonic())
             patience = min(patience, left + DEADLINE_PATIENCE_SECONDS)
         self._is_over = True
+        if self._streams is not None:
+            self._streams.stop()
         try:
             return self._threads.send_away(patience)
         finally:

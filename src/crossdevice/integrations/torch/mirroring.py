@@ -1,0 +1,150 @@
+"""Tensors of one module for several replicas: shared in one memory, copied to others; gradients summed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.backends.torch_backend import torch_device
+from crossdevice.values.device import Device
+from crossdevice.values.distributed import PerReplica
+from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.reduce_op import ReduceOp
+
+
+class Mirrored(torch.autograd.Function):
+    """Tensors for every replica, replica by replica; the gradient is the sum over replicas, in one batch.
+
+    On the device where a tensor is, a replica gets the same memory, but a gradient of its own.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, ops: CrossDeviceOps, devices: Sequence[Device], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors of the first replica, those of the second, and so on."""
+        ctx.ops, ctx.devices = ops, devices
+        ctx.set_materialize_grads(False)
+        return tuple(
+            tensor.detach().to(torch_device(device))  # not a copy on the device where it is
+            for device in devices
+            for tensor in tensors
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        """One sum per tensor; None for those that no replica used."""
+        return None, None, *Summed.apply(ctx.ops, ctx.devices, *gradients)
+
+
+class Summed(torch.autograd.Function):
+    """Sums over replicas on the first device: the transpose of `Mirrored`, so that both have derivatives."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ops: CrossDeviceOps, devices: Sequence[Device], *gradients: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Of the tensors of all replicas, replica by replica; None counts as zero."""
+        count = len(gradients) // len(devices)
+        columns = [gradients[position::count] for position in range(count)]
+        ctx.ops, ctx.devices = ops, devices
+        ctx.is_given = [gradient is not None for gradient in gradients]
+        ctx.set_materialize_grads(False)
+        used = [position for position, column in enumerate(columns) if any(_given(column))]
+        pairs = [(_per_replica(columns[position], devices), devices[0]) for position in used]
+        sums: list[torch.Tensor | None] = [None] * count
+        for position, total in zip(used, ops.batch_reduce(ReduceOp.SUM, pairs) if pairs else (), strict=True):
+            sums[position] = _as_tensor(total)
+        return tuple(sums)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        """What each sum gets, for every replica."""
+        given = [gradient for gradient in gradients if gradient is not None]
+        copies = iter(Mirrored.apply(ctx.ops, ctx.devices, *given) if given else ())
+        everywhere = [
+            None if gradient is None else next(copies) for _ in ctx.devices for gradient in gradients
+        ]
+        return (
+            None,
+            None,
+            *(copy if is_given else None for copy, is_given in zip(everywhere, ctx.is_given, strict=True)),
+        )
+
+
+def _given(column: Sequence[torch.Tensor | None]) -> list[bool]:
+    return [gradient is not None for gradient in column]
+
+
+def _per_replica(column: Sequence[torch.Tensor | None], devices: Sequence[Device]) -> PerReplica:
+    """One tensor's gradients, as rows if all of them are sparse; zeros for replicas that have none."""
+    some = [gradient for gradient in column if gradient is not None]
+    is_sparse = all(gradient.is_sparse and gradient.sparse_dim() == 1 for gradient in some)
+    own: list[Any] = []
+    for gradient, device in zip(column, devices, strict=True):
+        if gradient is None:
+            zeros = torch.zeros_like(some[0], device=torch_device(device))
+            own.append(_as_rows(zeros) if is_sparse else _as_dense(zeros))
+        else:
+            own.append(_as_rows(gradient) if is_sparse else _as_dense(gradient))
+    return PerReplica.of(tuple(own), tuple(devices))
+
+
+def _as_dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _as_rows(gradient: torch.Tensor) -> IndexedSlices:
+    return IndexedSlices(gradient._values(), gradient._indices()[0], gradient.shape)
+
+
+def _as_tensor(total: Any) -> torch.Tensor:
+    if isinstance(total, IndexedSlices):
+        # Checked where the parts were made; what is put end to end has no other indices.
+        return torch.sparse_coo_tensor(
+            total.indices[None], total.values, total.dense_shape, check_invariants=False
+        )
+    return total
+
+
+class KeptCopies:
+    """Copies of tensors, kept while neither they nor the originals change.
+
+    Changes are seen by PyTorch's version counters; what is written through `.data` is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, Hashable], tuple[torch.Tensor, torch.Tensor, Any]] = {}
+
+    def on(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The tensor itself on the device where it is, else a copy that all replicas there share."""
+        return tensor if tensor.device == device else self.copy_for(device, tensor, device)
+
+    def copy_for(self, owner: Hashable, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy for one owner, the same as before if neither has changed since."""
+        original, made, looks = self._kept.get((id(tensor), owner), (None, tensor, None))
+        if original is tensor and made.device == device and looks == _looks(tensor, made):
+            return made
+        with torch.inference_mode(False), torch.no_grad():
+            made = tensor.detach().to(device, copy=True)
+        if not tensor.is_inference():  # inference tensors have no version counters
+            self._kept[id(tensor), owner] = (tensor, made, _looks(tensor, made))
+        return made
+
+    def forget(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """Makes copies of these tensors, or of all, anew when they are next asked for."""
+        numbers = None if tensors is None else set(map(id, tensors))
+        for key in list(self._kept):
+            if numbers is None or key[0] in numbers:
+                del self._kept[key]
+
+    def __reduce__(self) -> Any:
+        """Copied and saved as an empty one."""
+        return KeptCopies, ()
+
+
+def _looks(*tensors: torch.Tensor) -> list[Any]:
+    return [(tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors]

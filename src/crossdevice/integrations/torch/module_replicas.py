@@ -1,0 +1,103 @@
+"""Shallow copies of modules that hold other tensors: one for each replica of a call."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import torch
+
+from crossdevice.errors import ConversionError
+from crossdevice.integrations.torch.sync_batch_norm import ReplicaSyncBatchNorm
+from crossdevice.integrations.torch.tensor_kinds import is_instance_of
+
+_OWN_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
+MAX_ENTRIES = 1000
+"""Longer lists and dicts among a module's attributes, such as vocabularies, are not searched for tensors."""
+
+_PLAIN_COPY = torch.nn.Module._replicate_for_data_parallel
+
+
+def check_replicable(module: torch.nn.Module) -> None:
+    """Refuses modules whose copies would go on using the original's tensors."""
+    for name, part in module.named_modules():
+        who = f"submodule {name!r}" if name else "the module"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ConversionError(
+                f"{who} is a ScriptModule, which cannot be replicated; give the plain module"
+            )
+        if part._compiled_call_impl is not None:
+            raise ConversionError(
+                f"{who} was compiled in place by {type(part).__name__}.compile(), which ties the compiled "
+                "code to its tensors; use torch.compile(module), which returns a module, or the plain one"
+            )
+
+
+def replica_of(module: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> torch.nn.Module:
+    """A shallow copy of all submodules in which each parameter and buffer is its entry in `tensors`, by id.
+
+    So tied weights stay tied, and hooks, flags and attributes are those of the original. Lists, tuples and
+    dicts among the attributes, such as an LSTM's flat weights, get the replica's tensors and modules too.
+    """
+    originals = list(module.modules())
+    copies = {id(original): _shallow_copy(original) for original in originals}
+    own: dict[int, Any] = {**tensors, **copies}
+    for original in originals:
+        replica = copies[id(original)]
+        attributes = vars(replica)
+        for name, value in vars(original).items():
+            if name in _OWN_TABLES:
+                attributes[name] = {key: own.get(id(part), part) for key, part in value.items()}
+            elif (replaced := _own(value, own)) is not value:
+                attributes[name] = replaced
+        if _is_compiled(replica):
+            replica._initialize()  # compiled code is shared by replicas, their tensors are arguments of it
+        elif type(replica) is torch.nn.SyncBatchNorm:
+            replica.__class__ = ReplicaSyncBatchNorm
+    return copies[id(module)]
+
+
+def keep_buffers(module: torch.nn.Module, replica: torch.nn.Module) -> None:
+    """Takes over buffers that a replica has assigned in place of those it was given."""
+    originals = dict(module.named_modules())
+    for path, own in replica.named_modules():
+        buffers = originals[path]._buffers if path in originals else {}
+        for name, buffer in own._buffers.items():
+            if name in buffers and buffer is not buffers[name]:
+                buffers[name] = buffer
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return is_instance_of(module, "torch._dynamo.eval_frame", "OptimizedModule")
+
+
+def _shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
+    kind: Any = type(module)
+    if not _is_compiled(module) and kind._replicate_for_data_parallel is not _PLAIN_COPY:
+        return module._replicate_for_data_parallel()
+    # As PyTorch does it, but for `setattr`: that is slow, and a compiled module hands on what is set.
+    replica: torch.nn.Module = kind.__new__(kind)
+    vars(replica).update(vars(module), _is_replica=True)
+    return replica
+
+
+def _own(value: Any, own: dict[int, Any], depth: int = 4) -> Any:
+    """The replica's counterpart of a tensor, module or method, also in lists, tuples, dicts and partials."""
+    kind = type(value)
+    if kind is types.MethodType:  # such as a `forward` that was set on the module
+        return types.MethodType(value.__func__, own.get(id(value.__self__), value.__self__))
+    if kind is functools.partial:
+        function, arguments, keywords = _own((value.func, value.args, value.keywords), own)
+        return functools.partial(function, *arguments, **keywords)
+    if kind not in (list, tuple, dict):
+        return own.get(id(value), value)
+    if depth == 0 or len(value) > MAX_ENTRIES:
+        return value
+    if kind is not dict:
+        parts = [_own(part, own, depth - 1) for part in value]
+        is_same = all(new is old for new, old in zip(parts, value, strict=True))
+        return value if is_same else kind(parts)
+    replaced = {key: _own(part, own, depth - 1) for key, part in value.items()}
+    is_same = all(new is old for new, old in zip(replaced.values(), value.values(), strict=True))
+    return value if is_same else replaced
