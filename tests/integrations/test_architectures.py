@@ -11,6 +11,7 @@ import torch
 
 from crossdevice.integrations.torch import DataParallel
 from integrations.architectures import ARCHITECTURES, WITHOUT_DROPOUT, case_of
+from integrations.by_mirrored_module import by_mirrored_module
 
 DEVICES = {2: ["cpu:0", "cpu:1"], 3: ["cpu:0", "cpu:1", "cpu:2"]}
 SIZES = {"even": 6, "uneven": 5}
@@ -27,7 +28,7 @@ def by_data_parallel(module, devices, inputs, loss_of):
     return loss, {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
-WAYS = {"DataParallel": by_data_parallel}
+WAYS = {"DataParallel": by_data_parallel, "MirroredModule": by_mirrored_module}
 
 
 def spread(case, devices):
