@@ -104,13 +104,13 @@ def strategies() -> None:
 def machines(folder: Path) -> None:
     topology: cd.Topology = cd.read_topology("dgx1v")
     assert topology.num_devices == 8
-    name: str = cd.choose(8, topology, 1 << 20, precision="fast").name
+    name: str = cd.choose_algorithm(8, topology, 1 << 20, precision="fast").name
     assert name
     with cd.trace(folder / "run.json"):
         cd.all_reduce([floats(1), floats(2)])
     assert (folder / "run.json").exists()
     assert cd.flight_record()
-    cluster = cd.cluster.from_env()
+    cluster = cd.cluster_from_env()
     assert cluster.size == 1
 
 
