@@ -19,7 +19,9 @@ class Errand:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        self._is_done = threading.Event()
+        self._is_done = False
+        self._running = threading.Lock()  # not an Event: a signal's handler may wait while its thread does
+        self._running.acquire()
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -40,11 +42,14 @@ class Errand:
             self._result = self._function()
         except BaseException as error:  # raised where it is waited for
             self._error = error
-        self._is_done.set()
+        self._is_done = True
+        self._running.release()
 
     def wait(self, seconds: float) -> bool:
         """Whether the call has ended, after at most so long."""
-        return self._is_done.wait(max(seconds, 0.0))
+        if not self._is_done and self._running.acquire(timeout=max(seconds, 0.0)):
+            self._running.release()  # for whoever else waits
+        return self._is_done
 
     def result(self) -> Any:
         """What an ended call returned; raises what it raised."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
 from crossdevice.errors import DeadlineError, OptionError, ProcessGroupError
-from crossdevice.process_groups.board import ranks_named
+from crossdevice.values.disagreement import numbered
 from crossdevice.process_groups.group import LONGEST_SECONDS, TIMEOUT_SECONDS, Checks, ProcessGroup
 from crossdevice.process_groups.launchers import Launch
 from crossdevice.process_groups.protocol import AllReduceOf, Message
@@ -223,7 +223,7 @@ class TorchEngine:
             if time.monotonic() > say_so:
                 say_so = end
                 logger.warning(
-                    "waiting for %s to form a group of %d", ranks_named(self._missing()), self.size
+                    "waiting for %s to form a group of %d", numbered("rank", self._missing()), self.size
                 )
             time.sleep(pause)
             pause = min(2 * pause, LARGEST_PAUSE_SECONDS)
@@ -236,8 +236,8 @@ class TorchEngine:
         missing = self._missing()
         present = [rank for rank in range(self.size) if rank not in missing]
         return DeadlineError(
-            f"the group of {self.size} was not formed: {ranks_named(missing)} did not come; "
-            f"{ranks_named(present)} came. Are all processes started, and do they agree on their number and "
+            f"the group of {self.size} was not formed: {numbered('rank', missing)} did not come; "
+            f"{numbered('rank', present)} came. Are all processes started, and do they agree on their number and "
             "on the address?"
         )
 

@@ -18,7 +18,7 @@ from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.recipe import Recipe
-from crossdevice.process_groups.group import Call
+from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
 from crossdevice.values.dtypes import ITEM_BYTES, result_dtype
 from crossdevice.values.options import CommunicationOptions
@@ -58,7 +58,7 @@ class ProcessReduction:
         self._unpacking = Work("unpack", "results on each device", devices, num_bytes)
 
     def run(
-        self, call: Call, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
+        self, call: GroupCall, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
     ) -> Delivery:
         """Exchanges everything with the other ranks; `outs` are written to by whoever calls the delivery."""
         flats: dict[int, list[Flat]] = {}
@@ -96,7 +96,7 @@ class ProcessReduction:
 
     def _run_pack(
         self,
-        call: Call,
+        call: GroupCall,
         pack: ProcessPack,
         columns: Sequence[Sequence[Array]],
         total: Flat,
