@@ -47,7 +47,7 @@ class Errand:
 
     def wait(self, seconds: float) -> bool:
         """Whether the call has ended, after at most so long."""
-        if not self._is_done and self._running.acquire(timeout=max(seconds, 0.0)):
+        if not self._is_done and self._running.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX)):
             self._running.release()  # for whoever else waits
         return self._is_done
 
@@ -104,6 +104,26 @@ class Courier:
             thread.errands.put(None)
         for thread in hired:
             thread.join(max(end - time.monotonic(), 0.0))
+
+
+class TimedCalls:
+    """Blocking calls that have to be back by one deadline; a courier makes them, one after the other."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+        self._courier = Courier("crossdevice until a deadline")
+
+    def seconds_left(self) -> float:
+        """Until then; negative afterwards."""
+        return self._end - time.monotonic()
+
+    def make(self, function: Callable[[], Any], at_least_seconds: float = 0.0) -> Any:
+        """What the function returns; raises TimeoutError if it has not by then, and leaves it running."""
+        errand = self._courier.send(function)
+        if not errand.wait(max(self.seconds_left(), at_least_seconds)):
+            raise TimeoutError(f"no answer in {self.seconds:.3g} seconds")
+        return errand.result()
 
 
 class _Round(threading.Thread):

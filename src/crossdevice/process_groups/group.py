@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
 from crossdevice.process_groups.board import REFUSED, Note, Refused
-from crossdevice.process_groups.courier import Courier, Errand
+from crossdevice.process_groups.courier import FAREWELL_SECONDS, Courier, Errand
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.introduction import introduced
 from crossdevice.process_groups.protocol import Engine, RankLostError
@@ -42,9 +43,9 @@ LONGEST_SECONDS = 30 * 86400.0
 class ProcessGroup:
     """The ranks that take part in reductions, each of them a process with devices of its own.
 
-    Every rank makes the same calls in the same order. A group counts them, so that it can tell a rank that
-    makes another call from one that is late, and takes them from one thread at a time. After an error in which data may still be on its way the
-    group is broken: later calls are refused, and a new group has to be formed.
+    Every rank makes the same calls in the same order, from one thread at a time. A group counts them, so
+    that it can tell a rank that makes another call from one that is late. After an error in which data may
+    still be on its way the group is broken: later calls are refused, and a new group has to be formed.
 
     Args:
         timeout_seconds: the deadline of each call, unless its options say otherwise.
@@ -59,6 +60,7 @@ class ProcessGroup:
     """
 
     _open_ones: ClassVar[weakref.WeakSet[ProcessGroup]] = weakref.WeakSet()
+    _is_python_ending = False
 
     def __init__(
         self, engine: Engine, *, timeout_seconds: float = TIMEOUT_SECONDS, checks: Checks = "new"
@@ -202,6 +204,7 @@ class ProcessGroup:
     @classmethod
     def _end_all(cls) -> None:
         """Called when Python is about to end."""
+        cls._is_python_ending = True
         error = getattr(sys, "last_value", None)  # what ends it, if nobody has caught it
         for group in list(cls._open_ones):
             group._end("its process has ended" + ("" if error is None else f": {error!r}"))
@@ -299,6 +302,10 @@ class ProcessGroup:
 
     def _lost(self, call: GroupCall, error: Exception) -> ProcessGroupError | MismatchError:
         """The engine failed, most often because a rank is gone; or another rank, or thread, has given up."""
+        if (
+            self._is_python_ending
+        ):  # and only daemons are left, whose traceback would be the last thing printed
+            time.sleep(FAREWELL_SECONDS)
         if self._broken is not None:
             self._engine.abandon()
             return self._not_done(call)
