@@ -14,6 +14,8 @@ from multiprocess.launching import FOLDER, report
 
 ODD_RANK = 2
 STALL_SECONDS = 9.0
+HANG_SECONDS = 100.0
+"""For whom the others do not wait: they end the whole job."""
 
 
 def main(scenario, engine, seconds):
@@ -42,6 +44,9 @@ def main(scenario, engine, seconds):
     if engine == "torch":
         group.close()
         facts["again"] = formed_again(scenario, here)
+    elif scenario in ("differ", "leave"):
+        with here.form_group(engine, timeout_seconds=30.0) as group, group.call("gather", b"again") as call:
+            facts["again"] = [record.decode() for record in call.all_gather(b"%d" % here.rank)]
     report(here.rank, facts)
     if scenario == "stall" and engine == "torch":
         wait_for(f"rank {ODD_RANK}.json")  # rank 0 keeps the store in which that one reads who gave up
@@ -51,7 +56,7 @@ def absent(here, engine, seconds):
     """One rank does not come where the group is formed."""
     if here.rank == ODD_RANK:
         importlib.import_module("mpi4py.MPI")  # MPI itself starts only when all ranks do, and cannot be asked
-        time.sleep(STALL_SECONDS)
+        time.sleep(HANG_SECONDS)
         return None
     start = time.monotonic()
     try:
@@ -85,6 +90,18 @@ def stall(group):
     once(group, "reduce")
 
 
+def hang(group):
+    if group.rank == ODD_RANK:
+        time.sleep(HANG_SECONDS)
+    once(group, "reduce")
+
+
+def leave(group):
+    if group.rank == ODD_RANK:
+        group.close()
+    once(group, "reduce")
+
+
 def differ(group):
     once(group, "gather" if group.rank == ODD_RANK else "reduce")
 
@@ -96,7 +113,15 @@ def cut(group):
         once(group, "reduce", bytes(1 << 15))
 
 
-SCENARIOS = {"kill": kill, "break_off": break_off, "stall": stall, "differ": differ, "cut": cut}
+SCENARIOS = {
+    "kill": kill,
+    "break_off": break_off,
+    "stall": stall,
+    "hang": hang,
+    "leave": leave,
+    "differ": differ,
+    "cut": cut,
+}
 
 
 def once(group, what, record=b"small"):

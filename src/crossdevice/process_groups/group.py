@@ -202,8 +202,8 @@ class ProcessGroup:
         return f"<ProcessGroup: rank {self.rank} of {self.size} on {self.engine_name}>"
 
     @classmethod
-    def _end_all(cls) -> None:
-        """Called when Python is about to end."""
+    def end_all(cls) -> None:
+        """Ends all groups of this process, because Python is about to end."""
         cls._is_python_ending = True
         error = getattr(sys, "last_value", None)  # what ends it, if nobody has caught it
         for group in list(cls._open_ones):
@@ -367,7 +367,7 @@ class ProcessGroup:
             return None
 
 
-atexit.register(ProcessGroup._end_all)  # before couriers are waited for: what is registered last runs first
+atexit.register(ProcessGroup.end_all)  # before couriers are waited for: what is registered last runs first
 
 
 class _Turn(threading.local):
