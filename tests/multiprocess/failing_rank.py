@@ -1,4 +1,4 @@
-"""One rank of a group that breaks: `failing_rank.py SCENARIO torch|mpi SECONDS`."""
+"""One rank of a group that breaks: `failing_rank.py SCENARIO torch|mpi SECONDS [ODD_RANK]`."""
 
 import importlib
 import os
@@ -18,7 +18,9 @@ HANG_SECONDS = 100.0
 """For whom the others do not wait: they end the whole job."""
 
 
-def main(scenario, engine, seconds):
+def main(scenario, engine, seconds, odd_rank=None):
+    global ODD_RANK
+    ODD_RANK = ODD_RANK if odd_rank is None else int(odd_rank)
     here = cluster.cluster_from_env()
     if scenario == "absent":
         report(here.rank, absent(here, engine, float(seconds)))
@@ -43,7 +45,7 @@ def main(scenario, engine, seconds):
         facts["later"] = refusal(group)
     if engine == "torch":
         group.close()
-        facts["again"] = formed_again(scenario, here)
+        facts["again"] = None if odd_rank else formed_again(scenario, here)
     elif scenario in ("differ", "leave"):
         with here.form_group(engine, timeout_seconds=30.0) as group, group.call("gather", b"again") as call:
             facts["again"] = [record.decode() for record in call.all_gather(b"%d" % here.rank)]

@@ -28,8 +28,8 @@ HARD_SECONDS = 120.0
 def fail(tmp_path, tmp_path_factory):
     """Runs a scenario, and returns how it ended."""
 
-    def run(scenario, engine="torch", launcher=launching.ranks, seconds=DEADLINE_SECONDS):
-        commands = launcher("failing_rank.py", scenario, engine, str(seconds), size=SIZE)
+    def run(scenario, engine="torch", launcher=launching.ranks, seconds=DEADLINE_SECONDS, odd=()):
+        commands = launcher("failing_rank.py", scenario, engine, str(seconds), *odd, size=SIZE)
         with launching.in_turn(tmp_path_factory.getbasetemp().parent):
             outcome = launching.launch(commands, tmp_path / "launch", HARD_SECONDS)
         assert outcome.left == []
@@ -66,6 +66,17 @@ def test_the_others_name_the_odd_rank_in_time_and_form_a_new_group(scenario, err
         late = outcome.reports[ODD_RANK]
         assert late["error"] == "ProcessGroupError"
         assert f"{late['members'][0]} gave up, since its deadline passed" in late["text"]
+
+
+@pytest.mark.parametrize("scenario", ["kill", "leave"])
+def test_nobody_else_is_blamed_for_the_rank_that_keeps_the_store(scenario, fail):
+    outcome = fail(scenario, seconds=LONG_DEADLINE_SECONDS, odd=("0",))
+    for rank in (1, 2):
+        facts = outcome.reports[rank]
+        assert facts["error"] == "ProcessGroupError", facts
+        assert facts["members"][0] in facts["text"]
+        assert facts["members"][3 - rank] not in facts["text"]
+        assert facts["seconds"] < LONG_DEADLINE_SECONDS / 2
 
 
 @needs_mpi
