@@ -56,14 +56,15 @@ class BetweenProcesses:
         description = self._description(requests, checked, op, options)
         with agreed_call(self._group, description, replicas, _seconds(options)) as (call, of_ranks):
             counts = list(zip(*of_ranks, strict=True))
-            deliveries = self._exchange_dense(call, leaves, op, options, counts)
+            # Rows first, which are copied: `out` of a dense leaf may be written to while that travels.
             gathered = _gather_rows(call, leaves, counts)
+            deliveries = self._exchange_dense(call, leaves, op, options, counts)
         destinations = [request.destinations for request in requests for _ in request.value.leaves]
         results: dict[int, Any] = {
             number: leaf.run(destinations[number][0], destinations[number])
             for number, leaf in gathered.items()
         }
-        for numbers, delivery in deliveries:  # `out` is written to when nothing is left that could fail
+        for numbers, delivery in deliveries:  # inputs in `out` are written to when nothing can fail any more
             results.update(zip(numbers, delivery(), strict=True))
         answers = map(results.__getitem__, itertools.count())
         return [
