@@ -42,6 +42,9 @@ class Engine(Protocol):
     largest_tag: int
     """Tags are whole numbers from 0 to this one, at least 32767."""
 
+    awaited_rank: int | None
+    """Whose message `exchange` is waiting for, as far as can be told."""
+
     device_all_reduces: Mapping[str, AllReduceOf]
     """By type of device, for PyTorch's tensors that need not go through the host's memory."""
 

@@ -121,6 +121,12 @@ class TorchEngine:
         self._gloo: Any = self._connected(host, deadline)
         leave_behind_at_fork(self._gloo)
 
+    @property
+    def awaited_rank(self) -> int | None:
+        """The first whose message has not come."""
+        awaited = self._awaited
+        return None if awaited is None else awaited.peer
+
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
     ) -> None:

@@ -48,6 +48,7 @@ class Watch:
         self._is_reachable = True
         self.gave_up = ""
         self.lost: int | None = None
+        self.awaited: int | None = None
 
     def look(self) -> None:
         """Puts up a note and reads the others'."""
@@ -128,5 +129,6 @@ class Watch:
             self._members,
             self._call.number,
             lost=self.lost,
+            awaited=self.awaited,
             is_complete=self._is_reachable,
         )

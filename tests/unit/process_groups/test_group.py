@@ -16,7 +16,7 @@ from crossdevice.process_groups import introduction
 from crossdevice.process_groups.board import Note
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.protocol import Message
-from crossdevice.process_groups.seal import Seal
+from crossdevice.process_groups.seal import CODE_BYTES, Seal
 from crossdevice.process_groups.thread_group import Room, ThreadEngine, run_ranks
 
 
@@ -28,6 +28,27 @@ def _others_get_less_time(monkeypatch):
 def gather(group, what="gather", signature=b"same", seconds=None):
     with group.call(what, signature, seconds) as call:
         return call.all_gather(b"%d" % group.rank)
+
+
+def until_noted(group, rank, is_enough):
+    """Waits for a note of a rank that is enough; returns the note."""
+    room = group._engine._room
+
+    def latest():
+        text = room.notes.get(rank)
+        note = None if text is None else Note.read(text[2 * CODE_BYTES :])
+        return note if note is not None and is_enough(note) else None
+
+    with room.changed:
+        note = room.changed.wait_for(latest, 20.0)
+    assert note is not None
+    return note
+
+
+def until_read(group, rank, place):
+    """Waits until a rank that is at a place has read the board once more."""
+    first = until_noted(group, rank, lambda note: note.place == place)
+    until_noted(group, rank, lambda note: note.place > place or note.beat > first.beat + 1)
 
 
 def refused(function, *arguments):
@@ -113,7 +134,7 @@ def test_a_rank_that_has_done_its_part_may_close_while_others_still_wait():
         with group.call("to rank 0", b"same", 60.0) as call:
             if group.rank == 2:
                 closed.wait()
-                time.sleep(group_module.PATIENCE_SECONDS * 2)  # rank 0 reads the board meanwhile
+                until_read(group, 0, (1, 1))
             if group.rank == 0:
                 got = [np.empty(1) for _ in range(2)]
                 call.exchange([], [Message(rank, room) for rank, room in zip((1, 2), got, strict=True)])
@@ -292,17 +313,12 @@ def test_ranks_with_different_checks_are_told_when_they_form_a_group():
 def test_forged_notes_are_not_read(monkeypatch):
     monkeypatch.setenv("CROSSDEVICE_GROUP_KEY", "secret")
     forged = Seal().closed(Note(1, 0, "nothing more", "", 0, "I say so").written(), 1)
-    done = threading.Barrier(2)
 
     def run(group):
         if group.rank == 1:
             group._engine.post(forged)
-            done.wait()
-            return gather(group)
-        done.wait()
-        with group.call("gather", b"same") as call:
-            time.sleep(group_module.PATIENCE_SECONDS * 2)
-            return call.all_gather(b"0")
+            until_read(group, 0, (1, 1))
+        return gather(group)
 
     assert run_ranks(2, run) == [[b"0", b"1"]] * 2
 
@@ -354,6 +370,7 @@ class Broken(ThreadEngine):
     num_exchanges = 0
     num_visits = 0
     is_abandoned = False
+    board_answers = threading.Event()
 
     def exchange(self, sends, receives, tag, timeout_seconds):
         self.num_exchanges += 1
@@ -363,7 +380,7 @@ class Broken(ThreadEngine):
 
     def post(self, note):
         self.num_visits += 1
-        time.sleep(2.0)
+        self.board_answers.wait(20.0)
 
     def abandon(self):
         self.is_abandoned = True
@@ -391,6 +408,7 @@ def test_an_engine_that_fails_is_abandoned_and_its_board_is_not_asked_twice_at_o
         assert errors[rank].__cause__ is None  # one traceback, not one for each layer
         assert engines[rank].is_abandoned
         assert engines[rank].num_visits == 1
+    Broken.board_answers.set()
 
 
 def test_a_note_of_an_earlier_exchange_is_no_mismatch():
@@ -398,12 +416,13 @@ def test_a_note_of_an_earlier_exchange_is_no_mismatch():
 
     def run(group):
         if group.rank == 2:
-            time.sleep(0.6)
+            for rank in (0, 1):
+                until_noted(group, rank, lambda note: note.place == (1, 1))
         with group.call("reduce", b"first", 20.0) as call:
             call.all_gather(b"1")
             call.signature = b"second"
             if group.rank == 1:
-                time.sleep(0.6)
+                until_read(group, 0, (1, 2))
             return call.all_gather(b"2")
 
     assert run_ranks(3, run) == [[b"2"] * 3] * 3
@@ -449,13 +468,16 @@ def test_a_call_that_is_left_before_anything_is_sent_breaks_nothing():
 
 
 def test_a_group_can_be_closed_while_another_thread_waits_in_a_call():
-    done = threading.Barrier(2)
+    done, groups = threading.Barrier(2), {}
 
     def close(group):
         error = None
+        groups[group.rank] = group
         if group.rank == 0:
-            threading.Timer(0.5, group.close).start()
             error = refused(gather, group)
+        else:
+            until_noted(group, 0, lambda note: note.call == 1)
+            groups[0].close()
         done.wait()
         return error
 

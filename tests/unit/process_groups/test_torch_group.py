@@ -98,7 +98,12 @@ import os, signal, socket, threading
 from crossdevice.process_groups.torch_group import form_group
 
 with socket.create_server(("127.0.0.1", 0)) as silent:
-    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    def interrupt():
+        kept = [silent.accept() for _ in range(2)]  # a knock, then the store that waits for an answer
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait()
+
+    threading.Thread(target=interrupt, daemon=True).start()
     try:
         form_group(1, 2, *silent.getsockname(), timeout_seconds=50.0)
     except KeyboardInterrupt:
@@ -163,7 +168,7 @@ def test_a_store_at_an_address_listens_there_only():
 
 def test_an_unauthenticated_store_that_others_can_reach_is_said_once(monkeypatch, caplog):
     torch_store._say_unauthenticated.cache_clear()
-    monkeypatch.setattr(torch_store, "_opened", lambda *arguments: "a store")
+    monkeypatch.setattr(torch_store, "_opened", lambda *arguments: torch.distributed.HashStore())
     monkeypatch.setattr(torch_store, "_open_stores", {})
     for address in ("127.0.0.1", "10.0.0.1", "node7"):
         torch_store.store_at(address, 1, is_keeper=True, timeout_seconds=1.0)
