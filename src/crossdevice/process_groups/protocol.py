@@ -42,11 +42,12 @@ class Engine(Protocol):
     largest_tag: int
     """Tags are whole numbers from 0 to this one, at least 32767."""
 
-    awaited_rank: int | None
-    """Whose message `exchange` is waiting for, as far as can be told."""
-
     device_all_reduces: Mapping[str, AllReduceOf]
     """By type of device, for PyTorch's tensors that need not go through the host's memory."""
+
+    @property
+    def awaited_rank(self) -> int | None:
+        """Whose message `exchange` is waiting for, as far as can be told."""
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
