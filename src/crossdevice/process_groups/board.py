@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from crossdevice.values.disagreement import disagreement, numbered
@@ -83,14 +83,14 @@ def roll_call(
     call: int,
     *,
     lost: int | None = None,
-    awaited: int | None = None,
+    awaited: Collection[int] = (),
     is_complete: bool = True,
 ) -> str:
     """Which ranks are at a call, and where the others are.
 
     Args:
         lost: the rank whose connection has ended, if that is why it is asked.
-        awaited: the rank whose message has not come, if that is known.
+        awaited: the ranks whose messages may not have come, if that is known.
         is_complete: whether ranks without a note have put up none.
 
     >>> roll_call({0: Note(2, 1, "reduce", "a", 4)}, {0: True}, ["rank 0 (here)", "rank 1 (there)"], 2)
@@ -108,9 +108,9 @@ def roll_call(
             missing.insert(0, f"the connection to {member} has ended")
         elif note is not None and note.call == call and (is_fresh.get(rank) or note.gave_up):
             present.append(rank)
-        elif rank == awaited and not is_complete:
-            missing.append(f"nothing has come from {member}")
-        elif lost is not None or (awaited is not None and not is_complete):
+        elif rank in awaited and not is_complete:
+            missing.append(f"nothing is known to have come from {member}")
+        elif lost is not None or (awaited and not is_complete):
             continue  # it may be on its way, and is not what this is about
         elif note is not None and note.call == call:
             missing.append(f"{member} arrived, but is not heard from any more")

@@ -293,7 +293,7 @@ class ProcessGroup:
                 # Those who came just before the deadline have put up no note yet.
                 if errand.wait(PATIENCE_SECONDS):
                     return
-                watch.gave_up, watch.awaited = DEADLINE_PASSED, self._engine.awaited_rank
+                watch.gave_up, watch.awaited = DEADLINE_PASSED, self._engine.awaited_ranks
                 watch.look_for(GRACE_SECONDS)
                 raise DeadlineError(
                     f"call {call.number} ({call.what}) was not done in {call.timeout_seconds:g} seconds "

@@ -46,8 +46,8 @@ class Engine(Protocol):
     """By type of device, for PyTorch's tensors that need not go through the host's memory."""
 
     @property
-    def awaited_rank(self) -> int | None:
-        """Whose message `exchange` is waiting for, as far as can be told."""
+    def awaited_ranks(self) -> Collection[int]:
+        """From whom `exchange` may still be waiting for something; nobody if that cannot be told."""
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float

@@ -33,7 +33,7 @@ class ThreadEngine:
 
     name = "threads"
     largest_tag = (1 << 31) - 1
-    awaited_rank: int | None = None
+    awaited_ranks: Collection[int] = ()
     device_all_reduces: Mapping[str, AllReduceOf] = MappingProxyType({})
 
     def __init__(self, room: Room, rank: int) -> None:

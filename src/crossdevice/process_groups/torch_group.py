@@ -111,7 +111,7 @@ class TorchEngine:
         host = meeting.hold(way_to(address))
         self._store = meeting.store
         self._is_out = False
-        self._awaited: _Awaited | None = None
+        self._left: list[_Awaited] = []
         self._doubted: _Awaited | None = None
         self._is_store_gone = False
         nccl = nccl_of(self._store, rank, size)
@@ -122,10 +122,9 @@ class TorchEngine:
         leave_behind_at_fork(self._gloo)
 
     @property
-    def awaited_rank(self) -> int | None:
-        """The first whose message has not come."""
-        awaited = self._awaited
-        return None if awaited is None else awaited.peer
+    def awaited_ranks(self) -> Collection[int]:
+        """The rank whose message has not come, and those whose messages have not been looked at."""
+        return {message.peer for message in self._left}
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
@@ -134,17 +133,17 @@ class TorchEngine:
         gloo, timeout, peer = self._gloo, timedelta(seconds=timeout_seconds), self.rank
         self._is_out = True
         try:
-            messages = []
+            messages: list[_Awaited] = []
             for call, these in ((gloo.recv, receives), (gloo.send, sends)):
                 for peer, memory in these:
                     if memory.nbytes:
                         messages.append(_Awaited(peer, call([_tensor(memory)], peer, tag)))
-            for awaited in messages:
-                self._awaited, peer = awaited, awaited.peer
+            for number, awaited in enumerate(messages):
+                self._left, peer = messages[number:], awaited.peer
                 awaited.work.wait(timeout)
         except RuntimeError as error:
             raise RankLostError(peer, reason_of(error)) from None
-        self._awaited = None
+        self._left = []
         self._is_out = False
 
     def post(self, note: str) -> None:
@@ -163,7 +162,7 @@ class TorchEngine:
 
     def check_contact(self, silent: Collection[int]) -> None:
         """Gloo waits on if a connection ends in the middle of a message, but takes no new ones for it."""
-        awaited, gloo = self._awaited, self._gloo
+        awaited, gloo = next(iter(self._left), None), self._gloo
         if awaited is None or awaited.peer not in silent or gloo is None:
             return
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from crossdevice.process_groups.board import Note, Refused, odd_ones_out, roll_call
@@ -48,7 +48,7 @@ class Watch:
         self._is_reachable = True
         self.gave_up = ""
         self.lost: int | None = None
-        self.awaited: int | None = None
+        self.awaited: Collection[int] = ()
 
     def look(self) -> None:
         """Puts up a note and reads the others'."""

@@ -56,8 +56,9 @@ def test_only_the_rank_whose_connection_has_ended_is_blamed():
 
 def test_only_the_rank_whose_message_has_not_come_is_named_where_notes_cannot_be_read():
     notes = {1: Note(5, 1, "reduce", "a", 1)}
-    assert roll_call(notes, {1: True}, MEMBERS, 5, awaited=0, is_complete=False) == (
-        "nothing has come from rank 0 (host-0); the board of notes cannot be reached; rank 1 is there"
+    assert roll_call(notes, {1: True}, MEMBERS, 5, awaited={0}, is_complete=False) == (
+        "nothing is known to have come from rank 0 (host-0); the board of notes cannot be reached; "
+        "rank 1 is there"
     )
     assert "rank 3 (host-3) has not arrived" in roll_call(notes, {1: True}, MEMBERS, 5, is_complete=False)
 

@@ -291,7 +291,7 @@ def test_only_a_silent_rank_is_asked_whether_it_is_there(store):
 
     (engine,) = joined(1, store)
     engine._gloo = gloo = Gloo()
-    engine._awaited = torch_group._Awaited(1, None)
+    engine._left = [torch_group._Awaited(1, None)]
     engine.check_contact({0, 2})
     assert gloo.asked == []
     engine.check_contact({1})  # once may be chance
