@@ -126,8 +126,11 @@ class Meeting:
             theirs = self._store_of(latest)
             if latest <= self._turn or not theirs.check([f"who of {self._rank}"]):
                 return None
+            who = str(theirs.get(f"who of {self._rank}").decode())
+            if who == own_name():
+                return None  # which forms two groups at once
             theirs.set(key, own_name())
-            return str(theirs.get(f"who of {self._rank}").decode())
+            return who
 
         found = self._ask(double)
         if found is not None:

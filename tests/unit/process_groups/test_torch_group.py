@@ -124,7 +124,25 @@ def test_a_rank_that_gave_up_first_is_not_said_to_have_stayed_away(store):
     assert "rank 2 did not come; ranks 0, 1 came; rank 0 has given up. Are" in second
 
 
-def test_two_processes_with_one_rank_are_both_told_at_once(store):
+def test_a_process_may_form_two_groups_at_once(store):
+    """As two models do whose first gradients come at the same time."""
+
+    def both(rank):
+        with ThreadPoolExecutor(2) as pool:
+            formed = pool.map(lambda _: form(rank), range(2))
+        return sorted(group.size for group in formed)
+
+    def form(rank):
+        return torch_group.form_group(rank, 2, "127.0.0.1", store=store, timeout_seconds=20.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(both, range(2))) == [[2, 2]] * 2
+
+
+def test_two_processes_with_one_rank_are_both_told_at_once(store, monkeypatch):
+    monkeypatch.setattr(torch_meeting, "own_name", lambda: threading.current_thread().name)
+    monkeypatch.setattr(torch_meeting.Meeting, "_ask", lambda meeting, function: function())
+
     def be(_):
         with pytest.raises(OptionError, match=r"two processes call themselves rank 1 of 3: this one \("):
             torch_group.form_group(1, 3, "127.0.0.1", store=store, timeout_seconds=30.0)
