@@ -1,4 +1,4 @@
-"""One rank of a group that breaks: `failing_rank.py SCENARIO torch|mpi SECONDS`."""
+"""One rank of a group that breaks: `failing_rank.py SCENARIO torch|mpi SECONDS [ODD_RANK]`."""
 
 import importlib
 import os
@@ -14,9 +14,13 @@ from multiprocess.launching import FOLDER, report
 
 ODD_RANK = 2
 STALL_SECONDS = 9.0
+HANG_SECONDS = 100.0
+"""For whom the others do not wait: they end the whole job."""
 
 
-def main(scenario, engine, seconds):
+def main(scenario, engine, seconds, odd_rank=None):
+    global ODD_RANK
+    ODD_RANK = ODD_RANK if odd_rank is None else int(odd_rank)
     here = cluster.cluster_from_env()
     if scenario == "absent":
         report(here.rank, absent(here, engine, float(seconds)))
@@ -41,7 +45,10 @@ def main(scenario, engine, seconds):
         facts["later"] = refusal(group)
     if engine == "torch":
         group.close()
-        facts["again"] = formed_again(scenario, here)
+        facts["again"] = None if odd_rank else formed_again(scenario, here)
+    elif scenario in ("differ", "leave"):
+        with here.form_group(engine, timeout_seconds=30.0) as group, group.call("gather", b"again") as call:
+            facts["again"] = [record.decode() for record in call.all_gather(b"%d" % here.rank)]
     report(here.rank, facts)
     if scenario == "stall" and engine == "torch":
         wait_for(f"rank {ODD_RANK}.json")  # rank 0 keeps the store in which that one reads who gave up
@@ -51,7 +58,7 @@ def absent(here, engine, seconds):
     """One rank does not come where the group is formed."""
     if here.rank == ODD_RANK:
         importlib.import_module("mpi4py.MPI")  # MPI itself starts only when all ranks do, and cannot be asked
-        time.sleep(STALL_SECONDS)
+        time.sleep(HANG_SECONDS)
         return None
     start = time.monotonic()
     try:
@@ -85,18 +92,40 @@ def stall(group):
     once(group, "reduce")
 
 
+def hang(group):
+    if group.rank == ODD_RANK:
+        time.sleep(HANG_SECONDS)
+    once(group, "reduce")
+
+
+def leave(group):
+    if group.rank == ODD_RANK:
+        group.close()
+    once(group, "reduce")
+
+
 def differ(group):
     once(group, "gather" if group.rank == ODD_RANK else "reduce")
 
 
 def cut(group):
     """Until somebody pulls the cable."""
+    for _ in range(100):
+        once(group, "reduce", bytes(1 << 15))
     (Path(os.environ[FOLDER]) / f"busy {group.rank}").touch()
     while True:
         once(group, "reduce", bytes(1 << 15))
 
 
-SCENARIOS = {"kill": kill, "break_off": break_off, "stall": stall, "differ": differ, "cut": cut}
+SCENARIOS = {
+    "kill": kill,
+    "break_off": break_off,
+    "stall": stall,
+    "hang": hang,
+    "leave": leave,
+    "differ": differ,
+    "cut": cut,
+}
 
 
 def once(group, what, record=b"small"):

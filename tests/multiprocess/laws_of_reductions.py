@@ -214,13 +214,13 @@ def mismatches_are_named_on_every_rank(group, form_another):
         lambda: ops.reduce("sum", {"w": np.zeros(3 if is_odd else 4, np.float32)}, "cpu:0"),
     )
     assert f"rank {last} (" in shape
-    assert "has shape (3,) at value['w']; rank" in shape
+    assert "has shape (3,) at value['w']; " in shape
     dtype = refusal(
         group,
         cd.errors.DtypeMismatchError,
         lambda: ops.reduce("sum", np.zeros(4, np.int32 if is_odd else np.float32), "cpu:0"),
     )
-    assert "has dtype int32; rank" in dtype
+    assert "has dtype int32; " in dtype
     refusal(
         group,
         cd.errors.StructureMismatchError,
@@ -231,7 +231,7 @@ def mismatches_are_named_on_every_rank(group, form_another):
         cd.errors.MismatchError,
         lambda: ops.gather(np.zeros(4), "cpu:0") if is_odd else ops.reduce("max", np.zeros(4), "cpu:0"),
     )
-    assert "calls gather along axis 0; rank" in order
+    assert "calls gather along axis 0; " in order
     assert ops.reduce("sum", np.ones(4), "cpu:0").tolist() == [group.size] * 4
 
 

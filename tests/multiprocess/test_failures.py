@@ -28,8 +28,8 @@ HARD_SECONDS = 120.0
 def fail(tmp_path, tmp_path_factory):
     """Runs a scenario, and returns how it ended."""
 
-    def run(scenario, engine="torch", launcher=launching.ranks, seconds=DEADLINE_SECONDS):
-        commands = launcher("failing_rank.py", scenario, engine, str(seconds), size=SIZE)
+    def run(scenario, engine="torch", launcher=launching.ranks, seconds=DEADLINE_SECONDS, odd=()):
+        commands = launcher("failing_rank.py", scenario, engine, str(seconds), *odd, size=SIZE)
         with launching.in_turn(tmp_path_factory.getbasetemp().parent):
             outcome = launching.launch(commands, tmp_path / "launch", HARD_SECONDS)
         assert outcome.left == []
@@ -42,6 +42,7 @@ def fail(tmp_path, tmp_path_factory):
     ("scenario", "error", "ranks"),
     [
         ("kill", "ProcessGroupError", [0, 1]),
+        ("leave", "ProcessGroupError", [0, 1]),
         ("break_off", "ProcessGroupError", [0, 1]),
         ("stall", "DeadlineError", [0, 1]),
         ("differ", "MismatchError", [0, 1, 2]),
@@ -67,9 +68,20 @@ def test_the_others_name_the_odd_rank_in_time_and_form_a_new_group(scenario, err
         assert f"{late['members'][0]} gave up, since its deadline passed" in late["text"]
 
 
+@pytest.mark.parametrize("scenario", ["kill", "leave"])
+def test_nobody_else_is_blamed_for_the_rank_that_keeps_the_store(scenario, fail):
+    outcome = fail(scenario, seconds=LONG_DEADLINE_SECONDS, odd=("0",))
+    for rank in (1, 2):
+        facts = outcome.reports[rank]
+        assert facts["error"] == "ProcessGroupError", facts
+        assert facts["members"][0] in facts["text"]
+        assert facts["members"][3 - rank] not in facts["text"]
+        assert facts["seconds"] < LONG_DEADLINE_SECONDS / 2
+
+
 @needs_mpi
 def test_on_mpi_a_stalled_rank_is_named_and_the_job_ends(fail):
-    outcome = fail("stall", "mpi", launching.mpirun)
+    outcome = fail("hang", "mpi", launching.mpirun)
     for rank in (0, 1):
         facts = outcome.reports[rank]
         assert facts["error"] == "DeadlineError", facts
@@ -85,6 +97,19 @@ def test_on_mpi_calls_that_differ_are_named(fail):
         facts = outcome.reports[rank]
         assert facts["error"] == "MismatchError", facts
         assert facts["members"][ODD_RANK] in facts["text"]
+        assert facts["again"] == ["0", "1", "2"]
+    assert outcome.codes == [0], outcome.output
+
+
+@needs_mpi
+def test_on_mpi_a_rank_that_leaves_is_noticed_long_before_the_deadline(fail):
+    outcome = fail("leave", "mpi", launching.mpirun, LONG_DEADLINE_SECONDS)
+    for rank in (0, 1):
+        facts = outcome.reports[rank]
+        assert facts["error"] == "ProcessGroupError", facts
+        assert f"{facts['members'][ODD_RANK]} gave up: it closed the group" in facts["text"]
+        assert facts["seconds"] < LONG_DEADLINE_SECONDS / 2
+    assert outcome.codes == [0], outcome.output
 
 
 @needs_mpi

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
+
+from crossdevice.values.disagreement import disagreement, numbered
 
 REFUSED = "refused"
 """In place of a signature: that of no call, as those are hexadecimal."""
@@ -20,9 +22,9 @@ class Refused(NamedTuple):
 class Note(NamedTuple):
     """Where a rank is: its call, which exchange of that, what it calls, and how often it has said so.
 
-    Exchanges count from 1; a rank that makes no more calls is at 0. `signature` is equal on two ranks only
-    if their calls fit together. `gave_up` says why it waits no more, `refused` and `why` which call it has
-    not made, if any.
+    Exchanges count from 1; a rank that makes no more calls is at 0 of the first one it will not do.
+    `signature` is equal on two ranks only if their calls fit together. `gave_up` says why it waits no more,
+    `refused` and `why` which call it has not made, if any.
     """
 
     call: int
@@ -33,6 +35,11 @@ class Note(NamedTuple):
     gave_up: str = ""
     refused: int = -1
     why: str = ""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its call and exchange, in the order in which ranks come to them."""
+        return self.call, self.exchange
 
     def written(self) -> str:
         """The note as text."""
@@ -52,36 +59,39 @@ def odd_ones_out(notes: Mapping[int, Note], mine: int, members: Sequence[str]) -
 
     >>> notes = {rank: Note(3, 1, what, what, 0) for rank, what in enumerate(["reduce", "gather", "reduce"])}
     >>> odd_ones_out(notes, 0, ["rank 0 (here)", "rank 1 (there)", "rank 2 (there)"])
-    'rank 1 (there) calls gather; ranks 0, 2 call reduce'
+    'rank 1 (there) calls gather; the other 2 call reduce'
     """
     own = notes[mine]
-    here = {
-        rank: note._replace(signature=REFUSED, what=f"nothing ({note.why})")
-        if note.refused == own.call
-        else note
+    signatures = {
+        rank: note.signature
         for rank, note in sorted(notes.items())
-        if note.refused == own.call or (note.call, note.exchange) == (own.call, own.exchange)
+        if note.refused != own.call and note.place == own.place
     }
-    groups: dict[str, list[int]] = {}
-    for rank, note in here.items():
-        groups.setdefault(note.signature, []).append(rank)
-    if len(groups) == 1:
-        return None
-    smallest_first = sorted(
-        groups.values(), key=lambda ranks: (here[ranks[0]].signature != REFUSED, len(ranks))
-    )
-    return "; ".join(
-        f"{members[ranks[0]]} calls {here[ranks[0]].what}"
-        if len(ranks) == 1
-        else f"{ranks_named(ranks)} call {here[ranks[0]].what}"
-        for ranks in smallest_first
-    )
+    what = {signature: notes[rank].what for rank, signature in signatures.items()}
+    # After those who make the call, and each by itself: a refusal is never what is usual.
+    for rank, note in notes.items():
+        if note.refused == own.call:
+            signatures[rank] = f"{REFUSED} by {rank}"
+            what[signatures[rank]] = f"nothing ({note.why})"
+    return disagreement(signatures, members, "calls", what.__getitem__)
 
 
 def roll_call(
-    notes: Mapping[int, Note], is_fresh: Mapping[int, bool], members: Sequence[str], call: int
+    notes: Mapping[int, Note],
+    is_fresh: Mapping[int, bool],
+    members: Sequence[str],
+    call: int,
+    *,
+    lost: int | None = None,
+    awaited: Collection[int] = (),
+    is_complete: bool = True,
 ) -> str:
     """Which ranks are at a call, and where the others are.
+
+    Args:
+        lost: the rank whose connection has ended, if that is why it is asked.
+        awaited: the ranks whose messages may not have come, if that is known.
+        is_complete: whether ranks without a note have put up none.
 
     >>> roll_call({0: Note(2, 1, "reduce", "a", 4)}, {0: True}, ["rank 0 (here)", "rank 1 (there)"], 2)
     'rank 1 (there) has not arrived; rank 0 is there'
@@ -89,26 +99,26 @@ def roll_call(
     missing, present = [], []
     for rank, member in enumerate(members):
         note = notes.get(rank)
-        if note is not None and note.exchange == 0:
+        is_final = note is not None and note.exchange == 0 and note.call <= call
+        if note is not None and note.gave_up and (is_final or rank == lost):
             missing.append(f"{member} gave up: {note.gave_up}")
+        elif note is not None and note.gave_up and note.call != call:
+            missing.append(f"{member} gave up at call {note.call} ({note.gave_up})")
+        elif rank == lost:
+            missing.insert(0, f"the connection to {member} has ended")
         elif note is not None and note.call == call and (is_fresh.get(rank) or note.gave_up):
             present.append(rank)
+        elif rank in awaited and not is_complete:
+            missing.append(f"nothing is known to have come from {member}")
+        elif lost is not None or (awaited and not is_complete):
+            continue  # it may be on its way, and is not what this is about
         elif note is not None and note.call == call:
             missing.append(f"{member} arrived, but is not heard from any more")
-        elif note is not None and note.gave_up:
-            missing.append(f"{member} gave up at call {note.call} ({note.gave_up})")
         elif note is not None and note.call > call:
             missing.append(f"{member} is already at call {note.call} ({note.what})")
         else:
             missing.append(f"{member} has not arrived")
-    there = (
-        f"{ranks_named(present)} {'is' if len(present) == 1 else 'are'} there"
-        if present
-        else "nobody is there"
-    )
-    return "; ".join([*missing, there])
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """ "rank 2", or "ranks 0, 1"."""
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+    if not is_complete:
+        missing.append("the board of notes cannot be reached")
+    there = f"{numbered('rank', present)} {'is' if len(present) == 1 else 'are'} there"
+    return "; ".join([*missing, there if present else "nobody is there"])

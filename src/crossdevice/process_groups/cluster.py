@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from crossdevice.errors import OptionError
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
 from crossdevice.process_groups.launchers import Launch, launched
-from crossdevice.process_groups.registry import ENGINES
+from crossdevice.process_groups.registry import PROCESS_ENGINES
 from crossdevice.values.libraries import INSTALLED_BY
 
 
@@ -43,7 +43,7 @@ class Cluster(Launch):
         elif engine is None:
             engine = "mpi" if self.has_mpi and not lacks_mpi else "torch"
         try:
-            joined = ENGINES.load(engine)(self, name=name, timeout_seconds=timeout_seconds)
+            joined = PROCESS_ENGINES.load(engine)(self, name=name, timeout_seconds=timeout_seconds)
         except OptionError as error:
             if not lacks_mpi:
                 raise

@@ -19,7 +19,9 @@ class Errand:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        self._is_done = threading.Event()
+        self._is_done = False
+        self._running = threading.Lock()  # not an Event: a signal's handler may wait while its thread does
+        self._running.acquire()
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -40,11 +42,14 @@ class Errand:
             self._result = self._function()
         except BaseException as error:  # raised where it is waited for
             self._error = error
-        self._is_done.set()
+        self._is_done = True
+        self._running.release()
 
     def wait(self, seconds: float) -> bool:
         """Whether the call has ended, after at most so long."""
-        return self._is_done.wait(max(seconds, 0.0))
+        if not self._is_done and self._running.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX)):
+            self._running.release()  # for whoever else waits
+        return self._is_done
 
     def result(self) -> Any:
         """What an ended call returned; raises what it raised."""
@@ -99,6 +104,26 @@ class Courier:
             thread.errands.put(None)
         for thread in hired:
             thread.join(max(end - time.monotonic(), 0.0))
+
+
+class TimedCalls:
+    """Blocking calls that have to be back by one deadline; a courier makes them, one after the other."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+        self._courier = Courier("crossdevice until a deadline")
+
+    def seconds_left(self) -> float:
+        """Until then; negative afterwards."""
+        return self._end - time.monotonic()
+
+    def make(self, function: Callable[[], Any], at_least_seconds: float = 0.0) -> Any:
+        """What the function returns; raises TimeoutError if it has not by then, and leaves it running."""
+        errand = self._courier.send(function)
+        if not errand.wait(max(self.seconds_left(), at_least_seconds)):
+            raise TimeoutError(f"no answer in {self.seconds:.3g} seconds")
+        return errand.result()
 
 
 class _Round(threading.Thread):

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
+import atexit
 import os
-import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Self
-
-import numpy as np
+from typing import Any, ClassVar, Literal, Self
 
 from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
 from crossdevice.process_groups.board import REFUSED, Note, Refused
-from crossdevice.process_groups.courier import Courier, Errand
-from crossdevice.process_groups.protocol import Engine, Message
-from crossdevice.process_groups.watch import (
-    CALLS_DIFFER,
-    DEADLINE_PASSED,
-    PATIENCE_SECONDS,
-    Watch,
-)
+from crossdevice.process_groups.courier import FAREWELL_SECONDS, Courier, Errand
+from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.process_groups.introduction import introduced
+from crossdevice.process_groups.protocol import Engine, RankLostError
+from crossdevice.process_groups.seal import Seal
+from crossdevice.process_groups.watch import CALLS_DIFFER, DEADLINE_PASSED, PATIENCE_SECONDS, Watch
 
 Checks = Literal["new", "always", "off"]
 CHECKS: tuple[Checks, ...] = ("new", "always", "off")
@@ -42,16 +39,13 @@ CLOSED = "it was closed"
 LONGEST_SECONDS = 30 * 86400.0
 """What an engine is told in place of no deadline at all, which engines do not know."""
 
-NAME_BYTES = 96
-"""Of a host's name and process, cut or filled up to it."""
-
 
 class ProcessGroup:
     """The ranks that take part in reductions, each of them a process with devices of its own.
 
-    Every rank makes the same calls in the same order. A group counts them, so that it can tell a rank that
-    makes another call from one that is late. After an error in which data may still be on its way the
-    group is broken: later calls are refused, and a new group has to be formed.
+    Every rank makes the same calls in the same order, from one thread at a time. A group counts them, so
+    that it can tell a rank that makes another call from one that is late. After an error in which data may
+    still be on its way the group is broken: later calls are refused, and a new group has to be formed.
 
     Args:
         timeout_seconds: the deadline of each call, unless its options say otherwise.
@@ -64,6 +58,9 @@ class ProcessGroup:
     >>> run_ranks(2, lambda group: (group.rank, group.size))
     [(0, 2), (1, 2)]
     """
+
+    _open_ones: ClassVar[weakref.WeakSet[ProcessGroup]] = weakref.WeakSet()
+    _is_python_ending = False
 
     def __init__(
         self, engine: Engine, *, timeout_seconds: float = TIMEOUT_SECONDS, checks: Checks = "new"
@@ -80,15 +77,21 @@ class ProcessGroup:
         self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
         self._process = os.getpid()
         self._lock = threading.Lock()
+        self._holder = 0
+        self._number = 0
         self._num_calls = 0
-        self._turn = threading.local()
+        self._conflict: str | None = None
+        self._turn = _Turn()
+        self._seal = Seal()
         self._last_refused = Refused()
         self._broken: str | None = None
         self._carrying = Courier(f"crossdevice rank {self.rank}")
         self._noting = Courier(f"crossdevice notes of rank {self.rank}")
         self._visit: Errand | None = None
+        self._open_ones.add(self)
         try:
-            self.members = self._introduced()
+            with self.call("form a group", b"introduction") as call:
+                self.members, self._seal = introduced(call, CHECKS.index(checks), CHECKS)
         except BaseException:
             self.close()
             raise
@@ -102,6 +105,11 @@ class ProcessGroup:
     def is_broken(self) -> bool:
         """Whether an error has left the group unusable."""
         return self._broken is not None
+
+    @property
+    def _is_usable(self) -> bool:
+        """Whether nothing has happened to it; to a process that was forked it belongs no more."""
+        return self._broken is None and os.getpid() == self._process
 
     def reduces_on(self, device_type: str) -> bool:
         """Whether the engine all-reduces PyTorch's tensors on such devices where they are."""
@@ -121,59 +129,68 @@ class ProcessGroup:
 
         Other ranks may make that call, and would take this rank's next one for it. They are told.
         """
-        self._turn.has_begun = False
+        outer, self._turn.has_begun = self._turn.has_begun, False
         try:
             yield
         except BaseException as error:
             if not self._turn.has_begun:
-                with self._lock:
-                    self._refuse(f"{type(error).__name__}: {error}")
+                self._refuse(f"{type(error).__name__}: {error}")
             raise
+        finally:
+            self._turn.has_begun |= outer
 
     @contextmanager
-    def call(self, what: str, signature: bytes, timeout_seconds: float | None = None) -> Iterator[Call]:
+    def call(self, what: str, signature: bytes, timeout_seconds: float | None = None) -> Iterator[GroupCall]:
         """The next call of this group; one at a time.
 
         Args:
             what: for people, such as "reduce SUM of 3 values".
             signature: equal on all ranks whose calls fit together.
         """
-        self._turn.has_begun = True
         if os.getpid() != self._process:  # whose threads and connections were left behind
+            self._turn.has_begun = True
             raise ProcessGroupError(
                 f"this group was formed in process {self._process}, and this one was forked from it; "
                 "use it there, or form another one here"
             )
+        before = self._num_calls
+        if self._lock.locked():
+            self._check_free(what)
+        self._turn.has_begun = True
         with self._lock:
+            if self._num_calls != before:  # another thread came in between
+                self._check_free(what)
+            self._holder = threading.get_ident()
             if self._broken is not None:
                 raise ProcessGroupError(
                     f"this group is broken, so a new one has to be formed: {self._broken}"
                 )
             seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-            call = Call(self, self._num_calls, what, signature, seconds)
+            call = GroupCall(self, self._num_calls, what, signature, seconds)
+            self._number = call.number
             self._num_calls += 1
             try:
                 yield call
+                if self.size > 1 and not call.has_heard:
+                    call.meet()
+                if self._conflict is not None:
+                    raise ProcessGroupError(self._conflict)
             except BaseException as error:
                 # Others are in the middle of it, unless they got the same error.
                 is_shared = isinstance(error, MismatchError) and error.is_on_all_ranks
                 if call.num_exchanges and not is_shared:
-                    self._give_up(f"call {call.number} ({call.what}) was left early: {error!r}")
+                    self.give_up(f"call {call.number} ({call.what}) was left early: {error!r}")
                 raise
 
     def give_up(self, why: str) -> None:
         """Breaks the group and tells the others, who would wait for this rank until their deadlines."""
-        with self._lock:
-            self._give_up(why)
+        if self._is_usable:
+            self._break(why)
+            self._say_last(why)
 
     def close(self) -> None:
         """Ends the group on this rank, from any thread. What is still on its way is given up."""
-        # Not under the lock: a call that waits holds it, maybe of this very thread (a signal's handler).
-        if self._broken != CLOSED:
-            self._broken = CLOSED
-            for courier in (self._carrying, self._noting):
-                courier.dismiss()
-            self._engine.close()
+        self._end("it closed the group")
 
     def __enter__(self) -> Self:
         return self
@@ -184,25 +201,56 @@ class ProcessGroup:
     def __repr__(self) -> str:
         return f"<ProcessGroup: rank {self.rank} of {self.size} on {self.engine_name}>"
 
-    def _introduced(self) -> tuple[str, ...]:
-        """Ranks with their hosts and processes, by which errors name them."""
-        own = f"{socket.gethostname()}, process {os.getpid()}".encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
-        with self.call("form a group", b"introduction") as call:
-            names = call.all_gather(own)
-        return tuple(
-            f"rank {rank} ({name.rstrip(bytes(1)).decode(errors='replace')})"
-            for rank, name in enumerate(names)
-        )
+    @classmethod
+    def end_all(cls) -> None:
+        """Ends all groups of this process, because Python is about to end."""
+        cls._is_python_ending = True
+        error = getattr(sys, "last_value", None)  # what ends it, if nobody has caught it
+        for group in list(cls._open_ones):
+            group._end("its process has ended" + ("" if error is None else f": {error!r}"))
+
+    def _end(self, why: str) -> None:
+        # Not under the lock: a call that waits holds it, maybe of this very thread (a signal's handler).
+        if self._broken == CLOSED:
+            return
+        was_broken, self._broken = self._broken is not None, CLOSED
+        if os.getpid() == self._process:  # else threads and connections are those of the process that forked
+            if not was_broken:
+                self._say_last(why)
+            for courier in (self._carrying, self._noting):
+                courier.dismiss()
+            self._engine.close()
+
+    def _check_free(self, what: str) -> None:
+        """Refuses a second call at the same time: ranks could not tell which of theirs belongs to which."""
+        if self._holder == threading.get_ident():
+            why = (
+                f"{what} was called in the middle of call {self._number}, by the same thread: by a signal's "
+                "handler? Let that take note only, and call once the group is free"
+            )
+            if self._turn.has_begun:
+                self._refuse(why)
+            raise ProcessGroupError(why)
+        if self.size > 1:
+            why = self._conflict = (
+                f"two threads made calls at once: {what} during call {self._number}. Other ranks cannot tell "
+                "which is which; make calls from one thread, or form a group for each"
+            )
+            self._turn.has_begun = True
+            self.give_up(why)
+            raise ProcessGroupError(why)
 
     # ---------------------------------------------------------------- what a call asks for
 
-    def _carry(self, call: Call, function: Callable[[float], None]) -> Errand:
+    def _carry(self, call: GroupCall, function: Callable[[float], None]) -> Errand:
         """Has a function of the engine called with a timeout."""
+        if self._broken is not None:
+            raise self._not_done(call)
         # The engine's own deadline comes after ours, which knows who is missing.
         later = min(call.seconds_left() + LATER_SECONDS, LONGEST_SECONDS)
         return self._carrying.send(lambda: function(later))
 
-    def _wait(self, call: Call, errand: Errand) -> None:
+    def _wait(self, call: GroupCall, errand: Errand) -> None:
         """Waits until the engine is done, but not beyond the call's deadline."""
         try:
             if not errand.wait(min(PATIENCE_SECONDS, call.seconds_left())):
@@ -211,15 +259,18 @@ class ProcessGroup:
         except (MismatchError, DeadlineError) as error:
             self._break(str(error))
             raise
+        except ProcessGroupError:  # of a signal's handler
+            self.give_up(f"call {call.number} ({call.what}) was interrupted by a call of this group")
+            raise
         except (ConnectionError, _GaveUpError) as error:
             raise self._lost(call, error) from None  # whose message says all there is to know
         except Exception as error:
             raise self._lost(call, error) from error
         except BaseException as error:
-            self._give_up(f"call {call.number} ({call.what}) was interrupted: {error!r}")
+            self.give_up(f"call {call.number} ({call.what}) was interrupted: {error!r}")
             raise
 
-    def _wait_watching(self, call: Call, errand: Errand) -> None:
+    def _wait_watching(self, call: GroupCall, errand: Errand) -> None:
         """Waits with a note on the board, and an eye on what others put there."""
         watch = Watch(self._note, call, self.members, self.rank, self._last_refused)
         while True:
@@ -233,7 +284,7 @@ class ProcessGroup:
                 raise MismatchError(
                     f"call {call.number} is not the same on all ranks: {watch.odd_ones_out()}"
                 )
-            if watch.someone_gave_up():
+            if watch.someone_gave_up(call.seconds_left()):
                 raise _GaveUpError
             if errand.wait(min(PATIENCE_SECONDS, max(call.seconds_left(), 0.01))):
                 return
@@ -242,20 +293,25 @@ class ProcessGroup:
                 # Those who came just before the deadline have put up no note yet.
                 if errand.wait(PATIENCE_SECONDS):
                     return
-                watch.gave_up = DEADLINE_PASSED
+                watch.gave_up, watch.awaited = DEADLINE_PASSED, self._engine.awaited_ranks
                 watch.look_for(GRACE_SECONDS)
                 raise DeadlineError(
                     f"call {call.number} ({call.what}) was not done in {call.timeout_seconds:g} seconds "
                     f"(timeout_seconds): {watch.roll_call()}"
                 )
 
-    def _lost(self, call: Call, error: Exception) -> ProcessGroupError | MismatchError:
+    def _lost(self, call: GroupCall, error: Exception) -> ProcessGroupError | MismatchError:
         """The engine failed, most often because a rank is gone; or another rank, or thread, has given up."""
+        if (
+            self._is_python_ending
+        ):  # and only daemons are left, whose traceback would be the last thing printed
+            time.sleep(FAREWELL_SECONDS)
         if self._broken is not None:
             self._engine.abandon()
-            return ProcessGroupError(f"call {call.number} ({call.what}) was not done: the group was closed")
+            return self._not_done(call)
         watch = Watch(self._note, call, self.members, self.rank, self._last_refused)
-        watch.gave_up = "it lost contact"
+        watch.lost = error.rank if isinstance(error, RankLostError) else None
+        watch.gave_up = "it lost contact" + ("" if watch.lost is None else f" to rank {watch.lost}")
         watch.look_for(GRACE_SECONDS)
         odd = watch.odd_ones_out()
         if odd is not None:  # whoever saw it first has hung up
@@ -268,6 +324,11 @@ class ProcessGroup:
         self._break(text)
         return ProcessGroupError(text)
 
+    def _not_done(self, call: GroupCall) -> ProcessGroupError:
+        """For a call that goes on when another thread has ended the group."""
+        why = "the group was closed" if self._broken == CLOSED else self._broken
+        return ProcessGroupError(f"call {call.number} ({call.what}) was not done: {why}")
+
     def _break(self, why: str) -> None:
         """Nothing is sent after this."""
         if self._broken is None:  # else it was closed meanwhile
@@ -275,110 +336,44 @@ class ProcessGroup:
         self._engine.abandon()
 
     def _refuse(self, why: str) -> None:
-        if self._broken is None:
+        """Uses up the number of a call that is not made, and says so."""
+        if self._is_usable:
             self._last_refused = Refused(self._num_calls, why)
             self._num_calls += 1
             self._note(Note(self._last_refused.number, 1, "nothing", REFUSED, 0, "", *self._last_refused))
 
-    def _give_up(self, why: str) -> None:
-        if self._broken is None:
-            self._break(why)
-            self._note(Note(self._num_calls, 0, "nothing more", "", 0, why))
+    def _say_last(self, why: str) -> None:
+        """Puts up the last note of this rank, which makes no more calls."""
+        if self.size > 1:
+            number = self._number if self._lock.locked() else self._num_calls
+            text = self._seal.closed(Note(number, 0, "nothing more", "", 0, why).written(), self.rank)
+            self._noting.send(lambda: self._engine.post(text)).wait(GRACE_SECONDS)
 
     def _note(self, note: Note) -> dict[int, Note] | None:
         """Puts up this rank's note and reads all; None if the board cannot be reached."""
 
         def visited() -> dict[int, str]:
-            self._engine.post(note.written())
+            self._engine.post(self._seal.closed(note.written(), self.rank))
             return dict(self._engine.notes())
 
-        if self._visit is None:  # else the last one has not come back yet
-            self._visit = self._noting.send(visited)
-        if not self._visit.wait(GRACE_SECONDS):
+        visit = self._visit = self._visit or self._noting.send(visited)  # the last may not be back yet
+        if not visit.wait(GRACE_SECONDS):
             return None
-        visit, self._visit = self._visit, None
+        self._visit = None
         try:
-            return {rank: Note.read(text) for rank, text in visit.result().items()}
+            found = {rank: self._seal.opened(text, rank) for rank, text in visit.result().items()}
+            return {rank: Note.read(text) for rank, text in found.items() if text is not None}
         except Exception:  # the engine's own: the rank that keeps the board may be the one that is gone
             return None
 
 
-class Call:
-    """One call that all ranks make together: exchanges of bytes, each with tags of its own."""
+atexit.register(ProcessGroup.end_all)  # before couriers are waited for: what is registered last runs first
 
-    def __init__(
-        self, group: ProcessGroup, number: int, what: str, signature: bytes, timeout_seconds: float
-    ) -> None:
-        self.group = group
-        self.number = number
-        self.what = what
-        self.signature = signature
-        self.timeout_seconds = timeout_seconds
-        self._end = time.monotonic() + timeout_seconds
-        self.num_exchanges = 0
-        self._errand: Errand | None = None
 
-    def seconds_left(self) -> float:
-        """Until the deadline."""
-        return self._end - time.monotonic()
+class _Turn(threading.local):
+    """Whether the thread's call has begun; outside of a turn there is nothing to refuse."""
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Sends and receives all at once.
-
-        Ranks whose calls differ in number or signature use other tags: they wait for each other until one
-        of them says so, and never take each other's bytes.
-        """
-        self.start_exchange(sends, receives)
-        self.wait()
-
-    def start_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Begins an exchange: its memory is left alone until `wait`, which comes before anything else."""
-        self.num_exchanges += 1
-        key = b"%d %d " % (self.number, self.num_exchanges) + self.signature
-        digest = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
-        tag = digest % (self.group._engine.largest_tag + 1)
-        if sends or receives:
-            exchange = self.group._engine.exchange
-            self._errand = self.group._carry(self, lambda seconds: exchange(sends, receives, tag, seconds))
-
-    def wait(self) -> None:
-        """Waits for what was started, if anything was."""
-        if self._errand is not None:
-            self.group._wait(self, self._errand)
-            self._errand = None
-
-    def all_reduce(self, array: Any, device_type: str, op: str) -> None:
-        """The engine's own all-reduce of an array in place, on a device it `reduces_on`."""
-        self.num_exchanges += 1
-        self._errand = self.group._carry(self, self.group._engine.device_all_reduces[device_type](array, op))
-        self.wait()
-
-    def all_gather(self, record: bytes) -> list[bytes]:
-        """Every rank's record, all of one length."""
-        own = np.frombuffer(record, np.uint8)
-        rooms = {rank: np.empty(len(record), np.uint8) for rank in self.others()}
-        self.exchange(
-            [Message(rank, own) for rank in rooms], [Message(rank, room) for rank, room in rooms.items()]
-        )
-        return [rooms[rank].tobytes() if rank in rooms else record for rank in range(self.group.size)]
-
-    def all_gather_uneven(self, record: bytes) -> list[bytes]:
-        """Every rank's record, of any lengths."""
-        lengths = [
-            int.from_bytes(length, "little") for length in self.all_gather(len(record).to_bytes(8, "little"))
-        ]
-        own = np.frombuffer(record, np.uint8)
-        rooms = {rank: np.empty(lengths[rank], np.uint8) for rank in self.others()}
-        self.exchange(
-            [Message(rank, own) for rank in rooms if own.size],
-            [Message(rank, room) for rank, room in rooms.items() if room.size],
-        )
-        return [rooms[rank].tobytes() if rank in rooms else record for rank in range(self.group.size)]
-
-    def others(self) -> list[int]:
-        """The other ranks, the next one first, so that not all of them start with the same."""
-        rank, size = self.group.rank, self.group.size
-        return [(rank + step) % size for step in range(1, size)]
+    has_begun = True
 
 
 class _GaveUpError(Exception):

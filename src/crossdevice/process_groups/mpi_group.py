@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
 import time
@@ -24,8 +25,8 @@ EAGER_SECONDS = 0.002
 PAUSE_SECONDS = 0.0001
 """Between two questions: in this time shared memory or a socket fills with some MiB at most."""
 
-LAST_WORDS_SECONDS = 2.0
-"""What other ranks get to say what they know of an error, before one of them ends the job."""
+FAREWELL_SECONDS = 5.0
+"""What other ranks get to come to their end after an error, before one of them ends the job."""
 
 LARGEST_MESSAGE_BYTES = 1 << 30
 """Larger ones are cut, because not every MPI counts beyond 2 GiB."""
@@ -60,6 +61,7 @@ def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> Mp
 class MpiEngine:
     """One rank of MPI, on two copies of a communicator: one for data, one for notes."""
 
+    awaited_ranks: Collection[int] = ()
     device_all_reduces: Mapping[str, AllReduceOf] = MappingProxyType({})
 
     def __init__(
@@ -78,6 +80,7 @@ class MpiEngine:
         self.size: int = self._data.size
         self.largest_tag = int(self._data.Get_attr(MPI.TAG_UB) or 32767)
         self._is_abandoned = False
+        _farewell.joined(self._notices)
         self._posting: list[tuple[MPI.Request, bytes]] = []
         self._notes: dict[int, str] = {}
         self._reading = threading.Lock()
@@ -130,10 +133,9 @@ class MpiEngine:
         """Its launcher ends the job when a rank is gone."""
 
     def abandon(self) -> None:
-        """Stops waiting. At exit MPI would wait for all ranks, so then it is told to end the whole job."""
+        """Stops waiting. At exit MPI would wait for all ranks, so then it may have to end the whole job."""
         self._is_abandoned = True
-        atexit.unregister(_abort)
-        atexit.register(_abort)
+        _farewell.is_in_doubt = True
 
     def close(self) -> None:
         """Communicators stay until MPI ends, since all ranks would have to give them up together."""
@@ -152,7 +154,8 @@ def _copied(communicator: MPI.Intracomm, end: float) -> MPI.Intracomm:
     """A communicator in which only our messages travel."""
     copy, request = communicator.Idup()
     if not _wait(request.Test, end):
-        atexit.register(_abort)
+        _farewell.is_in_doubt = True
+        _farewell.pending.append(request)
         raise DeadlineError(
             f"the group of {communicator.size} was not formed: not all ranks came. "
             "All processes that mpirun has started must form it"
@@ -201,7 +204,35 @@ def _name() -> str:
     return f"{vendor} {'.'.join(map(str, version))}"
 
 
-def _abort() -> None:
-    if not MPI.Is_finalized():
-        time.sleep(LAST_WORDS_SECONDS)
-        MPI.COMM_WORLD.Abort(1)
+class _Farewell:
+    """Before MPI ends, which takes all ranks, they wait for each other here: one that is gone never comes.
+
+    After an error that is not waited for long, unless all ranks have formed another group since: then the
+    whole job is ended.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._communicators: list[MPI.Intracomm] = []
+        self.pending: list[MPI.Request] = []
+        self.is_in_doubt = False
+
+    def joined(self, communicator: MPI.Intracomm) -> None:
+        """Another group has been formed."""
+        self._communicators.append(communicator)
+        if communicator.size == MPI.COMM_WORLD.size:
+            self.is_in_doubt = False
+
+    def say(self) -> None:
+        """Called when Python is about to end."""
+        if os.getpid() != self._process or MPI.Is_finalized():
+            return
+        ProcessGroup.end_all()  # others may be waiting for this rank
+        requests = [*self.pending, *(communicator.Ibarrier() for communicator in self._communicators)]
+        end = time.monotonic() + (FAREWELL_SECONDS if self.is_in_doubt else math.inf)
+        if not _wait(lambda: MPI.Request.Testall(requests), end):
+            MPI.COMM_WORLD.Abort(1)
+
+
+_farewell = _Farewell()
+atexit.register(_farewell.say)

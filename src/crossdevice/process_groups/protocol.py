@@ -15,6 +15,14 @@ class Message(NamedTuple):
     memory: NDArray[Any]
 
 
+class RankLostError(ConnectionError):
+    """The connection to one rank has ended."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(reason)
+        self.rank = rank
+
+
 AllReduceOf: TypeAlias = Callable[[Any, str], Callable[[float], None]]
 """Makes an all-reduce of an array in place, with a ReduceOp's name but not MEAN, into a call that blocks.
 
@@ -37,6 +45,10 @@ class Engine(Protocol):
     device_all_reduces: Mapping[str, AllReduceOf]
     """By type of device, for PyTorch's tensors that need not go through the host's memory."""
 
+    @property
+    def awaited_ranks(self) -> Collection[int]:
+        """From whom `exchange` may still be waiting for something; nobody if that cannot be told."""
+
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
     ) -> None:
@@ -44,6 +56,7 @@ class Engine(Protocol):
 
         Between two ranks, messages of one tag arrive in order; messages of another tag are never taken for
         them. An engine may come back late, or never: the caller does not rely on `timeout_seconds`.
+        Raises RankLostError if it knows whose connection has ended.
         """
 
     def post(self, note: str) -> None:
@@ -53,7 +66,7 @@ class Engine(Protocol):
         """The latest note of every rank that has put one up."""
 
     def check_contact(self, silent: Collection[int]) -> None:
-        """Raises ConnectionError if a silent rank that `exchange` waits for is gone, as far as can be told.
+        """Raises RankLostError if a silent rank that `exchange` waits for is gone, as far as can be told.
 
         Asked now and then by another thread while an exchange takes long; must not block. Other ranks are
         left alone: what one sends to a rank that has just left may destroy what is still on its way from it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from crossdevice.values.registry import Registry
 
-ENGINES = Registry(
+PROCESS_ENGINES = Registry(
     "an engine between processes",
     {
         "torch": "crossdevice.process_groups.torch_group:form_in_cluster",

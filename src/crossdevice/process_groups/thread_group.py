@@ -33,6 +33,7 @@ class ThreadEngine:
 
     name = "threads"
     largest_tag = (1 << 31) - 1
+    awaited_ranks: Collection[int] = ()
     device_all_reduces: Mapping[str, AllReduceOf] = MappingProxyType({})
 
     def __init__(self, room: Room, rank: int) -> None:
@@ -62,7 +63,9 @@ class ThreadEngine:
 
     def post(self, note: str) -> None:
         """Notes hang in the room."""
-        self._room.notes[self.rank] = note
+        with self._room.changed:
+            self._room.notes[self.rank] = note
+            self._room.changed.notify_all()
 
     def notes(self) -> Mapping[int, str]:
         """All notes of the room."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from crossdevice.process_groups.torch_store import leave_behind_at_fork
+
 PAUSE_SECONDS = 0.00005
 """Between two questions whether a collective has ended."""
 
@@ -41,6 +43,7 @@ class DeviceCollectives:
             with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                 if self._engine is None:
                     self._engine = self._start(*self._place, timedelta(seconds=timeout_seconds))
+                    leave_behind_at_fork(self._engine)
                 work = self._engine.allreduce([tensor], options)
                 while not work.is_completed():
                     if time.monotonic() > end:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from crossdevice.process_groups.board import Note, Refused, odd_ones_out, roll_call
@@ -47,6 +47,8 @@ class Watch:
         self._heard = dict.fromkeys(range(len(members)), time.monotonic())
         self._is_reachable = True
         self.gave_up = ""
+        self.lost: int | None = None
+        self.awaited: Collection[int] = ()
 
     def look(self) -> None:
         """Puts up a note and reads the others'."""
@@ -97,14 +99,17 @@ class Watch:
         """How the ranks at this call differ in it, as far as their notes tell."""
         return odd_ones_out(self._notes, self._rank, self._members)
 
-    def someone_gave_up(self) -> bool:
+    def someone_gave_up(self, seconds_left: float) -> bool:
         """Whether a rank will not come.
 
-        One whose deadline has passed where this one waits does not count, as ours will too.
+        One that is past this exchange has done its part here. One whose deadline has passed in this very
+        exchange does not count if ours is about to: then all can say who is missing.
         """
         here = (self._call.number, self._call.num_exchanges)
         return any(
-            note.gave_up and (note.gave_up != DEADLINE_PASSED or (note.call, note.exchange) < here)
+            note.gave_up
+            and note.place <= here
+            and (note.place < here or note.gave_up != DEADLINE_PASSED or seconds_left > SILENCE_SECONDS)
             for note in self._notes.values()
         )
 
@@ -118,9 +123,12 @@ class Watch:
 
     def roll_call(self) -> str:
         """Which ranks are where."""
-        known = roll_call(self._notes, self._fresh, self._members, self._call.number)
-        return (
-            known
-            if self._is_reachable
-            else f"the board of notes cannot be reached; as far as it was read, {known}"
+        return roll_call(
+            self._notes,
+            self._fresh,
+            self._members,
+            self._call.number,
+            lost=self.lost,
+            awaited=self.awaited,
+            is_complete=self._is_reachable,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 from datetime import timedelta
 from typing import Any, Literal
@@ -68,15 +69,8 @@ class CommunicationOptions:
         return CommunicationOptions, dataclasses.astuple(self)
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
-        """A new object in which the fields of `other` that differ from their defaults win."""
-        if other is None:
-            return dataclasses.replace(self)
-        given = {
-            field.name: getattr(other, field.name)
-            for field in dataclasses.fields(other)
-            if getattr(other, field.name) != field.default
-        }
-        return dataclasses.replace(self, **given)
+        """These options, but for the fields of `other` that differ from their defaults."""
+        return self if other is None else _merged(self, other)
 
 
 def as_options(options: object) -> CommunicationOptions:
@@ -86,6 +80,16 @@ def as_options(options: object) -> CommunicationOptions:
     if isinstance(options, CommunicationOptions):
         return options
     raise OptionError(f"options must be a CommunicationOptions or None, got {type(options).__name__}")
+
+
+@functools.lru_cache(maxsize=256)  # every call between processes merges, most often the same two
+def _merged(options: CommunicationOptions, other: CommunicationOptions) -> CommunicationOptions:
+    given = {
+        field.name: getattr(other, field.name)
+        for field in dataclasses.fields(other)
+        if getattr(other, field.name) != field.default
+    }
+    return dataclasses.replace(options, **given)
 
 
 def _checked_bytes(given: object) -> int:

@@ -133,6 +133,33 @@ def test_memory_that_is_written_to_stays_as_it_was_when_a_rank_is_lost(more, exc
     assert run_ranks(2, run) == [[{0.0}, {1.0}, {2.0}]] * 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "int64"])
+def test_large_results_are_received_where_they_are_wanted(dtype):
+    """Without a copy; where `out` is the value itself, a copy keeps it whole until nothing can fail."""
+
+    def run(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        received = []
+        exchange = group._engine.exchange
+
+        def watched(sends, receives, *args):
+            received.extend(memory for _, memory in receives)
+            exchange(sends, receives, *args)
+
+        group._engine.exchange = watched
+        value = cd.PerReplica([np.arange(20_000).astype(dtype) + k for k in range(2)])
+        outs = cd.PerReplica([np.empty(20_000, dtype) for _ in range(2)])
+        ops.reduce("sum", value, value, out=outs)
+        is_direct = any(np.may_share_memory(outs.values[0], memory) for memory in received)
+        ops.reduce("sum", value, value, out=value)
+        in_place = any(np.may_share_memory(value.values[0], memory) for memory in received)
+        expected = 4 * np.arange(20_000).astype(dtype) + 2
+        is_right = all(np.array_equal(array, expected) for array in (*outs.values, *value.values))
+        return is_direct, in_place, is_right
+
+    assert run_ranks(2, run) == [(True, False, True)] * 2
+
+
 BAD = cd.PerReplica([np.ones(3, np.float32), np.ones(2, np.float32)])
 
 CALLS = {

@@ -1,6 +1,6 @@
 """What notes tell about ranks."""
 
-from crossdevice.process_groups.board import Note, odd_ones_out, ranks_named, roll_call
+from crossdevice.process_groups.board import Note, odd_ones_out, roll_call
 
 MEMBERS = [f"rank {rank} (host-{rank})" for rank in range(4)]
 
@@ -23,7 +23,7 @@ def test_calls_without_a_signature_do_not_differ():
 
 def test_the_smallest_party_is_named_first_and_a_single_rank_in_full():
     notes = {rank: Note(3, 1, "reduce", "a", 0) for rank in range(4)} | {2: Note(3, 1, "gather", "b", 0)}
-    assert odd_ones_out(notes, 0, MEMBERS) == "rank 2 (host-2) calls gather; ranks 0, 1, 3 call reduce"
+    assert odd_ones_out(notes, 0, MEMBERS) == "rank 2 (host-2) calls gather; the other 3 call reduce"
 
 
 def test_everyone_who_is_missing_is_named_with_the_reason():
@@ -38,5 +38,33 @@ def test_everyone_who_is_missing_is_named_with_the_reason():
     )
 
 
-def test_ranks_are_counted():
-    assert (ranks_named([3]), ranks_named([0, 2])) == ("rank 3", "ranks 0, 2")
+def test_a_rank_that_refuses_is_odd_even_where_most_do():
+    notes = {rank: Note(3, 1, "nothing", "refused", 0, "", 3, f"reason {rank}") for rank in (0, 2)}
+    notes[1] = Note(3, 1, "reduce", "a", 0)
+    assert odd_ones_out(notes, 1, MEMBERS[:3]) == (
+        "rank 0 (host-0) calls nothing (reason 0); rank 2 (host-2) calls nothing (reason 2); "
+        "rank 1 (host-1) calls reduce"
+    )
+
+
+def test_only_the_rank_whose_connection_has_ended_is_blamed():
+    notes = {1: Note(5, 1, "reduce", "a", 1)}
+    assert roll_call(notes, {1: True}, MEMBERS, 5, lost=0, is_complete=False) == (
+        "the connection to rank 0 (host-0) has ended; the board of notes cannot be reached; rank 1 is there"
+    )
+
+
+def test_only_the_rank_whose_message_has_not_come_is_named_where_notes_cannot_be_read():
+    notes = {1: Note(5, 1, "reduce", "a", 1)}
+    assert roll_call(notes, {1: True}, MEMBERS, 5, awaited={0}, is_complete=False) == (
+        "nothing is known to have come from rank 0 (host-0); the board of notes cannot be reached; "
+        "rank 1 is there"
+    )
+    assert "rank 3 (host-3) has not arrived" in roll_call(notes, {1: True}, MEMBERS, 5, is_complete=False)
+
+
+def test_a_rank_that_hung_up_because_of_another_says_of_which():
+    notes = {1: Note(5, 1, "reduce", "a", 1, "it lost contact to rank 0"), 2: Note(5, 1, "reduce", "a", 1)}
+    assert roll_call(notes, {1: True, 2: True}, MEMBERS, 5, lost=1) == (
+        "rank 1 (host-1) gave up: it lost contact to rank 0; rank 2 is there"
+    )

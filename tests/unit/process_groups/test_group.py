@@ -1,14 +1,22 @@
 """Groups on threads: what happens when ranks do not make the same calls in time."""
 
 import os
+import re
+import subprocess
+import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
 from crossdevice.process_groups import group as group_module
+from crossdevice.process_groups import introduction
+from crossdevice.process_groups.board import Note
 from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.protocol import Message
+from crossdevice.process_groups.seal import CODE_BYTES, Seal
 from crossdevice.process_groups.thread_group import Room, ThreadEngine, run_ranks
 
 
@@ -20,6 +28,27 @@ def _others_get_less_time(monkeypatch):
 def gather(group, what="gather", signature=b"same", seconds=None):
     with group.call(what, signature, seconds) as call:
         return call.all_gather(b"%d" % group.rank)
+
+
+def until_noted(group, rank, is_enough):
+    """Waits for a note of a rank that is enough; returns the note."""
+    room = group._engine._room
+
+    def latest():
+        text = room.notes.get(rank)
+        note = None if text is None else Note.read(text[2 * CODE_BYTES :])
+        return note if note is not None and is_enough(note) else None
+
+    with room.changed:
+        note = room.changed.wait_for(latest, 20.0)
+    assert note is not None
+    return note
+
+
+def until_read(group, rank, place):
+    """Waits until a rank that is at a place has read the board once more."""
+    first = until_noted(group, rank, lambda note: note.place == place)
+    until_noted(group, rank, lambda note: note.place > place or note.beat > first.beat + 1)
 
 
 def refused(function, *arguments):
@@ -37,7 +66,7 @@ def test_calls_that_differ_are_named_on_every_rank():
     for error in run_ranks(3, differ):
         assert isinstance(error, MismatchError)
         assert "call 1 is not the same on all ranks: rank 1 (" in str(error)
-        assert "calls reduce; ranks 0, 2 call gather" in str(error)
+        assert "calls reduce; the other 2 call gather" in str(error)
 
 
 def test_a_rank_that_is_late_is_named_by_those_who_waited():
@@ -59,15 +88,17 @@ def test_a_rank_that_is_late_is_named_by_those_who_waited():
 
 
 def test_a_broken_group_refuses_later_calls_and_says_why():
-    errors = []
+    done = threading.Barrier(2)
 
     def wait_alone(group):
+        error = None
         if group.rank == 0:
             refused(gather, group, "gather", b"same", 0.1)
-            errors.append(refused(gather, group))
+            error = refused(gather, group)
+        done.wait()
+        return error
 
-    run_ranks(2, wait_alone)
-    (error,) = errors
+    error = run_ranks(2, wait_alone)[0]
     assert isinstance(error, ProcessGroupError)
     assert "formed: call 1 (gather) was not done in 0.1 seconds (timeout_seconds): rank 1 (" in str(error)
 
@@ -80,6 +111,234 @@ def test_a_rank_that_gives_up_is_named_by_one_error_without_others_behind_it():
     assert isinstance(error, ProcessGroupError)
     assert "gave up: KeyError: 'w'; rank 0 is there" in str(error)
     assert error.__cause__ is None
+
+
+def test_a_rank_that_closes_its_group_is_noticed_long_before_the_deadline():
+    def close(group):
+        return group.close() if group.rank == 1 else refused(gather, group)
+
+    start = time.monotonic()
+    errors = run_ranks(3, close, timeout_seconds=60.0)
+    assert time.monotonic() - start < 30.0
+    for rank in (0, 2):
+        assert isinstance(errors[rank], ProcessGroupError)
+        assert "rank 1 (" in str(errors[rank])
+        assert "gave up: it closed the group" in str(errors[rank])
+
+
+def test_a_rank_that_has_done_its_part_may_close_while_others_still_wait():
+    """Rank 0 waits for rank 2 only, in the call that rank 1 has left, and closed its group after."""
+    closed = threading.Event()
+
+    def send_and_leave(group):
+        with group.call("to rank 0", b"same", 60.0) as call:
+            if group.rank == 2:
+                closed.wait()
+                until_read(group, 0, (1, 1))
+            if group.rank == 0:
+                got = [np.empty(1) for _ in range(2)]
+                call.exchange([], [Message(rank, room) for rank, room in zip((1, 2), got, strict=True)])
+                return [array.item() for array in got]
+            call.has_heard = True  # not from rank 0, whom nobody asks
+            call.exchange([Message(0, np.full(1, group.rank + 0.5))], [])
+        group.close()
+        closed.set()
+        return None
+
+    assert run_ranks(3, send_and_leave)[0] == [1.5, 2.5]
+
+
+def test_a_late_rank_does_not_wait_for_one_whose_deadline_has_passed():
+    gave_up = threading.Event()
+
+    def receive(group):
+        with group.call("receive", b"same", 0.1 if group.rank == 0 else 60.0) as call:
+            call.exchange([], [Message(1 - group.rank, np.empty(1))])
+
+    def be_late(group):
+        if group.rank == 1:
+            gave_up.wait()
+        start = time.monotonic()
+        error = refused(receive, group)
+        gave_up.set()
+        return error, time.monotonic() - start
+
+    (first, _), (second, seconds) = run_ranks(2, be_late)
+    assert isinstance(first, DeadlineError)
+    assert "gave up, since its deadline passed" in str(second)
+    assert seconds < 30.0
+
+
+def test_a_call_without_data_meets_the_others_too():
+    """Else a rank for which there is nothing to send would be done while others wait for it."""
+
+    def differ(group):
+        return refused(exchange_nothing if group.rank == 0 else gather, group)
+
+    def exchange_nothing(group):
+        with group.call("nothing", b"at all") as call:
+            call.exchange([], [])
+
+    for error in run_ranks(2, differ, timeout_seconds=60.0):
+        assert isinstance(error, MismatchError)
+
+
+def test_a_call_inside_of_a_call_is_refused_and_others_hear_of_it():
+    """As a signal's handler makes it, in the thread that waits."""
+    handled = threading.Event()
+
+    def interrupt(group):
+        errors = []
+        with group.call("outer", b"outer") as call:
+            if group.rank == 0:
+                errors.append(refused(gather, group, "inner"))
+                handled.set()
+            handled.wait()
+            call.all_gather(b"0")
+        errors.append(refused(gather, group, "after", b"after"))
+        return errors
+
+    (nested, first), (second,) = run_ranks(2, interrupt, timeout_seconds=60.0)
+    assert isinstance(nested, ProcessGroupError)
+    assert "inner was called in the middle of call 1, by the same thread: by a signal's handler?" in str(
+        nested
+    )
+    for error in (first, second):  # rank 0 is one call ahead of rank 1, whose handler has not run
+        assert isinstance(error, (MismatchError, ProcessGroupError))
+    assert "calls nothing (inner was called in the middle of call 1" in str(second)
+
+
+def test_a_handler_that_reduces_while_its_thread_waits_does_not_hang():
+    """With a real signal, sent while the main thread waits for a rank that does not come."""
+    found = subprocess.run([sys.executable, "-c", REDUCES_IN_A_HANDLER], capture_output=True, timeout=60)
+    assert (found.returncode, found.stderr.decode()) == (0, "")
+
+
+REDUCES_IN_A_HANDLER = """
+import signal, threading
+import numpy as np
+import crossdevice as cd
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.thread_group import Room, ThreadEngine
+
+room, groups = Room(2), {}
+
+def form(rank):
+    groups[rank] = ProcessGroup(ThreadEngine(room, rank), timeout_seconds=30.0)
+
+threads = [threading.Thread(target=form, args=(rank,)) for rank in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+
+ops = cd.CollectiveAllReduce(group=groups[0])
+
+def handle(number, frame):
+    ops.reduce("max", np.ones(1), "cpu:0")
+
+signal.signal(signal.SIGALRM, handle)
+signal.setitimer(signal.ITIMER_REAL, 0.5)
+try:
+    ops.reduce("sum", np.ones(2), "cpu:0")
+except cd.errors.ProcessGroupError as error:
+    assert "by a signal's handler?" in str(error), error
+else:
+    raise AssertionError("nobody was told")
+"""
+
+
+def test_two_threads_that_call_at_once_are_both_refused():
+    """Else the first call of one rank could be taken for the second of another."""
+    is_inside, has_tried = threading.Barrier(2), threading.Barrier(2)
+
+    def race(group):
+        def first():
+            with group.call("sum", b"same") as call:
+                is_inside.wait()
+                has_tried.wait()
+                call.all_gather(b"0")
+
+        if group.rank == 1:
+            return refused(gather, group)
+        errors = []
+        thread = threading.Thread(target=lambda: errors.append(refused(first)))
+        thread.start()
+        is_inside.wait()
+        errors.append(refused(gather, group, "sum", b"same"))
+        has_tried.wait()
+        thread.join()
+        return errors
+
+    of_threads, other = run_ranks(2, race, timeout_seconds=60.0)
+    for error in of_threads:
+        assert isinstance(error, ProcessGroupError)
+        assert "two threads made calls at once: sum during call 1" in str(error)
+    assert "two threads made calls at once" in str(other)
+
+
+def test_two_threads_of_a_group_of_one_wait_for_each_other():
+    group = ProcessGroup(ThreadEngine(Room(1), 0))
+    is_inside, answers = threading.Event(), []
+
+    def second():
+        is_inside.wait()
+        answers.append(gather(group))
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with group.call("first", b""):
+        is_inside.set()
+    thread.join()
+    assert answers == [[b"0"]]
+    group.close()
+
+
+def test_ranks_with_different_checks_are_told_when_they_form_a_group():
+    room, errors = Room(2), {}
+
+    def be(rank):
+        errors[rank] = refused(lambda: ProcessGroup(ThreadEngine(room, rank), checks=("new", "off")[rank]))
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors.values():
+        assert isinstance(error, OptionError)
+        assert re.search(r"rank 1 \(.*\) has checks 'off'; rank 0 \(.*\) has 'new'", str(error))
+
+
+def test_forged_notes_are_not_read(monkeypatch):
+    monkeypatch.setenv("CROSSDEVICE_GROUP_KEY", "secret")
+    forged = Seal().closed(Note(1, 0, "nothing more", "", 0, "I say so").written(), 1)
+
+    def run(group):
+        if group.rank == 1:
+            group._engine.post(forged)
+            until_read(group, 0, (1, 1))
+        return gather(group)
+
+    assert run_ranks(2, run) == [[b"0", b"1"]] * 2
+
+
+def test_a_rank_with_another_key_is_refused(monkeypatch):
+    room, errors = Room(2), {}
+    keys = {"rank 0": b"ours", "rank 1": b"theirs"}
+    monkeypatch.setattr(introduction, "key_from_env", lambda: keys[threading.current_thread().name])
+
+    def be(rank):
+        errors[rank] = refused(lambda: ProcessGroup(ThreadEngine(room, rank)))
+
+    threads = [threading.Thread(target=be, args=(rank,), name=f"rank {rank}") for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank, error in errors.items():
+        assert isinstance(error, OptionError)
+        assert f"CROSSDEVICE_GROUP_KEY must be the same on all ranks: rank {1 - rank} (" in str(error)
 
 
 def test_a_closed_group_refuses_calls():
@@ -111,6 +370,7 @@ class Broken(ThreadEngine):
     num_exchanges = 0
     num_visits = 0
     is_abandoned = False
+    board_answers = threading.Event()
 
     def exchange(self, sends, receives, tag, timeout_seconds):
         self.num_exchanges += 1
@@ -120,7 +380,7 @@ class Broken(ThreadEngine):
 
     def post(self, note):
         self.num_visits += 1
-        time.sleep(2.0)
+        self.board_answers.wait(20.0)
 
     def abandon(self):
         self.is_abandoned = True
@@ -148,6 +408,7 @@ def test_an_engine_that_fails_is_abandoned_and_its_board_is_not_asked_twice_at_o
         assert errors[rank].__cause__ is None  # one traceback, not one for each layer
         assert engines[rank].is_abandoned
         assert engines[rank].num_visits == 1
+    Broken.board_answers.set()
 
 
 def test_a_note_of_an_earlier_exchange_is_no_mismatch():
@@ -155,12 +416,13 @@ def test_a_note_of_an_earlier_exchange_is_no_mismatch():
 
     def run(group):
         if group.rank == 2:
-            time.sleep(0.6)
+            for rank in (0, 1):
+                until_noted(group, rank, lambda note: note.place == (1, 1))
         with group.call("reduce", b"first", 20.0) as call:
             call.all_gather(b"1")
             call.signature = b"second"
             if group.rank == 1:
-                time.sleep(0.6)
+                until_read(group, 0, (1, 2))
             return call.all_gather(b"2")
 
     assert run_ranks(3, run) == [[b"2"] * 3] * 3
@@ -206,13 +468,16 @@ def test_a_call_that_is_left_before_anything_is_sent_breaks_nothing():
 
 
 def test_a_group_can_be_closed_while_another_thread_waits_in_a_call():
-    done = threading.Barrier(2)
+    done, groups = threading.Barrier(2), {}
 
     def close(group):
         error = None
+        groups[group.rank] = group
         if group.rank == 0:
-            threading.Timer(0.5, group.close).start()
             error = refused(gather, group)
+        else:
+            until_noted(group, 0, lambda note: note.call == 1)
+            groups[0].close()
         done.wait()
         return error
 

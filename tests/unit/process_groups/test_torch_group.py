@@ -1,11 +1,16 @@
 """Gloo between threads that meet in a store of one process; real processes are in tests/multiprocess."""
 
 import gc
+import os
+import re
+import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +19,7 @@ from crossdevice.errors import DeadlineError, OptionError, ProcessGroupError
 
 torch = pytest.importorskip("torch")
 
-from crossdevice.process_groups import torch_group  # noqa: E402
+from crossdevice.process_groups import torch_group, torch_meeting, torch_store  # noqa: E402
 from crossdevice.process_groups.protocol import Message  # noqa: E402
 
 
@@ -40,7 +45,7 @@ def gather(group):
 
 
 def test_a_long_wait_for_ranks_is_said_once(store, monkeypatch, caplog):
-    monkeypatch.setattr(torch_group, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(torch_meeting, "SILENT_SECONDS", 0.05)
     with pytest.raises(DeadlineError):
         torch_group.form_group(0, 3, "127.0.0.1", store=store, timeout_seconds=1.0)
     assert [record.getMessage() for record in caplog.records] == [
@@ -57,16 +62,142 @@ def test_a_store_that_is_gone_while_ranks_come_is_named(store, monkeypatch):
     def lost(*arguments):
         raise RuntimeError("Failed to recv, got 0 bytes")
 
-    monkeypatch.setattr(torch_group.TorchEngine, "_host_met_by_all", lost)
+    monkeypatch.setattr(torch_meeting.Meeting, "_wait_for_all", lost)
     with pytest.raises(ProcessGroupError, match=r"rank 1 waited .* is gone: .* got 0 bytes"):
         torch_group.form_group(1, 3, "127.0.0.1", store=store)
+
+
+def test_a_listener_that_says_nothing_is_not_waited_for_beyond_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        start = time.monotonic()
+        with pytest.raises(ProcessGroupError, match=r"could not be reached: .* \(no answer in 0.5 seconds\)"):
+            torch_group.form_group(1, 2, *silent.getsockname(), timeout_seconds=0.5)
+        assert time.monotonic() - start < 5.0
+
+
+def test_a_store_that_falls_silent_is_not_waited_for_beyond_the_deadline():
+    class Silent(torch.distributed.Store):
+        def add(self, key, amount):
+            silence.wait(30.0)
+            return 1
+
+    silence, start = threading.Event(), time.monotonic()
+    with pytest.raises(DeadlineError, match="the store in which rank 1 waits does not answer"):
+        torch_group.form_group(1, 2, "127.0.0.1", store=Silent(), timeout_seconds=0.5)
+    assert time.monotonic() - start < 5.0
+    silence.set()
+
+
+def test_an_interrupt_ends_the_forming_of_a_group():
+    found = subprocess.run([sys.executable, "-c", IS_INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout) == (0, "interrupted\n"), found.stderr
+
+
+IS_INTERRUPTED = """
+import os, signal, socket, threading
+from crossdevice.process_groups.torch_group import form_group
+
+with socket.create_server(("127.0.0.1", 0)) as silent:
+    def interrupt():
+        kept = [silent.accept() for _ in range(2)]  # a knock, then the store that waits for an answer
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait()
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        form_group(1, 2, *silent.getsockname(), timeout_seconds=50.0)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_rank_that_gave_up_first_is_not_said_to_have_stayed_away(store):
+    def fail(rank):
+        with pytest.raises(DeadlineError) as caught:
+            torch_group.form_group(rank, 3, "127.0.0.1", store=store, timeout_seconds=0.3 + 1.2 * rank)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(fail, range(2))
+    assert "rank 2 did not come; ranks 0, 1 came. Are" in first
+    assert "rank 2 did not come; ranks 0, 1 came; rank 0 has given up. Are" in second
+
+
+def test_a_process_may_form_two_groups_at_once(store):
+    """As two models do whose first gradients come at the same time."""
+
+    def both(rank):
+        with ThreadPoolExecutor(2) as pool:
+            formed = pool.map(lambda _: form(rank), range(2))
+        return sorted(group.size for group in formed)
+
+    def form(rank):
+        return torch_group.form_group(rank, 2, "127.0.0.1", store=store, timeout_seconds=20.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(both, range(2))) == [[2, 2]] * 2
+
+
+def test_two_processes_with_one_rank_are_both_told_at_once(store, monkeypatch):
+    monkeypatch.setattr(torch_meeting, "own_name", lambda: threading.current_thread().name)
+    monkeypatch.setattr(torch_meeting.Meeting, "_ask", lambda meeting, function: function())
+
+    def be(_):
+        with pytest.raises(OptionError, match=r"two processes call themselves rank 1 of 3: this one \("):
+            torch_group.form_group(1, 3, "127.0.0.1", store=store, timeout_seconds=30.0)
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(be, range(2)))
+    assert time.monotonic() - start < 20.0
+
+
+def test_ranks_that_wait_for_groups_of_different_sizes_are_told(store):
+    def fail(size):
+        with pytest.raises(DeadlineError) as caught:
+            torch_group.form_group(size - 2, size, "127.0.0.1", store=store, timeout_seconds=size - 1.0)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, _ = pool.map(fail, (2, 3))
+    assert re.search(r"rank 1 did not come; rank 0 came; rank 1 \(.*\) waits for a group of 3\. Are", first)
+
+
+def test_a_group_that_was_formed_is_not_mistaken_for_one_of_another_size(store):
+    run(3, gather, store)
+    with pytest.raises(DeadlineError, match=r"rank 1 did not come; rank 0 came\. Are"):
+        torch_group.form_group(0, 2, "127.0.0.1", store=store, timeout_seconds=0.2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets are read from /proc")
+def test_a_store_at_an_address_listens_there_only():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    torch_store.store_at("127.0.0.1", port, is_keeper=True, timeout_seconds=10.0)
+    listening = [
+        fields[1]
+        for table in ("tcp", "tcp6")
+        for fields in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:])
+        if fields[3] == "0A" and fields[1].endswith(f":{port:04X}")
+    ]
+    assert listening == [f"0100007F:{port:04X}"]
+
+
+def test_an_unauthenticated_store_that_others_can_reach_is_said_once(monkeypatch, caplog):
+    torch_store._say_unauthenticated.cache_clear()
+    monkeypatch.setattr(torch_store, "_opened", lambda *arguments: torch.distributed.HashStore())
+    monkeypatch.setattr(torch_store, "_open_stores", {})
+    for address in ("127.0.0.1", "10.0.0.1", "node7"):
+        torch_store.store_at(address, 1, is_keeper=True, timeout_seconds=1.0)
+    assert [record.getMessage()[:29] for record in caplog.records] == ["ranks are not authenticated: "]
 
 
 def test_a_rank_that_waited_in_vain_meets_the_others_when_it_tries_again(store):
     for _ in range(2):
         with pytest.raises(DeadlineError, match="rank 1 did not come"):
             torch_group.form_group(0, 2, "127.0.0.1", store=store, timeout_seconds=0.1)
-    with pytest.raises(DeadlineError, match="rank 0 did not come"):
+    with pytest.raises(DeadlineError, match="ranks 0, 1 came; rank 0 has given up"):
         torch_group.form_group(1, 2, "127.0.0.1", store=store, timeout_seconds=0.1)
     assert run(2, gather, store) == [[b"0", b"1"]] * 2
 
@@ -86,9 +217,7 @@ def test_without_a_store_an_address_is_needed():
 
 
 def test_a_store_that_cannot_be_reached_is_named():
-    with pytest.raises(
-        ProcessGroupError, match=r"127.0.0.1:1, .* could not be reached: is that where rank 0"
-    ):
+    with pytest.raises(ProcessGroupError, match=r"127.0.0.1:1, .* could not be reached: is rank 0 there"):
         torch_group.form_group(1, 2, "127.0.0.1", 1, timeout_seconds=0.5)
 
 
@@ -180,7 +309,7 @@ def test_only_a_silent_rank_is_asked_whether_it_is_there(store):
 
     (engine,) = joined(1, store)
     engine._gloo = gloo = Gloo()
-    engine._awaited = torch_group._Awaited(1, None)
+    engine._left = [torch_group._Awaited(1, None)]
     engine.check_contact({0, 2})
     assert gloo.asked == []
     engine.check_contact({1})  # once may be chance
@@ -230,7 +359,7 @@ def test_a_forgotten_group_leaves_no_thread(store):
 
 def test_gloo_errors_are_cut_to_what_they_tell():
     error = RuntimeError("[/a/pair.cc:1] Connection closed by peer [::1]:2. This is typically a crash\nframe")
-    assert torch_group._reason(error) == "Connection closed by peer [::1]:2"
+    assert torch_store.reason_of(error) == "Connection closed by peer [::1]:2"
 
 
 ENDS_IN_AN_EXCHANGE = """
@@ -266,3 +395,57 @@ def test_a_process_that_ends_in_the_middle_of_an_exchange_ends_in_order():
         [sys.executable, "-c", ENDS_IN_AN_EXCHANGE], capture_output=True, text=True, timeout=60
     )
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+FORKS = """
+import os, socket, sys, threading
+from torch.distributed import HashStore
+from crossdevice.process_groups.torch_group import form_group, store_at
+
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+kept = store_at("127.0.0.1", port, is_keeper=True, timeout_seconds=20.0)
+store, groups = HashStore(), {{}}
+
+def form(rank):
+    groups[rank] = form_group(rank, 2, "127.0.0.1", store=store)
+
+threads = [threading.Thread(target=form, args=(rank,)) for rank in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+child = os.fork()
+if not child:
+    {ending}
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+def gather(rank):
+    with groups[rank].call("gather", b"still there") as call:
+        call.all_gather(b"0")
+
+threads = [threading.Thread(target=gather, args=(rank,)) for rank in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "pass",
+        "groups[0].close()",
+        "groups.clear()",
+        "groups[0].__exit__(None, None, None)",
+        "groups[0].give_up('')",
+    ],
+)
+def test_a_forked_process_ends_and_leaves_the_group_to_its_parent(ending):
+    found = subprocess.run(
+        [sys.executable, "-c", FORKS.format(ending=ending)], capture_output=True, text=True, timeout=60
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "3\n", "")

@@ -47,6 +47,7 @@ def test_merge_takes_what_differs_from_the_defaults():
     merged = mine.merge(CommunicationOptions(timeout_seconds=0, implementation="RING"))
     assert merged == CommunicationOptions(10, 0, "RING", "fast")
     assert mine.merge(None) == mine
+    assert mine.merge(merged) is mine.merge(merged)  # no work for the same two
 
 
 def test_anything_but_options_is_refused():

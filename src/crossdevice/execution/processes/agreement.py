@@ -11,39 +11,44 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from crossdevice.errors import DtypeMismatchError, MismatchError, ShapeMismatchError, StructureMismatchError
-from crossdevice.process_groups.board import ranks_named
-from crossdevice.process_groups.group import Call, ProcessGroup
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.values.disagreement import disagreement
 
 COMPARING = b"comparing"
 """The signature of calls whose ranks do not know yet whether they agree."""
 
 DIGEST_BYTES = 16
 
+MAX_KINDS = 1024
+"""Kinds of call that a group remembers; a program with more compares them again now and then."""
+
 VARYING = 0
 """In place of a number of replicas: not all leaves have as many."""
 
 
 class LeafDescription(NamedTuple):
-    """One leaf: its place, what it is ("array", "rows"), its dtype, and what must agree of its shape."""
+    """One leaf: what it is ("array", "rows"), its dtype, what must agree of its shape, and of the whole's."""
 
     path: str
     kind: str
     dtype: str
     shape: tuple[int | None, ...]
+    dense_shape: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """All that must be the same on every rank for a call to make sense."""
+    """All that must be the same on every rank for a call to make sense; one structure for each value."""
 
     operation: str
-    structure: str
+    structures: tuple[str, ...]
     leaves: tuple[LeafDescription, ...]
 
     @functools.cached_property
     def text(self) -> str:
         """The description in one line that can be read again."""
-        return json.dumps([self.operation, self.structure, self.leaves])
+        return json.dumps([self.operation, self.structures, self.leaves])
 
     @functools.cached_property
     def digest(self) -> bytes:
@@ -55,24 +60,22 @@ class Description:
         """The call, for people."""
         if not self.leaves:
             return f"{self.operation} of nothing"
-        path, kind, dtype, shape = self.leaves[0]
+        path, kind, dtype, shape, _ = self.leaves[0]
         more = f" and {len(self.leaves) - 1} more" if len(self.leaves) > 1 else ""
         rows = " rows" if kind == "rows" else ""
         return f"{self.operation} of {dtype}{rows} {_shape_text(shape)}{f' at {path}' if path else ''}{more}"
 
-    @property
-    def paths(self) -> str:
-        """Where the leaves are, and so how many there are."""
-        return (
-            f"{len(self.leaves)} places: {', '.join(leaf.path or 'the value itself' for leaf in self.leaves)}"
-        )
-
     @classmethod
     def read(cls, text: str) -> Description:
         """The description whose text this is."""
-        operation, structure, leaves = json.loads(text)
+        operation, structures, leaves = json.loads(text)
         return cls(
-            operation, structure, tuple(LeafDescription(p, k, d, tuple(shape)) for p, k, d, shape in leaves)
+            operation,
+            tuple(structures),
+            tuple(
+                LeafDescription(path, kind, dtype, tuple(shape), None if whole is None else tuple(whole))
+                for path, kind, dtype, shape, whole in leaves
+            ),
         )
 
 
@@ -99,7 +102,7 @@ def agreed_call(
     description: Description,
     replicas: tuple[int, ...],
     timeout_seconds: float | None,
-) -> Iterator[tuple[Call, tuple[tuple[int, ...], ...]]]:
+) -> Iterator[tuple[GroupCall, tuple[tuple[int, ...], ...]]]:
     """The group's next call, once all ranks are known to make it, and each rank's replicas of each leaf.
 
     Args:
@@ -111,6 +114,8 @@ def agreed_call(
     key = (description.digest, replicas)
     known: Agreed | None = group.agreed.get(key)
     compares = group.checks == "always" or (known is None and group.checks == "new")
+    if known is None and len(group.agreed) >= MAX_KINDS:
+        group.agreed.clear()  # on all ranks in the same call, so that all compare again
     if known is None and not compares:
         known = group.agreed[key] = Agreed.of(description, (replicas,) * group.size)
     arrays = f"{sum(replicas)} array{'' if sum(replicas) == 1 else 's'}"
@@ -126,7 +131,9 @@ def agreed_call(
         yield call, known.counts
 
 
-def _compared(call: Call, description: Description, replicas: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _compared(
+    call: GroupCall, description: Description, replicas: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
     usual = replicas[0] if len(set(replicas)) == 1 else VARYING
     headers = call.all_gather(description.digest + usual.to_bytes(8, "little"))
     if any(header[:DIGEST_BYTES] != description.digest for header in headers):
@@ -148,10 +155,9 @@ def _compared(call: Call, description: Description, replicas: tuple[int, ...]) -
 def _difference(descriptions: Sequence[Description], members: Sequence[str], number: int) -> MismatchError:
     """The first thing in which calls differ, as an error that names the odd ones out."""
     for verb, error, answers, place in _questions(descriptions):
-        if len(set(answers)) > 1:
-            return error(
-                f"call {number} differs between ranks: {_odd_ones_out(answers, members, verb, place)}"
-            )
+        text = disagreement(dict(enumerate(answers)), members, verb, place=place)
+        if text is not None:
+            return error(f"call {number} differs between ranks: {text}")
     return MismatchError(f"call {number} is not the same on all ranks")
 
 
@@ -160,25 +166,20 @@ def _questions(
 ) -> Iterator[tuple[str, type[MismatchError], list[str], str]]:
     """What is asked about calls, the largest differences first: a verb, the error, the answers, a place."""
     yield "calls", MismatchError, [each.operation for each in descriptions], ""
-    yield "has structure", StructureMismatchError, [each.structure for each in descriptions], ""
-    yield "has leaves at", StructureMismatchError, [each.paths for each in descriptions], ""
-    for column in zip(*(each.leaves for each in descriptions), strict=True):
+    yield "has", StructureMismatchError, [_values_text(len(each.structures)) for each in descriptions], ""
+    for entry, structures in enumerate(zip(*(each.structures for each in descriptions), strict=True)):
+        place = f" in entry {entry} of the batch" if len(descriptions[0].structures) > 1 else ""
+        yield "has", StructureMismatchError, list(structures), place
+    for column in zip(*(each.leaves for each in descriptions), strict=False):
         place = f" at {column[0].path}" if column[0].path else ""
         yield "holds", StructureMismatchError, [leaf.kind for leaf in column], place
         yield "has dtype", DtypeMismatchError, [leaf.dtype for leaf in column], place
         yield "has shape", ShapeMismatchError, [_shape_text(leaf.shape) for leaf in column], place
+        yield "has dense_shape", ShapeMismatchError, [str(leaf.dense_shape) for leaf in column], place
 
 
-def _odd_ones_out(answers: Sequence[str], members: Sequence[str], verb: str, place: str) -> str:
-    usual = max(answers, key=lambda answer: (answers.count(answer), answer == answers[0]))
-    odd = [rank for rank, answer in enumerate(answers) if answer != usual]
-    others = [rank for rank, answer in enumerate(answers) if answer == usual]
-    named = "; ".join(f"{members[rank]} {verb} {answers[rank]}{place}" for rank in odd)
-    one, _, _ = verb.partition(" ")
-    return f"{named}; {ranks_named(others)} {one if len(others) == 1 else PLURALS[one]} {usual}"
-
-
-PLURALS = {"calls": "call", "has": "have", "holds": "hold"}
+def _values_text(number: int) -> str:
+    return f"{number} value{'' if number == 1 else 's'} in its batch"
 
 
 def _shape_text(shape: Sequence[int | None]) -> str:

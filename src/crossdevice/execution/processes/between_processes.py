@@ -27,7 +27,8 @@ from crossdevice.execution.reading.outputs import wrapped
 from crossdevice.execution.reading.values import Leaf, one_backend, read_value
 from crossdevice.execution.remarks import Remarks
 from crossdevice.execution.signature_cache import SignatureCache
-from crossdevice.process_groups.group import Call, ProcessGroup
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import unflatten
@@ -55,14 +56,15 @@ class BetweenProcesses:
         description = self._description(requests, checked, op, options)
         with agreed_call(self._group, description, replicas, _seconds(options)) as (call, of_ranks):
             counts = list(zip(*of_ranks, strict=True))
-            deliveries = self._exchange_dense(call, leaves, op, options, counts)
+            # Rows first, which are copied: `out` of a dense leaf may be written to while that travels.
             gathered = _gather_rows(call, leaves, counts)
+            deliveries = self._exchange_dense(call, leaves, op, options, counts)
         destinations = [request.destinations for request in requests for _ in request.value.leaves]
         results: dict[int, Any] = {
             number: leaf.run(destinations[number][0], destinations[number])
             for number, leaf in gathered.items()
         }
-        for numbers, delivery in deliveries:  # `out` is written to when nothing is left that could fail
+        for numbers, delivery in deliveries:  # inputs in `out` are written to when nothing can fail any more
             results.update(zip(numbers, delivery(), strict=True))
         answers = map(results.__getitem__, itertools.count())
         return [
@@ -121,7 +123,10 @@ class BetweenProcesses:
             )
             for leaf, gathering, piece in zip(read.leaves, gatherings, pieces, strict=True)
         )
-        description = Description(f"gather along axis {axis}", _text(read.structure), described)
+        # As counted from the front, which is not the same for arrays of different ranks.
+        axes = sorted({gathering.axis for gathering in gatherings}) or [axis]
+        operation = f"gather along axis {' and '.join(map(str, axes))}"
+        description = Description(operation, (_text(read.structure),), described)
         return lambda: wrapped(
             self._gather(gatherings, pieces, destinations, description, options), read.structure, destinations
         )
@@ -168,7 +173,7 @@ class BetweenProcesses:
             LeafDescription(leaf.path, "array", backend.dtype_of(array), shape)
             for leaf, backend, array, shape in zip(read.leaves, backends, arrays, shapes, strict=True)
         )
-        description = Description(f"broadcast from rank {rank}", _text(read.structure), described)
+        description = Description(f"broadcast from rank {rank}", (_text(read.structure),), described)
         flats = [backend.to_host(array) for backend, array in zip(backends, arrays, strict=True)]
         with agreed_call(self._group, description, (1,) * len(flats), _seconds(options)) as (call, _):
             received = arrays_of_rank(call, flats, rank)
@@ -203,12 +208,12 @@ class BetweenProcesses:
         options: CommunicationOptions,
     ) -> Description:
         described = tuple(
-            _described(leaf.path, reduction, options, self._group)
-            for request, of_request in zip(requests, checked, strict=True)
+            _described(_place(leaf, entry, requests), reduction, options, self._group)
+            for entry, (request, of_request) in enumerate(zip(requests, checked, strict=True))
             for leaf, reduction in zip(request.value.leaves, of_request, strict=True)
         )
         packs = f", packs of {options.bytes_per_pack} bytes" if options.bytes_per_pack else ""
-        structures = "; ".join(_text(request.value.structure) for request in requests)
+        structures = tuple(_text(request.value.structure) for request in requests)
         key = (op, options.precision, packs, structures, described)
         known = self._descriptions.get(key)
         if known is None:
@@ -218,7 +223,7 @@ class BetweenProcesses:
 
     def _exchange_dense(
         self,
-        call: Call,
+        call: GroupCall,
         leaves: Sequence[Dense | SparseReduction],
         op: ReduceOp,
         options: CommunicationOptions,
@@ -261,6 +266,13 @@ class BetweenProcesses:
         return known
 
 
+def _place(leaf: Leaf, entry: int, requests: Sequence[Request]) -> str:
+    """How an error names a leaf: by its path, and by its entry if there are several."""
+    if len(requests) == 1:
+        return leaf.path
+    return f"{leaf.path} of entry {entry}" if leaf.path else f"entry {entry}"
+
+
 def _described(
     path: str, leaf: Dense | SparseReduction, options: CommunicationOptions, group: ProcessGroup
 ) -> LeafDescription:
@@ -271,8 +283,8 @@ def _described(
     backend, first = leaf.backend, leaf.slices[0]
     indices = _index_dtype(leaf)
     rows = (None, *backend.shape_of(first.values)[1:])
-    of = "" if leaf.dense_shape is None else f" of {leaf.dense_shape}"
-    return LeafDescription(path, "rows", f"{backend.dtype_of(first.values)}, {indices} indices{of}", rows)
+    dtype = f"{backend.dtype_of(first.values)}, {indices} indices"
+    return LeafDescription(path, "rows", dtype, rows, leaf.dense_shape)
 
 
 def _index_dtype(leaf: SparseReduction) -> str:
@@ -281,7 +293,7 @@ def _index_dtype(leaf: SparseReduction) -> str:
 
 
 def _gather_rows(
-    call: Call, leaves: Sequence[Dense | SparseReduction], counts: Sequence[tuple[int, ...]]
+    call: GroupCall, leaves: Sequence[Dense | SparseReduction], counts: Sequence[tuple[int, ...]]
 ) -> dict[int, SparseReduction]:
     """Sparse leaves, by their numbers, with the rows of all ranks in the order of ranks and replicas."""
     sparse = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, SparseReduction)}
@@ -329,7 +341,7 @@ def _with_length(shape: Sequence[int], axis: int, length: int) -> tuple[int, ...
 
 
 def _lengths_along_axes(
-    call: Call,
+    call: GroupCall,
     of_ranks: Sequence[Sequence[NDArray[Any]]],
     pieces: Sequence[NDArray[Any]],
     axes: Sequence[int],
@@ -357,7 +369,7 @@ def _dense_backend(leaf: Leaf, devices: tuple[Device, ...]) -> Backend:
 
 
 def _text(structure: Any) -> str:
-    return "" if structure is None else str(structure)
+    return "a single array" if structure is None else f"structure {structure}"
 
 
 def _seconds(options: CommunicationOptions) -> float | None:

@@ -11,7 +11,8 @@ from crossdevice.execution.local.prepared import PreparedReduction
 from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.kernels.recipe import Recipe
-from crossdevice.process_groups.group import Call, ProcessGroup
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
@@ -59,7 +60,7 @@ class DeviceReduction:
         self._local = prepare(to_first, self._op, options)
 
     def run(
-        self, call: Call, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
+        self, call: GroupCall, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
     ) -> Delivery:
         """Reduces with the other ranks; `outs` are written to by whoever calls the delivery."""
         partials = self._local.run(columns, [None] * len(columns))

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.process_groups.group import Call
+from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
 
 Flat = NDArray[Any]
 
 
-def arrays_of_all_ranks(call: Call, arrays: Sequence[Flat]) -> list[list[Flat]]:
+def arrays_of_all_ranks(call: GroupCall, arrays: Sequence[Flat]) -> list[list[Flat]]:
     """For each rank its flat arrays, which may differ in length from rank to rank, not in dtype."""
     lengths = np.array([array.size for array in arrays], np.int64)
     of_ranks = [np.frombuffer(record, np.int64) for record in call.all_gather(lengths.tobytes())]
@@ -29,11 +29,20 @@ def arrays_of_all_ranks(call: Call, arrays: Sequence[Flat]) -> list[list[Flat]]:
     return [rooms[rank] if rank in rooms else list(arrays) for rank in range(call.group.size)]
 
 
-def arrays_of_rank(call: Call, arrays: Sequence[Flat], rank: int) -> list[Flat]:
+def arrays_of_rank(call: GroupCall, arrays: Sequence[Flat], rank: int) -> list[Flat]:
     """One rank's flat arrays, which every rank has in the same lengths and dtypes."""
+    sent = [array for array in arrays if array.size]
+    # From each a byte back: MPI may let a rank send to others who take another rank's arrays.
+    taken = [np.ones(1, np.uint8) for _ in sent[:1]]
     if call.group.rank == rank:
-        call.exchange([Message(peer, array) for peer in call.others() for array in arrays if array.size], [])
+        others = call.others()
+        call.exchange(
+            [Message(peer, array) for peer in others for array in sent],
+            [Message(peer, byte.copy()) for peer in others for byte in taken],
+        )
         return list(arrays)
     rooms = [np.empty_like(array) for array in arrays]
-    call.exchange([], [Message(rank, room) for room in rooms if room.size])
+    call.exchange(
+        [Message(rank, byte) for byte in taken], [Message(rank, room) for room in rooms if room.size]
+    )
     return rooms

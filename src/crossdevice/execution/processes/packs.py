@@ -24,8 +24,8 @@ SMALL_BYTES = 32 << 10
 """Up to here every rank gets everything and combines it itself: one exchange instead of two."""
 
 
-class Place(NamedTuple):
-    """Where a leaf lies in its pack."""
+class PackedLeaf(NamedTuple):
+    """A leaf, and where it lies in its pack."""
 
     leaf: int
     start: int
@@ -71,7 +71,7 @@ class ProcessPack(NamedTuple):
     Complex numbers are pairs of reals here, unless they are multiplied.
     """
 
-    places: tuple[Place, ...]
+    leaves: tuple[PackedLeaf, ...]
     counts: Sequence[int]
     shards: tuple[Shard, ...]
     is_small: bool
@@ -90,7 +90,7 @@ class ProcessPack(NamedTuple):
     @property
     def is_sent_as_it_is(self) -> bool:
         """Whether the arrays of its only leaf travel themselves."""
-        return self.partial is None and len(self.places) == 1
+        return self.partial is None and len(self.leaves) == 1
 
     def num_arrays(self, rank: int) -> int:
         """How many arrays a rank contributes."""
@@ -131,19 +131,19 @@ def _pack_of(
         None if name is None else _part(dtype_named(name)) if in_parts else dtype_named(name)
         for name in names
     )
-    places, end = [], 0
+    packed, end = [], 0
     for leaf in leaves:
         start = -(-end // LINE_ELEMENTS) * LINE_ELEMENTS
         end = start + specs[leaf].num_elements * (2 if in_parts else 1)
-        places.append(Place(leaf, start, end))
+        packed.append(PackedLeaf(leaf, start, end))
     assert stored is not None
     assert finished is not None
     sent_bytes = stored.itemsize * max(counts) if partly is None else partly.itemsize
     is_small = end * sent_bytes <= SMALL_BYTES  # by the rank with most replicas, so that all choose alike
     edges = [0, end] if is_small else shard_edges(end, len(counts))
-    shards = tuple(_shard(places, start, stop) for start, stop in itertools.pairwise(edges))
+    shards = tuple(_shard(packed, start, stop) for start, stop in itertools.pairwise(edges))
     return ProcessPack(
-        tuple(places),
+        tuple(packed),
         counts,
         shards * len(counts) if is_small else shards,
         is_small,
@@ -156,10 +156,10 @@ def _pack_of(
     )
 
 
-def _shard(places: Sequence[Place], start: int, stop: int) -> Shard:
+def _shard(packed: Sequence[PackedLeaf], start: int, stop: int) -> Shard:
     pieces = tuple(
         Piece(leaf, max(start, first) - first, min(stop, end) - first, max(start, first))
-        for leaf, first, end in places
+        for leaf, first, end in packed
         if max(start, first) < min(stop, end)
     )
     return Shard(slice(start, stop), pieces)

@@ -18,7 +18,7 @@ from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.recipe import Recipe
-from crossdevice.process_groups.group import Call
+from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
 from crossdevice.values.dtypes import ITEM_BYTES, result_dtype
 from crossdevice.values.options import CommunicationOptions
@@ -58,20 +58,30 @@ class ProcessReduction:
         self._unpacking = Work("unpack", "results on each device", devices, num_bytes)
 
     def run(
-        self, call: Call, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
+        self, call: GroupCall, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
     ) -> Delivery:
-        """Exchanges everything with the other ranks; `outs` are written to by whoever calls the delivery."""
+        """Exchanges everything with the other ranks; `outs` are written to by whoever calls the delivery.
+
+        Only a large `out` that no input is in comes to hold its result before: should a rank be lost
+        meanwhile, all inputs are still there.
+        """
         flats: dict[int, list[Flat]] = {}
         for pack in self._packs:
+            leaf = pack.leaves[0].leaf
+            direct = self._direct_targets(pack, columns, outs[leaf])
+            if direct:
+                flats[leaf] = []
+                self._run_pack(call, pack, columns, direct[0], {leaf: direct[1:]})
+                continue
             total = result_pool.empty(pack.num_elements, pack.result)
             copies: dict[int, list[Flat]] = {}
-            for leaf, start, stop in pack.places:
+            for leaf, start, stop in pack.leaves:
                 whole = total[start:stop].view(self._dtypes[leaf])
                 flats[leaf] = [whole] if outs[leaf] is not None else self._flats(leaf, whole)
                 copies[leaf] = [flat.view(pack.result) for flat in flats[leaf] if flat is not whole]
             self._run_pack(call, pack, columns, total, copies)
         return lambda: [
-            self._adopted(leaf, flats[leaf]) if out is None else self._written(leaf, flats[leaf][0], out)
+            self._adopted(leaf, flats[leaf]) if out is None else self._written(leaf, flats[leaf], out)
             for leaf, out in enumerate(outs)
         ]
 
@@ -90,13 +100,13 @@ class ProcessReduction:
                 how = f"shards of {what} to their owners, and its own shard of the result to all"
                 own = pack.shards[self._rank].length
                 sent = (pack.num_elements - own) * each + others * own * pack.result.itemsize
-            yield f"pack {number} ({len(pack.places)} values of {pack.dtype.name}): sends {how}, {sent} bytes"
+            yield f"pack {number} ({len(pack.leaves)} values of {pack.dtype.name}): sends {how}, {sent} bytes"
 
     # ---------------------------------------------------------------- one pack
 
     def _run_pack(
         self,
-        call: Call,
+        call: GroupCall,
         pack: ProcessPack,
         columns: Sequence[Sequence[Array]],
         total: Flat,
@@ -107,7 +117,7 @@ class ProcessReduction:
         What others combine is made ready first, and is on its way while the rest is.
         """
         mine, others = pack.shards[self._rank], call.others()
-        views = {leaf: self._views(leaf, columns[leaf], pack.dtype) for leaf, _, _ in pack.places}
+        views = {leaf: self._views(leaf, columns[leaf], pack.dtype) for leaf, _, _ in pack.leaves}
         share = self._room_for_share(pack, views)
         rooms = {
             peer: [result_pool.empty(mine.length, pack.travelling) for _ in range(pack.num_arrays(peer))]
@@ -160,7 +170,7 @@ class ProcessReduction:
     def _room_for_share(self, pack: ProcessPack, views: Mapping[int, Sequence[Flat]]) -> Sequence[Flat]:
         """What this process contributes, before it is filled; a lone leaf's arrays are sent as they are."""
         if pack.is_sent_as_it_is:
-            return views[pack.places[0].leaf]
+            return views[pack.leaves[0].leaf]
         number = pack.num_arrays(self._rank)
         return [result_pool.empty(pack.num_elements, pack.travelling) for _ in range(number)]
 
@@ -224,10 +234,34 @@ class ProcessReduction:
             return tuple(map(backend.read_only, results, spec.destinations))
         return results
 
-    def _written(self, leaf: int, whole: Flat, out: Sequence[Array]) -> tuple[Array, ...]:
-        """The arrays of `out`, with the result in them."""
+    def _direct_targets(
+        self, pack: ProcessPack, columns: Sequence[Sequence[Array]], out: Sequence[Array] | None
+    ) -> list[Flat]:
+        """The host memory of `out` in which a pack's only leaf can be received; none if it must be copied."""
+        if out is None or pack.is_small or len(pack.leaves) > 1:
+            return []
+        spec = self._specs[pack.leaves[0].leaf]
+        if any(spec.backend.memory_of(device) != HOST_MEMORY for device in spec.destinations):
+            return []
+        targets = [_written_view(spec.backend, array) for array in out]
+        inputs = [
+            each.backend.host_view(array)
+            for each, arrays in zip(self._specs, columns, strict=True)
+            for array, device in zip(arrays, each.devices, strict=True)
+            if each.backend.memory_of(device) == HOST_MEMORY
+        ]
+        if any(np.may_share_memory(target, array) for target in targets for array in inputs):
+            return []
+        return [target.view(pack.result) for target in targets]
+
+    def _written(self, leaf: int, flats: Sequence[Flat], out: Sequence[Array]) -> tuple[Array, ...]:
+        """The arrays of `out`, with the result in them; it is there already if there are no `flats`."""
         spec = self._specs[leaf]
         backend = spec.backend
+        if not flats:
+            backend.mark_written(tuple(out))
+            return tuple(out)
+        whole = flats[0]
         on_host = [backend.memory_of(device) == HOST_MEMORY for device in spec.destinations]
         targets = [_written_view(backend, array) for array, here in zip(out, on_host, strict=True) if here]
         if targets:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import crossdevice as cd
-from crossdevice.errors import CrossDeviceError, MismatchError, ShapeMismatchError
+from crossdevice.errors import CrossDeviceError, MismatchError, ShapeMismatchError, StructureMismatchError
+from crossdevice.execution.processes import agreement
 from crossdevice.process_groups.thread_group import run_ranks
 
 
@@ -31,7 +32,7 @@ def test_the_odd_one_out_is_named_with_its_place():
     )
     text = (
         "call 1 differs between ranks: rank 2 (here) has shape (2, 3) at value['dense']['kernel']; "
-        "ranks 0, 1, 3 have (3, 2)"
+        "the other 3 have (3, 2)"
     )
     assert found == [(ShapeMismatchError, text)] * 4
 
@@ -40,7 +41,7 @@ def test_with_two_ranks_the_other_one_is_the_odd_one():
     found = errors_of(2, lambda group, ops: ops.reduce(("sum", "max")[group.rank], np.zeros(3), "cpu:0"))
     text = (
         "call 1 differs between ranks: rank 1 (here) calls reduce MAX (accurate); "
-        "rank 0 calls reduce SUM (accurate)"
+        "rank 0 (here) calls reduce SUM (accurate)"
     )
     assert found == [(MismatchError, text)] * 2
 
@@ -136,3 +137,104 @@ def test_arrays_without_elements_are_gathered_too(axis):
         return ops.gather(value, "cpu:0", axis).shape
 
     assert run_ranks(2, gather) == [((12, 0), (3, 0))[axis]] * 2
+
+
+@pytest.mark.parametrize("checks", ["new", "off"])
+def test_a_broadcast_from_different_ranks_is_noticed_by_all_of_them(checks):
+    """Where sends end before anybody receives, each would think that its own value has gone to all."""
+
+    def broadcast(group, ops):
+        for rank in (0, 1) if checks == "new" else ():
+            ops.broadcast(np.zeros(2), "cpu:0", from_rank=rank)
+        ops.broadcast(np.full(2, float(group.rank)), "cpu:0", from_rank=group.rank)
+
+    for error, text in errors_of(2, broadcast, checks=checks):
+        assert error is MismatchError
+        assert "calls broadcast from rank 0" in text
+        assert "calls broadcast from rank 1" in text
+
+
+@pytest.mark.parametrize("empty", [np.zeros(0), {}], ids=["no elements", "no leaves"])
+@pytest.mark.parametrize("checks", ["new", "off"])
+def test_a_known_call_without_data_is_not_done_while_others_send(empty, checks):
+    def reduce(group, ops):
+        for value in (empty, np.ones(3)) if checks == "new" else ():
+            ops.reduce("sum", value, "cpu:0")
+        ops.reduce("sum", empty if group.rank == 1 else np.ones(3), "cpu:0")
+
+    for error, text in errors_of(3, reduce, checks=checks):
+        assert error is MismatchError
+        assert "rank 1 (here) calls reduce SUM" in text
+
+
+def test_an_empty_broadcast_is_not_done_while_others_send():
+    def broadcast(group, ops):
+        for value in (np.zeros(0), np.ones(3)):
+            ops.broadcast(value, "cpu:0", from_rank=0)
+        ops.broadcast(np.zeros(0) if group.rank == 1 else np.ones(3), "cpu:0", from_rank=0)
+
+    assert [error for error, _ in errors_of(2, broadcast)] == [MismatchError] * 2
+
+
+def test_a_batch_that_differs_is_told_by_its_entry():
+    def reduce(group, ops):
+        second = np.zeros(3) if group.rank != 1 else {"w": np.zeros(3)}
+        ops.batch_reduce("sum", [(np.zeros(2), "cpu:0"), (second, "cpu:0")])
+
+    text = (
+        "call 1 differs between ranks: rank 1 (here) has structure PyTreeSpec({'w': *}) in entry 1 of the "
+        "batch; the other 2 have a single array"
+    )
+    assert errors_of(3, reduce) == [(StructureMismatchError, text)] * 3
+
+
+def test_a_leaf_of_a_batch_is_told_by_its_entry():
+    def reduce(group, ops):
+        second = {"w": np.zeros(3 + group.rank // 2)}
+        ops.batch_reduce("sum", [({"w": np.zeros(2)}, "cpu:0"), (second, "cpu:0")])
+
+    text = (
+        "call 1 differs between ranks: rank 2 (here) has shape (4,) at value['w'] of entry 1; "
+        "the other 2 have (3,)"
+    )
+    assert errors_of(3, reduce) == [(ShapeMismatchError, text)] * 3
+
+
+def test_batches_of_different_lengths_are_counted():
+    def reduce(group, ops):
+        ops.batch_reduce("sum", [(np.zeros(2), "cpu:0")] * (2 - group.rank))
+
+    text = (
+        "call 1 differs between ranks: rank 1 (here) has 1 value in its batch; "
+        "rank 0 (here) has 2 values in its batch"
+    )
+    assert errors_of(2, reduce) == [(StructureMismatchError, text)] * 2
+
+
+def test_different_dense_shapes_are_a_matter_of_shapes():
+    def reduce(group, ops):
+        rows = cd.IndexedSlices(np.ones((1, 2)), np.array([0]), (3 + group.rank, 2))
+        ops.reduce("sum", rows, "cpu:0")
+
+    text = "call 1 differs between ranks: rank 1 (here) has dense_shape (4, 2); rank 0 (here) has (3, 2)"
+    assert errors_of(2, reduce) == [(ShapeMismatchError, text)] * 2
+
+
+def test_an_axis_may_be_counted_from_either_end():
+    def gather(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        return ops.gather({"w": np.ones((2, 3))}, "cpu:0", (1, -1)[group.rank])["w"].shape
+
+    assert run_ranks(2, gather) == [(2, 6)] * 2
+
+
+def test_kinds_of_call_are_remembered_within_bounds(monkeypatch):
+    monkeypatch.setattr(agreement, "MAX_KINDS", 4)
+
+    def reduce(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        for length in (*range(10), *range(10)):
+            assert ops.reduce("sum", np.ones(length), "cpu:0").tolist() == [2.0] * length
+        return len(group.agreed)
+
+    assert max(run_ranks(2, reduce)) <= 4

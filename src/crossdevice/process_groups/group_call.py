@@ -1,0 +1,106 @@
+"""One call that all ranks of a group make together: exchanges of bytes, each with tags of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from crossdevice.process_groups.courier import Errand
+from crossdevice.process_groups.protocol import Message
+
+if TYPE_CHECKING:
+    from crossdevice.process_groups.group import ProcessGroup
+
+
+class GroupCall:
+    """One call that all ranks make together: exchanges of bytes, each with tags of its own."""
+
+    def __init__(
+        self, group: ProcessGroup, number: int, what: str, signature: bytes, timeout_seconds: float
+    ) -> None:
+        self.group = group
+        self.number = number
+        self.what = what
+        self.signature = signature
+        self.timeout_seconds = timeout_seconds
+        self._end = time.monotonic() + timeout_seconds
+        self.num_exchanges = 0
+        self.has_heard = False
+        """Whether something has come from another rank, which then makes the same call."""
+        self._errand: Errand | None = None
+
+    def seconds_left(self) -> float:
+        """Until the deadline."""
+        return self._end - time.monotonic()
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Sends and receives all at once.
+
+        Ranks whose calls differ in number or signature use other tags: they wait for each other until one
+        of them says so, and never take each other's bytes.
+        """
+        self.start_exchange(sends, receives)
+        self.wait()
+
+    def start_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Begins an exchange: its memory is left alone until `wait`, which comes before anything else."""
+        self.num_exchanges += 1
+        key = b"%d %d " % (self.number, self.num_exchanges) + self.signature
+        digest = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
+        tag = digest % (self.group._engine.largest_tag + 1)
+        self.has_heard |= any(message.memory.size for message in receives)
+        if sends or receives:
+            exchange = self.group._engine.exchange
+            self._errand = self.group._carry(self, lambda seconds: exchange(sends, receives, tag, seconds))
+
+    def wait(self) -> None:
+        """Waits for what was started, if anything was."""
+        if self._errand is not None:
+            self.group._wait(self, self._errand)
+            self._errand = None
+
+    def all_reduce(self, array: Any, device_type: str, op: str) -> None:
+        """The engine's own all-reduce of an array in place, on a device it `reduces_on`."""
+        self.num_exchanges += 1
+        self.has_heard = True
+        self._errand = self.group._carry(self, self.group._engine.device_all_reduces[device_type](array, op))
+        self.wait()
+
+    def all_gather(self, record: bytes) -> list[bytes]:
+        """Every rank's record, all of one length."""
+        own = np.frombuffer(record, np.uint8)
+        rooms = {rank: np.empty(len(record), np.uint8) for rank in self.others()}
+        self.exchange(
+            [Message(rank, own) for rank in rooms], [Message(rank, room) for rank, room in rooms.items()]
+        )
+        return [rooms[rank].tobytes() if rank in rooms else record for rank in range(self.group.size)]
+
+    def all_gather_uneven(self, record: bytes) -> list[bytes]:
+        """Every rank's record, of any lengths."""
+        lengths = [
+            int.from_bytes(length, "little") for length in self.all_gather(len(record).to_bytes(8, "little"))
+        ]
+        own = np.frombuffer(record, np.uint8)
+        rooms = {rank: np.empty(lengths[rank], np.uint8) for rank in self.others()}
+        self.exchange(
+            [Message(rank, own) for rank in rooms if own.size],
+            [Message(rank, room) for rank, room in rooms.items() if room.size],
+        )
+        return [rooms[rank].tobytes() if rank in rooms else record for rank in range(self.group.size)]
+
+    def meet(self) -> None:
+        """Ends a call in which nothing came from others, who may be making another one.
+
+        It is in its first exchange once more, where the others would be, so that their notes are compared.
+        """
+        self.num_exchanges = 0
+        self.all_gather(b"!")
+
+    def others(self) -> list[int]:
+        """The other ranks, the next one first, so that not all of them start with the same."""
+        rank, size = self.group.rank, self.group.size
+        return [(rank + step) % size for step in range(1, size)]
