@@ -24,9 +24,9 @@ from torch import Tensor, from_numpy
 from crossdevice.errors import DeadlineError, OptionError, ProcessGroupError
 from crossdevice.process_groups.board import ranks_named
 from crossdevice.process_groups.group import LONGEST_SECONDS, TIMEOUT_SECONDS, Checks, ProcessGroup
-from crossdevice.process_groups.launchers import Launch
 from crossdevice.process_groups.protocol import AllReduceOf, Message
 from crossdevice.process_groups.torch_collectives import nccl_of
+from crossdevice.values.launchers import Launch
 
 logger = logging.getLogger("crossdevice")
 
