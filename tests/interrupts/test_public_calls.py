@@ -95,21 +95,23 @@ def unchanged_afterwards() -> None:
     assert all((out == -1).all() for out in LARGE_OUTS)
 
 
+small_sums, large_sums = sums_of(SMALL_VALUES), sums_of(LARGE_VALUES)
+
 ROWS = [
-    Row("reduce", lambda: cd.reduce(SMALL_VALUES), sums_of(SMALL_VALUES)),
-    Row("exact", lambda: cd.reduce(SMALL_VALUES, options=EXACT), sums_of(SMALL_VALUES)),
-    Row("reduce large", lambda: cd.reduce(LARGE_VALUES), sums_of(LARGE_VALUES)),
-    Row("all_reduce large", lambda: cd.all_reduce(LARGE_VALUES), sums_of(LARGE_VALUES)),
+    Row("reduce", lambda: cd.reduce(SMALL_VALUES), small_sums),
+    Row("exact", lambda: cd.reduce(SMALL_VALUES, options=EXACT), small_sums),
+    Row("reduce large", lambda: cd.reduce(LARGE_VALUES), large_sums),
+    Row("all_reduce large", lambda: cd.all_reduce(LARGE_VALUES), large_sums),
     Row("all_reduce out=", lambda: cd.all_reduce(SMALL_VALUES, out=OUTS), reduced_into_outs),
     Row("all_reduce large out=", lambda: cd.all_reduce(LARGE_VALUES, out=LARGE_OUTS), unchanged_afterwards),
-    Row("all_reduce trees", lambda: cd.all_reduce(TREES), sums_of(LARGE_VALUES)),
-    Row("steps", lambda: cd.all_reduce(SMALL_VALUES, "sum", "ring", options=STEPWISE), sums_of(SMALL_VALUES)),
-    Row("sparse", lambda: cd.all_reduce(SLICES), sums_of(SMALL_VALUES)),
-    Row("gather", lambda: cd.gather(SMALL_VALUES, axis=0), sums_of(SMALL_VALUES)),
-    Row("broadcast", lambda: cd.broadcast(SMALL_VALUES[0], ["cpu:0", "cpu:1"]), sums_of(SMALL_VALUES)),
+    Row("all_reduce trees", lambda: cd.all_reduce(TREES), large_sums),
+    Row("steps", lambda: cd.all_reduce(SMALL_VALUES, algorithm="ring", options=STEPWISE), small_sums),
+    Row("sparse", lambda: cd.all_reduce(SLICES), small_sums),
+    Row("gather", lambda: cd.gather(SMALL_VALUES, axis=0), small_sums),
+    Row("broadcast", lambda: cd.broadcast(SMALL_VALUES[0], ["cpu:0", "cpu:1"]), small_sums),
     Row("scope", in_scope, used_strategy),
     Row("run", lambda: STRATEGY.run(in_replica), used_strategy),
-    Row("release_memory", cd.release_memory, sums_of(LARGE_VALUES)),
+    Row("release_memory", cd.release_memory, large_sums),
 ]  # fmt: skip
 
 

@@ -150,7 +150,7 @@ def _checked(given: object, name: str) -> int:
 
 
 def granted_processors() -> int:
-    """The processors this process may run on, but no more than its share of what its host or container has."""
+    """The processors this process may run on, but no more than its share of its host or container."""
     num_here = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_here
     # Launchers that bind processes have shared processors out; a control group is one for all of them.
