@@ -15,6 +15,7 @@ from crossdevice.errors import OptionError
 from crossdevice.kernels.association import positions_of, program_of
 from crossdevice.kernels.families import ORDERED_FAMILIES, family_of
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
+from crossdevice.kernels.host.resources.pool import pool_bytes
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.kernels.host.work_list import (
     EMPTY_ROOM,
@@ -130,6 +131,10 @@ def selected_kernels() -> str:
     """Which kernels are in use: "numba" or "numpy"."""
     global _kernels
     if _kernels is None:
+        # The other variables are needed for some sizes only, and must be refused before the first result is
+        # written, not between two of them.
+        for check in (num_threads, pool_bytes):
+            check()
         _kernels = _checked_kernels(os.environ.get(VARIABLE) or None, VARIABLE)
     return _kernels
 
