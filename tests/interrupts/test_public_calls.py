@@ -134,7 +134,7 @@ def test_the_next_call_works(row):
     for place in interrupted_at_each_step(row.call, chosen_steps(row.call)):
         try:
             row.check()
-        except BaseException as error:  # noqa: PERF203 - the place is all one needs to know
+        except BaseException as error:
             raise AssertionError(f"after an interrupt at {place}") from error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -281,28 +280,3 @@ def test_a_sum_of_negative_zeros_is_negative_zero_in_every_precision(kernels):
                 assert np.signbit(output).all(), (dtype, precision)
     finally:
         select_kernels(None)
-
-
-def test_kernels_on_disk_are_told_apart_by_all_code_that_is_compiled_in(monkeypatch):
-    from crossdevice.kernels.host.llvm import numba_pass
-
-    read, changed = Path.read_bytes, []
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name in changed))
-    versions = set()
-    for name in ("association.py", "work_list.py", "arithmetic.py", "lanes.py", "exact.py", "code.py", ""):
-        changed[:] = [name]
-        numba_pass._code_version.cache_clear()
-        versions.add(numba_pass._code_version())
-    numba_pass._code_version.cache_clear()
-    assert len(versions) == 7
-
-
-def test_numpy_does_the_work_where_numba_may_not_compile():
-    code = (
-        "import numpy as np, crossdevice as cd\n"
-        "from crossdevice.kernels.host.fused_pass import selected_kernels\n"
-        "print(cd.reduce([np.ones(2), np.ones(2)]), selected_kernels())"
-    )
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout == "[2. 2.] numpy\n", done.stderr
