@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any
 
+import pytest
+
 
 class _Steps:
     """Counts the steps of what is run while it traces, and calls `action` at one of them."""
@@ -56,6 +58,10 @@ def _followed_by_a_look(code: CodeType) -> frozenset[int]:
     """Offsets of the instructions after which CPython looks for signals."""
     looks = ("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RESUME")
     return frozenset(found.offset for found in dis.get_instructions(code) if found.opname.startswith(looks))
+
+
+may_meet_finalizers = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""For tests that interrupt: finalizers and collectors' callbacks of other libraries cannot pass it on."""
 
 
 def _interrupt() -> None:

@@ -16,10 +16,9 @@ import pytest
 import crossdevice as cd
 from crossdevice.execution.tracing import flight_recorder
 from crossdevice.strategies.running import rendezvous
-from interrupts.stepping import interrupted_at_each_step, number_of_steps
+from interrupts.stepping import interrupted_at_each_step, may_meet_finalizers, number_of_steps
 
-# Interrupts meet finalizers of the standard library too, which cannot pass them on.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = may_meet_finalizers
 
 STEPS = int(os.environ.get("INTERRUPT_STEPS", "40"))
 SEED = int(os.environ.get("INTERRUPT_SEED", "1"))

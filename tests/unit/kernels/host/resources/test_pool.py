@@ -24,7 +24,7 @@ from crossdevice.kernels.host.resources.pool import (
     empty_on_line,
     result_pool,
 )
-from interrupts.stepping import called_at_each_step, interrupted_at_each_step
+from interrupts.stepping import called_at_each_step, interrupted_at_each_step, may_meet_finalizers
 
 LARGE = 2 << 20
 """Elements of a float32 that is just large enough to be pooled."""
@@ -159,6 +159,7 @@ def test_a_small_batch_is_not_pooled():
     assert pool.empty_batch([]) == []
 
 
+@may_meet_finalizers
 def test_an_interrupt_at_any_step_leaves_a_working_pool():
     pool = Pool()
     keep = pool.empty(LARGE, np.float32)

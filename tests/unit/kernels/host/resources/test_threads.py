@@ -14,7 +14,7 @@ import pytest
 from crossdevice.errors import OptionError
 from crossdevice.kernels.host.resources import control_groups, threads
 from crossdevice.kernels.host.resources.threads import num_threads, run_together, set_num_threads
-from interrupts.stepping import interrupted_at_each_step
+from interrupts.stepping import interrupted_at_each_step, may_meet_finalizers
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +184,7 @@ def test_a_forked_child_has_workers_of_its_own_and_sleeping_workers_do_not_keep_
     assert done.stdout == "done\n"
 
 
+@may_meet_finalizers
 def test_no_worker_is_at_work_after_an_interrupt():
     def work():
         time.sleep(0.002)
