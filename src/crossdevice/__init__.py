@@ -26,6 +26,8 @@ from crossdevice.costs.topology_files import read_topology
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.tracing import flight_record, trace
 from crossdevice.functions import all_reduce, bind, broadcast, gather, reduce, to_dense
+from crossdevice.kernels.host.resources.pool import pool_bytes, release_memory, set_pool_bytes
+from crossdevice.kernels.host.resources.threads import num_threads, set_num_threads
 from crossdevice.process_groups.cluster import Cluster, cluster_from_env
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.strategies.base import Strategy
@@ -93,8 +95,13 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "num_threads",
+    "pool_bytes",
     "read_topology",
     "reduce",
+    "release_memory",
+    "set_num_threads",
+    "set_pool_bytes",
     "to_dense",
     "trace",
 ]

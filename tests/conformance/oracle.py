@@ -157,8 +157,10 @@ def accurate_sum(column: Sequence[float], dtype: str, divisor: int | None = None
         if dtype == "float64" and math.isfinite(grown):
             errors += float(Fraction(total) + Fraction(number) - Fraction(grown))
         total = grown
-    if dtype == "float64" and math.isfinite(total):
-        total = total + errors if errors else total  # -0.0 + 0.0 would be 0.0
+    if dtype == "float64" and math.isfinite(total) and (errors or divisor is not None):
+        true = Fraction(total) + Fraction(errors)
+        # A zero keeps its sign: -0.0 + 0.0 would be 0.0.
+        return rounded(true / (divisor or 1), dtype) if true else total
     return rounded_float(total if divisor is None else total / divisor, dtype)
 
 

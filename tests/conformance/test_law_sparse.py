@@ -175,3 +175,34 @@ def test_slices_become_dense_by_adding_rows_of_one_index(backend):
     assert backend.lists(cd.to_dense(slices)) == [[3, 4], [6, 8], [0, 0]]
     with pytest.raises(ConversionError, match="no dense_shape"):
         cd.to_dense(cd.IndexedSlices(slices.values, slices.indices))
+
+
+@each_backend("sparse")
+def test_beside_dense_values_repeated_rows_add_up_in_any_order(backend):
+    column, number = [[2048.0, -0.0], *[[1.0, -0.0]] * 4], 3
+    for order in itertools.islice(itertools.permutations(range(5)), 0, 120, 17):
+        rows, indices = [column[k] for k in order] * 2 + [[5.0, 6.0]], [0] * 5 + [3] * 5 + [4]
+        sparse = slices_of(backend, rows, indices, dtype=number_dtype(backend))
+        dense = backend.make(np.zeros((6, 2), NUMPY_DTYPES[number_dtype(backend)]))
+        for precision in ("accurate", "exact"):
+            options = cd.CommunicationOptions(precision=precision)
+            result = cd.reduce([sparse] + [dense] * number, options=options)
+            expected = np.zeros((6, 2))
+            expected[[0, 3], 0], expected[4] = 2052, (5, 6)
+            assert backend.memory(result).astype(float).tolist() == expected.tolist()
+
+
+def number_dtype(backend):
+    """The narrowest float there is."""
+    return "float16" if "float16" in backend.dtypes else "float32"
+
+
+def test_repeated_rows_beside_dense_ones_are_refused_for_minima_and_outside_of_the_array():
+    sparse, dense = cd.IndexedSlices(np.ones((1, 2)), np.array([0]), (3, 2)), np.ones((3, 2))
+    for op in ("min", "max", "prod"):
+        for values in ([sparse, dense], [dense, sparse], [sparse, sparse]):
+            with pytest.raises(ReduceOpError, match="is not defined for IndexedSlices"):
+                cd.reduce(values, op)
+    far = cd.IndexedSlices(np.ones((1, 2)), np.array([3]), (3, 2))
+    with pytest.raises(MismatchError, match=r"replica 1 \(cpu:1\) has an index outside of its 3 rows: 3"):
+        cd.reduce([sparse, far])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from crossdevice.backends.protocol import Backend
@@ -22,11 +21,13 @@ BACKENDS = Registry(
 )
 
 
-@functools.cache
 def backend_named(name: str) -> Backend:
     """The one backend object of that name."""
-    backend: Backend = BACKENDS.load(name)()
-    return backend
+    if name not in _by_name:
+        # Two threads may both come here. `setdefault` decides between them without a lock, which an import
+        # in another thread might wait for and an interrupt might leave held.
+        _by_name.setdefault(name, BACKENDS.load(name)())
+    return _by_name[name]
 
 
 def backend_of_type(kind: type[Any]) -> Backend | None:
@@ -36,6 +37,7 @@ def backend_of_type(kind: type[Any]) -> Backend | None:
     return _by_type[kind]
 
 
+_by_name: dict[str, Backend] = {}
 _by_type: dict[type[Any], Backend | None] = {}
 
 

@@ -84,7 +84,10 @@ class TensorflowBackend(Backend):
 
     def host_view(self, array: Any) -> NDArray[Any]:
         """The tensor's memory; a variable is read first, which takes no copy either."""
-        return native(np.asarray(_tensor(array)))
+        tensor = _tensor(array)
+        if tensor.shape.rank == 0 and tensor.dtype == tf.bfloat16:  # which TensorFlow does not hand to NumPy
+            tensor = tf.reshape(tensor, (1,))
+        return native(np.asarray(tensor))
 
     def address_range(self, array: Any) -> tuple[int, int]:
         """That of its view."""

@@ -7,17 +7,39 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import array_api_compat.torch as xp
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from crossdevice.backends.cuda_streams import CudaStreams
-from crossdevice.backends.host_memory import check_host_device, native
+from crossdevice.backends.host_memory import check_host_device
 from crossdevice.backends.nccl_engines import Share, lack_of_engine, name_of_engine, nccl_all_reduce
 from crossdevice.backends.protocol import Backend, dtype_named
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.reduce_op import ReduceOp
+
+
+class _Memory:
+    """A contiguous tensor as NumPy reads it; `Tensor.numpy` would forbid for ever to resize its storage."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel(),),
+            "typestr": _type_text(tensor.dtype),
+            "version": 3,
+        }
+
+
+@functools.cache
+def _type_text(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return np.dtype("int16" if name == "bfloat16" else name).str
 
 
 class TorchBackend(Backend):
@@ -68,14 +90,12 @@ class TorchBackend(Backend):
             raise DeviceError(f"{device} does not exist here; the devices that do are {found}")
 
     def host_view(self, array: torch.Tensor) -> NDArray[Any]:
-        """The tensor's memory; bfloat16, which NumPy lacks, by way of 16-bit integers."""
+        """The tensor's memory, flat; bfloat16, which NumPy lacks, by way of 16-bit integers."""
         # Every step here is taken for thousands of gradients: those that change nothing are left out.
-        plain = array.detach() if array.requires_grad else array
-        if plain.is_conj() or plain.is_neg():
-            plain = plain.resolve_conj().resolve_neg()
-        if plain.dtype == torch.bfloat16:
-            return native(plain.view(torch.int16).numpy()).view(dtype_named("bfloat16"))
-        return native(plain.numpy())
+        if array.is_conj() or array.is_neg() or not array.is_contiguous():
+            array = self.flat(array)
+        view = np.asarray(_Memory(array))
+        return view.view(dtype_named("bfloat16")) if array.dtype == torch.bfloat16 else view
 
     def to_host(self, array: torch.Tensor) -> NDArray[Any]:
         """The elements, copied from the tensor's device."""
@@ -140,8 +160,11 @@ class TorchBackend(Backend):
 
     def scatter_rows(self, rows: torch.Tensor, indices: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Repeated indices add up."""
-        dense = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
-        return dense.index_add_(0, indices, rows.detach())
+        # PyTorch has few functions for the wider unsigned integers; signed ones wrap to the same bits.
+        signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+        as_added = signed.get(rows.dtype, rows.dtype)
+        dense = torch.zeros(shape, dtype=as_added, device=rows.device)
+        return dense.index_add_(0, indices, rows.detach().view(as_added)).view(rows.dtype)
 
     def mark_written(self, outs: Sequence[torch.Tensor]) -> None:
         """So that a backward pass that saved the old values refuses the new ones."""

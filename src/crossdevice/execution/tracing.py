@@ -132,11 +132,14 @@ def trace(path: str | Path) -> Iterator[None]:
     Path(path).touch()  # what cannot be written is refused before the work, not after it
     outer = flight_recorder.events
     inner: collections.deque[Event] = collections.deque()
-    flight_recorder.events = inner
     try:
-        yield
+        try:
+            flight_recorder.events = inner
+            yield
+        finally:
+            flight_recorder.events = outer
     finally:
-        flight_recorder.events = outer
+        flight_recorder.events = outer  # again, if Ctrl-C came before the first time
         events = list(inner)
         outer.extend(events)
         write_trace(path, events)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from crossdevice.errors import OptionError
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
-from crossdevice.process_groups.launchers import Launch, launched
 from crossdevice.process_groups.registry import PROCESS_ENGINES
+from crossdevice.values.launchers import Launch, launched
 from crossdevice.values.libraries import INSTALLED_BY
 
 

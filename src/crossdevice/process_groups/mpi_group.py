@@ -16,8 +16,8 @@ from mpi4py import MPI
 
 from crossdevice.errors import DeadlineError, OptionError
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
-from crossdevice.process_groups.launchers import Launch
 from crossdevice.process_groups.protocol import AllReduceOf, Message
+from crossdevice.values.launchers import Launch
 
 EAGER_SECONDS = 0.002
 """For how long a wait asks again at once; later it sleeps in between, so that others get the core."""

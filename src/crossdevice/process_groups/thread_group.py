@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from crossdevice.errors import OptionError
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.launchers import Launch
 from crossdevice.process_groups.protocol import AllReduceOf, Message
+from crossdevice.values.launchers import Launch
 
 
 class Room:

@@ -16,11 +16,11 @@ from torch import Tensor, from_numpy
 from crossdevice.errors import OptionError, ProcessGroupError
 from crossdevice.process_groups.courier import TimedCalls
 from crossdevice.process_groups.group import LONGEST_SECONDS, TIMEOUT_SECONDS, Checks, ProcessGroup
-from crossdevice.process_groups.launchers import Launch
 from crossdevice.process_groups.protocol import AllReduceOf, Message, RankLostError
 from crossdevice.process_groups.torch_collectives import nccl_of
 from crossdevice.process_groups.torch_meeting import Meeting, everyones, way_to
 from crossdevice.process_groups.torch_store import default_store, leave_behind_at_fork, reason_of, store_at
+from crossdevice.values.launchers import Launch
 
 HANG_UP_TAG, CONTACT_TAG = (1 << 31) - 1, (1 << 31) - 2
 """Of messages that nobody takes."""

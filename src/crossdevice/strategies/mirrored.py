@@ -19,7 +19,7 @@ from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.data.regrouping import regroup, spread
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running import loaded_torch
-from crossdevice.strategies.running.place import enter_replica_context, enter_run, leave_run
+from crossdevice.strategies.running.place import enter_replica_context, run_of
 from crossdevice.strategies.running.random_streams import RandomStreams
 from crossdevice.strategies.running.rendezvous import Deadline, Rendezvous
 from crossdevice.strategies.running.replica_context import ReplicaContext
@@ -99,14 +99,10 @@ class MirroredStrategy(Strategy):
         if not isinstance(args, (list, tuple)):
             raise ConversionError(f"args must be a list or tuple, got a {type(args).__name__}")
         deadline = Deadline.after(as_options(options).timeout_seconds)
-        token = enter_run(self)
-        try:
+        with run_of(self), self._random_streams() as streams:
             threads = self._take_threads()
-            with self._random_streams() as streams:
-                rendezvous = Rendezvous(self._devices, threads, deadline, streams)
-                results = rendezvous.lead(self._functions(fn, (tuple(args), dict(kwargs or {})), rendezvous))
-        finally:
-            leave_run(token)
+            rendezvous = Rendezvous(self._devices, threads, deadline, streams)
+            results = rendezvous.lead(self._functions(fn, (tuple(args), dict(kwargs or {})), rendezvous))
         # Only threads of a run that went well are kept; those of any other are gone or on their way.
         self._idle.append(threads)
         return regroup(results, self._devices, among=self.num_replicas_in_sync)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from crossdevice.errors import ContextError
+from crossdevice.values.context_variables import set_within
 
 
 class RunningCode(NamedTuple):
@@ -34,17 +34,12 @@ def current_replica() -> int | None:
     return RUNNING_CODE.get().replica
 
 
-@contextlib.contextmanager
-def running_as(code: RunningCode) -> Iterator[None]:
+def running_as(code: RunningCode) -> AbstractContextManager[None]:
     """Runs a block as this code."""
-    token = RUNNING_CODE.set(code)
-    try:
-        yield
-    finally:
-        RUNNING_CODE.reset(token)
+    return set_within(RUNNING_CODE, code)
 
 
-def replica_scope(replica: int | None) -> contextlib.AbstractContextManager[None]:
+def replica_scope(replica: int | None) -> AbstractContextManager[None]:
     """Runs a block as this replica's; None leaves the replica context again."""
     return running_as(RUNNING_CODE.get()._replace(replica=replica))
 

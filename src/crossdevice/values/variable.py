@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from crossdevice.errors import ConversionError, ShapeMismatchError
+from crossdevice.values.context_variables import set_within
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DistributedValues
 from crossdevice.values.reduce_op import VariableAggregation, VariableSynchronization
@@ -18,14 +19,9 @@ _creator: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.Contex
 )
 
 
-@contextlib.contextmanager
-def variables_made_by(creator: Callable[..., Any]) -> Iterator[None]:
+def variables_made_by(creator: Callable[..., Any]) -> AbstractContextManager[None]:
     """In the block, `Variable(...)` without a device is what `creator` makes of the other arguments."""
-    token = _creator.set(creator)
-    try:
-        yield
-    finally:
-        _creator.reset(token)
+    return set_within(_creator, creator)
 
 
 class _MadeInScope(type):

@@ -143,3 +143,11 @@ def test_devices_that_tensorflow_has_not_made_do_not_exist():
 def test_libraries_do_not_mix():
     with pytest.raises(LibraryMismatchError, match=r"numpy.*tensorflow|tensorflow.*numpy"):
         cd.all_reduce([np.float32([1]), replicas(1, size=1).values[0]])
+
+
+def test_bfloat16_without_any_axis():
+    for lowering in ("auto", "off"):
+        options = cd.CommunicationOptions(lowering=lowering)
+        total = cd.reduce([tf.constant(1.5, tf.bfloat16)] * 2, options=options)
+        assert total.dtype == tf.bfloat16
+        assert float(total) == 3.0

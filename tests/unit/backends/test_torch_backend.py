@@ -182,3 +182,18 @@ def test_gaps_and_repeats_are_not_an_order_of_axes():
     assert backend.axis_order(torch.ones(4, 1).expand(4, 4)) is None
     assert backend.axis_order(torch.ones(4)[::2]) is None
     assert backend.axis_order(torch.ones(4, 4)) is None
+
+
+def test_a_tensor_that_was_reduced_can_still_be_resized():
+    tensors = [torch.ones(4, requires_grad=k == 0) for k in range(2)]
+    for options in (cd.CommunicationOptions(), cd.CommunicationOptions(lowering="off")):
+        cd.reduce(tensors, options=options)
+    tensors[1].resize_(10)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
+def test_rows_of_wide_unsigned_integers_beside_dense_ones(dtype):
+    ones = torch.ones(2, 1).to(getattr(torch, dtype))
+    total = cd.reduce([cd.IndexedSlices(ones, torch.tensor([1, 1]), (2, 1)), ones])
+    assert total.dtype == ones.dtype
+    assert total.tolist() == [[1], [3]]

@@ -134,7 +134,7 @@ class CheckedBatch:
                 for device in destinations:
                     sparse.backend.check_device(device)
                 return sparse
-            leaf = densified(leaf, devices)
+            leaf = densified(leaf, devices, self.op, self.options.precision)
         order = shared_axis_order(leaf.arrays, out) if self._in_any_order else None
         if order is not None:
             arrays, out = in_memory_order(order, leaf.arrays)

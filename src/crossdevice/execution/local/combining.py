@@ -53,40 +53,60 @@ def combine_with_array_functions(
         if is_mean and recipe.precision != "fast":
             arrays = [backend.cast(array, "int64") for array in arrays]
         total = functools.reduce(function, arrays)
-        return _divided(backend, backend.cast(total, dtype), recipe.divisor) if is_mean else total
+        if not is_mean:
+            return total
+        # Divided in float64, which holds all sums: those of 16 bits may be too long for float32.
+        wide = dtype if recipe.precision == "fast" else "float64"
+        return backend.round_once(_divided(backend, backend.cast(total, wide), recipe.divisor), dtype)
     if recipe.precision == "fast":
         return _divided(backend, functools.reduce(function, arrays), recipe.divisor)
-    wide = "complex128" if source in COMPLEXES else "float64"
-    widened = [backend.cast(array, wide) for array in arrays]
-    total = (
-        _compensated(xp, widened)
-        if recipe.op is ReduceOp.SUM and source == wide
-        else functools.reduce(function, widened)
-    )
-    return backend.round_once(_divided(backend, total, recipe.divisor), dtype)
+    widened = [backend.cast(array, "float64") for array in arrays]
+    if recipe.op is ReduceOp.SUM and source == "float64":
+        return backend.round_once(_compensated(xp, widened, recipe.divisor), dtype)
+    return backend.round_once(_divided(backend, functools.reduce(function, widened), recipe.divisor), dtype)
 
 
 def _needs_host(recipe: Recipe, source: str) -> bool:
-    """True sums and means of 64-bit integers need arithmetic that array libraries do not have."""
+    """True sums and means of 64-bit integers need arithmetic that array libraries do not have.
+
+    Products of complex numbers they have, but fuse some of its steps, or not, as they see fit.
+    """
     if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
         return False
     if source in INTEGERS:
         return recipe.divisor is not None and recipe.precision != "fast" and source in ("int64", "uint64")
-    return recipe.precision == "exact"
+    return recipe.precision == "exact" or (recipe.precision == "accurate" and source in COMPLEXES)
 
 
 def _divided(backend: Backend, total: Array, divisor: int | None) -> Array:
     return total if divisor is None else backend.divided(total, divisor)
 
 
-def _compensated(xp: Any, arrays: Sequence[Array]) -> Array:
-    """float64 sums with the rounding errors added back; see the host's pass of the same name."""
+def _compensated(xp: Any, arrays: Sequence[Array], divisor: int | None) -> Array:
+    """float64 sums and means with the rounding errors added back; see the host's `numpy_pass`."""
     total, errors = arrays[0], xp.zeros_like(arrays[0])
     for array in arrays[1:]:
-        grown = total + array
-        of_array = grown - total
-        errors = errors + ((total - (grown - of_array)) + (array - of_array))
-        total = grown
-    # Infinities leave NaN as their errors, and -0 + 0 would be +0.
-    counts = xp.isfinite(total) & ((total != 0) | (errors != 0))
-    return xp.where(counts, total + errors, total)
+        total, error = _two_sum(total, array)
+        errors = errors + error
+    counts = (errors != 0) & xp.isfinite(errors)
+    near, rest = _two_sum(total, errors)
+    near = xp.where(counts, near, total)
+    if divisor is None:
+        return near
+    first = near / divisor
+    # Veltkamp's splitting in place of bits, and scaled where it would overflow: the remainder is exact too.
+    rest = xp.where(counts & xp.isfinite(rest), rest, xp.zeros_like(rest))
+    is_large = (first > 2.0**990) | (first < -(2.0**990))
+    near, quotient, rest = (xp.where(is_large, part * 2.0**-60, part) for part in (near, first, rest))
+    product = quotient * (2.0**27 + 1)
+    upper = product - (product - quotient)
+    remainder = (near - upper * divisor) - (quotient - upper) * divisor
+    second = (remainder + rest) / divisor
+    second = xp.where(is_large, second * 2.0**60, second)
+    return xp.where((second > 0) | (second < 0), first + second, first)
+
+
+def _two_sum(left: Array, right: Array) -> tuple[Array, Array]:
+    total = left + right
+    of_right = total - left
+    return total, (left - (total - of_right)) + (right - of_right)

@@ -13,7 +13,7 @@ from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
 from crossdevice.kernels.cuda.families import MAX_ARRAYS, arranged, parts_in
-from crossdevice.kernels.cuda.task import KernelTask, Place
+from crossdevice.kernels.cuda.task import AddressOffset, KernelTask
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES
@@ -157,20 +157,24 @@ class GpuPasses(Passes):
 
         Addresses come in this order: of the inputs, of the tensors given, of the blocks.
         """
-        sources: dict[int, list[Place]] = {}
-        targets: dict[int, list[Place]] = {}
+        sources: dict[int, list[AddressOffset]] = {}
+        targets: dict[int, list[AddressOffset]] = {}
         position = 0
         for number, spec in self._specs.items():
-            sources[number] = [Place(position + replica) for replica in range(len(spec.devices))]
+            sources[number] = [AddressOffset(position + replica) for replica in range(len(spec.devices))]
             position += len(spec.devices)
         for (number, spec), is_given in zip(self._specs.items(), are_given, strict=True):
             if is_given:
-                targets[number] = [Place(position + replica) for replica in range(len(spec.destinations))]
+                targets[number] = [
+                    AddressOffset(position + replica) for replica in range(len(spec.destinations))
+                ]
                 position += len(spec.destinations)
         numbers = [number for number in self._specs if number not in targets]
         blocks = self._memory.ResultBlocks([self._wanted(number) for number in numbers], self._place)
         for order, number in enumerate(numbers):
-            targets[number] = [Place(position + block, offset) for block, offset in blocks.places_of(order)]
+            targets[number] = [
+                AddressOffset(position + block, offset) for block, offset in blocks.places_of(order)
+            ]
         tasks = [
             made
             for recipe, ranges in self._passes.items()
@@ -185,7 +189,7 @@ class GpuPasses(Passes):
         return self._memory.wanted(spec.shape, self._dtypes[number], count)
 
     def _for_kernels(
-        self, task: Task, recipe: Recipe, sources: Sequence[Place], targets: Sequence[Place]
+        self, task: Task, recipe: Recipe, sources: Sequence[AddressOffset], targets: Sequence[AddressOffset]
     ) -> Iterator[KernelTask]:
         """A task as kernels take it; nothing if it only writes to results that share another's memory."""
         spec, dtype = self._specs[task.leaf], self._dtypes[task.leaf]

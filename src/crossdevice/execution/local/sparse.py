@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from crossdevice.backends.protocol import Array, Backend
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend
 from crossdevice.errors import (
     ConversionError,
     DtypeMismatchError,
@@ -19,9 +22,10 @@ from crossdevice.execution.local.combining import combine
 from crossdevice.execution.reading.leaf_spec import bytes_of
 from crossdevice.execution.reading.values import Leaf, check_agreement, one_backend
 from crossdevice.execution.tracing import Work, recorded, transfer
+from crossdevice.kernels.host.fused_pass import fused_pass
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import Device
-from crossdevice.values.dtypes import check_reducible, result_dtype
+from crossdevice.values.dtypes import INTEGERS, check_reducible, result_dtype
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import Precision
 from crossdevice.values.reduce_op import ReduceOp
@@ -86,10 +90,7 @@ def check_sparse(
     leaf: Leaf, devices: tuple[Device, ...], op: ReduceOp, precision: Precision
 ) -> SparseReduction:
     """Refuses slices that do not fit together."""
-    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise ReduceOpError(
-            f"{op.name} is not defined for IndexedSlices{leaf.at_path}; only SUM and MEAN are"
-        )
+    _check_op(op, leaf)
     slices: tuple[IndexedSlices, ...] = leaf.arrays
     backend = _check_parts(slices, devices, leaf.path)
     check_reducible(backend.dtype_of(slices[0].values), op, f"replica 0 ({devices[0]}){leaf.at_path}")
@@ -102,25 +103,41 @@ def check_sparse(
     check_agreement(
         [part.dense_shape for part in slices], devices, "dense_shape", ShapeMismatchError, str, leaf.path
     )
+    for replica, (part, device) in enumerate(zip(slices, devices, strict=True)):
+        # Elsewhere it would have to wait for what computes the indices.
+        if part.dense_shape is not None and backend.memory_of(device) == HOST_MEMORY:
+            where = f"replica {replica} ({device}){leaf.at_path}"
+            _check_range(backend.host_view(part.indices), part.dense_shape, where)
     return SparseReduction(slices, devices, backend, op, precision, usual, len(slices))
 
 
-def densified(leaf: Leaf, devices: Sequence[Device]) -> Leaf:
+def densified(leaf: Leaf, devices: Sequence[Device], op: ReduceOp, precision: Precision) -> Leaf:
     """A leaf that some replicas hold sparse and some dense, made dense everywhere."""
+    _check_op(op, leaf)
     dense = next((array for array in leaf.arrays if not isinstance(array, IndexedSlices)), None)
     arrays: list[Array] = []
     for replica, array in enumerate(leaf.arrays):
         if isinstance(array, IndexedSlices):
             where = f"replica {replica} ({devices[replica]}){leaf.at_path}"
             shape = array.dense_shape or (None if dense is None else tuple(dense.shape))
-            arrays.append(to_dense(IndexedSlices(array.values, array.indices, shape), where))
+            arrays.append(to_dense(IndexedSlices(array.values, array.indices, shape), where, precision))
         else:
             arrays.append(array)
     return Leaf(tuple(arrays), leaf.path)
 
 
-def to_dense(slices: IndexedSlices, where: str = "IndexedSlices") -> Array:
-    """The whole array: rows at their indices, repeated ones added, zeros elsewhere."""
+def _check_op(op: ReduceOp, leaf: Leaf) -> None:
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise ReduceOpError(
+            f"{op.name} is not defined for IndexedSlices{leaf.at_path}; only SUM and MEAN are"
+        )
+
+
+def to_dense(slices: IndexedSlices, where: str = "IndexedSlices", precision: Precision = "accurate") -> Array:
+    """The whole array: rows at their indices, repeated ones added, zeros elsewhere.
+
+    Repeated rows add up to one of the array's dtype, with the given precision.
+    """
     if slices.dense_shape is None:
         raise ConversionError(f"{where} has no dense_shape, so it cannot be made dense")
     backend = _check_parts((slices,), (_device_or_host(slices),), where)
@@ -129,10 +146,45 @@ def to_dense(slices: IndexedSlices, where: str = "IndexedSlices") -> Array:
         raise ShapeMismatchError(
             f"{where} has rows of shape {rows}; its dense_shape {slices.dense_shape} has others"
         )
-    numbers = backend.to_host(slices.indices)
-    if numbers.size and (numbers.min() < 0 or numbers.max() >= slices.dense_shape[0]):
-        raise MismatchError(f"{where} has an index outside of its {slices.dense_shape[0]} rows")
-    return backend.scatter_rows(slices.values, slices.indices, slices.dense_shape)
+    numbers = backend.to_host(slices.indices).reshape(-1)
+    _check_range(numbers, slices.dense_shape, where)
+    dtype = backend.dtype_of(slices.values)
+    if precision == "fast" or dtype in INTEGERS or np.unique(numbers).size == numbers.size:
+        return backend.scatter_rows(slices.values, slices.indices, slices.dense_shape)
+    device = _device_or_host(slices)
+    host = backend.to_host(slices.values).reshape(numbers.size, -1)
+    dense = _added_rows(host, numbers, slices.dense_shape, precision)
+    made = backend.from_host(dense.reshape(-1), slices.dense_shape, device)
+    return made if device.is_host else backend.copy(made, device)
+
+
+def _added_rows(
+    rows: NDArray[Any], indices: NDArray[Any], shape: tuple[int, ...], precision: Precision
+) -> NDArray[Any]:
+    """Rows at their indices; those of one index are combined as if each were a replica's."""
+    dense = np.zeros((shape[0], rows.shape[1]), rows.dtype)
+    order = np.argsort(indices, kind="stable")
+    places, starts, counts = np.unique(indices[order], return_index=True, return_counts=True)
+    lengths = np.int64(1) << np.ceil(np.log2(counts)).astype(np.int64)
+    # Indices that are repeated about equally often together: missing rows are -0, which changes no sum.
+    for length in np.unique(lengths).tolist():
+        some = np.flatnonzero(lengths == length)
+        columns = []
+        for number in range(length):
+            has_more = number < counts[some]
+            taken = rows[order[np.where(has_more, starts[some] + number, 0)]]
+            taken[~has_more] = -0.0
+            columns.append(taken.reshape(-1))
+        total = np.empty_like(columns[0])
+        fused_pass(columns, [total], Recipe(ReduceOp.SUM, precision))
+        dense[places[some]] += total.reshape(some.size, -1)
+    return dense
+
+
+def _check_range(numbers: NDArray[Any], dense_shape: tuple[int, ...], where: str) -> None:
+    outside = numbers[(numbers < 0) | (numbers >= dense_shape[0])]
+    if outside.size:
+        raise MismatchError(f"{where} has an index outside of its {dense_shape[0]} rows: {outside[0]}")
 
 
 def _device_or_host(slices: IndexedSlices) -> Device:
@@ -143,7 +195,7 @@ def _check_parts(slices: Sequence[IndexedSlices], devices: Sequence[Device], pat
     values = [part.values for part in slices]
     backend = one_backend(values, devices, path)
     of_indices = one_backend([part.indices for part in slices], devices, path)
-    if of_indices is not backend:
+    if of_indices.name != backend.name:
         raise LibraryMismatchError(
             f"replica 0 ({devices[0]}) has values of {backend.name} and indices of {of_indices.name}"
             f"{' at ' + path if path else ''}"

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from crossdevice.kernels.association import positions_of, program_of
+from crossdevice.kernels.families import ORDERED_FAMILIES, family_of
 from crossdevice.kernels.host.fused_pass import divisor_for
 from crossdevice.kernels.host.reference.rounding import BFLOAT16
 from crossdevice.kernels.recipe import Order, Recipe
-from crossdevice.values.dtypes import COMPLEXES, FLOATS, INTEGERS, ITEM_BYTES
+from crossdevice.values.dtypes import COMPLEXES, FLOATS, ITEM_BYTES
 from crossdevice.values.reduce_op import ReduceOp
 
 BLOCK_BYTES = 4096
@@ -18,6 +19,17 @@ BLOCK_BYTES = 4096
 
 MAX_ARRAYS = 64
 """Inputs, and outputs, of one task: code is written out for each of them."""
+
+COMPILED_FAMILIES = (
+    "native",
+    "rounded",
+    "wide",
+    "compensated",
+    "extreme",
+    "wrapping",
+    "wrapping_mean",
+    "true_mean",
+)
 
 _PARTS = {"complex64": "float32", "complex128": "float64"}
 
@@ -56,14 +68,14 @@ def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
     if recipe.op is ReduceOp.PROD and dtype in COMPLEXES:
         return f"products of {dtype} have no GPU kernel"
     element, result = _PARTS.get(dtype, dtype), _PARTS.get(into, into)
-    family = _family(recipe, element)
-    if family is None:
+    family = family_of(recipe, element, result)
+    if family not in COMPILED_FAMILIES:
         what = "exact sums and products" if element in FLOATS else "means without wrap-around"
         return f"{what} of {dtype} have no GPU kernel"
     into_dtype = BFLOAT16 if result == "bfloat16" else np.dtype(result)
     divisor = None if recipe.divisor is None else divisor_for(recipe, into_dtype)
     arithmetic = Arithmetic(family, recipe.op.name, element, result, divisor)
-    if recipe.order is None or family not in ("native", "rounded"):
+    if recipe.order is None or family not in ORDERED_FAMILIES:
         return Arrangement(arithmetic)
     return _in_order(arithmetic, recipe.order)
 
@@ -84,19 +96,3 @@ def _in_order(arithmetic: Arithmetic, order: Order) -> Arrangement:
         return Arrangement(arithmetic, positions)
     program = program_of(order, max_depth=MAX_ARRAYS)
     return Arrangement(arithmetic._replace(program=tuple(program or ())))
-
-
-def _family(recipe: Recipe, dtype: str) -> str | None:
-    if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
-        return "extreme"
-    if dtype in INTEGERS:
-        if recipe.divisor is None:
-            return "wrapping"
-        if recipe.precision == "fast":
-            return "wrapping_mean"
-        return "true_mean" if ITEM_BYTES[dtype] <= 4 else None
-    if recipe.precision == "fast":
-        return "native" if ITEM_BYTES[dtype] >= 4 else "rounded"
-    if recipe.precision == "exact":
-        return None
-    return "compensated" if dtype == "float64" and recipe.op is ReduceOp.SUM else "wide"

@@ -9,7 +9,7 @@ import torch
 
 from crossdevice.kernels.cuda.address_table import AddressTable
 from crossdevice.kernels.cuda.families import block_elements
-from crossdevice.kernels.cuda.task import KernelTask, Launch, Place
+from crossdevice.kernels.cuda.task import AddressOffset, KernelTask, Launch
 
 MAX_ARGUMENTS = 40
 """Addresses that a launch takes as arguments; more of them, or more tasks, come in a table."""
@@ -19,8 +19,8 @@ class _Alone(NamedTuple):
     """A task that is launched by itself."""
 
     launch: Launch
-    inputs: tuple[Place, ...]
-    outputs: tuple[Place, ...]
+    inputs: tuple[AddressOffset, ...]
+    outputs: tuple[AddressOffset, ...]
     num_elements: int
 
 

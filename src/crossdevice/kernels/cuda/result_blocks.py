@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 
 from crossdevice.kernels.cuda.families import BLOCK_BYTES
-from crossdevice.kernels.cuda.task import Place
+from crossdevice.kernels.cuda.task import AddressOffset
 
 SHARED_BYTES = 256 << 20
 """The most that one block has for several results: what one survivor among them keeps alive."""
 
-LINE_BYTES = 16
+VECTOR_ACCESS_BYTES = 16
 """Where results must start that are long enough to be written that much at a time."""
 
 # Below automatic differentiation, so that results are no views of a block for it, and are cut faster.
@@ -72,10 +72,10 @@ class ResultBlocks:
         self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._stacks: list[_Stack] = []
         self._alone: dict[int, range] = {}
-        self._places: dict[int, tuple[Place, ...]] = {}
+        self._places: dict[int, tuple[AddressOffset, ...]] = {}
         alike: dict[tuple[torch.dtype, bool], dict[tuple[object, int], list[int]]] = {}
         for number, one in enumerate(wanted):
-            is_odd = one.num_bytes % LINE_BYTES != 0
+            is_odd = one.num_bytes % VECTOR_ACCESS_BYTES != 0
             if one.num_bytes * one.num_results > SHARED_BYTES or (is_odd and one.num_bytes >= BLOCK_BYTES):
                 self._add_alone(number, one)
             else:
@@ -97,7 +97,7 @@ class ResultBlocks:
         made = [*self._alone, *(number for stack in self._stacks for number in stack.numbers)]
         self._order = [made.index(number) for number in range(len(wanted))]
 
-    def places_of(self, number: int) -> tuple[Place, ...]:
+    def places_of(self, number: int) -> tuple[AddressOffset, ...]:
         """Where the results of one of the wanted go; positions count blocks."""
         return self._places[number]
 
@@ -121,7 +121,7 @@ class ResultBlocks:
 
     def _add_alone(self, number: int, one: Wanted) -> None:
         self._alone[number] = range(len(self._shapes), len(self._shapes) + one.num_results)
-        self._places[number] = tuple(Place(block) for block in self._alone[number])
+        self._places[number] = tuple(AddressOffset(block) for block in self._alone[number])
         self._shapes += [(one.shape, one.dtype)] * one.num_results
 
     def _fill(self, dtype: torch.dtype, stacks: Iterable[Sequence[tuple[int, Wanted]]]) -> None:
@@ -141,7 +141,7 @@ class ResultBlocks:
                 stack.lengths.extend([one.shape[0] if one.shape else 1] * one.num_results)
                 stack.numbers.append(number)
                 self._places[number] = tuple(
-                    Place(stack.block, (used + k * num_elements) * dtype.itemsize)
+                    AddressOffset(stack.block, (used + k * num_elements) * dtype.itemsize)
                     for k in range(one.num_results)
                 )
                 used += num_elements * one.num_results

@@ -14,23 +14,23 @@ Launch = Callable[..., None]
 """Starts a kernel; called with a stream's handle and the kernel's arguments, constants left out."""
 
 
-class Place(NamedTuple):
+class AddressOffset(NamedTuple):
     """Where an array starts: so many bytes after the address at this position of a list of addresses."""
 
     position: int
     offset: int = 0
 
-    def moved(self, num_bytes: int) -> Place:
+    def moved(self, num_bytes: int) -> AddressOffset:
         """The place so many bytes on."""
-        return Place(self.position, self.offset + num_bytes)
+        return AddressOffset(self.position, self.offset + num_bytes)
 
 
 class KernelTask(NamedTuple):
     """Elements in a row of every input, combined into those of every output."""
 
     arithmetic: Arithmetic
-    inputs: tuple[Place, ...]
-    outputs: tuple[Place, ...]
+    inputs: tuple[AddressOffset, ...]
+    outputs: tuple[AddressOffset, ...]
     num_elements: int
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import threading
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-_held: collections.deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = collections.deque()
+_held: dict[int, tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = {}
 """Memory of other libraries that kernels may still read, each with what happens when they are done."""
 
-_holding = threading.Lock()
+_keys = itertools.count()
 
 
 def device_named(kind: str, index: int) -> torch.device:
@@ -77,10 +76,12 @@ def hold_until_done(tensors: Sequence[torch.Tensor]) -> None:
     """Keeps memory of libraries that know nothing of PyTorch's streams until the current one gets here."""
     event = torch.cuda.Event()
     event.record()
-    with _holding:  # or two threads that find one of them done would let go of two
-        while _held and _held[0][0].query():
-            _held.popleft()
-        _held.append((event, tensors))
+    # By key, and without a lock: other threads and signal handlers may be here at the same time.
+    for key, (earlier, _) in list(_held.items()):
+        if not earlier.query():
+            break
+        _held.pop(key, None)
+    _held[next(_keys)] = (event, tensors)
 
 
 def _slow_raw_stream(index: int) -> int:

@@ -110,18 +110,32 @@ def error_of(total, element, grown):
 
 
 @triton.jit
-def compensated(total, errors):
-    """A sum with its errors added back."""
-    # Not if they are 0, which would turn -0 into +0, nor NaN, which is what infinities leave there.
-    return tl.where(tl.abs(errors) > 0, total + errors, total)
+def compensated(total, errors, WAY: tl.constexpr):
+    """A sum with its errors added back, divided if it is a mean's; as in the host's `numpy_pass`."""
+    infinity: tl.constexpr = float("inf")
+    counts = (tl.abs(errors) > 0) & (tl.abs(errors) < infinity)
+    near = tl.where(counts, total + errors, total)
+    if WAY.divisor is not None:
+        rest = error_of(total, errors, near)
+        rest = tl.where(counts & (tl.abs(rest) < infinity), rest, 0.0)
+        number = tl.full(near.shape, WAY.divisor, tl.float64)
+        first = near / number
+        # What a fused multiply-add would give, which Triton's interpreter does not have.
+        upper = (first.to(tl.int64, bitcast=True) & -0x4000000).to(tl.float64, bitcast=True)
+        remainder = (near - upper * number) - (first - upper) * number
+        second = (remainder + rest) / number
+        near = tl.where(tl.abs(second) > 0, first + second, first)
+    return near
 
 
 @triton.jit
 def finished(total, WAY: tl.constexpr):
     """What is written."""
-    if WAY.family == "wrapping_mean" or WAY.family == "true_mean":
+    if WAY.family == "true_mean":
+        total = total.to(tl.float64)
+    elif WAY.family == "wrapping_mean":
         total = total.to(WAY.written_as)
-    if WAY.divisor is not None:
+    if WAY.divisor is not None and WAY.family != "compensated":
         number = tl.full(total.shape, WAY.divisor, total.dtype)
         if not WAY.divides:
             total = total * (1.0 / WAY.divisor)

@@ -97,7 +97,7 @@ def _combination(inputs, start, left, WAY: tl.constexpr, BLOCK: tl.constexpr, IS
             grown = total + element
             errors += error_of(total, element, grown)
             total = grown
-        total = compensated(total, errors)
+        total = compensated(total, errors, WAY)
     else:
         for number in tl.static_range(1, len(inputs)):
             total = combined(total, _element(inputs[number], start, left, WAY, BLOCK, IS_WHOLE), WAY)

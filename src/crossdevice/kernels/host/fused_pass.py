@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from crossdevice.errors import OptionError
 from crossdevice.kernels.association import positions_of, program_of
+from crossdevice.kernels.families import ORDERED_FAMILIES, family_of
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
+from crossdevice.kernels.host.resources.pool import pool_bytes
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.kernels.host.work_list import (
     EMPTY_ROOM,
@@ -25,7 +27,7 @@ from crossdevice.kernels.host.work_list import (
     traffic_bytes,
 )
 from crossdevice.kernels.recipe import Recipe
-from crossdevice.values.dtypes import FLOATS, INTEGERS, ITEM_BYTES, result_dtype
+from crossdevice.values.dtypes import FLOATS
 from crossdevice.values.reduce_op import ReduceOp
 
 VARIABLE = "CROSSDEVICE_KERNELS"
@@ -129,6 +131,10 @@ def selected_kernels() -> str:
     """Which kernels are in use: "numba" or "numpy"."""
     global _kernels
     if _kernels is None:
+        # The other variables are needed for some sizes only, and must be refused before the first result is
+        # written, not between two of them.
+        for check in (num_threads, pool_bytes):
+            check()
         _kernels = _checked_kernels(os.environ.get(VARIABLE) or None, VARIABLE)
     return _kernels
 
@@ -165,11 +171,11 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prep
         part = dtype = into = np.empty(0, dtype).real.dtype
         if recipe.op is ReduceOp.PROD:
             return None
-    family = _family(recipe, dtype.name, into.name)
+    family = _compiled_family(recipe, dtype.name, into.name)
     if family is None or ("float16" in (dtype.name, into.name) and not numba_pass.has_half_conversions()):
         return None
     shape, positions, program = "chain", None, None
-    if recipe.order is not None and family in ("native", "rounded"):
+    if recipe.order is not None and family in ORDERED_FAMILIES:
         positions = positions_of(recipe.order)
         if positions is None:
             shape, program = "tree", program_of(recipe.order)
@@ -183,39 +189,15 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prep
     return _Prepared(kernel, divisor_for(recipe, into), is_exact, part, positions, array("q", program or ()))
 
 
-def _family(recipe: Recipe, dtype: str, into: str) -> str | None:
-    """The family of arithmetic that repeats what `numpy_pass` does; None leaves it to do it."""
-    op = ReduceOp.SUM if recipe.divisor is None else ReduceOp.MEAN
-    if dtype not in (*FLOATS, *INTEGERS) or into != result_dtype(dtype, op):
-        return _family_between_widths(recipe, dtype, into)
-    if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
-        return "extreme" if dtype == into else None
-    if dtype in INTEGERS:
-        return _family_of_integers(recipe, dtype)
-    if recipe.precision == "fast":
-        return "native" if ITEM_BYTES[dtype] >= 4 else "rounded"
-    if recipe.op is ReduceOp.PROD:
-        return "wide" if recipe.precision == "accurate" else None
-    if recipe.precision == "exact":
-        return "enclosed" if dtype == "float64" else "exact"
-    return {"float64": "compensated", "bfloat16": "exact_in_single"}.get(dtype, "wide")
-
-
-def _family_between_widths(recipe: Recipe, dtype: str, into: str) -> str | None:
-    """Partial sums of narrow floats in float64, and sums of such partial sums."""
-    if recipe.precision != "accurate" or recipe.op is not ReduceOp.SUM or not {dtype, into} <= set(FLOATS):
-        return None
-    return {into: "widened", dtype: "narrowed"}.get("float64")
-
-
-def _family_of_integers(recipe: Recipe, dtype: str) -> str | None:
-    if recipe.divisor is None:
-        return "wrapping"
-    if recipe.op is not ReduceOp.SUM:
-        return None
-    if recipe.precision == "fast":
-        return "wrapping_mean"
-    return "true_mean" if ITEM_BYTES[dtype] <= 4 else None
+def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
+    """The same bits, from what is fastest here."""
+    family = family_of(recipe, dtype, into)
+    if family == "exact" and dtype == "float64":
+        return "enclosed"
+    # float32 holds sums of bfloat16 exactly where exponents lie close together, at half the cost.
+    if family == "wide" and dtype == "bfloat16" and recipe.op is ReduceOp.SUM:
+        return "exact_in_single"
+    return family
 
 
 def divisor_for(recipe: Recipe, into: np.dtype[Any]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -40,20 +39,15 @@ def scope_of(strategy: Strategy) -> Iterator[Strategy]:
         yield strategy
 
 
-def enter_run(strategy: Strategy) -> contextvars.Token[RunningCode]:
-    """Marks that a strategy's replicas are running, until `leave_run`; refuses runs inside of runs."""
+def run_of(strategy: Strategy) -> AbstractContextManager[None]:
+    """The block in which a strategy's replicas are running; refuses runs inside of runs."""
     code = RUNNING_CODE.get()
     _check_same(strategy, "run")
     if code.context is not None:
         raise ContextError(f"run was called inside {code.context}; runs do not nest")
     if code.is_in_run:
         raise ContextError("run was called in a merge function of another run; runs do not nest")
-    return RUNNING_CODE.set(RunningCode(strategy, is_in_run=True))
-
-
-def leave_run(token: contextvars.Token[RunningCode]) -> None:
-    """Goes back to where `enter_run` was called."""
-    RUNNING_CODE.reset(token)
+    return running_as(RunningCode(strategy, is_in_run=True))
 
 
 def outside_of_replicas(strategy: Strategy) -> AbstractContextManager[None]:

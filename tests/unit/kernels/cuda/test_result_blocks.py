@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from crossdevice.kernels.cuda import result_blocks  # noqa: E402
 from crossdevice.kernels.cuda.families import BLOCK_BYTES  # noqa: E402
-from crossdevice.kernels.cuda.result_blocks import LINE_BYTES, ResultBlocks, wanted  # noqa: E402
+from crossdevice.kernels.cuda.result_blocks import VECTOR_ACCESS_BYTES, ResultBlocks, wanted  # noqa: E402
 
 HOST = torch.device("cpu")
 SHAPES = [(64,), (), (3, 4), (0,), (2, 0), (64,), (16, 8, 3), (32, 8, 3), (5,), (2001,), (4096,), (), (7, 5)]
@@ -49,7 +49,7 @@ def test_long_results_start_on_lines():
     for number, one in enumerate(batch):
         if one.num_bytes >= BLOCK_BYTES:
             for block, offset in layout.places_of(number):
-                assert (blocks[block].data_ptr() + offset) % LINE_BYTES == 0
+                assert (blocks[block].data_ptr() + offset) % VECTOR_ACCESS_BYTES == 0
 
 
 def test_few_blocks_serve_many_values():

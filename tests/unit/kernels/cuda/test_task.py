@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from crossdevice.kernels.cuda.families import Arithmetic, block_elements
-from crossdevice.kernels.cuda.task import KernelTask, Place, rows_of
+from crossdevice.kernels.cuda.task import AddressOffset, KernelTask, rows_of
 
 
 def test_rows_cover_every_element_of_every_task_once():
     arithmetic = Arithmetic("wide", "SUM", "bfloat16", "bfloat16")
     block = block_elements(arithmetic)
     sizes = (1, block, block + 1, 5 * block - 1)
-    tasks = [KernelTask(arithmetic, (Place(0),), (Place(1),), size) for size in sizes]
+    tasks = [KernelTask(arithmetic, (AddressOffset(0),), (AddressOffset(1),), size) for size in sizes]
     covered = [np.zeros(size, int) for size in sizes]
     for task, number, size in rows_of(tasks).tolist():
         assert size == sizes[task]
@@ -22,4 +22,4 @@ def test_rows_cover_every_element_of_every_task_once():
 
 
 def test_places_move_by_bytes():
-    assert Place(3, 8).moved(16) == Place(3, 24)
+    assert AddressOffset(3, 8).moved(16) == AddressOffset(3, 24)

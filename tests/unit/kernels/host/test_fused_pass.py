@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -199,3 +200,25 @@ def test_rows_cover_every_element_once():
         assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds)][: len(bounds)]
         assert (bounds[-1][1] if bounds else 0) == size
         assert all(start % RANGE_ELEMENTS == 0 for start, _ in bounds)
+
+
+REFUSED = """
+import numpy as np, crossdevice as cd, crossdevice.errors
+small, large = [np.ones(2)] * 2, [np.ones(1 << 20, np.float32)] * 2
+outs = [list(map(np.zeros_like, value)) for value in (small, large)]
+pairs = [(value, value) for value in map(cd.PerReplica, (small, large))]
+try:
+    cd.RingAllReduce().batch_reduce("sum", pairs, out=outs)
+except cd.errors.OptionError as error:
+    print(error, outs[0][0].any(), outs[1][0].any())
+"""
+
+
+@pytest.mark.parametrize(
+    "variable", ["CROSSDEVICE_NUM_THREADS", "CROSSDEVICE_POOL_BYTES", "CROSSDEVICE_KERNELS"]
+)
+def test_a_bad_variable_is_refused_before_anything_is_written(variable):
+    environment = {**os.environ, variable: "abc"}
+    done = subprocess.run([sys.executable, "-c", REFUSED], env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith(f"{variable} must be "), done.stderr
+    assert done.stdout.endswith("got 'abc' False False\n")

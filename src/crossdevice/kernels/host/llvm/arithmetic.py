@@ -129,11 +129,23 @@ class Compensated(Arithmetic):
         return lanes.with_one_nan(self._quotient(lanes, state, divisor))
 
     def _quotient(self, lanes: Lanes, state: State, divisor: Value) -> Value:
+        """As in `numpy_pass`, which says why."""
         total, errors = state
-        build = lanes.build
-        # Not if they are 0, which would turn -0 into +0, nor NaN, which is what infinities leave there.
-        counts = build.fcmp_ordered("!=", errors, lanes.constant(DOUBLE, 0.0))
-        return lanes.divided(build.select(counts, build.fadd(total, errors), total), divisor)
+        build, zero = lanes.build, lanes.constant(DOUBLE, 0.0)
+        counts = build.and_(build.fcmp_ordered("!=", errors, zero), lanes.is_finite(errors))
+        near, rest = lanes.two_sum(total, errors)
+        near = build.select(counts, near, total)
+
+        def quotient() -> State:
+            number = lanes.spread(divisor)
+            first = build.fdiv(near, number)
+            remainder = lanes.fused_multiply_add(build.fneg(first), number, near)
+            left = build.select(build.and_(counts, lanes.is_finite(rest)), rest, zero)
+            second = build.fdiv(build.fadd(remainder, left), number)
+            is_more = build.fcmp_ordered("!=", second, zero)
+            return (build.select(is_more, build.fadd(first, second), first),)
+
+        return lanes.unless_one(divisor, (near,), quotient)[0]
 
 
 class Narrowed(Compensated):
@@ -238,6 +250,12 @@ class TrueMean(WrappingMean):
     """The mean of integers of up to 32 bits, summed twice as wide: 2**15 inputs fit."""
 
     bytes_per_lane = 8
+
+    def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
+        # Divided in float64, which holds all sums: those of 16 bits may be too long for float32.
+        convert = lanes.build.uitofp if self._is_unsigned else lanes.build.sitofp
+        quotient = lanes.build.fdiv(convert(state[0], lanes.vector(DOUBLE)), lanes.spread(divisor))
+        return from_double(lanes, quotient, self.result_dtype)
 
     def widened(self, lanes: Lanes, stored: Value) -> Value:
         extend = lanes.build.zext if self._is_unsigned else lanes.build.sext

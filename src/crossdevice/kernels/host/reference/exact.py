@@ -22,7 +22,12 @@ from crossdevice.kernels.host.reference.long_accumulator import (
     rounded_once,
     scaled_integers,
 )
-from crossdevice.kernels.host.reference.rounding import rounded, with_one_nan
+from crossdevice.kernels.host.reference.rounding import (
+    exact_remainder,
+    rounded,
+    two_sum,
+    with_one_nan,
+)
 
 Unbounded: TypeAlias = "NDArray[np.object_]"
 """Python integers, which have as many bits as a product needs."""
@@ -65,26 +70,19 @@ def _enclosed_sum(inputs: Sequence[NDArray[Any]]) -> Enclosure:
     total = inputs[0].astype(np.float64)
     low, doubt = np.zeros_like(total), np.zeros_like(total)
     for array in inputs[1:]:
-        total, error = _two_sum(total, array.astype(np.float64, copy=False))
+        total, error = two_sum(total, array.astype(np.float64, copy=False))
         # Narrow dtypes of like magnitude add up in 53 bits without any error.
         if error.any():
-            low, lost = _two_sum(low, error)
+            low, lost = two_sum(low, error)
             doubt += np.abs(lost)
     near, rest = _two_sum_keeping_zero(total, low)
     # Twice, because adding N of them up may have lost (N - 1) * 2**-53 of it.
     return Enclosure(near, rest, 2 * doubt)
 
 
-def _two_sum(left: Floats, right: Floats) -> tuple[Floats, Floats]:
-    """The rounded sum and its error (Knuth); exact, and not finite where anything overflows."""
-    total = left + right
-    of_right = total - left
-    return total, (left - (total - of_right)) + (right - of_right)
-
-
 def _two_sum_keeping_zero(high: Floats, low: Floats) -> tuple[Floats, Floats]:
-    """Like _two_sum, but -0.0 stays what it is: the +0.0 of an absent error was never an input."""
-    total, error = _two_sum(high, low)
+    """Like two_sum, but -0.0 stays what it is: the +0.0 of an absent error was never an input."""
+    total, error = two_sum(high, low)
     return np.where(low == 0, high, total), error
 
 
@@ -94,12 +92,7 @@ def _enclosed_quotient(dividend: Enclosure, divisor: int) -> Enclosure:
         return dividend._replace(doubt=np.full_like(dividend.near, np.nan))
     number = float(divisor)
     first = dividend.near / number
-    # In units of first's last place, 2**-1074 at least, all of these are whole numbers: upper * number
-    # has 27 + 20 bits, near - upper * number is below 2**26 * number + number / 2, and the remainder is
-    # at most number / 2. So all are exact.
-    upper = (first.view(np.int64) & ~((1 << 26) - 1)).view(np.float64)
-    remainder = (dividend.near - upper * number) - (first - upper) * number
-    remainder, lost = _two_sum(remainder, dividend.rest)
+    remainder, lost = two_sum(exact_remainder(dividend.near, first, number), dividend.rest)
     second = remainder / number
     near, rest = _two_sum_keeping_zero(first, second)
     # A quotient of at most 21 bits times the divisor is exact, and ties have such short second parts.

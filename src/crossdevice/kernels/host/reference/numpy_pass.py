@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.kernels.host.reference.exact import exact_product, exact_sum
-from crossdevice.kernels.host.reference.rounding import rounded, with_one_nan
+from crossdevice.kernels.host.reference.rounding import (
+    exact_remainder,
+    rounded,
+    two_sum,
+    with_one_nan,
+)
 from crossdevice.kernels.recipe import Order, Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -54,7 +60,7 @@ def _combined(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> 
 
 def _combined_in_order(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:
     """Native arithmetic, rounded at every step, associated as the recipe says."""
-    combine = np.multiply if recipe.op is ReduceOp.PROD else np.add
+    combine = _product if recipe.op is ReduceOp.PROD else np.add
 
     def evaluated(order: Order) -> Block:
         if isinstance(order, int):
@@ -72,32 +78,43 @@ def _combined_in_order(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[
 
 def _combined_wide(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:
     """Accumulated wide in the order given, rounded once."""
-    if recipe.op is ReduceOp.PROD:
-        total = inputs[0].astype(np.complex128 if dtype.kind == "c" else np.float64)
-        for array in inputs[1:]:
-            total *= array.astype(total.dtype)
-    elif inputs[0].dtype == np.float64:
-        total = _compensated_sum(inputs)
-    else:
-        total = inputs[0].astype(np.float64)
-        for array in inputs[1:]:
-            total += array.astype(np.float64)
-    if recipe.divisor is not None:
-        total /= recipe.divisor
-    return rounded(total, dtype)
+    if recipe.op is ReduceOp.SUM and inputs[0].dtype == np.float64:
+        return rounded(_compensated(inputs, recipe.divisor), dtype)
+    wide = np.dtype(np.complex128 if dtype.kind == "c" else np.float64)
+    combine = _product if recipe.op is ReduceOp.PROD else np.add
+    total = functools.reduce(combine, (array.astype(wide) for array in inputs))
+    return rounded(total if recipe.divisor is None else total / recipe.divisor, dtype)
 
 
-def _compensated_sum(inputs: Sequence[Block]) -> Block:
-    """float64 sums with the rounding errors of all additions added back at the end."""
+def _product(left: Block, right: Block) -> Block:
+    """left * right; of complex numbers by their parts, as NumPy fuses some steps in some lengths of array."""
+    if left.dtype.kind != "c":
+        return left * right
+    product = np.empty_like(left)
+    product.real = left.real * right.real - left.imag * right.imag
+    product.imag = left.real * right.imag + left.imag * right.real
+    return product
+
+
+def _compensated(inputs: Sequence[Block], divisor: int | None) -> Block:
+    """float64 sums or means with the rounding errors of all additions added back before the one rounding."""
     total = inputs[0].copy()
     errors = np.zeros_like(total)
     for array in inputs[1:]:
-        grown = total + array
-        of_array = grown - total
-        errors += (total - (grown - of_array)) + (array - of_array)
-        total = grown
-    # Not if they are 0, which would turn -0 into +0, nor NaN, which is what infinities leave there.
-    return np.where(np.abs(errors) > 0, total + errors, total)
+        total, error = two_sum(total, array)
+        errors += error
+    # Errors that are 0 would turn -0 into +0. Those of infinities are NaN, and next to the largest numbers
+    # two_sum overflows on the way to an error: neither counts.
+    counts = (np.abs(errors) > 0) & np.isfinite(errors)
+    near, rest = two_sum(total, errors)
+    near = np.where(counts, near, total)
+    if divisor is None:
+        return near
+    # The quotient of near, and what is left of it and of the sum, divided too.
+    first = near / divisor
+    rest = np.where(counts & np.isfinite(rest), rest, 0.0)
+    second = (exact_remainder(near, first, float(divisor)) + rest) / divisor
+    return np.where(np.abs(second) > 0, first + second, first)
 
 
 def _combined_integers(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:
@@ -114,7 +131,9 @@ def _true_mean_of_integers(inputs: Sequence[Block], divisor: int, dtype: np.dtyp
     total = inputs[0].astype(np.int64)
     for array in inputs[1:]:
         total += array
-    return total.astype(dtype) / dtype.type(divisor)
+    # Through float64, which holds these sums: a quotient by up to 2**26 that is rounded there lies on the
+    # same side of every tie of float32 as before.
+    return (total / divisor).astype(dtype)
 
 
 def _extreme(inputs: Sequence[Block], op: ReduceOp) -> Block:

@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+Floats = NDArray[np.float64]
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -24,6 +26,24 @@ def with_one_nan(array: NDArray[Any]) -> NDArray[Any]:
     if unordered.any():
         parts[unordered] = np.nan
     return array
+
+
+def two_sum(left: Floats, right: Floats) -> tuple[Floats, Floats]:
+    """The rounded sum and its error (Knuth); exact, and not finite where anything overflows."""
+    total = left + right
+    of_right = total - left
+    return total, (left - (total - of_right)) + (right - of_right)
+
+
+def exact_remainder(dividend: Floats, quotient: Floats, number: float) -> Floats:
+    """dividend - quotient * number, without rounding, for the rounded quotient and whole numbers up to 2**26.
+
+    In units of the quotient's last place, 2**-1074 at least, all of these are whole numbers: upper * number
+    has 27 + 26 bits, dividend - upper * number is below 2**26 * number + number / 2, and the remainder is at
+    most number / 2. A fused multiply-add, which NumPy does not have, gives the same.
+    """
+    upper = (quotient.view(np.int64) & ~((1 << 26) - 1)).view(np.float64)
+    return (dividend - upper * number) - (quotient - upper) * number
 
 
 def _bfloat16_of(wide: NDArray[np.float64]) -> NDArray[Any]:

@@ -1,14 +1,16 @@
 """Memory for large results, used again: a block comes back when the last array in it is gone.
 
 A fresh 100 MiB result costs three to eleven times the writing of it, in page faults; a recycled one
-costs nothing. The arrays are ordinary: their base is a lease that gives the block back when it dies.
+costs nothing. The arrays are ordinary: their base is a lease, and its end is the block's return.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
-from collections import OrderedDict, deque
+import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from crossdevice.errors import OptionError
 from crossdevice.kernels.host.resources.control_groups import words_of_groups
+from crossdevice.values.launchers import local_processes
 
 VARIABLE = "CROSSDEVICE_POOL_BYTES"
 
@@ -32,12 +35,15 @@ SMALLEST_PAGED_BYTES = 64 << 10
 
 SMALLEST_SHARING_BYTES = 64 << 10
 
+IDLE_SECONDS = 10.0
+"""How long memory waits for its next use. A loop that is slower than that does not notice page faults."""
+
 ARENA_BYTES = 32 << 20
 """How much of a batch of results shares one block: one array kept alive keeps no more than that."""
 
 
 class Statistics(NamedTuple):
-    """What a pool holds and how often it could help."""
+    """What a pool holds, and how often it could help; threads at work at once may miscount the latter."""
 
     idle_bytes: int
     leased_bytes: int
@@ -46,22 +52,14 @@ class Statistics(NamedTuple):
     misses: int
 
 
-class _Block(NamedTuple):
-    """A piece of memory of `num_bytes` and a page more, to start on a page."""
-
-    num_bytes: int
-    memory: NDArray[np.uint8]
-
-
 class _Lease:
-    """What arrays in a block have as their base; its end is the block's return."""
+    """What arrays in a block have as their base, so that it lives exactly as long as they do."""
 
-    __slots__ = ("__array_interface__", "_block", "_pool")
+    __slots__ = ("__array_interface__", "__weakref__", "_memory")
 
-    def __init__(self, pool: Pool, block: _Block, num_bytes: int) -> None:
-        self._pool = pool
-        self._block = block
-        address = block.memory.ctypes.data
+    def __init__(self, memory: NDArray[np.uint8], num_bytes: int) -> None:
+        self._memory = memory
+        address = memory.ctypes.data
         # On a page's first byte: streams slow down to a third where output - input is 64 to 256 modulo
         # 4096, and inputs start at 0, 16 (the C library) or 64 (PyTorch), so that it is 0 or less here.
         start = address + -address % PAGE_BYTES
@@ -72,29 +70,38 @@ class _Lease:
             "version": 3,
         }
 
-    def __del__(self) -> None:
-        self._pool.take_back(self._block)
+
+class _Block(weakref.ref[_Lease]):
+    """A piece of memory of `num_bytes` and a page more; a reference to its lease, dead when it is idle."""
+
+    __slots__ = ("idle_since", "memory", "num_bytes")
+
+    num_bytes: int
+    memory: NDArray[np.uint8]
+    idle_since: float | None
+    """When it was first seen idle."""
 
 
 class Pool:
-    """Blocks of memory that wait for their next use, the longest idle given up first above the limit."""
+    """Blocks of memory that wait for their next use, the longest unused given up first above the limit.
+
+    There is no lock, and nothing is done when a block comes back: its lease is gone, which a weak reference
+    tells without running any code of ours. A block is taken by whoever pops it from the one dictionary.
+    So an interrupt at any moment costs at most a block, and finalizers, signal handlers and other
+    threads may use the pool while it is in use.
+    """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = limit_bytes
-        self._leased_bytes = 0
         self._hits = 0
         self._misses = 0
+        self._keys = itertools.count()
         self.start_anew()
 
     def start_anew(self) -> None:
-        """Forgets idle memory without asking for the lock, which another thread may have held at a fork."""
-        # `__del__` may run inside any allocation, also inside one made below with the lock held. So it
-        # only appends, which is atomic, and whoever can have the lock without waiting puts things in order.
-        self._returned: deque[_Block] = deque()
-        self._lock = threading.Lock()
-        self._idle: OrderedDict[int, _Block] = OrderedDict()
-        self._idle_bytes = 0
-        self._next_key = 0
+        """Forgets all blocks, and the thread that gives them back, as after a fork."""
+        self._blocks: dict[int, _Block] = {}
+        self._keeper: threading.Thread | None = None
 
     def empty(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
         """A flat array of `size` elements with no particular content.
@@ -137,82 +144,113 @@ class Pool:
             for start, length in zip(starts, here, strict=True):
                 yield arena[start : start + length]
 
-    def take_back(self, block: _Block) -> None:
-        """Makes a block available again; called when a lease ends, in any thread, at any moment."""
-        self._returned.append(block)
-        self._settle()
+    def clear(self) -> int:
+        """Gives all idle memory back to the system; returns how many bytes that were."""
+        return sum(self._dropped(key, block) for key, block in self._idle())
 
-    def clear(self) -> None:
-        """Gives all idle memory back to the system."""
-        with self._lock:
-            self._file_returned()
-            self._idle.clear()
-            self._idle_bytes = 0
-        self._settle()
-
-    def set_limit(self, limit_bytes: int | None) -> None:
-        """Bounds the idle memory; None goes back to CROSSDEVICE_POOL_BYTES, or a quarter of the machine's."""
-        if limit_bytes is not None and (isinstance(limit_bytes, bool) or not int(limit_bytes) >= 0):
-            raise OptionError(f"the pool's limit must be a number of bytes, 0 or more; got {limit_bytes!r}")
-        with self._lock:
-            self._limit_bytes = limit_bytes
-            self._file_returned()
-        self._settle()
-
-    def statistics(self) -> Statistics:
-        """What is idle and leased now, and how often a block could be used again."""
-        with self._lock:
-            self._file_returned()
-            counts = Statistics(self._idle_bytes, self._leased_bytes, self._limit(), self._hits, self._misses)
-        self._settle()
-        return counts
-
-    def _leased(self, num_bytes: int) -> NDArray[np.uint8]:
-        rounded = _size_class(num_bytes)
-        with self._lock:
-            self._file_returned()
-            block = self._pop_idle(rounded)
-            if block is None:
-                self._misses += 1
-            else:
-                self._hits += 1
-            self._leased_bytes += rounded
-        self._settle()
-        if block is None:
-            block = _Block(rounded, np.empty(rounded + PAGE_BYTES, np.uint8))
-        return np.asarray(_Lease(self, block, num_bytes))
-
-    def _pop_idle(self, num_bytes: int) -> _Block | None:
-        # The last returned first: it is the most likely to be in cache.
-        for key in reversed(self._idle):
-            if self._idle[key].num_bytes == num_bytes:
-                self._idle_bytes -= num_bytes
-                return self._idle.pop(key)
-        return None
-
-    def _settle(self) -> None:
-        # Whoever fails to get the lock leaves its block to the holder, who looks again after letting go.
-        while self._returned and self._lock.acquire(blocking=False):
-            try:
-                self._file_returned()
-            finally:
-                self._lock.release()
-
-    def _file_returned(self) -> None:
-        while self._returned:
-            block = self._returned.popleft()
-            self._idle[self._next_key] = block
-            self._next_key += 1
-            self._idle_bytes += block.num_bytes
-            self._leased_bytes -= block.num_bytes
-        while self._idle_bytes > self._limit():
-            _, block = self._idle.popitem(last=False)
-            self._idle_bytes -= block.num_bytes
-
-    def _limit(self) -> int:
+    @property
+    def limit_bytes(self) -> int:
+        """How much idle memory is kept at most."""
         if self._limit_bytes is None:
             self._limit_bytes = _default_limit()
         return self._limit_bytes
+
+    def set_limit(self, limit_bytes: int | None) -> None:
+        """Bounds the idle memory; None goes back to CROSSDEVICE_POOL_BYTES, or a share of the machine's."""
+        if limit_bytes is not None and (
+            not isinstance(limit_bytes, (int, np.integer)) or isinstance(limit_bytes, bool) or limit_bytes < 0
+        ):
+            raise OptionError(f"the pool's limit must be a number of bytes, 0 or more; got {limit_bytes!r}")
+        self._limit_bytes = None if limit_bytes is None else int(limit_bytes)
+        self._keep_within_limit()
+
+    def statistics(self) -> Statistics:
+        """What is idle and leased now, and how often a block could be used again."""
+        self._keep_within_limit()
+        blocks = list(self._blocks.values())
+        idle = sum(block.num_bytes for block in blocks if block() is None)
+        leased = sum(block.num_bytes for block in blocks) - idle
+        return Statistics(idle, leased, self.limit_bytes, self._hits, self._misses)
+
+    def give_back_unused(self, now: float) -> bool:
+        """Drops what has been idle for IDLE_SECONDS; returns whether there is anything left."""
+        for key, block in self._idle():
+            if block.idle_since is None:
+                block.idle_since = now
+            elif now - block.idle_since >= IDLE_SECONDS:
+                self._dropped(key, block)
+        self._keep_within_limit()
+        return bool(self._blocks)
+
+    def _leased(self, num_bytes: int) -> NDArray[np.uint8]:
+        rounded = _size_class(num_bytes)
+        memory = self._taken(rounded)
+        if memory is None:
+            self._keep_within_limit()
+            memory = np.empty(rounded + PAGE_BYTES, np.uint8)
+        lease = _Lease(memory, num_bytes)
+        block = _Block(lease)
+        block.num_bytes, block.memory, block.idle_since = rounded, memory, None
+        self._blocks[next(self._keys)] = block
+        if self._keeper is None or not self._keeper.is_alive():
+            self._keeper = threading.Thread(target=_keep, args=(self,), name="crossdevice-pool", daemon=True)
+            self._keeper.start()
+        return np.asarray(lease)
+
+    def _taken(self, num_bytes: int) -> NDArray[np.uint8] | None:
+        # The last used first: it is the most likely to be in cache, and others grow old and are given back.
+        for key, block in reversed(self._idle()):
+            if block.num_bytes == num_bytes and self._blocks.pop(key, None) is not None:
+                self._hits += 1
+                return block.memory
+        self._misses += 1
+        return None
+
+    def _keep_within_limit(self) -> None:
+        idle = self._idle()
+        surplus = sum(block.num_bytes for _, block in idle) - self.limit_bytes
+        for key, block in idle:
+            if surplus <= 0:
+                break
+            surplus -= self._dropped(key, block)
+
+    def _idle(self) -> list[tuple[int, _Block]]:
+        """The blocks that nobody uses, in the order in which they were last handed out."""
+        # A list at once: the dictionary may change at any moment.
+        return [(key, block) for key, block in list(self._blocks.items()) if block() is None]
+
+    def _dropped(self, key: int, block: _Block) -> int:
+        return 0 if self._blocks.pop(key, None) is None else block.num_bytes
+
+
+def release_memory() -> int:
+    """Gives memory that was kept for the next results back to the system; returns how many bytes.
+
+    What has not been used for some seconds is given back without being asked.
+
+    >>> release_memory() >= 0
+    True
+    """
+    return result_pool.clear()
+
+
+def set_pool_bytes(limit_bytes: int | None) -> None:
+    """Sets how much memory may wait for the next results; 0 keeps none.
+
+    None goes back to the variable CROSSDEVICE_POOL_BYTES or, if that is not set, to a quarter of the memory
+    that the machine or container has, shared evenly among the processes that the launcher started on it.
+    """
+    result_pool.set_limit(limit_bytes)
+
+
+def pool_bytes() -> int:
+    """How much memory may wait for the next results."""
+    return result_pool.limit_bytes
+
+
+def _keep(pool: Pool) -> None:
+    while pool.give_back_unused(time.monotonic()):
+        time.sleep(IDLE_SECONDS / 4)
 
 
 def empty_on_line(size: int, dtype: DTypeLike) -> NDArray[Any]:
@@ -247,7 +285,7 @@ def _arenas(lengths: Sequence[int]) -> list[list[int]]:
 def _default_limit() -> int:
     given = os.environ.get(VARIABLE)
     if not given:
-        return _memory_bytes() // 4
+        return _memory_bytes() // (4 * local_processes(os.environ))
     if not given.isdigit():
         raise OptionError(f"{VARIABLE} must be a number of bytes, 0 or more; got {given!r}")
     return int(given)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from crossdevice.errors import OptionError
 from crossdevice.kernels.host.resources.control_groups import words_of_groups
+from crossdevice.values.launchers import local_processes
 
 VARIABLE = "CROSSDEVICE_NUM_THREADS"
 
-Work = Callable[[], None]
+Call = Callable[[], None]
 
 _num_threads: int | None = None
 
@@ -22,7 +23,10 @@ def num_threads() -> int:
     """How many threads a large pass may use, the calling one included.
 
     What `set_num_threads` set; else what the variable CROSSDEVICE_NUM_THREADS says; else the processors
-    this process may run on, but no more than its control group's share of them.
+    this process may run on, shared evenly with the other processes that the launcher started here.
+
+    >>> num_threads() >= 1
+    True
     """
     global _num_threads
     if _num_threads is None:
@@ -37,48 +41,63 @@ def set_num_threads(number: int | None) -> None:
     _num_threads = None if number is None else _checked(number, "the number of threads")
 
 
-def run_together(work: Work, num_participants: int) -> None:
+def run_together(work: Call, num_participants: int) -> None:
     """Calls `work` here and, if they find the time, in up to `num_participants` - 1 worker threads.
 
     Every call must go on until all work is taken: workers that have not begun when the caller is
-    done are sent away, so a busy machine or another caller's pass delays nothing.
+    done are sent away, so a busy machine or another caller's pass delays nothing. No worker is at
+    work any more when this returns or raises, also if it was interrupted.
     """
-    invitations = _crew.invite(work, num_participants - 1)
+    invitations = [_Invitation(work) for _ in range(num_participants - 1)]
     try:
+        _crew.invite(invitations)
         work()
-    finally:
-        failures = [invitation.failure_after_wait() for invitation in invitations]
-    for failure in failures:
-        if failure is not None:
-            raise failure
+        _wait_for(invitations)
+    except BaseException:
+        # Perhaps an interrupt, at any moment, of the waiting too: workers that went on would write results
+        # into memory that the next call uses.
+        _wait_for(invitations)
+        raise
+    for invitation in invitations:
+        if invitation.failure is not None:
+            raise invitation.failure
+
+
+def _wait_for(invitations: Sequence[_Invitation]) -> None:
+    for invitation in invitations:
+        invitation.withdraw_or_wait()
 
 
 class _Invitation:
     """A call of `work` that either one worker makes, or the caller takes back."""
 
-    def __init__(self, work: Work) -> None:
-        self._work: Work | None = work
-        self._claim = threading.Lock()
+    def __init__(self, work: Call) -> None:
+        self._work: Call | None = work
+        # Whoever is first on it has the call. Being put on it is one step, so an interrupt cannot part it.
+        self._claims: list[str] = []
         self._running = threading.Lock()
         self._running.acquire()
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
 
     def accept(self) -> None:
-        if not self._claim.acquire(blocking=False):
-            return
-        try:
-            self._call()
-        except BaseException as failure:
-            self._failure = failure
-        finally:
-            self._running.release()
+        self._claims.append("worker")
+        if self._claims[0] == "worker":
+            try:
+                self._call()
+            except BaseException as failure:
+                self.failure = failure
+            finally:
+                self._running.release()
 
-    def failure_after_wait(self) -> BaseException | None:
-        if self._claim.acquire(blocking=False):
+    def withdraw_or_wait(self) -> None:
+        """Returns when no worker works for it, now or later; may be called again."""
+        self._claims.append("caller")
+        if self._claims[0] == "caller":
             self._work = None
         else:
-            self._running.acquire()
-        return self._failure
+            # `with`, and not `acquire`: an interrupt finds the lock either not taken or given back.
+            with self._running:
+                pass
 
     def _call(self) -> None:
         # A worker asleep must not keep the arrays of its last work alive.
@@ -92,16 +111,14 @@ class _Crew:
 
     def __init__(self) -> None:
         self._invitations: SimpleQueue[_Invitation] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may reduce while its thread is here
         self._num_workers = 0
 
-    def invite(self, work: Work, number: int) -> list[_Invitation]:
-        invitations = [_Invitation(work) for _ in range(number)]
-        if self._num_workers < number:
-            self._hire(number)
+    def invite(self, invitations: Sequence[_Invitation]) -> None:
+        if self._num_workers < len(invitations):
+            self._hire(len(invitations))
         for invitation in invitations:
             self._invitations.put(invitation)
-        return invitations
 
     def _hire(self, number: int) -> None:
         with self._lock:
@@ -133,10 +150,12 @@ def _checked(given: object, name: str) -> int:
 
 
 def granted_processors() -> int:
-    """The processors this process may run on, but no more than its control group's share of them."""
-    knows_affinity = hasattr(os, "sched_getaffinity")
-    usable = len(os.sched_getaffinity(0)) if knows_affinity else os.cpu_count() or 1
-    return max(1, math.ceil(min(usable, _share())))
+    """The processors this process may run on, but no more than its share of its host or container."""
+    num_here = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_here
+    # Launchers that bind processes have shared processors out; a control group is one for all of them.
+    fair = math.ceil(min(num_here, _share())) // local_processes(os.environ)
+    return max(1, min(usable, fair))
 
 
 def _share() -> float:

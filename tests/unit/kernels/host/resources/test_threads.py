@@ -14,6 +14,7 @@ import pytest
 from crossdevice.errors import OptionError
 from crossdevice.kernels.host.resources import control_groups, threads
 from crossdevice.kernels.host.resources.threads import num_threads, run_together, set_num_threads
+from interrupts.stepping import interrupted_at_each_step, may_meet_finalizers
 
 
 @pytest.fixture(autouse=True)
@@ -181,3 +182,36 @@ def test_a_forked_child_has_workers_of_its_own_and_sleeping_workers_do_not_keep_
         [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "done\n"
+
+
+@may_meet_finalizers
+def test_no_worker_is_at_work_after_an_interrupt():
+    def work():
+        time.sleep(0.002)
+
+    for place in interrupted_at_each_step(lambda: run_together(work, 3)):
+        assert not at_work_threads(), place
+
+
+def at_work_threads():
+    """The workers that are inside of `work`."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = []
+    for ident, frame in sys._current_frames().items():
+        while frame is not None:
+            if frame.f_code.co_name == "work":
+                found.append(names.get(ident))
+            frame = frame.f_back
+    return found
+
+
+def test_local_processes_share_the_processors(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(32), raising=False)
+    monkeypatch.setattr(threads, "_share", lambda: math.inf)
+    for number, expected in ((1, 32), (2, 32), (8, 8), (100, 1)):
+        monkeypatch.setattr(threads, "local_processes", lambda environ, number=number: number)
+        assert threads.granted_processors() == expected
+    monkeypatch.setattr(threads, "_share", lambda: 4.0)  # one container for all of them
+    monkeypatch.setattr(threads, "local_processes", lambda environ: 2)
+    assert threads.granted_processors() == 2

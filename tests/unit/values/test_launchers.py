@@ -6,7 +6,7 @@ import pytest
 
 from crossdevice.errors import OptionError
 from crossdevice.process_groups.cluster import cluster_from_env
-from crossdevice.process_groups.launchers import first_host, slurm_counts
+from crossdevice.values.launchers import first_host, slurm_counts
 
 TORCHRUN = {
     "RANK": "5",

@@ -122,6 +122,18 @@ def launched(environ: Mapping[str, str]) -> Launch:
     return Launch()
 
 
+def local_processes(environ: Mapping[str, str]) -> int:
+    """How many processes of this launch share the host, as far as the launcher says; else 1.
+
+    >>> local_processes({"RANK": "3", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"})
+    8
+    """
+    try:
+        return launched(environ).local_size or 1
+    except OptionError:  # told when a group is formed; a program that forms none may have such variables
+        return 1
+
+
 def _torchrun(variables: Variables) -> Launch | None:
     place = variables.rank_and_size("RANK", "WORLD_SIZE")
     if place is None:

@@ -1,0 +1,62 @@
+"""Which family of arithmetic has the bits that a recipe asks for: one answer for the host and for GPUs.
+
+| family | what it does |
+| --- | --- |
+| native | combines in the dtype itself, rounding at every step |
+| rounded | the same for 16-bit floats: in float32, rounded to 16 bits at every step, as their libraries do |
+| wide | accumulates in float64, rounds once |
+| widened, narrowed | the same in two halves: float64 from narrow floats, and narrow floats from float64 |
+| compensated | float64, with the rounding errors of all additions added back before the one rounding |
+| exact | the true sum, rounded once |
+| extreme | minimum or maximum |
+| wrapping, wrapping_mean | integers that wrap around; a mean divides what has wrapped |
+| true_mean | the mean of the true sum of integers |
+"""
+
+from __future__ import annotations
+
+from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.dtypes import FLOATS, INTEGERS, ITEM_BYTES, result_dtype
+from crossdevice.values.reduce_op import ReduceOp
+
+ORDERED_FAMILIES = ("native", "rounded")
+"""Those whose bits depend on the order in which the inputs combine, so that a recipe's order counts."""
+
+
+def family_of(recipe: Recipe, dtype: str, into: str) -> str | None:
+    """The family that repeats what `numpy_pass` does for these dtypes; None leaves it to do it.
+
+    >>> family_of(Recipe(ReduceOp.SUM, "accurate", 3), "bfloat16", "bfloat16")
+    'wide'
+    """
+    op = ReduceOp.SUM if recipe.divisor is None else ReduceOp.MEAN
+    if dtype not in (*FLOATS, *INTEGERS) or into != result_dtype(dtype, op):
+        return _family_between_widths(recipe, dtype, into)
+    if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
+        return "extreme" if dtype == into else None
+    if dtype in INTEGERS:
+        return _family_of_integers(recipe, dtype)
+    if recipe.precision == "fast":
+        return "native" if ITEM_BYTES[dtype] >= 4 else "rounded"
+    if recipe.op is ReduceOp.PROD:
+        return "wide" if recipe.precision == "accurate" else None
+    if recipe.precision == "exact":
+        return "exact"
+    return "compensated" if dtype == "float64" else "wide"
+
+
+def _family_between_widths(recipe: Recipe, dtype: str, into: str) -> str | None:
+    """Partial sums of narrow floats in float64, and sums of such partial sums."""
+    if recipe.precision != "accurate" or recipe.op is not ReduceOp.SUM or not {dtype, into} <= set(FLOATS):
+        return None
+    return {into: "widened", dtype: "narrowed"}.get("float64")
+
+
+def _family_of_integers(recipe: Recipe, dtype: str) -> str | None:
+    if recipe.divisor is None:
+        return "wrapping"
+    if recipe.op is not ReduceOp.SUM:
+        return None
+    if recipe.precision == "fast":
+        return "wrapping_mean"
+    return "true_mean" if ITEM_BYTES[dtype] <= 4 else None

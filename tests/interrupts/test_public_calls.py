@@ -1,0 +1,146 @@
+"""Ctrl-C at any moment of a public call leaves a library that works: the next call is right, and soon.
+
+Each call is interrupted at INTERRUPT_STEPS of its steps (0: at all of them), chosen by INTERRUPT_SEED.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import crossdevice as cd
+from crossdevice.execution.tracing import flight_recorder
+from crossdevice.strategies.running import rendezvous
+from interrupts.stepping import interrupted_at_each_step, may_meet_finalizers, number_of_steps
+
+pytestmark = may_meet_finalizers
+
+STEPS = int(os.environ.get("INTERRUPT_STEPS", "40"))
+SEED = int(os.environ.get("INTERRUPT_SEED", "1"))
+
+LARGE = 2 << 20
+"""Elements whose results come from the pool, and are combined by several threads."""
+
+SMALL_VALUES = [np.full(5, k, np.float32) for k in (1, 2)]
+LARGE_VALUES = [np.full(LARGE, k, np.float32) for k in (1, 2)]
+SLICES = [cd.IndexedSlices(np.ones((1, 2), np.float32), np.array([k]), (3, 2)) for k in (0, 0)]
+TREES = [{"a": np.ones(3), "b": [np.ones(LARGE, np.float32)]} for _ in range(2)]
+STRATEGY = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+OUTS = [np.empty(5, np.float32) for _ in range(2)]
+LARGE_OUTS = [np.empty(LARGE, np.float32) for _ in range(2)]
+STEPWISE = cd.CommunicationOptions(lowering="off")
+EXACT = cd.CommunicationOptions(precision="exact")
+with STRATEGY.scope():
+    VARIABLE = cd.Variable(np.zeros(3, np.float32), aggregation=cd.VariableAggregation.SUM)
+
+
+def in_replica() -> Any:
+    context = cd.get_replica_context()
+    total = context.all_reduce("sum", np.float32(context.replica_id_in_sync_group + 1))
+    VARIABLE.assign(np.full(3, total, np.float32))
+    return context.all_gather(np.ones(1, np.float32), axis=0) + total
+
+
+def in_scope() -> None:
+    with STRATEGY.scope():
+        assert cd.get_strategy() is STRATEGY
+        cd.Variable(1.0)
+
+
+def used_strategy() -> None:
+    with cd.MirroredStrategy(["cpu:0"]).scope():  # refused if another one were still entered
+        assert cd.in_cross_replica_context()
+    assert not cd.has_strategy()
+    assert [total.tolist() for total in STRATEGY.run(in_replica).values] == [[4.0, 4.0]] * 2
+
+
+def traced(path: str) -> None:
+    with cd.trace(path):
+        cd.reduce(SMALL_VALUES)
+
+
+class Row(NamedTuple):
+    name: str
+    call: Callable[[], Any]
+    check: Callable[[], Any]
+
+
+def sums_of(values: list[Any]) -> Callable[[], None]:
+    def check() -> None:
+        total = cd.reduce(values)
+        assert (total == 3).all()
+        assert all((copy == 3).all() for copy in cd.all_reduce(values))
+
+    return check
+
+
+def reduced_into_outs() -> None:
+    for out in OUTS:
+        out[:] = -1
+    cd.all_reduce(SMALL_VALUES, out=OUTS)
+    assert all((out == 3).all() for out in OUTS)
+
+
+def unchanged_afterwards() -> None:
+    """No thread of the interrupted call writes any more."""
+    for out in LARGE_OUTS:
+        out[:] = -1
+    cd.reduce(LARGE_VALUES)
+    assert all((out == -1).all() for out in LARGE_OUTS)
+
+
+small_sums, large_sums = sums_of(SMALL_VALUES), sums_of(LARGE_VALUES)
+
+ROWS = [
+    Row("reduce", lambda: cd.reduce(SMALL_VALUES), small_sums),
+    Row("exact", lambda: cd.reduce(SMALL_VALUES, options=EXACT), small_sums),
+    Row("reduce large", lambda: cd.reduce(LARGE_VALUES), large_sums),
+    Row("all_reduce large", lambda: cd.all_reduce(LARGE_VALUES), large_sums),
+    Row("all_reduce out=", lambda: cd.all_reduce(SMALL_VALUES, out=OUTS), reduced_into_outs),
+    Row("all_reduce large out=", lambda: cd.all_reduce(LARGE_VALUES, out=LARGE_OUTS), unchanged_afterwards),
+    Row("all_reduce trees", lambda: cd.all_reduce(TREES), large_sums),
+    Row("steps", lambda: cd.all_reduce(SMALL_VALUES, algorithm="ring", options=STEPWISE), small_sums),
+    Row("sparse", lambda: cd.all_reduce(SLICES), small_sums),
+    Row("gather", lambda: cd.gather(SMALL_VALUES, axis=0), small_sums),
+    Row("broadcast", lambda: cd.broadcast(SMALL_VALUES[0], ["cpu:0", "cpu:1"]), small_sums),
+    Row("scope", in_scope, used_strategy),
+    Row("run", lambda: STRATEGY.run(in_replica), used_strategy),
+    Row("release_memory", cd.release_memory, large_sums),
+]  # fmt: skip
+
+
+def chosen_steps(call: Callable[[], Any]) -> list[int]:
+    call()  # what happens once, such as imports, has happened
+    number = number_of_steps(call)
+    if not STEPS or number <= STEPS:
+        return list(range(number))
+    return sorted(random.Random(SEED).sample(range(number), STEPS))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(rendezvous, "DEADLINE_PATIENCE_SECONDS", 5.0)  # replicas here stop at once
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_next_call_works(row):
+    row.check()
+    for place in interrupted_at_each_step(row.call, chosen_steps(row.call)):
+        try:
+            row.check()
+        except BaseException as error:
+            raise AssertionError(f"after an interrupt at {place}") from error
+
+
+def test_a_trace_that_is_interrupted_ends(tmp_path):
+    def call() -> None:
+        traced(str(tmp_path / "trace.json"))
+
+    always = flight_recorder.events
+    for place in interrupted_at_each_step(call, chosen_steps(call)):
+        assert flight_recorder.events is always, place
