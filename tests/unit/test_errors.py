@@ -310,7 +310,7 @@ reduces(
     ShapeMismatchError,
     ValueError,
     cd.PerReplica([ones(3), ones(2), ones(2), ones(4), ones(2)]),
-    "replica 0 (cpu:0) has shape (3,); 3 replicas have (2,), 1 more differ",
+    "replica 0 (cpu:0) has shape (3,); replica 3 (cpu:3) has shape (4,); the other 3 have (2,)",
 )
 reduces(
     "the first as the odd one out",

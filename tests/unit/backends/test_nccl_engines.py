@@ -280,7 +280,7 @@ def test_doing_without_an_engine_is_in_the_log_once(caplog):
 def test_explain_names_the_engine_or_why_there_is_none(monkeypatch):
     arrays = torch.ones(4), torch.ones(4)
     places = {id(array): device for array, device in zip(arrays, GPUS, strict=False)}
-    monkeypatch.setattr("crossdevice.execution.reading.values.device_of", lambda array: places[id(array)])
+    monkeypatch.setattr("crossdevice.values.device.device_of", lambda array: places[id(array)])
     monkeypatch.setattr(TorchBackend, "check_device", lambda self, device: None)
     value = PerReplica.of(arrays, GPUS[:2])
     fast = CommunicationOptions(precision="fast")

@@ -12,7 +12,7 @@ from crossdevice.errors import OutError
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.overlaps import check_overlaps
 from crossdevice.execution.reading.values import Value
-from crossdevice.values.device import Device, device_of
+from crossdevice.values.device import Device, misplaced
 from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.nesting import flatten, unflatten
 
@@ -94,9 +94,9 @@ def _problem_of(array: Any, spec: LeafSpec, dtype: str, device: Device) -> str |
         return f"has shape {backend.shape_of(array)}; expected {spec.shape}"
     if backend.dtype_of(array) != dtype:
         return f"has dtype {backend.dtype_of(array)}; expected {dtype}"
-    own = device_of(array)
-    if (own is not None and own != device) or (own is None and not device.is_host):
-        return f"is on {own or 'the host'}"
+    elsewhere = misplaced(array, device)
+    if elsewhere is not None:
+        return f"is on {elsewhere}"
     if backend.memory_of(device) == HOST_MEMORY and backend.writable_view(array) is None:
         return "is read-only, not contiguous or not native; copy the result into it instead"
     return None

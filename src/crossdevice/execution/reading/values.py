@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,8 @@ from crossdevice.errors import (
 )
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.execution.signature_cache import SignatureCache
-from crossdevice.values.device import Device, device_of, host_device
+from crossdevice.values.device import Device, device_of, host_device, misplaced
+from crossdevice.values.disagreement import disagreement
 from crossdevice.values.distributed import DistributedValues
 from crossdevice.values.dtypes import check_reducible
 from crossdevice.values.indexed_slices import IndexedSlices
@@ -141,9 +141,9 @@ def one_backend(arrays: Sequence[Array], devices: Sequence[Device], path: str) -
     for replica, (array, device) in enumerate(zip(arrays, devices, strict=True)):
         where = f"replica {replica} ({device}){' at ' + path if path else ''}"
         backends[0].check_array(array, where)
-        own = device_of(array)
-        if (own is not None and own != device) or (own is None and not device.is_host):
-            raise DeviceMismatchError(f"{where} holds an array that is on {own or 'the host'}")
+        elsewhere = misplaced(array, device)
+        if elsewhere is not None:
+            raise DeviceMismatchError(f"{where} holds an array that is on {elsewhere}")
         backends[0].check_device(device)
     return backends[0]
 
@@ -169,22 +169,11 @@ def check_agreement(
     path: str,
 ) -> None:
     """Raises `error` unless all replicas that answer (not None) agree; the message names the odd ones out."""
-    given = [(replica, answer) for replica, answer in enumerate(answers) if answer is not None]
-    if all(answer == given[0][1] for _, answer in given):
-        return
-    (usual, num_usual), *_ = collections.Counter(answer for _, answer in given).most_common()
-    replica, odd = next((replica, answer) for replica, answer in given if answer != usual)
-    num_odd = len(given) - num_usual
-    at_path = f" at {path}" if path else ""
-    message = f"replica {replica} ({devices[replica]}) has {noun} {describe(odd)}{at_path}; "
-    if num_usual == 1:
-        other = next(replica for replica, answer in given if answer == usual)
-        message += f"replica {other} ({devices[other]}) has {describe(usual)}"
-    elif num_odd == 1:
-        message += f"the other {num_usual} have {describe(usual)}"
-    else:
-        message += f"{num_usual} replicas have {describe(usual)}, {num_odd - 1} more differ from them too"
-    raise error(message)
+    given = {replica: answer for replica, answer in enumerate(answers) if answer is not None}
+    if len(set(given.values())) > 1:
+        names = [f"replica {replica} ({device})" for replica, device in enumerate(devices)]
+        place = f" at {path}" if path else ""
+        raise error(disagreement(given, names, f"has {noun}", describe, place))
 
 
 def _is_leaf(node: Any) -> bool:
