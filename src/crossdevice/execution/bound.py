@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from crossdevice.backends.protocol import Array, Backend
-from crossdevice.errors import BoundError
+from crossdevice.errors import BoundError, ContextError
 from crossdevice.execution.local.batch import CheckedBatch
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.sparse import SparseReduction
@@ -31,14 +31,23 @@ class BoundReduction:
     def __init__(self, run: Callable[[], Any], check: Callable[[], None] | None = None) -> None:
         self._run, self._check = run, check
         self._turn = threading.Lock()
+        self._running: int | None = None
 
     def __call__(self) -> Any:
         """Runs the reduction: one result for one value, a list for pairs."""
         check_cross_replica("a bound reduction")
+        thread = threading.get_ident()
+        if self._running == thread:
+            # Only a signal's handler gets here: waiting for the call it interrupted would never end.
+            raise ContextError("a bound reduction was called while it runs in this very thread")
         with self._turn:
-            if self._check is not None:
-                self._check()
-            return self._run()
+            try:
+                self._running = thread
+                if self._check is not None:
+                    self._check()
+                return self._run()
+            finally:
+                self._running = None
 
     def with_results(self, convert: Callable[[Any], Any]) -> BoundReduction:
         """The same reduction, whose results are handed over in another form."""

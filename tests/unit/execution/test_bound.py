@@ -195,6 +195,23 @@ def test_threads_take_turns():
             assert bits(results) == expected
 
 
+def test_a_call_inside_itself_is_refused_and_the_next_one_works():
+    value = cd.PerReplica([np.float32([1]), np.float32([2])])
+    answers = []
+
+    def difference(arrays):
+        if not answers:
+            with pytest.raises(ContextError, match="while it runs in this very thread"):
+                answers.append(bound())
+            answers.append("refused")
+        return arrays[1] - arrays[0]
+
+    bound = cd.ReductionToOneDevice(accumulation_fn=difference).bind("sum", value, "cpu:0")
+    assert bound() == [1]
+    assert answers == ["refused"]
+    assert bound() == [1]
+
+
 class Product(cd.CrossDeviceOps):
     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
         return self.broadcast_implementation(np.prod(per_replica_value.values, axis=0), destinations)
