@@ -127,6 +127,7 @@ def test_broadcast_copies_the_parts_of_indexed_slices(row, backend):
             assert backend.keeps_apart([slices.values, slices.indices], [rows, indices])
 
 
+@pytest.mark.filterwarnings("ignore:a tensor that requires a gradient")
 def test_copies_of_parameters_are_detached():
     parameter = torch.nn.Parameter(torch.ones(2))
     for row in ALGORITHM_ROWS:

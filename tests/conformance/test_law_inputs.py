@@ -81,6 +81,7 @@ def test_numpy_arrays_of_any_layout_are_reduced(row, layout):
 
 @each_algorithm("inputs")
 @pytest.mark.parametrize("layout", TORCH_LAYOUTS)
+@pytest.mark.filterwarnings("ignore:a tensor that requires a gradient")
 def test_torch_tensors_of_any_layout_are_reduced(row, layout):
     values = [TORCH_LAYOUTS[layout](RAMP * factor) for factor in (1, -2, 5)]
     check_layout(row, values, lambda tensor: tensor.detach().resolve_neg().numpy())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -60,6 +61,12 @@ class TorchBackend(Backend):
                 f"{where} is a {array.layout} tensor on {array.device}; expected a dense one with data "
                 "(reductions also take torch.sparse_coo with one sparse axis, and crossdevice.IndexedSlices)"
             )
+        if _is_recorded(array):
+            warnings.warn(
+                "a tensor that requires a gradient was handed to crossdevice, whose results are not recorded "
+                "for automatic differentiation; if that is meant, detach() it or use torch.no_grad()",
+                stacklevel=2,
+            )
 
     def as_indexed_slices(self, array: torch.Tensor) -> IndexedSlices | None:
         """A `torch.sparse_coo` tensor of whole rows, such as an embedding's gradient; it returns as one."""
@@ -69,9 +76,9 @@ class TorchBackend(Backend):
         return _SparseRows(rows._values(), rows._indices()[0], rows.shape)
 
     def signature(self, array: Any) -> Hashable:
-        """Type, dtype, shape, device and layout, with strides where they are not those of the shape."""
+        """Type, dtype, shape, device, layout, strides if they are not those of the shape, and recording."""
         strides = None if array.is_contiguous() else array.stride()
-        return type(array), array.dtype, array.shape, array.device, array.layout, strides
+        return type(array), array.dtype, array.shape, array.device, array.layout, strides, _is_recorded(array)
 
     def axis_order(self, array: torch.Tensor) -> tuple[int, ...] | None:
         """By strides: `channels_last`, transposes, and other permutations of dense tensors."""
@@ -260,6 +267,11 @@ def _share(source: torch.Tensor, device: Device) -> Share:
     target = torch.empty_like(source)
     stream = torch.cuda.current_stream(source.device).cuda_stream
     return Share(source, target, device, stream, source.data_ptr(), target.data_ptr(), source.numel())
+
+
+def _is_recorded(array: torch.Tensor) -> bool:
+    """Whether PyTorch would record what is computed from a tensor; reductions would cut that silently."""
+    return array.requires_grad and torch.is_grad_enabled()
 
 
 def torch_device(device: Device) -> torch.device:

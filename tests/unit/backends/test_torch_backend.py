@@ -186,9 +186,20 @@ def test_gaps_and_repeats_are_not_an_order_of_axes():
 
 def test_a_tensor_that_was_reduced_can_still_be_resized():
     tensors = [torch.ones(4, requires_grad=k == 0) for k in range(2)]
-    for options in (cd.CommunicationOptions(), cd.CommunicationOptions(lowering="off")):
-        cd.reduce(tensors, options=options)
+    with torch.no_grad():
+        for options in (cd.CommunicationOptions(), cd.CommunicationOptions(lowering="off")):
+            cd.reduce(tensors, options=options)
     tensors[1].resize_(10)
+
+
+def test_gradients_are_not_cut_without_a_word():
+    weights = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    for call in (cd.all_reduce, cd.reduce, cd.gather, lambda tensors: cd.broadcast(tensors[0], "cpu:1")):
+        with pytest.warns(UserWarning, match="requires a gradient"):
+            call([weight * 2 for weight in weights])
+        with torch.no_grad():
+            call([weight * 2 for weight in weights])
+        call([(weight * 2).detach() for weight in weights])
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
