@@ -39,13 +39,13 @@ from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
 from crossdevice.strategies.running.replica_context import ReplicaContext
+from crossdevice.strategies.variables.variable import Variable
 from crossdevice.strategies.variables.variables import MirroredVariable, SyncOnReadVariable
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
-from crossdevice.values.variable import Variable
 
 __version__ = "0.2.0"
 

@@ -97,20 +97,25 @@ class Strategy(abc.ABC):
     def create_variable(
         self,
         initial_value: Any,
-        name: str = "Variable",
+        name: str | None = None,
         dtype: Any = None,
         trainable: bool | None = None,
-        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
-        aggregation: VariableAggregation = VariableAggregation.NONE,
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+        shape: Any = None,
     ) -> MirroredVariable | SyncOnReadVariable:
         """A variable with a copy on each device; it does not matter whether this is in the scope.
+
+        In a replica function all replicas make one variable together, of the first replica's value.
 
         Args:
             initial_value: an array or number, or a function that makes it, called once.
             synchronization: ON_READ gives a SyncOnReadVariable, anything else a MirroredVariable.
             trainable: None means yes, except ON_READ.
         """
-        return create_variable(self, initial_value, name, dtype, trainable, synchronization, aggregation)
+        return create_variable(
+            self, initial_value, name, dtype, trainable, synchronization, aggregation, shape
+        )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """What each replica of this process holds of a value; the value alone if it is not distributed."""

@@ -26,7 +26,7 @@ from crossdevice.values.nesting import NUMBERS
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
-from crossdevice.values.variable import Variable
+from crossdevice.values.variable import PlacedArray
 
 _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 """Operations that give x for any number of equal x."""
@@ -228,4 +228,4 @@ def _is_zero(value: Any) -> bool:
 
 
 def _array_of(leaf: Any) -> Any:
-    return leaf.value() if isinstance(leaf, Variable) else leaf
+    return leaf.value() if isinstance(leaf, PlacedArray) else leaf

@@ -81,7 +81,7 @@ def test_a_variable_that_is_synchronized_on_reading_is_reduced(strategy, extende
     assert float(extended.reduce_to("sum", counter, "cpu:0")) == 2
 
 
-@pytest.mark.parametrize("op", ["average", None, cd.VariableAggregation.SUM])
+@pytest.mark.parametrize("op", ["median", None, cd.VariableAggregation.SUM])
 def test_unknown_operations_are_refused(extended, op):
     with pytest.raises(ReduceOpError):
         extended.reduce_to(op, 1.0, "cpu:0")
@@ -118,7 +118,6 @@ def test_in_a_replica_everything_is_refused(strategy, extended):
         lambda: extended.broadcast_to(1.0, "cpu:0"),
         lambda: extended.update(variable, print),
         lambda: strategy.reduce("mean", 1.0, axis=0),
-        lambda: strategy.create_variable(1.0),
     ):
         with pytest.raises(RuntimeError, match="inside replica"):
             strategy.run(call)

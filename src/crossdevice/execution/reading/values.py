@@ -26,7 +26,7 @@ from crossdevice.values.dtypes import check_reducible
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import NUMBERS, first_leaf, flatten, is_number, is_number_list, leaf_paths
 from crossdevice.values.reduce_op import ReduceOp
-from crossdevice.values.variable import Variable
+from crossdevice.values.variable import PlacedArray
 
 
 class Leaf(NamedTuple):
@@ -189,7 +189,7 @@ def check_agreement(
 
 def _is_leaf(node: Any) -> bool:
     return (
-        isinstance(node, (IndexedSlices, Variable, DistributedValues, *NUMBERS))
+        isinstance(node, (IndexedSlices, PlacedArray, DistributedValues, *NUMBERS))
         or hasattr(node, "dtype")
         or is_number_list(node)
     )
@@ -204,13 +204,13 @@ def _read_leaf(column: Sequence[Any], devices: Sequence[Device], path: str, what
                 f"replica {replica} ({devices[replica]}) of the {what} holds a {type(item).__name__}; "
                 "distributed values do not nest"
             )
-        if isinstance(item, Variable):
+        if isinstance(item, PlacedArray):
             if item.device != devices[replica]:
                 at_path = f" at {path}" if path else ""
                 raise DeviceMismatchError(
                     f"replica {replica} ({devices[replica]}){at_path} holds a variable on {item.device}"
                 )
-            item = item.value()
+            item = item.operand()
         if is_number(item) or isinstance(item, (list, tuple)):
             numbers[replica] = item
             arrays.append(item)

@@ -15,7 +15,7 @@ from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DistributedValues, PerReplica
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import NUMBERS, first_leaf
-from crossdevice.values.variable import Variable
+from crossdevice.values.variable import PlacedArray
 
 
 def regroup(
@@ -63,7 +63,7 @@ def is_countable(leaf: Any) -> bool:
     """Whether a leaf is an array or a number, which every replica contributes for itself."""
     if isinstance(leaf, (IndexedSlices, *NUMBERS)):
         return True
-    return hasattr(leaf, "dtype") and not isinstance(leaf, (DistributedValues, Variable))
+    return hasattr(leaf, "dtype") and not isinstance(leaf, (DistributedValues, PlacedArray))
 
 
 def is_array(leaf: Any) -> bool:
@@ -105,7 +105,7 @@ def own_component(replica: int, tree: Any) -> Any:
 
     def own(leaf: Any) -> Any:
         if isinstance(leaf, DistributedVariable):
-            return leaf.current()
+            return leaf.operand()
         return leaf.values[replica] if isinstance(leaf, DistributedValues) else leaf
 
     return map_structure(own, tree) if distributed_leaves(tree) else tree
