@@ -16,7 +16,13 @@ from crossdevice.strategies.data.input import (
     ValueContext,
     batches_of,
 )
-from crossdevice.strategies.data.regrouping import distributed_leaves, map_structure, regroup, select_replica
+from crossdevice.strategies.data.regrouping import (
+    distributed_leaves,
+    in_our_classes,
+    map_structure,
+    regroup,
+    select_replica,
+)
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running.place import scope_of
 from crossdevice.strategies.variables.variables import MirroredVariable, SyncOnReadVariable, create_variable
@@ -80,6 +86,8 @@ class Strategy(abc.ABC):
         check_cross_replica("reduce")
         devices = self._extended.worker_devices
 
+        value = in_our_classes(value)
+
         def reduced(leaf: Any) -> Any:
             if not isinstance(leaf, DistributedValues):
                 leaf = PerReplica([leaf] * len(devices))
@@ -90,6 +98,7 @@ class Strategy(abc.ABC):
     def gather(self, value: Any, axis: int) -> Any:
         """Every replica's array end to end along `axis`, in which they may differ; on `cpu:0`."""
         check_cross_replica("gather")
+        value = in_our_classes(value)
         if not distributed_leaves(value):
             return value
         return self._extended.cross_device_ops.gather(value, host_device(0), axis)
@@ -119,6 +128,7 @@ class Strategy(abc.ABC):
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """What each replica of this process holds of a value; the value alone if it is not distributed."""
+        value = in_our_classes(value)
         if isinstance(value, DistributedValues):
             return value.values
         if not distributed_leaves(value):

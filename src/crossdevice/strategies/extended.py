@@ -14,7 +14,7 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import ConversionError, ReduceOpError
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.reading.destinations import read_destinations
-from crossdevice.strategies.data.regrouping import is_array, map_structure, regroup, spread
+from crossdevice.strategies.data.regrouping import in_our_classes, is_array, map_structure, regroup, spread
 from crossdevice.strategies.variables.distributed import (
     DistributedVariable,
     ReplicaVariable,
@@ -23,7 +23,7 @@ from crossdevice.strategies.variables.distributed import (
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.nesting import NUMBERS
-from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.options import CommunicationOptions, either
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
 from crossdevice.values.variable import PlacedArray
@@ -80,6 +80,8 @@ class StrategyExtended:
         value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Combines each distributed value of a structure and puts the result on `destinations`.
 
@@ -87,7 +89,7 @@ class StrategyExtended:
         minimum and maximum, and comes back as it is; its sum is refused, except for zeros.
         """
         check_cross_replica("reduce_to")
-        op = ReduceOp(reduce_op)
+        op, options, value = ReduceOp(reduce_op), either(options, experimental_hints), in_our_classes(value)
         if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
             return self._cross_device_ops.reduce(op, value, destinations, options)
         reduce = functools.partial(self._cross_device_ops.reduce, op, options=options)
@@ -100,9 +102,11 @@ class StrategyExtended:
         reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
         """The same for many (value, destinations) pairs, in one batch; no pairs give []."""
-        op = ReduceOp(reduce_op)
+        op, options = ReduceOp(reduce_op), either(options, experimental_hints)
         pairs = list(value_destination_pairs)
         for number, pair in enumerate(pairs):
             if not isinstance(pair, tuple) or len(pair) != 2:
@@ -185,7 +189,7 @@ class StrategyExtended:
         answers: list[tuple[list[Any], Any]] = []
         for value, destinations in pairs:
             read_destinations(destinations)
-            leaves, structure = optree.tree_flatten(value, none_is_leaf=True)
+            leaves, structure = optree.tree_flatten(in_our_classes(value), none_is_leaf=True)
             for position, leaf in enumerate(leaves):
                 if isinstance(leaf, DistributedValues) and not isinstance(leaf, Mirrored):
                     spots.append((leaves, position))

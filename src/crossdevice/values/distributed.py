@@ -120,6 +120,15 @@ class Mirrored(DelegatingValues):
         return self._values[current_replica() or 0]
 
 
+def as_distributed(value: Any) -> Any:
+    """Distributed values and variables of tf.distribute as ours; anything else as it is."""
+    kind = type(value)
+    if not kind.__module__.startswith("tensorflow.python.distribute.") or not hasattr(value, "values"):
+        return value
+    is_per_replica = any(base.__name__ == "PerReplica" for base in kind.__mro__)
+    return PerReplica(value.values) if is_per_replica else Mirrored(value.values)
+
+
 def components_of(value: Any) -> tuple[Any, ...]:
     """The components of a distributed value; any other value is its own only one.
 

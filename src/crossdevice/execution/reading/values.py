@@ -21,7 +21,7 @@ from crossdevice.errors import (
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.values.device import Device, device_of, host_device
-from crossdevice.values.distributed import DistributedValues
+from crossdevice.values.distributed import DistributedValues, as_distributed
 from crossdevice.values.dtypes import check_reducible
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import NUMBERS, first_leaf, flatten, is_number, is_number_list, leaf_paths
@@ -61,6 +61,7 @@ class Value(NamedTuple):
 
 def read_value(value: Any, what: str = "value") -> Value:
     """Reads a DistributedValues, or anything array-like as the only replica of one."""
+    value = as_distributed(value)
     if isinstance(value, DistributedValues):
         components, devices = value.values, value.devices
     else:
@@ -198,7 +199,7 @@ def _is_leaf(node: Any) -> bool:
 def _read_leaf(column: Sequence[Any], devices: Sequence[Device], path: str, what: str) -> Leaf:
     arrays: list[Any] = []
     numbers: dict[int, Any] = {}
-    for replica, item in enumerate(column):
+    for replica, item in enumerate(map(as_distributed, column)):
         if isinstance(item, DistributedValues):
             raise ConversionError(
                 f"replica {replica} ({devices[replica]}) of the {what} holds a {type(item).__name__}; "

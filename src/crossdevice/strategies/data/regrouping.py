@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from crossdevice.errors import StructureMismatchError
 from crossdevice.execution.reading.values import check_agreement
 from crossdevice.strategies.variables.distributed import DistributedVariable
 from crossdevice.values.device import Device, device_of, host_device
-from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.distributed import DistributedValues, PerReplica, as_distributed
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import NUMBERS, first_leaf
 from crossdevice.values.variable import PlacedArray
@@ -84,6 +85,11 @@ def distributed_leaves(tree: Any) -> list[DistributedValues]:
     return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, DistributedValues)]
 
 
+def in_our_classes(tree: Any) -> Any:
+    """A structure in which the distributed values of tf.distribute are ours."""
+    return map_structure(as_distributed, tree) if "tensorflow" in sys.modules else tree
+
+
 def map_structure(function: Callable[[Any], Any], tree: Any) -> Any:
     """The structure with every leaf replaced; None is a leaf."""
     return optree.tree_map(function, tree, none_is_leaf=True)
@@ -113,6 +119,7 @@ def own_component(replica: int, tree: Any) -> Any:
 
 def spread(tree: Any, devices: Sequence[Device]) -> list[Any]:
     """What each replica sees of a structure; each distributed value must have a component for each."""
+    tree = in_our_classes(tree)
     found = [leaf for leaf in distributed_leaves(tree) if not isinstance(leaf, DistributedVariable)]
     if not found:
         return [tree] * len(devices)

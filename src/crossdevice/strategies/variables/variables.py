@@ -108,10 +108,7 @@ class SyncOnReadVariable(DistributedVariable):
             case VariableAggregation.ONLY_FIRST_REPLICA:
                 return of_first_replica(arrays[0], self._strategy.extended.cross_device_ops)
             case VariableAggregation.NONE:
-                raise ReduceOpError(
-                    f"variable {self.name!r} has aggregation NONE, so its copies have no common value; "
-                    "read it in a replica function, or take one of its .values"
-                )
+                raise self._no_common_value()
             case _ as never:
                 assert_never(never)
 
@@ -120,6 +117,8 @@ class SyncOnReadVariable(DistributedVariable):
         context = self._context()
         if context is not None:
             return self._write_own(context, write, value)
+        if self.aggregation is VariableAggregation.NONE:
+            raise self._no_common_value()
         if self.aggregation is VariableAggregation.SUM:
             if method != "assign":
                 raise ReduceOpError(
@@ -129,7 +128,14 @@ class SyncOnReadVariable(DistributedVariable):
             # Copies that add up to the value, as near as their dtype allows.
             dtype = self._backend.dtype_of(value)
             value = self._backend.cast(value / self._strategy.num_replicas_in_sync, dtype)
-        return self._written(write, self._strategy.extended.cross_device_ops.broadcast(value, self))
+        self._written(write, self._strategy.extended.cross_device_ops.broadcast(value, self))
+        return self.value()
+
+    def _no_common_value(self) -> ReduceOpError:
+        return ReduceOpError(
+            f"variable {self.name!r} has aggregation NONE, so its copies have no common value; "
+            "use it in a replica function, or use its .values one by one"
+        )
 
 
 def create_variable(
