@@ -30,14 +30,17 @@ from crossdevice.process_groups.cluster import Cluster, cluster_from_env
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.current import (
+    experimental_set_strategy,
     get_replica_context,
     get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
+from crossdevice.strategies.data.input import InputContext, ValueContext
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
+from crossdevice.strategies.one_device import OneDeviceStrategy
 from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.strategies.variables.variable import Variable
 from crossdevice.strategies.variables.variables import MirroredVariable, SyncOnReadVariable
@@ -63,11 +66,13 @@ __all__ = [
     "HalvingDoublingAllReduce",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
+    "InputContext",
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
+    "OneDeviceStrategy",
     "PerReplica",
     "ProcessGroup",
     "ReduceOp",
@@ -79,6 +84,7 @@ __all__ = [
     "SyncOnReadVariable",
     "Topology",
     "TreeAllReduce",
+    "ValueContext",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
@@ -87,6 +93,7 @@ __all__ = [
     "broadcast",
     "choose_algorithm",
     "cluster_from_env",
+    "experimental_set_strategy",
     "flight_record",
     "gather",
     "get_replica_context",

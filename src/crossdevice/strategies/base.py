@@ -50,6 +50,12 @@ class Strategy(abc.ABC):
 
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
+        extended.belongs_to(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As it was, with extended calls that are its own."""
+        self.__dict__.update(state)
+        self._extended.belongs_to(self)
 
     @abc.abstractmethod
     def run(
@@ -161,6 +167,12 @@ class Strategy(abc.ABC):
         """
         context = InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
         return DealtDataset(batches_of(dataset_fn(context), None), self._seats)
+
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: Any = None
+    ) -> Iterable[Any]:
+        """The older name of `distribute_datasets_from_function`."""
+        return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """A PerReplica (or a structure of them) of what `value_fn(ValueContext)` returns for each replica."""
