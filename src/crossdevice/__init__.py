@@ -32,22 +32,25 @@ from crossdevice.process_groups.cluster import Cluster, cluster_from_env
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.current import (
+    experimental_set_strategy,
     get_replica_context,
     get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
+from crossdevice.strategies.data.input import InputContext, ValueContext
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
+from crossdevice.strategies.one_device import OneDeviceStrategy
 from crossdevice.strategies.running.replica_context import ReplicaContext
+from crossdevice.strategies.variables.variable import Variable
 from crossdevice.strategies.variables.variables import MirroredVariable, SyncOnReadVariable
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
-from crossdevice.values.variable import Variable
 
 __version__ = "0.2.0"
 
@@ -65,11 +68,13 @@ __all__ = [
     "HalvingDoublingAllReduce",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
+    "InputContext",
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
+    "OneDeviceStrategy",
     "PerReplica",
     "ProcessGroup",
     "ReduceOp",
@@ -81,6 +86,7 @@ __all__ = [
     "SyncOnReadVariable",
     "Topology",
     "TreeAllReduce",
+    "ValueContext",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
@@ -89,6 +95,7 @@ __all__ = [
     "broadcast",
     "choose_algorithm",
     "cluster_from_env",
+    "experimental_set_strategy",
     "flight_record",
     "gather",
     "get_replica_context",

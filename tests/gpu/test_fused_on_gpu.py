@@ -53,7 +53,7 @@ def fused_text(ops, value, options):
     return "one fused pass adds" in ops.explain(value, value, options)
 
 
-@pytest.mark.parametrize("dtype", ITEM_BYTES)
+@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES.keys() - {"bool"}))
 @pytest.mark.parametrize("precision", ["fast", "accurate", "exact"])
 @pytest.mark.parametrize("lowering", ["auto", "off"])
 def test_every_dtype_has_the_bits_of_the_host(dtype, precision, lowering):

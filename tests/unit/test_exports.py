@@ -16,6 +16,10 @@ PROMISED = (
     "Cluster",
     "cluster_from_env",
     "choose_algorithm",
+    "OneDeviceStrategy",
+    "InputContext",
+    "ValueContext",
+    "experimental_set_strategy",
 )
 
 

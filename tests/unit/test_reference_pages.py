@@ -246,3 +246,44 @@ def test_packing_goes_by_number_then_by_small_values_then_not_at_all():
     assert packs(4, 64, 10) == 4
     assert packs(0, 64, 10) == 2
     assert packs(0, 0, 10) == packs(0, 64, 0) == 3
+
+
+def test_hooks_called_directly_convert_the_operation_and_do_without_options():
+    value = cd.PerReplica([np.float32([1]), np.float32([3])])
+    for row in ALGORITHM_ROWS:
+        if row.name == "users_own":
+            continue
+        ops = row.make()
+        for op in ("mean", cd.ReduceOp.MEAN):
+            assert ops.reduce_implementation(op, value, "cpu:0", None).tolist() == [2]
+            assert ops.batch_reduce_implementation(op, [(value, "cpu:0")], None)[0].tolist() == [2]
+        for pairs in (None, 3, [value], [(value,)]):
+            with pytest.raises(ValueError, match="expected an iterable of"):
+                ops.batch_reduce_implementation("sum", pairs, None)
+        with pytest.raises(ValueError, match="not a reduce operation"):
+            ops.reduce_implementation("median", value, "cpu:0", None)
+
+
+def test_an_accumulation_function_stands_for_no_operation_but_the_sum_and_the_mean():
+    ops, value = cd.ReductionToOneDevice(accumulation_fn=sum), cd.PerReplica([np.float32([1])] * 2)
+    for op in ("min", "max", "prod"):
+        for call in (
+            lambda op=op: ops.reduce(op, value, "cpu:0"),
+            lambda op=op: ops.batch_reduce(op, [(value, "cpu:0")]),
+            lambda op=op: ops.bind(op, value, "cpu:0"),
+        ):
+            with pytest.raises(ValueError, match="with an accumulation_fn"):
+                call()
+
+
+def test_the_example_of_the_page_on_hints_runs():
+    hints = legacy.CollectiveHints(bytes_per_pack=50 * 1024 * 1024)
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    variable = strategy.create_variable([1.0])
+
+    def step(gradient):
+        total = cd.get_replica_context().all_reduce("sum", [gradient], experimental_hints=hints)[0]
+        variable.assign_sub(total)
+
+    strategy.run(step, args=(cd.PerReplica([np.float32([1]), np.float32([3])]),))
+    assert variable.numpy().tolist() == [-3]

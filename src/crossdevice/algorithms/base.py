@@ -8,7 +8,7 @@ from typing import Any
 
 from crossdevice.costs.rounds import Round
 from crossdevice.costs.topology import Topology
-from crossdevice.errors import ConversionError
+from crossdevice.errors import ConversionError, ReduceOpError
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.explaining import explained
 from crossdevice.execution.known_calls import KnownCalls
@@ -24,8 +24,8 @@ from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import DistributedValues, PerReplica
-from crossdevice.values.options import CommunicationOptions, as_options
+from crossdevice.values.distributed import DistributedValues, PerReplica, as_distributed
+from crossdevice.values.options import CommunicationOptions, as_options, either
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
 
@@ -101,7 +101,7 @@ class CrossDeviceOps:
             A bare array for one destination device, a Mirrored for several.
         """
         check_cross_replica("reduce")
-        chosen = experimental_hints if options is None else options
+        chosen = either(options, experimental_hints)
         pairs = [(per_replica_value, destinations)]
         found = self._known_calls.find(reduce_op, pairs, chosen)
         if found.call is not None:
@@ -120,7 +120,7 @@ class CrossDeviceOps:
         """Reduces many values at once: they share packs and passes. `out` has an entry for each pair."""
         check_cross_replica("batch_reduce")
         pairs = checked_pairs(value_destination_pairs)
-        chosen = experimental_hints if options is None else options
+        chosen = either(options, experimental_hints)
         outs = checked_outs(out, len(pairs))
         found = self._known_calls.find(reduce_op, pairs, chosen)
         if found.call is not None:
@@ -155,7 +155,7 @@ class CrossDeviceOps:
         is_batch = destinations is None
         pairs = checked_pairs(value) if is_batch else [(value, destinations)]
         outs = checked_outs(out, len(pairs)) if is_batch else [out]
-        op, chosen = ReduceOp(reduce_op), self._chosen_options(options)
+        op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         requests, rebuilt = read_requests(pairs, outs)
         batch = CheckedBatch(requests, op, chosen)
         if self._can_be_known:
@@ -180,6 +180,7 @@ class CrossDeviceOps:
         check_cross_replica("broadcast")
         devices = read_destinations(destinations)
         shares = self._chosen_options(options).share_results
+        tensor = as_distributed(tensor)
         if isinstance(tensor, PerReplica):
             raise ConversionError(
                 "broadcast takes one value; a PerReplica has a different one for each replica"
@@ -211,7 +212,7 @@ class CrossDeviceOps:
         reduce_op: ReduceOp | str = ReduceOp.SUM,
     ) -> str:
         """What `reduce` would do with this value, as text; nothing is computed."""
-        op, chosen = ReduceOp(reduce_op), self._chosen_options(options)
+        op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         requests, _ = read_requests([(per_replica_value, destinations)], [None])
         return "\n\n".join(self._explain(request, op, chosen) for request in requests)
 
@@ -224,9 +225,10 @@ class CrossDeviceOps:
         destinations: Any,
         options: CommunicationOptions,
     ) -> Any:
-        """Reduces one value; may be overridden. Arguments are checked and `options` is never None."""
+        """Reduces one value; may be overridden. Public calls check arguments; `options` may be None."""
         request = Request(read_value(per_replica_value), read_destinations(destinations))
-        return CheckedBatch([request], reduce_op, options).run(self._planner)[0]
+        op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
+        return CheckedBatch([request], op, chosen).run(self._planner)[0]
 
     def batch_reduce_implementation(
         self,
@@ -235,22 +237,32 @@ class CrossDeviceOps:
         options: CommunicationOptions,
     ) -> list[Any]:
         """Reduces many values; may be overridden. One by one if only `reduce_implementation` is."""
+        op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
+        value_destination_pairs = checked_pairs(value_destination_pairs)
         if self._overrides("reduce_implementation"):
             return [
-                self.reduce_implementation(reduce_op, value, destinations, options)
+                self.reduce_implementation(op, value, destinations, chosen)
                 for value, destinations in value_destination_pairs
             ]
         requests = [
             Request(read_value(value), read_destinations(destinations))
             for value, destinations in value_destination_pairs
         ]
-        return CheckedBatch(requests, reduce_op, options).run(self._planner)
+        return CheckedBatch(requests, op, chosen).run(self._planner)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies one value to each destination device; may be overridden."""
         return copied_to(tensor, read_destinations(destinations))
 
     # ---------------------------------------------------------------- inside one process, unless overridden
+
+    def _checked_op(self, reduce_op: ReduceOp | str) -> ReduceOp:
+        op = ReduceOp(reduce_op)
+        if self.accumulation_fn is not None and op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise ReduceOpError(
+                f"{op.name} with an accumulation_fn, which takes the place of the sum in SUM and MEAN"
+            )
+        return op
 
     def _chosen_options(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """The options that count when a call is given these; None stands for none."""
@@ -267,7 +279,7 @@ class CrossDeviceOps:
         is_batch: bool,
     ) -> list[Any]:
         """A call that is not known: read, checked, run, and kept under `key` unless that is None."""
-        op, chosen = ReduceOp(reduce_op), self._chosen_options(options)
+        op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         requests, rebuilt = read_requests(pairs, outs)
         batch = CheckedBatch(requests, op, chosen, in_any_order=self._can_be_known)
         if self._overrides_hooks:

@@ -27,6 +27,10 @@ _NAMESPACE = types.SimpleNamespace(
     zeros_like=tf.zeros_like,
     isfinite=tf.math.is_finite,
     where=tf.where,
+    sum=tf.reduce_sum,
+    min=tf.reduce_min,
+    max=tf.reduce_max,
+    prod=tf.reduce_prod,
 )
 
 

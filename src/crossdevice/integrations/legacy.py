@@ -1,4 +1,4 @@
-"""The names of TensorFlow 1.9 to 1.13 and 2.2: CrossTowerOps, PerDevice, CollectiveHints.
+"""The names of TensorFlow 1.9 to 1.12 and 2.2: CrossTowerOps, PerDevice, CollectiveHints.
 
 They translate and then call today's algorithms. Differences kept from that time: the operation is a
 `VariableAggregation`, results are always Mirrored, and destinations may be a list of device strings
@@ -14,7 +14,8 @@ from typing import Any
 from crossdevice.algorithms.all_reduce_cross_device_ops import AllReduceCrossDeviceOps
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
-from crossdevice.errors import ConversionError
+from crossdevice.errors import ConversionError, OptionError
+from crossdevice.strategies import mirrored as strategies
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica
 from crossdevice.values.nesting import first_leaf
@@ -50,6 +51,11 @@ class CrossTowerOps:
     """The base class of TensorFlow 1.12; subclasses say which of today's algorithms they are."""
 
     _ops: CrossDeviceOps = CrossDeviceOps()
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """Today's algorithm; `MirroredStrategy` takes it from here."""
+        return self._ops
 
     def reduce(
         self, aggregation: VariableAggregation | str, per_device_value: Any, destinations: Any
@@ -112,6 +118,26 @@ class AllReduceCrossTowerOps(CrossTowerOps):
         self._ops = AllReduceCrossDeviceOps(
             all_reduce_alg, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group
         )
+
+
+def MirroredStrategy(  # noqa: N802 - TensorFlow's name
+    devices: Sequence[Device | str] | None = None,
+    num_gpus: int | None = None,
+    cross_tower_ops: CrossTowerOps | CrossDeviceOps | None = None,
+    **arguments: Any,
+) -> strategies.MirroredStrategy:
+    """Today's MirroredStrategy by the arguments of TensorFlow 1.12: `num_gpus` are the first so many.
+
+    >>> MirroredStrategy(["/cpu:0", "/cpu:1"], cross_tower_ops=ReductionToOneDeviceCrossTowerOps())
+    MirroredStrategy(['cpu:0', 'cpu:1'])
+    """
+    if num_gpus is not None:
+        if devices is not None:
+            raise OptionError("devices and num_gpus were both given; give one of them")
+        devices = [Device("cuda", index) for index in range(num_gpus)]
+    if cross_tower_ops is not None:
+        arguments["cross_device_ops"] = cross_tower_ops
+    return strategies.MirroredStrategy(devices, **arguments)
 
 
 def _operation(aggregation: VariableAggregation | str) -> ReduceOp:

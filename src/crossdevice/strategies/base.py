@@ -16,7 +16,13 @@ from crossdevice.strategies.data.input import (
     ValueContext,
     batches_of,
 )
-from crossdevice.strategies.data.regrouping import distributed_leaves, map_structure, regroup, select_replica
+from crossdevice.strategies.data.regrouping import (
+    distributed_leaves,
+    in_our_classes,
+    map_structure,
+    regroup,
+    select_replica,
+)
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running.place import scope_of
 from crossdevice.strategies.variables.variables import MirroredVariable, SyncOnReadVariable, create_variable
@@ -44,6 +50,12 @@ class Strategy(abc.ABC):
 
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
+        extended.belongs_to(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As it was, with extended calls that are its own."""
+        self.__dict__.update(state)
+        self._extended.belongs_to(self)
 
     @abc.abstractmethod
     def run(
@@ -80,6 +92,8 @@ class Strategy(abc.ABC):
         check_cross_replica("reduce")
         devices = self._extended.worker_devices
 
+        value = in_our_classes(value)
+
         def reduced(leaf: Any) -> Any:
             if not isinstance(leaf, DistributedValues):
                 leaf = PerReplica([leaf] * len(devices))
@@ -90,6 +104,7 @@ class Strategy(abc.ABC):
     def gather(self, value: Any, axis: int) -> Any:
         """Every replica's array end to end along `axis`, in which they may differ; on `cpu:0`."""
         check_cross_replica("gather")
+        value = in_our_classes(value)
         if not distributed_leaves(value):
             return value
         return self._extended.cross_device_ops.gather(value, host_device(0), axis)
@@ -97,23 +112,29 @@ class Strategy(abc.ABC):
     def create_variable(
         self,
         initial_value: Any,
-        name: str = "Variable",
+        name: str | None = None,
         dtype: Any = None,
         trainable: bool | None = None,
-        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
-        aggregation: VariableAggregation = VariableAggregation.NONE,
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+        shape: Any = None,
     ) -> MirroredVariable | SyncOnReadVariable:
         """A variable with a copy on each device; it does not matter whether this is in the scope.
+
+        In a replica function all replicas make one variable together, of the first replica's value.
 
         Args:
             initial_value: an array or number, or a function that makes it, called once.
             synchronization: ON_READ gives a SyncOnReadVariable, anything else a MirroredVariable.
             trainable: None means yes, except ON_READ.
         """
-        return create_variable(self, initial_value, name, dtype, trainable, synchronization, aggregation)
+        return create_variable(
+            self, initial_value, name, dtype, trainable, synchronization, aggregation, shape
+        )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """What each replica of this process holds of a value; the value alone if it is not distributed."""
+        value = in_our_classes(value)
         if isinstance(value, DistributedValues):
             return value.values
         if not distributed_leaves(value):
@@ -146,6 +167,12 @@ class Strategy(abc.ABC):
         """
         context = InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
         return DealtDataset(batches_of(dataset_fn(context), None), self._seats)
+
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: Any = None
+    ) -> Iterable[Any]:
+        """The older name of `distribute_datasets_from_function`."""
+        return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """A PerReplica (or a structure of them) of what `value_fn(ValueContext)` returns for each replica."""

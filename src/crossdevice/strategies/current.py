@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextvars
+
+from crossdevice.errors import ContextError
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.default_strategy import DEFAULT_CONTEXT, DEFAULT_STRATEGY
 from crossdevice.strategies.running.place import current_context, current_strategy
 from crossdevice.strategies.running.replica_context import ReplicaContext
+from crossdevice.values.replica_scope import RUNNING_CODE, RunningCode
 
 
 def get_strategy() -> Strategy:
@@ -16,6 +20,28 @@ def get_strategy() -> Strategy:
 def has_strategy() -> bool:
     """Whether a strategy was entered, by its `scope` or its `run`."""
     return current_strategy() not in (None, DEFAULT_STRATEGY)
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Makes a strategy the current one without a `with` block, until it is called again; None: no strategy.
+
+    >>> from crossdevice.strategies.one_device import OneDeviceStrategy
+    >>> experimental_set_strategy(OneDeviceStrategy("cpu:0"))
+    >>> get_strategy()
+    OneDeviceStrategy('cpu:0')
+    >>> experimental_set_strategy(None)
+    """
+    code = RUNNING_CODE.get()
+    if code.strategy is not None and code is not _set_code.get():
+        raise ContextError(f"experimental_set_strategy was called inside the scope of {code.strategy}")
+    chosen = RunningCode(strategy)
+    RUNNING_CODE.set(chosen)
+    _set_code.set(chosen)
+
+
+_set_code: contextvars.ContextVar[RunningCode | None] = contextvars.ContextVar(
+    "crossdevice_set", default=None
+)
 
 
 def get_replica_context() -> ReplicaContext | None:

@@ -12,7 +12,7 @@ from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running.place import outside_of_replicas
 from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.values.device import host_device
-from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.options import CommunicationOptions, as_options, either
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -24,20 +24,24 @@ class DefaultExtended(StrategyExtended):
         reduce_op: ReduceOp | str,
         value: Any,
         destinations: Any,  # noqa: ARG002
-        options: CommunicationOptions | None = None,  # noqa: ARG002
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """The value, untouched."""
-        ReduceOp(reduce_op)
+        ReduceOp(reduce_op), as_options(either(options, experimental_hints))
         return value
 
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
-        options: CommunicationOptions | None = None,  # noqa: ARG002
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
         """The values, untouched."""
-        ReduceOp(reduce_op)
+        ReduceOp(reduce_op), as_options(either(options, experimental_hints))
         return [value for value, _ in value_destination_pairs]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -93,10 +97,12 @@ class LoneReplicaContext(ReplicaContext):
         self,
         reduce_op: ReduceOp | str,
         value: Any,
-        options: CommunicationOptions | None = None,  # noqa: ARG002
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """The value, untouched."""
-        ReduceOp(reduce_op)
+        ReduceOp(reduce_op), as_options(either(options, experimental_hints))
         return value
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:  # noqa: ARG002

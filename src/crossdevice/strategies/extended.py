@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import optree
 
 from crossdevice.algorithms.base import CrossDeviceOps
-from crossdevice.errors import ConversionError, ReduceOpError
+from crossdevice.errors import ContextError, ConversionError, ReduceOpError
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.reading.destinations import read_destinations
-from crossdevice.strategies.data.regrouping import is_array, map_structure, regroup, spread
+from crossdevice.strategies.data.regrouping import in_our_classes, is_array, map_structure, regroup, spread
 from crossdevice.strategies.variables.distributed import (
     DistributedVariable,
     ReplicaVariable,
@@ -23,10 +25,13 @@ from crossdevice.strategies.variables.distributed import (
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.nesting import NUMBERS
-from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.options import CommunicationOptions, either
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
-from crossdevice.values.variable import Variable
+from crossdevice.values.variable import PlacedArray
+
+if TYPE_CHECKING:
+    from crossdevice.strategies.base import Strategy
 
 _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 """Operations that give x for any number of equal x."""
@@ -53,6 +58,7 @@ class StrategyExtended:
         self._devices = devices
         self._cross_device_ops = cross_device_ops
         self._num_replicas = len(devices) if num_replicas is None else num_replicas
+        self._owner: weakref.ref[Strategy] | None = None
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
@@ -80,6 +86,8 @@ class StrategyExtended:
         value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Combines each distributed value of a structure and puts the result on `destinations`.
 
@@ -87,7 +95,7 @@ class StrategyExtended:
         minimum and maximum, and comes back as it is; its sum is refused, except for zeros.
         """
         check_cross_replica("reduce_to")
-        op = ReduceOp(reduce_op)
+        op, options, value = ReduceOp(reduce_op), either(options, experimental_hints), in_our_classes(value)
         if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
             return self._cross_device_ops.reduce(op, value, destinations, options)
         reduce = functools.partial(self._cross_device_ops.reduce, op, options=options)
@@ -100,9 +108,11 @@ class StrategyExtended:
         reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
         """The same for many (value, destinations) pairs, in one batch; no pairs give []."""
-        op = ReduceOp(reduce_op)
+        op, options = ReduceOp(reduce_op), either(options, experimental_hints)
         pairs = list(value_destination_pairs)
         for number, pair in enumerate(pairs):
             if not isinstance(pair, tuple) or len(pair) != 2:
@@ -158,16 +168,56 @@ class StrategyExtended:
             fn(copy, *own_args, **own_kwargs)
             for copy, (own_args, own_kwargs) in zip(var.values, spread(arguments, var.devices), strict=True)
         ]
-        if len(results) == 1:
-            return results[0]
-        if not group:
-            return tuple(results)
-        arrays = [map_structure(_array_of, result) for result in results]
-        if all(result is results[0] for result in results):
-            return results[0]
-        if all(is_array(leaf) for result in arrays for leaf in optree.tree_leaves(result)):
-            return regroup(arrays, var.devices, wrap=Mirrored)
-        return None
+        return _grouped(results, var.devices, group)
+
+    def update_non_slot(
+        self,
+        colocate_with: Sequence[Device | str],
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls `fn(...)` for each of the devices that `non_slot_devices` returned."""
+        check_cross_replica("update_non_slot")
+        devices = tuple(map(Device.parse, colocate_with))
+        spread_out = spread((tuple(args), dict(kwargs or {})), devices)
+        return _grouped([fn(*own_args, **own_kwargs) for own_args, own_kwargs in spread_out], devices, group)
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[Device, ...]:  # noqa: ARG002
+        """Where an optimizer keeps what belongs to no variable: on every device."""
+        return self._devices
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Whether a variable is one of this strategy."""
+        return isinstance(v, DistributedVariable) and v.distribute_strategy.extended is self
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """In the block variables are made where this one is: on every device, as all of the strategy are."""
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise ConversionError(
+                f"colocate_vars_with takes a variable of this strategy, got a "
+                f"{type(colocate_with_variable).__name__}; make one with strategy.create_variable"
+            )
+        yield
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The older name of `strategy.run`."""
+        strategy = None if self._owner is None else self._owner()
+        if strategy is None:
+            raise ContextError("call_for_each_replica needs the strategy of this object, which is gone")
+        return strategy.run(fn, args, kwargs)
+
+    def belongs_to(self, strategy: Strategy) -> None:
+        """Remembers the strategy this is of, without keeping it alive."""
+        self._owner = weakref.ref(strategy)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the strategy, which says again what belongs to it."""
+        return {**self.__dict__, "_owner": None}
 
     def value_container(self, value: Any) -> Any:
         """The distributed variable that a copy belongs to; anything else is its own container."""
@@ -185,7 +235,7 @@ class StrategyExtended:
         answers: list[tuple[list[Any], Any]] = []
         for value, destinations in pairs:
             read_destinations(destinations)
-            leaves, structure = optree.tree_flatten(value, none_is_leaf=True)
+            leaves, structure = optree.tree_flatten(in_our_classes(value), none_is_leaf=True)
             for position, leaf in enumerate(leaves):
                 if isinstance(leaf, DistributedValues) and not isinstance(leaf, Mirrored):
                     spots.append((leaves, position))
@@ -221,6 +271,19 @@ class StrategyExtended:
         return self._cross_device_ops.broadcast(value, destinations)
 
 
+def _grouped(results: list[Any], devices: tuple[Device, ...], group: bool) -> Any:
+    if len(results) == 1:
+        return results[0]
+    if not group:
+        return tuple(results)
+    arrays = [map_structure(_array_of, result) for result in results]
+    if all(result is results[0] for result in results):
+        return results[0]
+    if all(is_array(leaf) for result in arrays for leaf in optree.tree_leaves(result)):
+        return regroup(arrays, devices, wrap=Mirrored)
+    return None
+
+
 def _is_zero(value: Any) -> bool:
     if isinstance(value, NUMBERS):
         return value == 0
@@ -228,4 +291,4 @@ def _is_zero(value: Any) -> bool:
 
 
 def _array_of(leaf: Any) -> Any:
-    return leaf.value() if isinstance(leaf, Variable) else leaf
+    return leaf.value() if isinstance(leaf, PlacedArray) else leaf

@@ -60,6 +60,8 @@ class MirroredStrategy(Strategy):
         *,
         own_random_streams: bool = False,
     ) -> None:
+        # The older tower objects hold one of today's.
+        cross_device_ops = getattr(cross_device_ops, "cross_device_ops", cross_device_ops)
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             raise OptionError(
                 f"cross_device_ops must be a CrossDeviceOps or None, got {type(cross_device_ops).__name__}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from crossdevice.errors import ConversionError, DeviceMismatchError, StructureMismatchError
+from crossdevice.values.delegation import DelegatesToArray, as_array
 from crossdevice.values.device import Device, device_of, host_device, misplaced
 from crossdevice.values.nesting import first_leaf
 from crossdevice.values.replica_scope import current_replica
@@ -94,28 +94,13 @@ class PerReplica(DistributedValues):
                 "a PerReplica is not one array outside of a replica function; reduce or gather it, "
                 "or take one of its .values"
             )
-        return _as_array(self._values[replica], dtype, copy)
+        return as_array(self._values[replica], dtype, copy)
 
 
-class DelegatingValues(DistributedValues):
+class DelegatingValues(DelegatesToArray, DistributedValues):
     """Distributed values that compute as one of their components does; subclasses say which, by `current`."""
 
     __slots__ = ()
-
-    def current(self) -> Any:
-        """The component that stands for all of them here and now."""
-        raise NotImplementedError
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and pickling look for these on half-made objects
-            raise AttributeError(name)
-        return getattr(self.current(), name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.current()[key]
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        return _as_array(self.current(), dtype, copy)
 
 
 class Mirrored(DelegatingValues):
@@ -135,6 +120,15 @@ class Mirrored(DelegatingValues):
         return self._values[current_replica() or 0]
 
 
+def as_distributed(value: Any) -> Any:
+    """Distributed values and variables of tf.distribute as ours; anything else as it is."""
+    kind = type(value)
+    if not kind.__module__.startswith("tensorflow.python.distribute.") or not hasattr(value, "values"):
+        return value
+    is_per_replica = any(base.__name__ == "PerReplica" for base in kind.__mro__)
+    return PerReplica(value.values) if is_per_replica else Mirrored(value.values)
+
+
 def components_of(value: Any) -> tuple[Any, ...]:
     """The components of a distributed value; any other value is its own only one.
 
@@ -142,29 +136,3 @@ def components_of(value: Any) -> tuple[Any, ...]:
     ((1.0, 2.0), (3.0,))
     """
     return value.values if isinstance(value, DistributedValues) else (value,)
-
-
-def _as_array(component: Any, dtype: Any, copy: Any) -> Any:
-    array = component.__array__() if dtype is None else component.__array__(dtype)
-    return array.copy() if copy else array  # not every library's __array__ knows `copy`
-
-
-def _component_of(value: Any) -> Any:
-    return value.current() if isinstance(value, DelegatingValues) else value
-
-
-def _forward(operation: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *others: operation(_component_of(self), *map(_component_of, others))
-
-
-def _reflected(operation: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, other: operation(_component_of(other), _component_of(self))
-
-
-_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")
-_OTHERS = ("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")
-for _name in (*_BINARY, *_OTHERS):
-    _word = _name.rstrip("_")
-    setattr(DelegatingValues, f"__{_word}__", _forward(getattr(operator, _name)))
-    if _name in _BINARY:
-        setattr(DelegatingValues, f"__r{_word}__", _reflected(getattr(operator, _name)))

@@ -7,6 +7,7 @@
 | complex64, complex128 | as their parts | itself |
 | integers of 8 and 16 bits | itself (sums wrap) | float32 |
 | integers of 32 and 64 bits | itself (sums wrap) | float64 |
+| bool | not at all: only MIN and MAX | |
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ ITEM_BYTES = {
     "uint16": 2,
     "uint32": 4,
     "uint64": 8,
+    "bool": 1,
 }
 
 _MEAN_OF_INTEGER = {
@@ -53,10 +55,14 @@ def result_dtype(dtype: str, op: ReduceOp) -> str:
 
 
 def check_reducible(dtype: str, op: ReduceOp, where: str) -> None:
-    """Refuses dtypes that cannot be added, and an order (MIN, MAX) on complex numbers."""
-    if dtype not in ITEM_BYTES:
+    """Refuses dtypes that cannot be added, and an order (MIN, MAX) on complex numbers.
+
+    Booleans have no sum; their MIN is whether all are true, their MAX whether any is.
+    """
+    if dtype not in ITEM_BYTES or (dtype == "bool" and op not in (ReduceOp.MIN, ReduceOp.MAX)):
+        known = ", ".join((*FLOATS, *COMPLEXES, *INTEGERS))
         raise DtypeError(
-            f"{where} has dtype {dtype}, which cannot be reduced; expected one of {', '.join(ITEM_BYTES)}"
+            f"{where} has dtype {dtype}, which cannot be reduced by {op.name}; expected one of {known}"
         )
     if dtype in COMPLEXES and op in (ReduceOp.MIN, ReduceOp.MAX):
         raise ReduceOpError(f"{op.name} is not defined for {dtype} ({where}): complex numbers have no order")

@@ -32,8 +32,8 @@ class CommunicationOptions:
 
     Args:
         bytes_per_pack: split a batch into packs of about this size; 0 leaves packing to the algorithm.
-        timeout_seconds: a deadline, in seconds or as a timedelta; None waits for ever, between processes as
-            long as their group says.
+        timeout_seconds: a deadline, in seconds or as a timedelta; None or 0 waits for ever, between
+            processes as long as their group says.
         implementation: the engine between processes, as a member or its name in any case.
         precision: `"fast"` adds in the arrays' own dtype in the order of the plan, `"accurate"` adds
             wide, in replica order, and rounds once, `"exact"` rounds the true sum, whatever the order.
@@ -74,11 +74,14 @@ class CommunicationOptions:
 
 
 def as_options(options: object) -> CommunicationOptions:
-    """The options themselves, or the defaults for None; anything else is refused."""
+    """The options themselves, TensorFlow's as ours, the defaults for None; anything else is refused."""
     if options is None:
         return DEFAULT_OPTIONS
     if isinstance(options, CommunicationOptions):
         return options
+    if type(options).__module__ == "tensorflow.python.distribute.collective_util":
+        given: Any = options
+        return CommunicationOptions(given.bytes_per_pack, given.timeout_seconds, given.implementation.name)
     raise OptionError(f"options must be a CommunicationOptions or None, got {type(options).__name__}")
 
 
@@ -90,6 +93,13 @@ def _merged(options: CommunicationOptions, other: CommunicationOptions) -> Commu
         if getattr(other, field.name) != field.default
     }
     return dataclasses.replace(options, **given)
+
+
+def either(options: Any, experimental_hints: Any) -> Any:
+    """The options of a call that takes them under their older name too."""
+    if options is not None and experimental_hints is not None:
+        raise OptionError("options and experimental_hints, its older name, were both given; give options")
+    return experimental_hints if options is None else options
 
 
 def _checked_bytes(given: object) -> int:
@@ -105,7 +115,7 @@ def _checked_seconds(given: object) -> float | None:
         given = given.total_seconds()
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not given >= 0:
         raise OptionError(f"timeout_seconds must be None, seconds (0 or more) or a timedelta; got {given!r}")
-    return given
+    return given or None
 
 
 def _checked_implementation(given: object) -> CommunicationImplementation:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import enum
+import sys
+from typing import TypeVar
 
-from crossdevice.errors import ReduceOpError
+from crossdevice.errors import OptionError, ReduceOpError
 
 
 class ReduceOp(enum.Enum):
     """How the values of all replicas become one.
 
-    Strings in any case are accepted wherever an operation is:
+    Strings in any case are accepted wherever an operation is, as are the operations of PyTorch,
+    TensorFlow and MPI:
 
-    >>> ReduceOp("mean") is ReduceOp.MEAN
-    True
+    >>> ReduceOp("mean"), ReduceOp("avg")
+    (<ReduceOp.MEAN: 'MEAN'>, <ReduceOp.MEAN: 'MEAN'>)
     """
 
     SUM = "SUM"
@@ -24,8 +27,10 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> ReduceOp:
-        if isinstance(value, str) and value.upper() in cls.__members__:
-            return cls[value.upper()]
+        name = _name_among(value, "ReduceOp", "RedOpType", "Op").upper()
+        name = _SYNONYMS.get(name, name)
+        if name in cls.__members__:
+            return cls[name]
         known = ", ".join(cls.__members__)
         raise ReduceOpError(f"{value!r} is not a reduce operation; expected one of {known}")
 
@@ -41,19 +46,66 @@ class ReduceOp(enum.Enum):
         )
 
 
+_SYNONYMS = {"AVG": "MEAN", "AVERAGE": "MEAN", "PRODUCT": "PROD", "MINIMUM": "MIN", "MAXIMUM": "MAX"}
+"""Names that other libraries have for the same."""
+
+
 class VariableAggregation(enum.Enum):
-    """What a variable does with the different values that replicas assign to it."""
+    """What a variable does with the different values that replicas assign to it.
+
+    >>> VariableAggregation("only_first_replica").name
+    'ONLY_FIRST_REPLICA'
+    """
 
     NONE = 0
     SUM = 1
     MEAN = 2
     ONLY_FIRST_REPLICA = 3
 
+    @classmethod
+    def _missing_(cls, value: object) -> VariableAggregation:
+        return _member(cls, value, "an aggregation", "VariableAggregation", "VariableAggregationV2")
+
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are brought into step."""
+    """When the copies of a variable are brought into step.
+
+    >>> VariableSynchronization("on_read").name
+    'ON_READ'
+    """
 
     AUTO = 0
     NONE = 1
     ON_WRITE = 2
     ON_READ = 3
+
+    @classmethod
+    def _missing_(cls, value: object) -> VariableSynchronization:
+        return _member(cls, value, "a synchronization", "VariableSynchronization")
+
+
+_Setting = TypeVar("_Setting", bound=enum.Enum)
+
+
+def _member(settings: type[_Setting], value: object, noun: str, *kinds: str) -> _Setting:
+    name = _name_among(value, *kinds).upper()
+    if name in settings.__members__:
+        return settings[name]
+    known = ", ".join(settings.__members__)
+    raise OptionError(f"{value!r} is not {noun} of variables; expected one of {known}")
+
+
+def _name_among(value: object, *kinds: str) -> str:
+    """The name of a string, or of a member of another library's type of this name; empty for all else."""
+    if isinstance(value, str):
+        return value
+    kind = type(value)
+    if (
+        kind.__module__.partition(".")[0] not in ("torch", "tensorflow", "mpi4py")
+        or kind.__name__ not in kinds
+    ):
+        return ""
+    if kind.__name__ == "Op":  # which has no name of its own
+        module = sys.modules[kind.__module__]
+        return next((name for name in ReduceOp.__members__ if getattr(module, name, None) == value), "")
+    return str(getattr(value, "name", ""))

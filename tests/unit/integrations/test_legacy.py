@@ -1,4 +1,4 @@
-"""The names of TensorFlow 1.9 to 1.13 and 2.2 work as they did, on today's algorithms."""
+"""The names of TensorFlow 1.9 to 1.12 and 2.2 work as they did, on today's algorithms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import crossdevice as cd
-from crossdevice.errors import ConversionError, DestinationError, ReduceOpError
+from crossdevice.errors import ConversionError, DestinationError, OptionError, ReduceOpError
+from crossdevice.integrations import legacy
 from crossdevice.integrations.legacy import (
     AllReduceCrossTowerOps,
     CollectiveHints,
@@ -184,3 +185,17 @@ def test_collective_hints_are_options_under_their_old_name():
     assert CollectiveHints(timeout_seconds=timedelta(seconds=3)).timeout_seconds == 3
     with pytest.raises(ValueError, match="bytes_per_pack"):
         CollectiveHints(-1)
+
+
+@each_ops
+def test_strategies_take_tower_objects_and_the_arguments_of_that_time(make):
+    for strategy in (
+        cd.MirroredStrategy(["/cpu:0", "/cpu:1"], cross_device_ops=make()),
+        legacy.MirroredStrategy(["/cpu:0", "/cpu:1"], cross_tower_ops=make()),
+    ):
+        assert type(strategy.extended.cross_device_ops) is type(make().cross_device_ops)
+        assert strategy.reduce("mean", per_device(), axis=None).tolist() == [2, 3]
+    with pytest.raises(OptionError, match="both given"):
+        legacy.MirroredStrategy(["/cpu:0"], num_gpus=1)
+    with pytest.raises(cd.errors.DeviceError, match="cuda:"):
+        legacy.MirroredStrategy(num_gpus=99)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
 
 import crossdevice as cd
-from crossdevice.errors import ConversionError, DestinationError, ReduceOpError
+from crossdevice.errors import ConversionError, DestinationError, OptionError, ReduceOpError
 
 MEAN_LIKE = ["mean", "MIN", cd.ReduceOp.MAX]
 
@@ -81,7 +83,7 @@ def test_a_variable_that_is_synchronized_on_reading_is_reduced(strategy, extende
     assert float(extended.reduce_to("sum", counter, "cpu:0")) == 2
 
 
-@pytest.mark.parametrize("op", ["average", None, cd.VariableAggregation.SUM])
+@pytest.mark.parametrize("op", ["median", None, cd.VariableAggregation.SUM])
 def test_unknown_operations_are_refused(extended, op):
     with pytest.raises(ReduceOpError):
         extended.reduce_to(op, 1.0, "cpu:0")
@@ -118,7 +120,6 @@ def test_in_a_replica_everything_is_refused(strategy, extended):
         lambda: extended.broadcast_to(1.0, "cpu:0"),
         lambda: extended.update(variable, print),
         lambda: strategy.reduce("mean", 1.0, axis=0),
-        lambda: strategy.create_variable(1.0),
     ):
         with pytest.raises(RuntimeError, match="inside replica"):
             strategy.run(call)
@@ -181,3 +182,66 @@ def test_devices_and_containers(strategy, extended):
         assert extended.value_container(copy) is variable
     assert extended.value_container(variable) is variable
     assert extended.value_container(3) == 3
+
+
+def test_hints_are_options_under_their_older_name_and_both_are_refused(strategy, extended, value):
+    hints = cd.CommunicationOptions(bytes_per_pack=8)
+    assert extended.reduce_to("sum", value, "cpu:0", experimental_hints=hints).tolist() == [4]
+    pairs = [(value, "cpu:0")]
+    assert extended.batch_reduce_to("sum", pairs, experimental_hints=hints)[0].tolist() == [4]
+    own = strategy.run(
+        lambda x: cd.get_replica_context().all_reduce("sum", x, experimental_hints=hints), args=(value,)
+    )
+    assert [component.tolist() for component in own.values] == [[4], [4]]
+    for call in (
+        lambda both: extended.reduce_to("sum", value, "cpu:0", **both),
+        lambda both: extended.batch_reduce_to("sum", pairs, **both),
+        lambda both: extended.cross_device_ops.reduce("sum", value, "cpu:0", **both),
+        lambda both: extended.cross_device_ops.batch_reduce("sum", pairs, **both),
+        lambda both: strategy.run(lambda: cd.get_replica_context().all_reduce("sum", 1.0, **both)),
+        lambda both: cd.get_replica_context().all_reduce("sum", 1.0, **both),
+    ):
+        with pytest.raises(OptionError, match="both given"):
+            call({"options": hints, "experimental_hints": hints})
+
+
+def test_the_calls_of_older_optimizers_are_there(strategy, extended):
+    variable, other = strategy.create_variable(1.0), cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    assert extended.variable_created_in_scope(variable)
+    assert not other.extended.variable_created_in_scope(variable)
+    assert not extended.variable_created_in_scope(cd.Variable(1.0))
+    devices = extended.non_slot_devices([variable])
+    assert devices == extended.worker_devices
+    shares = cd.Mirrored([np.float32([1]), np.float32([2])])
+    made = extended.update_non_slot(devices, lambda x, by: x * by, (shares,), {"by": 3})
+    assert [component.tolist() for component in made.values] == [[3], [6]]
+    assert extended.update_non_slot(devices, lambda: 5, group=False) == (5, 5)
+    with extended.colocate_vars_with(variable):
+        assert strategy.create_variable(2.0).devices == variable.devices
+    with pytest.raises(ConversionError), other.extended.colocate_vars_with(variable):
+        pass
+    again = pickle.loads(pickle.dumps(strategy))
+    for each in (strategy, again):
+        found = each.extended.call_for_each_replica(lambda x, y: (x, y), (1,), {"y": 2})
+        assert [part.values for part in found] == [(1, 1), (2, 2)]
+
+
+def test_a_strategy_is_set_until_it_is_unset(strategy):
+    cd.experimental_set_strategy(strategy)
+    try:
+        assert cd.get_strategy() is strategy
+        assert isinstance(cd.Variable(1.0), cd.MirroredVariable)
+        with strategy.scope(), pytest.raises(RuntimeError, match="inside the scope of"):
+            cd.experimental_set_strategy(None)
+    finally:
+        cd.experimental_set_strategy(None)
+    assert not cd.has_strategy()
+    with strategy.scope(), pytest.raises(RuntimeError, match="inside the scope of"):
+        cd.experimental_set_strategy(strategy)
+
+
+def test_datasets_from_functions_are_there_by_their_older_name(strategy):
+    (batch,) = strategy.experimental_distribute_datasets_from_function(
+        lambda context: [np.full(context.get_per_replica_batch_size(4), k) for k in range(2)]
+    )
+    assert [part.tolist() for part in batch.values] == [[0, 0], [1, 1]]

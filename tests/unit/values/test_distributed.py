@@ -40,7 +40,7 @@ def test_a_host_array_is_not_on_a_gpu_because_someone_says_so():
 
 
 def test_a_variable_component_is_where_the_variable_is():
-    assert PerReplica([Variable(1.0, "cpu:5"), Variable(1.0, "cpu:6")]).devices == (
+    assert PerReplica([Variable(1.0, device="cpu:5"), Variable(1.0, device="cpu:6")]).devices == (
         Device("cpu", 5),
         Device("cpu", 6),
     )

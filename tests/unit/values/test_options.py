@@ -44,10 +44,15 @@ def test_fields_out_of_range_are_refused_by_name(wrong):
 
 def test_merge_takes_what_differs_from_the_defaults():
     mine = CommunicationOptions(bytes_per_pack=10, timeout_seconds=5, precision="fast")
-    merged = mine.merge(CommunicationOptions(timeout_seconds=0, implementation="RING"))
-    assert merged == CommunicationOptions(10, 0, "RING", "fast")
+    merged = mine.merge(CommunicationOptions(timeout_seconds=2, implementation="RING"))
+    assert merged == CommunicationOptions(10, 2, "RING", "fast")
     assert mine.merge(None) == mine
     assert mine.merge(merged) is mine.merge(merged)  # no work for the same two
+
+
+def test_zero_seconds_are_no_deadline():
+    for zero in (0, 0.0, timedelta(0)):
+        assert CommunicationOptions(timeout_seconds=zero) == CommunicationOptions()
 
 
 def test_anything_but_options_is_refused():

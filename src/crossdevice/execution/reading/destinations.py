@@ -7,13 +7,14 @@ from typing import Any
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import DestinationError
 from crossdevice.values.device import Device, device_of, host_device
-from crossdevice.values.distributed import DistributedValues
+from crossdevice.values.distributed import DistributedValues, as_distributed
 from crossdevice.values.indexed_slices import IndexedSlices
-from crossdevice.values.variable import Variable
+from crossdevice.values.variable import PlacedArray
 
 
 def read_destinations(destinations: Any) -> tuple[Device, ...]:
     """The devices of a DistributedValues, in order; the one device of anything else that has one."""
+    destinations = as_distributed(destinations)
     if isinstance(destinations, DistributedValues):
         if not destinations.devices:
             raise DestinationError("destinations is a distributed value without components")
@@ -22,7 +23,7 @@ def read_destinations(destinations: Any) -> tuple[Device, ...]:
         return (destinations,)
     if isinstance(destinations, str) and destinations:
         return (Device.parse(destinations),)
-    if isinstance(destinations, (IndexedSlices, Variable)) or _is_array(destinations):
+    if isinstance(destinations, (IndexedSlices, PlacedArray)) or _is_array(destinations):
         return (device_of(destinations) or host_device(0),)
     raise DestinationError(
         f"destinations is {_shortly(destinations)}; expected a DistributedValues, a variable, an array "

@@ -21,12 +21,12 @@ from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.values.device import Device, device_of, host_device, misplaced
 from crossdevice.values.disagreement import disagreement
-from crossdevice.values.distributed import DistributedValues
+from crossdevice.values.distributed import DistributedValues, as_distributed
 from crossdevice.values.dtypes import check_reducible
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import NUMBERS, first_leaf, flatten, is_number, is_number_list, leaf_paths
 from crossdevice.values.reduce_op import ReduceOp
-from crossdevice.values.variable import Variable
+from crossdevice.values.variable import PlacedArray
 
 
 class Leaf(NamedTuple):
@@ -61,6 +61,7 @@ class Value(NamedTuple):
 
 def read_value(value: Any, what: str = "value") -> Value:
     """Reads a DistributedValues, or anything array-like as the only replica of one."""
+    value = as_distributed(value)
     if isinstance(value, DistributedValues):
         components, devices = value.values, value.devices
     else:
@@ -178,7 +179,7 @@ def check_agreement(
 
 def _is_leaf(node: Any) -> bool:
     return (
-        isinstance(node, (IndexedSlices, Variable, DistributedValues, *NUMBERS))
+        isinstance(node, (IndexedSlices, PlacedArray, DistributedValues, *NUMBERS))
         or hasattr(node, "dtype")
         or is_number_list(node)
     )
@@ -187,19 +188,19 @@ def _is_leaf(node: Any) -> bool:
 def _read_leaf(column: Sequence[Any], devices: Sequence[Device], path: str, what: str) -> Leaf:
     arrays: list[Any] = []
     numbers: dict[int, Any] = {}
-    for replica, item in enumerate(column):
+    for replica, item in enumerate(map(as_distributed, column)):
         if isinstance(item, DistributedValues):
             raise ConversionError(
                 f"replica {replica} ({devices[replica]}) of the {what} holds a {type(item).__name__}; "
                 "distributed values do not nest"
             )
-        if isinstance(item, Variable):
+        if isinstance(item, PlacedArray):
             if item.device != devices[replica]:
                 at_path = f" at {path}" if path else ""
                 raise DeviceMismatchError(
                     f"replica {replica} ({devices[replica]}){at_path} holds a variable on {item.device}"
                 )
-            item = item.value()
+            item = item.operand()
         if is_number(item) or isinstance(item, (list, tuple)):
             numbers[replica] = item
             arrays.append(item)

@@ -65,6 +65,8 @@ def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
     >>> arranged(Recipe(ReduceOp.SUM, "exact"), "float32", "float32")
     'exact sums and products of float32 have no GPU kernel'
     """
+    if dtype == "bool":
+        return "bool has no GPU kernel"
     if recipe.op is ReduceOp.PROD and dtype in COMPLEXES:
         return f"products of {dtype} have no GPU kernel"
     element, result = _PARTS.get(dtype, dtype), _PARTS.get(into, into)

@@ -15,7 +15,7 @@ from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce, gr
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.errors import ConversionError
 from crossdevice.execution.reading.values import Leaf, one_backend, read_value
-from crossdevice.values.device import Device, host_device
+from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, check_reducible, result_dtype
 from crossdevice.values.nesting import unflatten
@@ -112,7 +112,12 @@ def _within_process(ops: CrossDeviceOps) -> CrossDeviceOps:
 
 
 def _local(op: ReduceOp, array: Array, axes: tuple[int, ...], backend: Backend, dtype: str) -> Array:
-    """The reduction inside one replica, kept wide for those that round."""
+    """The reduction inside one replica, where it is, kept wide for those that round."""
+    with backend.working_on(device_of(array) or host_device(0)):
+        return _reduced_inside(op, array, axes, backend, dtype)
+
+
+def _reduced_inside(op: ReduceOp, array: Array, axes: tuple[int, ...], backend: Backend, dtype: str) -> Array:
     function = getattr(backend.namespace(), _ARRAY_FUNCTIONS[op])
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         return function(array, axis=axes)

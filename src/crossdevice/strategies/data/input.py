@@ -17,7 +17,11 @@ from crossdevice.values.nesting import NUMBERS, flatten, leaf_paths, unflatten
 
 
 class InputContext(NamedTuple):
-    """What a dataset function is told about those it makes batches for."""
+    """What a dataset function is told about those it makes batches for.
+
+    >>> InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(32)
+    8
+    """
 
     num_input_pipelines: int = 1
     input_pipeline_id: int = 0
@@ -35,7 +39,11 @@ class InputContext(NamedTuple):
 
 
 class ValueContext(NamedTuple):
-    """What a value function is told about the replica it makes a value for."""
+    """What a value function is told about the replica it makes a value for.
+
+    >>> ValueContext(1, 4).replica_id_in_sync_group
+    1
+    """
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +13,10 @@ from crossdevice.errors import StructureMismatchError
 from crossdevice.execution.reading.values import check_agreement
 from crossdevice.strategies.variables.distributed import DistributedVariable
 from crossdevice.values.device import Device, device_of, host_device
-from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.distributed import DistributedValues, PerReplica, as_distributed
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import NUMBERS, first_leaf
-from crossdevice.values.variable import Variable
+from crossdevice.values.variable import PlacedArray
 
 
 def regroup(
@@ -63,7 +64,7 @@ def is_countable(leaf: Any) -> bool:
     """Whether a leaf is an array or a number, which every replica contributes for itself."""
     if isinstance(leaf, (IndexedSlices, *NUMBERS)):
         return True
-    return hasattr(leaf, "dtype") and not isinstance(leaf, (DistributedValues, Variable))
+    return hasattr(leaf, "dtype") and not isinstance(leaf, (DistributedValues, PlacedArray))
 
 
 def is_array(leaf: Any) -> bool:
@@ -82,6 +83,11 @@ def placed_on(components: Sequence[Any], devices: Sequence[Device]) -> tuple[Dev
 def distributed_leaves(tree: Any) -> list[DistributedValues]:
     """All distributed values in a structure, in order."""
     return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, DistributedValues)]
+
+
+def in_our_classes(tree: Any) -> Any:
+    """A structure in which the distributed values of tf.distribute are ours."""
+    return map_structure(as_distributed, tree) if "tensorflow" in sys.modules else tree
 
 
 def map_structure(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -105,7 +111,7 @@ def own_component(replica: int, tree: Any) -> Any:
 
     def own(leaf: Any) -> Any:
         if isinstance(leaf, DistributedVariable):
-            return leaf.current()
+            return leaf.operand()
         return leaf.values[replica] if isinstance(leaf, DistributedValues) else leaf
 
     return map_structure(own, tree) if distributed_leaves(tree) else tree
@@ -113,6 +119,7 @@ def own_component(replica: int, tree: Any) -> Any:
 
 def spread(tree: Any, devices: Sequence[Device]) -> list[Any]:
     """What each replica sees of a structure; each distributed value must have a component for each."""
+    tree = in_our_classes(tree)
     found = [leaf for leaf in distributed_leaves(tree) if not isinstance(leaf, DistributedVariable)]
     if not found:
         return [tree] * len(devices)

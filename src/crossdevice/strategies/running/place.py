@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from crossdevice.errors import ContextError
 from crossdevice.values.replica_scope import RUNNING_CODE, RunningCode, running_as
-from crossdevice.values.variable import variables_made_by
 
 if TYPE_CHECKING:
     from crossdevice.strategies.base import Strategy
@@ -35,7 +34,7 @@ def scope_of(strategy: Strategy) -> Iterator[Strategy]:
     _check_same(strategy, "scope")
     if code.context is not None:
         raise ContextError(f"scope was entered inside {code.context}; enter it outside of replica functions")
-    with running_as(code._replace(strategy=strategy)), variables_made_by(strategy.create_variable):
+    with running_as(code._replace(strategy=strategy)):
         yield strategy
 
 

@@ -13,7 +13,7 @@ from crossdevice.strategies.running.place import current_context
 from crossdevice.strategies.running.rendezvous import Call, Deadline, Rendezvous
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, components_of
-from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions, as_options
+from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions, as_options, either
 from crossdevice.values.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -61,7 +61,12 @@ class ReplicaContext:
         return (self._device,)
 
     def all_reduce(
-        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Combines an array or a whole tree with those of all other replicas, in one batch.
 
@@ -70,8 +75,9 @@ class ReplicaContext:
 
         Args:
             options: also carries `timeout_seconds`, how long to wait for the other replicas.
+            experimental_hints: the older name of `options`.
         """
-        op, chosen = ReduceOp(reduce_op), as_options(options)
+        op, chosen = ReduceOp(reduce_op), as_options(either(options, experimental_hints))
 
         def merge(trees: list[Any]) -> Sequence[Any]:
             whole = self._together(trees)

@@ -6,33 +6,43 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import optree
 
 from crossdevice.backends.protocol import Backend
 from crossdevice.backends.registry import backend_of_type
-from crossdevice.errors import ContextError, ConversionError, DtypeMismatchError, LibraryMismatchError
+from crossdevice.errors import ContextError, ConversionError
 from crossdevice.strategies.running.place import current_context, current_strategy
-from crossdevice.values.device import Device, host_device
-from crossdevice.values.distributed import DelegatingValues, DistributedValues, PerReplica
-from crossdevice.values.dtypes import COMPLEXES, FLOATS
+from crossdevice.strategies.variables.variable import ReadsAsArray, Variable, converted
+from crossdevice.values.delegation import operand_of
+from crossdevice.values.device import Device
+from crossdevice.values.distributed import DelegatingValues, Mirrored, PerReplica, components_of
 from crossdevice.values.indexed_slices import IndexedSlices
-from crossdevice.values.nesting import NUMBERS
 from crossdevice.values.reduce_op import VariableAggregation, VariableSynchronization
-from crossdevice.values.variable import Variable
 
 if TYPE_CHECKING:
     from crossdevice.strategies.base import Strategy
     from crossdevice.strategies.running.replica_context import ReplicaContext
 
 Write: TypeAlias = Callable[[Variable, Any], object]
-"""Writes a value, already on the copy's device, to one copy."""
+"""Writes a fresh value of the right library and dtype, already on the copy's device, to one copy."""
 
 
 class ReplicaVariable(Variable):
-    """One copy of a distributed variable."""
+    """One copy of a distributed variable, from an array that nobody else holds."""
 
     __slots__ = ("_container",)
+
+    def __init__(
+        self,
+        fresh: Any,
+        device: Device,
+        name: str,
+        synchronization: VariableSynchronization,
+        aggregation: VariableAggregation,
+        trainable: bool,
+    ) -> None:
+        self._value, self.device, self.name, self.trainable = fresh, device, name, trainable
+        self.synchronization, self.aggregation = synchronization, aggregation
 
     def belongs_to(self, container: DistributedVariable) -> None:
         """Remembers the variable this is a copy of, without keeping it alive."""
@@ -44,14 +54,13 @@ class ReplicaVariable(Variable):
         return self._container()
 
 
-class DistributedVariable(DelegatingValues):
+class DistributedVariable(ReadsAsArray, DelegatingValues):
     """A variable with a copy on each device of a strategy; `values` are the copies."""
 
-    def __init__(self, strategy: Strategy, copies: Sequence[ReplicaVariable], trainable: bool) -> None:
+    def __init__(self, strategy: Strategy, copies: Sequence[ReplicaVariable]) -> None:
         self._values = tuple(copies)
         self._devices = tuple(copy.device for copy in copies)
         self._strategy = strategy
-        self.trainable = trainable
         for copy in copies:
             copy.belongs_to(self)
 
@@ -85,25 +94,22 @@ class DistributedVariable(DelegatingValues):
         """When the copies are brought into step."""
         return VariableSynchronization(self._values[0].synchronization)
 
-    def value(self) -> Any:
-        """The array: the running replica's own copy, or what the copies stand for together."""
-        return self.current()
-
-    def read_value(self) -> Any:
-        """The same as `value`."""
-        return self.current()
+    @property
+    def trainable(self) -> bool:
+        """Whether it is to be trained."""
+        return bool(self._values[0].trainable)
 
     def assign(self, value: Any) -> Any:
         """Replaces the value; returns the new one, Mirrored outside of replica functions."""
-        return self._write("assign", Variable.assign, value)
+        return self._write("assign", Variable.store, value)
 
     def assign_add(self, delta: Any) -> Any:
         """Adds to the value; returns the new one."""
-        return self._write("assign_add", Variable.assign_add, delta)
+        return self._write("assign_add", lambda copy, own: copy.store(copy.operand() + own), delta)
 
     def assign_sub(self, delta: Any) -> Any:
         """Subtracts from the value; returns the new one."""
-        return self._write("assign_sub", Variable.assign_sub, delta)
+        return self._write("assign_sub", lambda copy, own: copy.store(copy.operand() - own), delta)
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
         """Adds rows at their indices."""
@@ -162,9 +168,16 @@ class DistributedVariable(DelegatingValues):
         write(copy, _moved(value, self._backend, copy.device))
         return copy.value()
 
+    def _written(self, write: Write, everywhere: Any) -> Any:
+        """Writes a fresh Mirrored, or a lone replica's fresh array, to the copies."""
+        for copy, value in zip(self._values, components_of(everywhere), strict=True):
+            write(copy, value)
+        values = tuple(copy.value() for copy in self._values)
+        return values[0] if len(values) == 1 else Mirrored.of(values, self.devices)
+
     @property
     def _backend(self) -> Backend:
-        backend = backend_of_type(type(self._values[0].value()))
+        backend = backend_of_type(type(self._values[0].operand()))
         assert backend is not None, "variables are made of arrays"
         return backend
 
@@ -175,32 +188,30 @@ class DistributedVariable(DelegatingValues):
             refuse_per_replica("assign", self.name, value)
         elif isinstance(value, PerReplica):
             value = value.values[context.local_replica]
-        if isinstance(value, DelegatingValues):
-            value = value.current()
-        if isinstance(value, Variable):
-            value = value.value()
+        value = operand_of(value)
         if isinstance(value, IndexedSlices):
             return IndexedSlices(self._converted(value.values), value.indices, value.dense_shape)
-        return converted(value, self._backend, self._backend.dtype_of(self._values[0].value()), self.name)
+        return converted(value, self._backend, self._backend.dtype_of(self._values[0].operand()), self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if current_strategy() is not self._strategy:
             raise ContextError(f"variable {self.name!r} can be copied only in the scope of {self._strategy}")
         copies = [
             ReplicaVariable(
-                self._backend.copy(copy.value(), copy.device),
+                self._backend.copy(copy.operand(), copy.device),
                 copy.device,
                 copy.name,
                 self.synchronization,
                 self.aggregation,
+                self.trainable,
             )
             for copy in self._values
         ]
-        memo[id(self)] = made = type(self)(self._strategy, copies, self.trainable)
+        memo[id(self)] = made = type(self)(self._strategy, copies)
         return made
 
     def __repr__(self) -> str:
-        copies = "".join(f"\n  {copy.device}: {copy.value()!r}," for copy in self._values)
+        copies = "".join(f"\n  {copy.device}: {copy.operand()!r}," for copy in self._values)
         return f"{type(self).__name__}({self.name!r}, {self.aggregation.name}{copies}\n)"
 
 
@@ -210,32 +221,6 @@ def refuse_per_replica(call: str, name: str, arguments: Any) -> None:
         raise ConversionError(
             f"{call} of variable {name!r} got a PerReplica: its copies would differ; reduce it first"
         )
-
-
-def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
-    """A value as an array of a library and dtype; NumPy arrays are welcome in every library."""
-    if isinstance(value, (*NUMBERS, list, tuple)):
-        value = np.asarray(value)
-    source = backend_of_type(type(value))
-    if source is None or isinstance(value, DistributedValues):
-        raise ConversionError(
-            f"variable {name!r} was given a {type(value).__name__}; expected an array or a number"
-        )
-    if source is not backend:
-        if source.name != "numpy":
-            raise LibraryMismatchError(
-                f"variable {name!r} holds arrays of {backend.name}; it was given one of {source.name}"
-            )
-        value = backend.from_host(np.array(value).reshape(-1), source.shape_of(value), host_device(0))
-    found = backend.dtype_of(value)
-    if _kind_of(found) > _kind_of(dtype):
-        raise DtypeMismatchError(f"variable {name!r} is {dtype}; it was given {found}, which would lose part")
-    return value if found == dtype else backend.cast(value, dtype)
-
-
-def _kind_of(dtype: str) -> int:
-    """Booleans and integers fit into floats, those into complex numbers, and never the other way."""
-    return 2 if dtype in COMPLEXES else 1 if dtype in FLOATS else 0
 
 
 def _moved(value: Any, backend: Backend, device: Device) -> Any:

@@ -9,8 +9,8 @@ import numpy as np
 
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ConversionError, MismatchError
+from crossdevice.strategies.variables.variable import Variable
 from crossdevice.values.indexed_slices import IndexedSlices
-from crossdevice.values.variable import Variable
 
 _FUNCTIONS: dict[str, np.ufunc] = {
     "scatter_add": np.add,
@@ -30,10 +30,10 @@ def scatter_with(method: str) -> Callable[[Variable, IndexedSlices], object]:
     """
 
     def write(variable: Variable, slices: IndexedSlices) -> object:
-        backend = backend_of_type(type(variable.value()))
+        backend = backend_of_type(type(variable.operand()))
         if backend is None:
             raise ConversionError(f"variable {variable.name!r} holds no array")
-        rows = backend.to_host(variable.value()).reshape(variable.shape).copy()
+        rows = backend.to_host(variable.operand()).reshape(variable.shape).copy()
         indices = backend.to_host(slices.indices)
         values = backend.to_host(slices.values).reshape(backend.shape_of(slices.values))
         if indices.size and not (indices.min() >= 0 and indices.max() < len(rows)):
@@ -45,6 +45,6 @@ def scatter_with(method: str) -> Callable[[Variable, IndexedSlices], object]:
         else:
             rows[indices] = values
         flat: Any = rows.reshape(-1)
-        return variable.assign(backend.from_host(flat, variable.shape, variable.device))
+        return variable.store(backend.from_host(flat, variable.shape, variable.device))
 
     return write

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce, group_of
-from crossdevice.backends.numpy_backend import array_of_numbers
 from crossdevice.backends.registry import backend_of_type
-from crossdevice.errors import ConversionError, OptionError, ReduceOpError
+from crossdevice.errors import ContextError, ConversionError, OptionError, ReduceOpError
+from crossdevice.strategies.running.place import current_context
 from crossdevice.strategies.variables.distributed import (
     DistributedVariable,
     ReplicaVariable,
@@ -17,12 +17,12 @@ from crossdevice.strategies.variables.distributed import (
     refuse_per_replica,
 )
 from crossdevice.strategies.variables.scattering import scatter_with
+from crossdevice.strategies.variables.variable import checked_trainable, initial_array
 from crossdevice.values.distributed import Mirrored, PerReplica, components_of
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
 from crossdevice.values.indexed_slices import IndexedSlices
-from crossdevice.values.nesting import NUMBERS, is_number_list
+from crossdevice.values.nesting import NUMBERS
 from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
-from crossdevice.values.replica_scope import check_cross_replica
 
 if TYPE_CHECKING:
     from crossdevice.strategies.base import Strategy
@@ -36,10 +36,10 @@ class MirroredVariable(DistributedVariable, Mirrored):
     NONE lets each replica write its own copy, after which the copies may differ.
     """
 
-    def current(self) -> Any:
+    def operand(self) -> Any:
         """The running replica's own array; the first outside of replica functions."""
         context = self._context()
-        return self._values[0].value() if context is None else self._copy_of(context).value()
+        return self._values[0].operand() if context is None else self._copy_of(context).operand()
 
     def _write(self, method: str, write: Write, value: Any) -> Any:
         self._refuse_sum_of_number(value)
@@ -63,13 +63,6 @@ class MirroredVariable(DistributedVariable, Mirrored):
             )
 
         return context.meet(f"{self.name}.{method}", (), value, merge)
-
-    def _written(self, write: Write, everywhere: Any) -> Any:
-        """Writes a fresh Mirrored, or a lone replica's fresh array, to the copies."""
-        for copy, value in zip(self._values, components_of(everywhere), strict=True):
-            write(copy, value)
-        values = tuple(copy.value() for copy in self._values)
-        return values[0] if len(values) == 1 else Mirrored.of(values, self.devices)
 
     def _refuse_sum_of_number(self, value: Any) -> None:
         if (
@@ -101,12 +94,12 @@ class SyncOnReadVariable(DistributedVariable):
     SUM or MEAN of the copies, or the first one.
     """
 
-    def current(self) -> Any:
+    def operand(self) -> Any:
         """The running replica's own array; what all copies aggregate to outside of replica functions."""
         context = self._context()
         if context is not None:
-            return self._copy_of(context).value()
-        arrays = tuple(copy.value() for copy in self._values)
+            return self._copy_of(context).operand()
+        arrays = tuple(copy.operand() for copy in self._values)
         match self.aggregation:
             case VariableAggregation.SUM | VariableAggregation.MEAN as aggregation:
                 op = ReduceOp.from_variable_aggregation(aggregation)
@@ -115,10 +108,7 @@ class SyncOnReadVariable(DistributedVariable):
             case VariableAggregation.ONLY_FIRST_REPLICA:
                 return of_first_replica(arrays[0], self._strategy.extended.cross_device_ops)
             case VariableAggregation.NONE:
-                raise ReduceOpError(
-                    f"variable {self.name!r} has aggregation NONE, so its copies have no common value; "
-                    "read it in a replica function, or take one of its .values"
-                )
+                raise self._no_common_value()
             case _ as never:
                 assert_never(never)
 
@@ -127,6 +117,8 @@ class SyncOnReadVariable(DistributedVariable):
         context = self._context()
         if context is not None:
             return self._write_own(context, write, value)
+        if self.aggregation is VariableAggregation.NONE:
+            raise self._no_common_value()
         if self.aggregation is VariableAggregation.SUM:
             if method != "assign":
                 raise ReduceOpError(
@@ -136,63 +128,75 @@ class SyncOnReadVariable(DistributedVariable):
             # Copies that add up to the value, as near as their dtype allows.
             dtype = self._backend.dtype_of(value)
             value = self._backend.cast(value / self._strategy.num_replicas_in_sync, dtype)
-        everywhere = self._strategy.extended.cross_device_ops.broadcast(value, self)
-        for copy, own in zip(self._values, components_of(everywhere), strict=True):
-            write(copy, own)
-        return everywhere
+        self._written(write, self._strategy.extended.cross_device_ops.broadcast(value, self))
+        return self.value()
+
+    def _no_common_value(self) -> ReduceOpError:
+        return ReduceOpError(
+            f"variable {self.name!r} has aggregation NONE, so its copies have no common value; "
+            "use it in a replica function, or use its .values one by one"
+        )
 
 
 def create_variable(
     strategy: Strategy,
     initial_value: Any,
-    name: str,
+    name: str | None,
     dtype: Any,
     trainable: bool | None,
-    synchronization: VariableSynchronization,
-    aggregation: VariableAggregation,
+    synchronization: VariableSynchronization | str,
+    aggregation: VariableAggregation | str,
+    shape: Any,
 ) -> MirroredVariable | SyncOnReadVariable:
     """A variable with one copy of its initial value on each device of a strategy.
 
-    Where there are several processes, the value is that of the first.
+    In a replica function all replicas make it together, of the first one's value. Where there are several
+    processes, the value is that of the first.
     """
-    check_cross_replica("create_variable")
-    on_read = synchronization is VariableSynchronization.ON_READ
-    if synchronization is VariableSynchronization.NONE:
+    name = name or "Variable"
+    timing, aggregation = VariableSynchronization(synchronization), VariableAggregation(aggregation)
+    on_read = timing is VariableSynchronization.ON_READ
+    if timing is VariableSynchronization.NONE:
         raise OptionError(f"variable {name!r} has synchronization NONE; expected AUTO, ON_WRITE or ON_READ")
-    if on_read and trainable:
+    if checked_trainable(trainable, name) and on_read:
         raise OptionError(f"variable {name!r} cannot be trainable and synchronized ON_READ")
     refuse_per_replica("the initial value", name, initial_value)
-    array = initial_value() if callable(initial_value) else initial_value
-    if isinstance(array, NUMBERS) or is_number_list(array):
-        array = array_of_numbers(array)
-    backend = backend_of_type(type(array))
-    if backend is None:
-        raise ConversionError(
-            f"variable {name!r} was given a {type(array).__name__}; expected an array or a number"
+
+    def make(values: list[Any]) -> list[MirroredVariable | SyncOnReadVariable]:
+        array = _of_first_process(
+            initial_array(values[0], dtype, shape, name), strategy.extended.cross_device_ops
         )
-    devices = strategy.extended.parameter_devices
-    for device in devices:
-        backend.check_device(device)
-    if dtype is not None:
-        array = backend.cast(array, _dtype_name(dtype))
-    array = _of_first_process(array, strategy.extended.cross_device_ops)
-    found = backend.dtype_of(array)
-    if aggregation is VariableAggregation.MEAN and found not in (*FLOATS, *COMPLEXES):
-        raise OptionError(
-            f"variable {name!r} of dtype {found} cannot have aggregation MEAN, which is not an integer"
-        )
-    copies = [
-        ReplicaVariable(
-            backend.copy(array, device),
-            device,
-            f"{name}/replica_{replica}" if replica else name,
-            VariableSynchronization.ON_READ if on_read else VariableSynchronization.ON_WRITE,
-            aggregation,
-        )
-        for replica, device in enumerate(devices)
-    ]
-    kind = SyncOnReadVariable if on_read else MirroredVariable
-    return kind(strategy, copies, not on_read if trainable is None else trainable)
+        backend = backend_of_type(type(array))
+        assert backend is not None, "variables are made of arrays"
+        for device in strategy.extended.parameter_devices:
+            backend.check_device(device)
+        found = backend.dtype_of(array)
+        if aggregation is VariableAggregation.MEAN and found not in (*FLOATS, *COMPLEXES):
+            raise OptionError(
+                f"variable {name!r} of dtype {found} cannot have aggregation MEAN, which is not an integer"
+            )
+        copies = [
+            ReplicaVariable(
+                backend.copy(array, device),
+                device,
+                f"{name}/replica_{replica}" if replica else name,
+                VariableSynchronization.ON_READ if on_read else VariableSynchronization.ON_WRITE,
+                aggregation,
+                not on_read if trainable is None else trainable,
+            )
+            for replica, device in enumerate(strategy.extended.parameter_devices)
+        ]
+        made = SyncOnReadVariable(strategy, copies) if on_read else MirroredVariable(strategy, copies)
+        return [made] * len(values)
+
+    context = current_context()
+    if context is None:
+        return make([initial_value])[0]
+    if context.strategy is not strategy:
+        raise ContextError(f"create_variable of {strategy} was called in a replica of {context.strategy}")
+    details = (repr(name), timing.name, aggregation.name)
+    made: MirroredVariable | SyncOnReadVariable = context.meet("Variable", details, initial_value, make)
+    return made
 
 
 def of_first_replica(value: Any, ops: CrossDeviceOps) -> Any:
@@ -208,8 +212,3 @@ def of_first_replica(value: Any, ops: CrossDeviceOps) -> Any:
 
 def _of_first_process(value: Any, ops: CrossDeviceOps) -> Any:
     return ops.value_of_rank(value, 0) if isinstance(ops, CollectiveAllReduce) else value
-
-
-def _dtype_name(dtype: Any) -> str:
-    """`float32`, from a name or from the dtype objects of NumPy and PyTorch."""
-    return str(getattr(dtype, "__name__", dtype)).rpartition(".")[2]

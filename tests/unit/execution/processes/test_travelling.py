@@ -12,7 +12,7 @@ from crossdevice.values.reduce_op import ReduceOp
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("op", ReduceOp)
-@pytest.mark.parametrize("dtype", ITEM_BYTES)
+@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES.keys() - {"bool"}))
 def test_a_process_never_sends_more_than_its_arrays(dtype, op, precision):
     for most_replicas in range(1, 10):
         partial = partial_dtype(dtype, op, precision, most_replicas)

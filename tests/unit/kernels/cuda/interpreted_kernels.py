@@ -62,7 +62,7 @@ def test_kernels_are_interpreted():
     assert is_interpreted
 
 
-@pytest.mark.parametrize("dtype", ITEM_BYTES)
+@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES.keys() - {"bool"}))
 @pytest.mark.parametrize("precision", ["fast", "accurate", "exact"])
 def test_kernels_have_the_bits_of_the_host(dtype, precision):
     lacking = set()

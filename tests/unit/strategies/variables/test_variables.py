@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -80,11 +81,12 @@ def test_initial_values_may_be_numbers_lists_and_functions(strategy):
     assert calls == [1]
 
 
-def test_creation_works_in_a_scope_and_outside_and_not_in_a_replica(strategy):
+def test_creation_works_in_a_scope_and_outside(strategy):
     with strategy.scope():
         assert isinstance(strategy.create_variable(1.0), cd.MirroredVariable)
-    with pytest.raises(ContextError):
-        strategy.run(lambda: strategy.create_variable(1.0))
+    other = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with pytest.raises(ContextError, match="in a replica of"):
+        strategy.run(lambda: other.create_variable(1.0))
 
 
 def test_in_a_scope_a_variable_without_a_device_is_one_of_the_strategy(strategy):
@@ -101,14 +103,51 @@ def test_in_a_scope_a_variable_without_a_device_is_one_of_the_strategy(strategy)
         assert type(plain) is cd.Variable
 
 
-def test_in_a_replica_a_variable_is_that_replicas_own(strategy):
-    with strategy.scope():
-        made = strategy.run(lambda: cd.Variable(np.float32([1.0])))
-        merged = strategy.run(
-            lambda: cd.get_replica_context().merge_call(lambda _: cd.Variable(np.float32([1.0])))
-        )
-    assert {type(variable) for variable in made.values} == {cd.Variable}
+@pytest.mark.parametrize("make", ["Variable", "create_variable"])
+def test_in_replica_functions_all_replicas_make_one_variable_of_the_firsts_value(strategy, make):
+    calls = []
+
+    def step():
+        kind = cd.Variable if make == "Variable" else strategy.create_variable
+        own = float(own_replica())
+        variable = kind(lambda: calls.append(own) or [own + 1], name="w", aggregation="sum")
+        variable.assign_add(np.float32([own + 10]))
+        return variable
+
+    variable = strategy.run(step)
+    assert isinstance(variable, cd.MirroredVariable)
+    assert copies(variable) == [[22.0], [22.0]]
+    assert calls == [0.0]
+    with pytest.raises(MismatchError, match="Variable"):
+        strategy.run(lambda: cd.Variable(1.0, name=f"w{own_replica()}"))
+    merged = strategy.run(lambda: cd.get_replica_context().merge_call(lambda _: cd.Variable([1.0])))
     assert isinstance(merged, cd.MirroredVariable), "a merge function speaks for all replicas"
+
+
+def test_settings_of_variables_are_names_in_any_case_and_anything_else_is_refused_at_once(strategy):
+    with strategy.scope():
+        counter = cd.Variable(1.0, synchronization="on_read", aggregation="Sum")
+        assert isinstance(counter, cd.SyncOnReadVariable)
+        assert counter.aggregation is Aggregation.SUM
+    for make in (cd.Variable, strategy.create_variable):
+        for wrong in ({"synchronization": "READ"}, {"aggregation": "total"}, {"aggregation": None}):
+            with pytest.raises(OptionError, match="expected one of"):
+                make(1.0, **wrong)
+        with pytest.raises(OptionError, match="trainable of variable"):
+            make(1.0, trainable="cpu:0")
+
+
+def test_a_variable_takes_the_arguments_of_tensorflows_and_names_itself_in_errors(strategy):
+    for place in (contextlib.nullcontext(), strategy.scope()):
+        with place:
+            made = cd.Variable(initial_value=[1, 2], trainable=False, dtype="float64", name=None, shape=(2,))
+            assert (made.name, str(made.dtype), made.shape) == ("Variable", "float64", (2,))
+            assert not made.trainable
+            assert cd.Variable(1.0, False).trainable is False
+            with pytest.raises(TypeError, match=r"Variable.*'colour'"):
+                cd.Variable(1.0, colour="red")
+            with pytest.raises(ShapeMismatchError, match=r"shape \(3,\)"):
+                cd.Variable([1.0], shape=(3,))
 
 
 def test_a_variable_that_is_copied_or_pickled_in_a_scope_stays_what_it_is(strategy):
@@ -351,8 +390,9 @@ def test_replicas_write_their_own_and_a_read_brings_them_together(strategy, make
 
 def test_copies_without_an_aggregation_have_no_common_value(strategy):
     variable = on_read(strategy, [5.0], Aggregation.NONE)
-    with pytest.raises(ValueError, match="no common value"):
-        variable.read_value()
+    for use in (variable.read_value, lambda: variable.assign([1.0]), lambda: variable.assign_add([1.0])):
+        with pytest.raises(ValueError, match="no common value"):
+            use()
     assert variable.shape == (1,)
     assert variable.dtype == np.float32
     assert strategy.run(lambda: float(variable.value()[0])).values == (5, 5)
@@ -375,7 +415,7 @@ def test_assigning_a_sum_shares_it_among_the_copies(strategy):
 def test_assigning_anything_else_goes_to_each_copy(strategy, aggregation):
     variable = on_read(strategy, [0.0], aggregation)
     variable.assign([7.0])
-    variable.assign_add([1.0])
+    assert variable.assign_add([1.0]).tolist() == [8]
     variable.assign_sub([2.0])
     assert copies(variable) == [[6], [6]]
     with pytest.raises(ValueError, match="PerReplica"):

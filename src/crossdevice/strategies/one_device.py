@@ -1,0 +1,21 @@
+"""All work on one device, with the calls of every other strategy."""
+
+from __future__ import annotations
+
+from crossdevice.strategies.mirrored import MirroredStrategy
+from crossdevice.values.device import Device
+
+
+class OneDeviceStrategy(MirroredStrategy):
+    """One replica on one device: to try a program that is written for several.
+
+    >>> strategy = OneDeviceStrategy("cpu:1")
+    >>> strategy.num_replicas_in_sync, strategy.run(lambda: 2.0)
+    (1, 2.0)
+    """
+
+    def __init__(self, device: Device | str) -> None:
+        super().__init__([device])
+
+    def __repr__(self) -> str:
+        return f"OneDeviceStrategy('{self._devices[0]}')"

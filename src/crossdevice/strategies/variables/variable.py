@@ -1,0 +1,237 @@
+"""A named array that can be assigned to, on one device."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+
+from crossdevice.backends.numpy_backend import array_of_numbers
+from crossdevice.backends.protocol import Backend
+from crossdevice.backends.registry import backend_of_type
+from crossdevice.errors import (
+    ConversionError,
+    DtypeMismatchError,
+    LibraryMismatchError,
+    OptionError,
+    ShapeMismatchError,
+)
+from crossdevice.values.delegation import DelegatesToArray, operand_of
+from crossdevice.values.device import Device, device_of, host_device
+from crossdevice.values.distributed import DelegatingValues, DistributedValues
+from crossdevice.values.dtypes import COMPLEXES, FLOATS
+from crossdevice.values.nesting import is_number, is_number_list
+from crossdevice.values.reduce_op import VariableAggregation, VariableSynchronization
+from crossdevice.values.replica_scope import RUNNING_CODE
+from crossdevice.values.variable import PlacedArray
+
+
+class ReadsAsArray(DelegatesToArray):
+    """Reading a variable: nobody is handed memory by which it could be written to."""
+
+    __slots__ = ()
+
+    def current(self) -> Any:
+        """The array: a read-only view where the library has such, else a copy."""
+        array = self.operand()
+        backend = _backend_of(array)
+        if isinstance(array, np.ndarray | np.generic):
+            return backend.read_only(np.asarray(array), host_device(0))
+        return array if backend.is_immutable else self._copied()
+
+    def value(self) -> Any:
+        """The array, not to be written to: a read-only view where the library has such, else a copy."""
+        return self.current()
+
+    def read_value(self) -> Any:
+        """The same as `value`."""
+        return self.current()
+
+    def numpy(self) -> Any:
+        """The elements as a NumPy array of its own."""
+        array = self.operand()
+        backend = _backend_of(array)
+        return backend.to_host(array).reshape(backend.shape_of(array)).copy()
+
+    def __float__(self) -> float:
+        return float(self.operand())
+
+    def __int__(self) -> int:
+        return int(self.operand())
+
+    def __bool__(self) -> bool:
+        return bool(self.operand())
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        return self._copied().__dlpack__(**arguments)
+
+    def __dlpack_device__(self) -> Any:
+        return self.operand().__dlpack_device__()
+
+    def _copied(self) -> Any:
+        array = self.operand()
+        return _backend_of(array).copy(array, device_of(array) or host_device(0))
+
+
+class _MadeInScope(type):
+    """Has the strategy that was entered make the variable, as TensorFlow's variables do."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        strategy = RUNNING_CODE.get().strategy
+        if cls is not Variable or strategy is None or kwargs.get("device") is not None:
+            return super().__call__(*args, **kwargs)
+        try:
+            given = inspect.signature(Variable.__init__).bind(None, *args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"Variable() {error}") from None
+        given.pop("self")
+        given.pop("device", None)
+        return strategy.create_variable(**given)
+
+
+class Variable(ReadsAsArray, PlacedArray, metaclass=_MadeInScope):
+    """An array with a name and a device; as a destination it says where, and is never written.
+
+    Without a device, in a strategy's scope or in one of its replicas, it is what
+    `strategy.create_variable` makes. It computes as its array does; `==` is identity.
+
+    Args:
+        initial_value: an array, a number, a list of numbers, or a function that makes one of them.
+        shape: what the shape of the initial value must be.
+
+    >>> counter = Variable(1.0, device="cpu:2", name="counter")
+    >>> float(counter.assign_add(2.0) * 2), counter.device
+    (6.0, Device('cpu:2'))
+    """
+
+    __slots__ = ("__weakref__", "aggregation", "name", "synchronization", "trainable")
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool | None = None,
+        *,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+        shape: Any = None,
+        device: Device | str | None = None,
+    ) -> None:
+        self.name = name or "Variable"
+        self.trainable = checked_trainable(trainable, self.name) is not False
+        self.synchronization = VariableSynchronization(synchronization)
+        self.aggregation = VariableAggregation(aggregation)
+        array = initial_array(initial_value, dtype, shape, self.name)
+        self.device = Device.parse(device) if device is not None else device_of(array) or host_device(0)
+        backend = _backend_of(array)
+        backend.check_device(self.device)
+        self._value = backend.copy(array, self.device)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its array."""
+        return tuple(self._value.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of its array."""
+        return self._value.dtype
+
+    def assign(self, value: Any) -> Variable:
+        """Replaces the value; the shape and the dtype stay."""
+        return self.store(_backend_of(self._value).copy(self._converted(value), self.device))
+
+    def assign_add(self, delta: Any) -> Variable:
+        """Adds to the value."""
+        return self.store(self._value + self._converted(delta))
+
+    def assign_sub(self, delta: Any) -> Variable:
+        """Subtracts from the value."""
+        return self.store(self._value - self._converted(delta))
+
+    def store(self, fresh: Any) -> Variable:
+        """Replaces the value by an array of its library, dtype and device that nobody else holds."""
+        if tuple(fresh.shape) != self.shape:
+            raise ShapeMismatchError(
+                f"variable {self.name!r} has shape {self.shape}; got a value of shape {tuple(fresh.shape)}"
+            )
+        self._value = np.asarray(fresh) if isinstance(fresh, np.generic) else fresh
+        return self
+
+    def _converted(self, value: Any) -> Any:
+        if isinstance(value, DistributedValues) and not isinstance(value, DelegatingValues):
+            raise ConversionError(
+                f"variable {self.name!r} holds one array; got a {type(value).__name__} of several"
+            )
+        backend = _backend_of(self._value)
+        return converted(operand_of(value), backend, backend.dtype_of(self._value), self.name)
+
+    def __repr__(self) -> str:
+        return f"Variable({self._value!r}, device='{self.device}', name={self.name!r})"
+
+
+def checked_trainable(trainable: Any, name: str) -> bool | None:
+    """The argument of that name, if it is one."""
+    if trainable is None or isinstance(trainable, bool):
+        return trainable
+    raise OptionError(
+        f"trainable of variable {name!r} must be True, False or None, got {trainable!r}; "
+        "a device is given by name: device=..."
+    )
+
+
+def initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> Any:
+    """An initial value as an array of its library."""
+    array = operand_of(initial_value() if callable(initial_value) else initial_value)
+    if is_number(array) or is_number_list(array):
+        array = array_of_numbers(array)
+    backend = backend_of_type(type(array))
+    if backend is None or not hasattr(array, "dtype"):
+        raise ConversionError(
+            f"variable {name!r} was given a {type(array).__name__}; expected an array or a number"
+        )
+    if shape is not None and tuple(shape) != backend.shape_of(array):
+        raise ShapeMismatchError(
+            f"variable {name!r} was given shape {tuple(shape)} and a value of shape {backend.shape_of(array)}"
+        )
+    return array if dtype is None else backend.cast(array, _dtype_name(dtype))
+
+
+def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
+    """A value as an array of a library and dtype; NumPy arrays are welcome in every library."""
+    if is_number(value) or isinstance(value, (list, tuple)):
+        value = np.asarray(value)
+    source = backend_of_type(type(value))
+    if source is None or isinstance(value, DistributedValues):
+        raise ConversionError(
+            f"variable {name!r} was given a {type(value).__name__}; expected an array or a number"
+        )
+    if source is not backend:
+        if source.name != "numpy":
+            raise LibraryMismatchError(
+                f"variable {name!r} holds arrays of {backend.name}; it was given one of {source.name}"
+            )
+        value = backend.from_host(np.array(value).reshape(-1), source.shape_of(value), host_device(0))
+    found = backend.dtype_of(value)
+    if _kind_of(found) > _kind_of(dtype):
+        raise DtypeMismatchError(f"variable {name!r} is {dtype}; it was given {found}, which would lose part")
+    return value if found == dtype else backend.cast(value, dtype)
+
+
+def _kind_of(dtype: str) -> int:
+    """Booleans and integers fit into floats, those into complex numbers, and never the other way."""
+    return 2 if dtype in COMPLEXES else 1 if dtype in FLOATS else 0
+
+
+def _backend_of(array: Any) -> Backend:
+    backend = backend_of_type(type(array))
+    assert backend is not None, "variables are made of arrays"
+    return backend
+
+
+def _dtype_name(dtype: Any) -> str:
+    """`float32`, from a name or from the dtype objects of the array libraries."""
+    named = getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or dtype
+    return str(named).rpartition(".")[2]

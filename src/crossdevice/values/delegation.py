@@ -1,0 +1,63 @@
+"""Objects that compute as an array does, which they find when they are asked."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+
+class DelegatesToArray:
+    """Arithmetic, ordering, indexing and attributes are those of `current`; `==` is identity."""
+
+    __slots__ = ()
+
+    def current(self) -> Any:
+        """The array that stands for this object here and now."""
+        raise NotImplementedError
+
+    def operand(self) -> Any:
+        """The same for arithmetic, which only reads it."""
+        return self.current()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copying and pickling look for these on half-made objects
+            raise AttributeError(name)
+        return getattr(self.current(), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.current()[key]
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return as_array(self.current(), dtype, copy)
+
+    def __pos__(self) -> Any:
+        return +self.current()  # which PyTorch returns as it is
+
+
+def operand_of(value: Any) -> Any:
+    """What a value is in arithmetic."""
+    return value.operand() if isinstance(value, DelegatesToArray) else value
+
+
+def as_array(component: Any, dtype: Any, copy: Any) -> Any:
+    """What a component's `__array__` returns; not every library's knows `copy`."""
+    array = component.__array__() if dtype is None else component.__array__(dtype)
+    return array.copy() if copy else array
+
+
+def _forward(operation: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: operation(operand_of(self), *map(operand_of, others))
+
+
+def _reflected(operation: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: operation(operand_of(other), operand_of(self))
+
+
+_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")
+_OTHERS = ("lt", "le", "gt", "ge", "neg", "abs", "invert")
+for _name in (*_BINARY, *_OTHERS):
+    _word = _name.rstrip("_")
+    setattr(DelegatesToArray, f"__{_word}__", _forward(getattr(operator, _name)))
+    if _name in _BINARY:
+        setattr(DelegatesToArray, f"__r{_word}__", _reflected(getattr(operator, _name)))

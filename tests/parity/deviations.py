@@ -1,0 +1,46 @@
+"""Where crossdevice does something else than TensorFlow on purpose, and why: all there is of it."""
+
+from __future__ import annotations
+
+_BROADCAST = (
+    "What broadcasts to a variable's shape may be added to it; a shape that would change is a ValueError."
+)
+_NO_TENSORFLOW_ERRORS = "TensorFlow's own error classes are not ours: a mismatch is a ValueError."
+_PAGE = "The reference page says ValueError."
+_NOT_COLLAPSED = (
+    "Arrays and numbers are one for each replica, whoever made them: TensorFlow collapses those that "
+    "are one object, so that sums depend on it."
+)
+_REFUSALS = "What is refused is a ValueError with a message, not a bare assertion."
+
+DEVIATIONS = {
+    "variables: dtype of a write/*/complex": "A dtype that does not fit is a mismatch, a ValueError.",
+    "variables: dtype of a write/int32/floats": "A dtype that does not fit is a mismatch, a ValueError.",
+    "variables: wrong shape/assign_add/*": _BROADCAST,
+    "variables: wrong shape/assign_sub/*": _BROADCAST,
+    "variables: trainable on read": "Copies that differ have no common gradient, so this is refused.",
+    "reductions: count/HierarchicalCopyAllReduce/3/*": "Every replica counts; there the last does not.",
+    "reductions: wrong operation/sum": "Operations may be given by name everywhere.",
+    "reductions: wrong operation/MEAN": "Operations may be given by name everywhere.",
+    "reductions: wrong pairs/none": _PAGE,
+    "reductions: wrong pairs/number": _PAGE,
+    "reductions: wrong pairs/empty": "An empty batch has an empty result.",
+    "reductions: wrong value/'text'": _PAGE,
+    "reductions: mixed dtypes in a batch/HierarchicalCopyAllReduce": "A batch may mix dtypes.",
+    "reductions: different shapes": _NO_TENSORFLOW_ERRORS,
+    "reductions: different dtypes": _NO_TENSORFLOW_ERRORS,
+    "strategies: one result/3": _NOT_COLLAPSED,
+    "strategies: one result/2.5": _NOT_COLLAPSED,
+    "strategies: one result/True": _NOT_COLLAPSED,
+    "strategies: one tensor": _NOT_COLLAPSED,
+    "strategies: all_reduce/constant": _NOT_COLLAPSED,
+    "strategies: number in a merge_call": _NOT_COLLAPSED,
+    "strategies: gather/wrong axis": _NO_TENSORFLOW_ERRORS,
+    "strategies: reduce_to/SUM/mirrored": _REFUSALS,
+    "strategies: reduce_to/a list": _REFUSALS,
+    "strategies: broadcast_to/None": _REFUSALS,
+    "strategies: update of a plain variable": _REFUSALS,
+    "strategies: dataset/uneven": "Parts differ by one example at most; TensorFlow's last part may be empty.",
+    "strategies: duplicates": "Several replicas may sit on one device.",
+}
+"""Patterns of names of programs, and the reason."""

@@ -1,0 +1,88 @@
+"""TensorFlow's own operations, options, distributed values and variables are understood where ours are."""
+
+from __future__ import annotations
+
+import pytest
+
+import crossdevice as cd
+from crossdevice.errors import ConversionError, ReduceOpError
+from crossdevice.values.options import as_options
+from parity import libraries
+
+tf = pytest.importorskip("tensorflow")
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return libraries.tensorflow()
+
+
+@pytest.fixture
+def value(theirs):
+    return theirs.per_replica([theirs.array([1.0]), theirs.array([3.0])])
+
+
+@pytest.fixture
+def variable(theirs):
+    with theirs.MirroredStrategy(["/cpu:0", "/cpu:1"]).scope():
+        return tf.Variable([5.0])
+
+
+@pytest.mark.parametrize("op", [tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN], ids=str)
+def test_operations(op, value):
+    assert cd.ReduceOp(op).name == op.name
+    right = [4.0] if op.name == "SUM" else [2.0]
+    assert cd.RingAllReduce().reduce(op, value, "cpu:0").numpy().tolist() == right
+
+
+def test_settings_of_variables():
+    variable = cd.MirroredStrategy(["cpu:0", "cpu:1"]).create_variable(
+        1.0,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.SUM,
+        dtype=tf.float64,
+    )
+    assert isinstance(variable, cd.SyncOnReadVariable)
+    assert (variable.aggregation, str(variable.dtype)) == (cd.VariableAggregation.SUM, "float64")
+    with pytest.raises(ReduceOpError):
+        cd.ReduceOp(tf.VariableAggregation.SUM)
+
+
+def test_options(value):
+    kinds = tf.distribute.experimental.CommunicationImplementation
+    given = tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=8, timeout_seconds=2.0, implementation=kinds.RING
+    )
+    assert cd.RingAllReduce().reduce("sum", value, value, given).values[1].numpy().tolist() == [4]
+    assert cd.CommunicationOptions(8, 2.0, "RING") == as_options(given)
+
+
+def test_distributed_values_are_values_and_destinations(value, variable):
+    ops = cd.ReductionToOneDevice()
+    for where in (value, variable):
+        result = ops.reduce("sum", value, where)
+        assert isinstance(result, cd.Mirrored)
+        assert [str(device) for device in result.devices] == ["cpu:0", "cpu:1"]
+        assert [part.numpy().tolist() for part in result.values] == [[4], [4]]
+    (batched,) = ops.batch_reduce("sum", [(value, variable)])
+    assert len(batched.values) == 2
+    assert ops.reduce("sum", variable, "cpu:0").numpy().tolist() == [10]
+    assert ops.gather(value, "cpu:0").numpy().tolist() == [1, 3]
+    assert len(ops.broadcast(value.values[0], variable).values) == 2
+    with pytest.raises(ConversionError, match="PerReplica"):
+        ops.broadcast(value, "cpu:0")
+    with pytest.raises(ConversionError, match="do not nest"):
+        ops.reduce("sum", {"a": variable}, "cpu:0")
+
+
+def test_strategies_take_them_apart(value, variable):
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    doubled = strategy.run(lambda x: x * 2.0, args=(value,))
+    assert [part.numpy().tolist() for part in doubled.values] == [[2], [6]]
+    assert strategy.reduce("sum", {"a": value}, axis=None)["a"].numpy().tolist() == [4]
+    assert float(strategy.reduce("mean", value, axis=0)) == 2
+    assert strategy.gather(value, axis=0).numpy().tolist() == [1, 3]
+    assert len(strategy.experimental_local_results(value)) == 2
+    assert strategy.extended.reduce_to("mean", value, "cpu:0").numpy().tolist() == [2]
+    with pytest.raises(ReduceOpError, match="same value on every replica"):
+        strategy.extended.reduce_to("sum", variable, "cpu:0")
