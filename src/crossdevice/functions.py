@@ -108,7 +108,12 @@ def gather(values: Sequence[Any] | DistributedValues, destinations: Any = "cpu:0
 
 
 def to_dense(slices: IndexedSlices) -> Any:
-    """The whole array that slices stand for; rows with the same index add up."""
+    """The whole array that slices stand for; rows with the same index add up.
+
+    >>> import numpy as np
+    >>> to_dense(IndexedSlices(np.float32([1, 2, 3]), np.array([0, 2, 2]), dense_shape=(4,)))
+    array([1., 0., 5., 0.], dtype=float32)
+    """
     return _to_dense(slices)
 
 

@@ -22,6 +22,12 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 
     Args:
         num_packs: into how many packs a batch is cut; 0 reduces value by value.
+
+    >>> import numpy as np
+    >>> from crossdevice import PerReplica
+    >>> value = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+    >>> HierarchicalCopyAllReduce().reduce("sum", value, destinations=value).values[1]
+    array([4., 6.], dtype=float32)
     """
 
     def __init__(self, num_packs: int = 1) -> None:

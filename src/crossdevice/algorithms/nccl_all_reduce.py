@@ -23,6 +23,11 @@ class NcclAllReduce(CrossDeviceOps):
 
     Args:
         num_packs: into how many packs a batch is cut; 0 reduces value by value.
+
+    >>> from crossdevice import PerReplica
+    >>> value = PerReplica([1.0, 2.0])
+    >>> float(NcclAllReduce().reduce("sum", value, "cpu:0"))  # not on GPUs: summed on the destination
+    3.0
     """
 
     uses_engine = True

@@ -23,6 +23,10 @@ class ReductionToOneDevice(CrossDeviceOps):
         reduce_to_device: where to sum; None means the first destination.
         accumulation_fn: gets the tuple of all replicas' arrays, copied to that device, and returns
             their combination (which a mean still divides); None adds. Not used for `IndexedSlices`.
+
+    >>> from crossdevice import PerReplica
+    >>> float(ReductionToOneDevice().reduce("mean", PerReplica([1.0, 2.0, 6.0]), destinations="cpu:0"))
+    3.0
     """
 
     def __init__(

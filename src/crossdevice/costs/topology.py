@@ -158,6 +158,11 @@ class Topology:
     Args:
         memory_bytes_per_second: how fast one device reads and writes its own memory, as additions do.
         step_seconds: what it takes to start one addition on a device.
+
+    >>> from crossdevice import read_topology
+    >>> machine = read_topology("hgx_h100", 16)
+    >>> machine.num_nodes, machine.shares_memory
+    (2, False)
     """
 
     name: str

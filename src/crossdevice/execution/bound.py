@@ -26,6 +26,13 @@ class BoundReduction:
     cannot be written to, and reductions by hooks, by functions or between processes, have new results.
 
     Calls from several threads take turns.
+
+    >>> import numpy as np, crossdevice as cd
+    >>> arrays = [np.float32([1, 2]), np.float32([3, 4])]
+    >>> bound = cd.bind(arrays, "sum", "cpu:0")
+    >>> arrays[0] += 10
+    >>> bound()
+    array([14., 16.], dtype=float32)
     """
 
     def __init__(self, run: Callable[[], Any], check: Callable[[], None] | None = None) -> None:

@@ -17,6 +17,10 @@ class DistributedValues:
 
     Host arrays have no device of their own: without `devices` they sit on `cpu:0, cpu:1, ...` by
     position. A component may be a nested structure of arrays.
+
+    >>> value = DistributedValues([1.0, 2.0], devices=["cpu:2", "cpu:3"])
+    >>> value.values, value.devices
+    ((1.0, 2.0), (Device('cpu:2'), Device('cpu:3')))
     """
 
     __slots__ = ("__weakref__", "_devices", "_given_devices", "_values")

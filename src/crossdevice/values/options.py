@@ -19,7 +19,12 @@ LOWERINGS: tuple[Lowering, ...] = ("auto", "off")
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which engine carries a collective between processes."""
+    """Which engine carries a collective between processes.
+
+    >>> from crossdevice import CommunicationOptions
+    >>> CommunicationOptions(implementation="ring").implementation is CommunicationImplementation.RING
+    True
+    """
 
     AUTO = "AUTO"
     RING = "RING"

@@ -42,7 +42,13 @@ class ReduceOp(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """What a variable does with the different values that replicas assign to it."""
+    """What a variable does with the different values that replicas assign to it.
+
+    >>> from crossdevice import MirroredStrategy, VariableAggregation
+    >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+    >>> strategy.create_variable(0.0, aggregation=VariableAggregation.MEAN).aggregation.name
+    'MEAN'
+    """
 
     NONE = 0
     SUM = 1
@@ -51,7 +57,13 @@ class VariableAggregation(enum.Enum):
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are brought into step."""
+    """When the copies of a variable are synchronized.
+
+    >>> from crossdevice import MirroredStrategy, VariableSynchronization
+    >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+    >>> type(strategy.create_variable(0.0, synchronization=VariableSynchronization.ON_READ)).__name__
+    'SyncOnReadVariable'
+    """
 
     AUTO = 0
     NONE = 1

@@ -31,6 +31,10 @@ class ReproducibleMean:
             they are not to be found by themselves.
         precision: `"accurate"` adds wide, in the order of ranks, and rounds once; `"exact"` rounds the true
             mean, whatever the order of ranks.
+
+    >>> state = ReproducibleMean(precision="exact")
+    >>> state.group is None  # until the first bucket
+    True
     """
 
     def __init__(

@@ -25,6 +25,14 @@ class ReplicaContext:
 
     All replicas must make the same calls in the same order. A call that some never make is an error
     that names them.
+
+    >>> import crossdevice as cd
+    >>> strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    >>> def step():
+    ...     context = cd.get_replica_context()
+    ...     return float(context.all_reduce("sum", context.replica_id_in_sync_group + 1.0))
+    >>> strategy.run(step).values
+    (3.0, 3.0)
     """
 
     __slots__ = ("_device", "_rendezvous", "_replica", "_strategy")
