@@ -22,14 +22,23 @@ version = release = crossdevice.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 highlight_language = "none"
 default_role = "py:obj"
-python_maximum_signature_line_length = 88
+python_maximum_signature_line_length = 110
+python_trailing_comma_in_multi_line_signatures = False
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
-autodoc_default_options = {"members": True, "member-order": "bysource"}
+FOR_AUTHORS_OF_ALGORITHMS = "plan_sum, plan_rounds, uses_engine, fallback_reason"
+FOR_OUR_OWN_CODE = (
+    "of, with_parts, of_batch, with_results, given_devices, meet, local_replica, turn, call, compare_always, "
+    "reduces_on, give_up, value_of_rank, typical_devices, ring_bytes_per_second, is_on_all_ranks"
+)
+autodoc_default_options = {
+    "members": True,
+    "member-order": "bysource",
+    "exclude-members": f"{FOR_AUTHORS_OF_ALGORITHMS}, {FOR_OUR_OWN_CODE}",
+}
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 # The reference reads the same without PyTorch and TensorFlow, which are large.
 autodoc_mock_imports = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name) is None]
 
@@ -41,6 +50,8 @@ html_copy_source = False
 html_show_sphinx = False
 
 INCLUDE = re.compile(r"^```\{include\} (\S+)\n```$", re.M)
+BLANK_LAST_LINE = re.compile(r"\n(?=\n *```$)", re.M)
+"""Needed by doctest at the end of a block; on a page it is only an empty line."""
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 
 
@@ -68,17 +79,18 @@ def with_links_for_the_site(text: str, source: Path, docname: str) -> str:
     return LINK.sub(replaced, text)
 
 
-def read_source(_app: Any, docname: str, source: list[str]) -> None:
+def read_source(app: Any, docname: str, source: list[str]) -> None:
     """Inserts the files that a page includes, rewrites links, and lists the decision records in the menu."""
     page = DOCS / f"{docname}.md"
     text = with_links_for_the_site(source[0], page, docname)
     for target in INCLUDE.findall(text):
         file = (page.parent / target).resolve()
         included = with_links_for_the_site(file.read_text(), file, docname)
+        app.env.note_dependency(str(file))
         text = text.replace(f"```{{include}} {target}\n```", included)
     if docname == "decisions/README":
         text += "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
-    source[0] = text
+    source[0] = BLANK_LAST_LINE.sub("", text)
 
 
 def setup(app: Any) -> None:

@@ -54,7 +54,7 @@ def test_decisions_are_numbered_without_gaps_and_listed_by_their_titles():
 
 
 def public_names():
-    """Every public name with its module: exports, and what the modules of `crossdevice.integrations` define."""
+    """Every public name with its module: exports, and what the integrations define."""
     names = [("crossdevice", name) for name in cd.__all__]
     for path in sorted((ROOT / "src/crossdevice/integrations").glob("[!_]*")):
         tree = ast.parse((path / "__init__.py" if path.is_dir() else path).read_text())

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from crossdevice.errors import TopologyError
 
-MOST_SPELLED_OUT = 256
+MAX_LISTED_DEVICES = 256
 """Devices up to which everyone's transfers are written down, also those of all pairs."""
 
 
@@ -185,7 +185,7 @@ class Topology:
     @property
     def typical_devices(self) -> range:
         """Devices whose transfers stand for everyone's where all do alike: the first node's if many."""
-        few = self.num_devices <= MOST_SPELLED_OUT
+        few = self.num_devices <= MAX_LISTED_DEVICES
         return range(self.num_devices if few else min(self.devices_per_node, self.num_devices))
 
     @property

@@ -12,7 +12,7 @@ from crossdevice.strategies.data.input import (
     DealtDataset,
     DistributedDataset,
     InputContext,
-    Seats,
+    ReplicaPlacement,
     ValueContext,
     batches_of,
 )
@@ -133,7 +133,7 @@ class Strategy(abc.ABC):
             dataset: any iterable of batches, a PyTorch DataLoader for one; or, with `batch_size`, an
                 array or a structure of arrays.
         """
-        return DistributedDataset(batches_of(dataset, batch_size), self._seats)
+        return DistributedDataset(batches_of(dataset, batch_size), self._placement)
 
     def distribute_datasets_from_function(
         self,
@@ -145,14 +145,14 @@ class Strategy(abc.ABC):
         Where there are several processes, each makes those of its own replicas.
         """
         context = InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
-        return DealtDataset(batches_of(dataset_fn(context), None), self._seats)
+        return DealtDataset(batches_of(dataset_fn(context), None), self._placement)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """A PerReplica (or a structure of them) of what `value_fn(ValueContext)` returns for each replica."""
-        seats = self._seats
-        values = [value_fn(ValueContext(number, seats.num_replicas)) for number in seats.numbers]
-        return regroup(values, seats.devices, always_wrap=True)
+        placement = self._placement
+        values = [value_fn(ValueContext(number, placement.num_replicas)) for number in placement.numbers]
+        return regroup(values, placement.devices, always_wrap=True)
 
     @property
-    def _seats(self) -> Seats:
-        return Seats(self._extended.worker_devices, self.first_replica, self.num_replicas_in_sync)
+    def _placement(self) -> ReplicaPlacement:
+        return ReplicaPlacement(self._extended.worker_devices, self.first_replica, self.num_replicas_in_sync)

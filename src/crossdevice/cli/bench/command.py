@@ -85,12 +85,16 @@ def run(arguments: argparse.Namespace) -> int:
     works = _works(arguments)
     if arguments.calibrate is not None:
         if arguments.calibrate.suffix != ".toml":
-            raise OptionError(f"{str(arguments.calibrate)!r} is no topology file; expected FILE.toml")
+            raise OptionError(
+                f"{str(arguments.calibrate)!r} is not a valid topology file; expected FILE.toml"
+            )
         return calibrate(arguments.calibrate, arguments.ngpus)
     peers = _peers(arguments.against)
     for path in arguments.chart:
         if path.suffix not in (".svg", ".html"):
-            raise OptionError(f"{str(path)!r} is no chart; expected a name that ends in .svg or .html")
+            raise OptionError(
+                f"{str(path)!r} is not a valid chart file; expected a name that ends in .svg or .html"
+            )
     set_num_threads(arguments.threads)
     try:
         with contextlib.ExitStack() as closing:

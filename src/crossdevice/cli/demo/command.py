@@ -110,7 +110,9 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) < 1:
             raise OptionError(f"--{name} must be 1 or more; got {getattr(arguments, name)}")
     if arguments.picture.suffix != ".svg":
-        raise OptionError(f"{str(arguments.picture)!r} is no picture; expected a name that ends in .svg")
+        raise OptionError(
+            f"{str(arguments.picture)!r} is not a valid picture file; expected a name that ends in .svg"
+        )
     BACKENDS.load(arguments.backend)
     digits, cluster = load_digits(), cluster_from_env()
     strategy = _strategy(arguments, cluster)

@@ -18,7 +18,7 @@ from crossdevice.errors import OptionError
 from crossdevice.plans.rendering import devices_text, size_text
 from crossdevice.values.options import PRECISIONS
 
-MOST_LINES, MOST_COLUMNS, MOST_ROWS = 60, 160, 24
+MAX_LINES, MAX_COLUMNS, MAX_ROWS = 60, 160, 24
 """Longer plans lose their middle, longer lines and tables their end, unless --all."""
 
 _ALIASES = {"hierarchical": "hierarchical_copy"}
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="accurate",
         help="fast: partial sums travel; else what they are made of (accurate)",
     )
-    add("--all", action="store_true", help=f"all steps, also above {MOST_LINES}")
+    add("--all", action="store_true", help=f"all steps, also above {MAX_LINES}")
     add("--json", action="store_true", help="for other programs")
     add("--html", type=output_file, metavar="FILE", help="write a page that plays the plan step by step")
 
@@ -67,18 +67,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _abbreviated(lines: list[str]) -> list[str]:
-    if len(lines) > MOST_LINES:
-        left_out = f"  ... {len(lines) - MOST_LINES} more lines (--all shows them) ..."
-        lines = [*lines[: MOST_LINES - 10], left_out, *lines[-10:]]
-    return [line if len(line) <= MOST_COLUMNS else f"{line[: MOST_COLUMNS - 4]} ..." for line in lines]
+    if len(lines) > MAX_LINES:
+        left_out = f"  ... {len(lines) - MAX_LINES} more lines (--all shows them) ..."
+        lines = [*lines[: MAX_LINES - 10], left_out, *lines[-10:]]
+    return [line if len(line) <= MAX_COLUMNS else f"{line[: MAX_COLUMNS - 4]} ..." for line in lines]
 
 
 def _shortened(section: Section) -> Section:
-    if len(section.rows) <= MOST_ROWS:
+    if len(section.rows) <= MAX_ROWS:
         return section
-    more = f"... {len(section.rows) - MOST_ROWS} more"
+    more = f"... {len(section.rows) - MAX_ROWS} more"
     rest = [""] * (len(section.headings) - 1)
-    return section._replace(rows=[*section.rows[:MOST_ROWS], [more, *rest]])
+    return section._replace(rows=[*section.rows[:MAX_ROWS], [more, *rest]])
 
 
 def _headline(explanation: Explanation) -> list[str]:
