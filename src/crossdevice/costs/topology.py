@@ -153,11 +153,11 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A machine, or a cluster of equal ones: devices are numbered node by node.
+    """A machine, or a cluster of equal machines, whose devices are numbered node by node.
 
     Args:
-        memory_bytes_per_second: how fast one device reads and writes its own memory, as additions do.
-        step_seconds: what it takes to start one addition on a device.
+        memory_bytes_per_second: the memory bandwidth of one device, as used by additions.
+        step_seconds: the time to start one addition on a device.
 
     >>> from crossdevice import read_topology
     >>> machine = read_topology("hgx_h100", 16)

@@ -118,7 +118,7 @@ class recorded:  # noqa: N801 - read like the function it is used as
 
 
 def flight_record() -> list[Record]:
-    """What ran last, oldest first; bounded, and always there to ask when something went wrong.
+    """The last 2048 events, oldest first; recorded all the time, to be read when something went wrong.
 
     >>> import numpy as np, crossdevice as cd
     >>> _ = cd.all_reduce([np.ones(4, np.float32), np.ones(4, np.float32)])
@@ -132,8 +132,8 @@ def flight_record() -> list[Record]:
 def trace(path: str | Path) -> Iterator[None]:
     """Writes what runs inside the block to a file that opens in https://ui.perfetto.dev.
 
-    One row per device; phases queue, pack, reduce, copy and unpack; an arrow for every copy. The file is
-    also written when an error leaves the block.
+    It has one row per device, the phases queue, pack, reduce, copy and unpack, and an arrow for every copy.
+    The file is also written if the block raises.
 
     >>> import pathlib, tempfile, numpy as np, crossdevice as cd
     >>> path = pathlib.Path(tempfile.mkdtemp(), "run.json")

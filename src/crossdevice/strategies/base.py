@@ -30,8 +30,7 @@ from crossdevice.values.replica_scope import check_cross_replica
 class Strategy(abc.ABC):
     """Runs one function as several replicas, and combines what they return.
 
-    What a program needs to know of `MirroredStrategy`, `MultiWorkerMirroredStrategy` and the default, so
-    that it can take any of them.
+    The common interface of `MirroredStrategy`, `MultiWorkerMirroredStrategy` and the default strategy.
 
     >>> from crossdevice.strategies.current import get_strategy
     >>> strategy = get_strategy()
@@ -57,7 +56,7 @@ class Strategy(abc.ABC):
 
     @property
     def extended(self) -> StrategyExtended:
-        """The calls for those who write optimizers and loops."""
+        """Calls for authors of optimizers and training loops."""
         return self._extended
 
     @property
@@ -70,9 +69,9 @@ class Strategy(abc.ABC):
         return scope_of(self)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
-        """Combines a value over replicas, and over axes of their arrays if any are given; on `cpu:0`.
+        """Combines a value over replicas, and over `axis` of their arrays if given; the result is on `cpu:0`.
 
-        With an axis every element counts once, however unevenly replicas share them.
+        With an axis every element counts once, even if replicas have different numbers of them.
         """
         op = ReduceOp(reduce_op)
         if axis is None:
@@ -88,7 +87,7 @@ class Strategy(abc.ABC):
         return map_structure(reduced, value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Every replica's array end to end along `axis`, in which they may differ; on `cpu:0`."""
+        """Concatenates the arrays of all replicas along `axis`, on `cpu:0`; sizes along `axis` may differ."""
         check_cross_replica("gather")
         if not distributed_leaves(value):
             return value
@@ -103,7 +102,7 @@ class Strategy(abc.ABC):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> MirroredVariable | SyncOnReadVariable:
-        """A variable with a copy on each device; it does not matter whether this is in the scope.
+        """Creates a variable with a copy on each device, inside or outside of the scope.
 
         Args:
             initial_value: an array or number, or a function that makes it, called once.
@@ -113,7 +112,7 @@ class Strategy(abc.ABC):
         return create_variable(self, initial_value, name, dtype, trainable, synchronization, aggregation)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """What each replica of this process holds of a value; the value alone if it is not distributed."""
+        """The components of a value in this process; a value that is not distributed is the only one."""
         if isinstance(value, DistributedValues):
             return value.values
         if not distributed_leaves(value):
@@ -127,10 +126,10 @@ class Strategy(abc.ABC):
         *,
         batch_size: int | None = None,
     ) -> Iterable[Any]:
-        """Global batches, cut up along their first axis so that every example goes to one replica.
+        """Splits global batches along their first axis, so that every example goes to one replica.
 
         Args:
-            dataset: any iterable of batches, a PyTorch DataLoader for one; or, with `batch_size`, an
+            dataset: any iterable of batches, such as a PyTorch DataLoader; or, with `batch_size`, an
                 array or a structure of arrays.
         """
         return DistributedDataset(batches_of(dataset, batch_size), self._placement)
@@ -140,9 +139,9 @@ class Strategy(abc.ABC):
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: Any = None,  # noqa: ARG002 - TensorFlow's argument
     ) -> Iterable[Any]:
-        """Batches of one replica each, which `dataset_fn(InputContext)` makes, dealt out in turn.
+        """Distributes batches that `dataset_fn(InputContext)` makes, one per replica, in turn.
 
-        Where there are several processes, each makes those of its own replicas.
+        With several processes, each makes the batches of its own replicas.
         """
         context = InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
         return DealtDataset(batches_of(dataset_fn(context), None), self._placement)

@@ -9,7 +9,7 @@ from crossdevice.strategies.running.replica_context import ReplicaContext
 
 
 def get_strategy() -> Strategy:
-    """The current strategy; outside of any, one that acts as a single replica.
+    """The current strategy; outside of any scope, a default strategy with a single replica.
 
     >>> from crossdevice import MirroredStrategy
     >>> with MirroredStrategy(["cpu:0", "cpu:1"]).scope():
@@ -20,7 +20,7 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Whether a strategy was entered, by its `scope` or its `run`.
+    """Whether the code runs inside a strategy's `scope` or `run`.
 
     >>> from crossdevice import MirroredStrategy
     >>> with MirroredStrategy(["cpu:0", "cpu:1"]).scope():
@@ -32,7 +32,7 @@ def has_strategy() -> bool:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The running replica; None in the cross-replica context, a lone replica outside of any strategy.
+    """The running replica; None in the cross-replica context, a default replica outside of any strategy.
 
     >>> from crossdevice import MirroredStrategy
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
@@ -43,7 +43,7 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the code speaks for all replicas: in a strategy's scope and in merge functions.
+    """Whether the code runs once for all replicas: in a strategy's scope and in merge functions.
 
     >>> from crossdevice import MirroredStrategy
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])

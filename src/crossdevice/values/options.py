@@ -33,18 +33,19 @@ class CommunicationImplementation(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationOptions:
-    """Options of one reduction; all have defaults.
+    """Options of a reduction; all have defaults.
 
     Args:
         bytes_per_pack: split a batch into packs of about this size; 0 leaves packing to the algorithm.
-        timeout_seconds: a deadline, in seconds or as a timedelta; None waits for ever, between processes as
-            long as their group says.
-        implementation: the engine between processes, as a member or its name in any case.
-        precision: `"fast"` adds in the arrays' own dtype in the order of the plan, `"accurate"` adds
-            wide, in replica order, and rounds once, `"exact"` rounds the true sum, whatever the order.
+        timeout_seconds: a deadline, in seconds or as a timedelta; None means no deadline, or that of the
+            group between processes.
+        implementation: the engine between processes, as a member or its name in upper or lower case.
+        precision: `"fast"` adds in the arrays' own dtype in the order of the plan. `"accurate"` adds in a
+            wider type in replica order and rounds once. `"exact"` rounds the true sum; the order of
+            replicas does not matter.
         lowering: `"off"` runs a plan step by step even where all devices share one memory.
-        share_results: destinations that share one memory may get one array, read-only where the library
-            can say so, instead of one each.
+        share_results: destinations that share one memory may get the same array, read-only if the library
+            supports it, instead of one each.
 
     >>> CommunicationOptions(precision="fast").merge(CommunicationOptions(bytes_per_pack=64)).precision
     'fast'
@@ -74,7 +75,7 @@ class CommunicationOptions:
         return CommunicationOptions, dataclasses.astuple(self)
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
-        """These options, but for the fields of `other` that differ from their defaults."""
+        """Options in which fields of `other` that differ from their defaults take precedence over these."""
         return self if other is None else _merged(self, other)
 
 

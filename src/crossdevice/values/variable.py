@@ -42,9 +42,9 @@ class _MadeInScope(type):
 
 
 class Variable(metaclass=_MadeInScope):
-    """An array with a name and a device; as a destination it says where, and is never written.
+    """An array with a name and a device; as a destination it names its device and is never written.
 
-    In a strategy's scope, without a device, it is what `strategy.create_variable` makes.
+    In a strategy's scope, without a device, this creates what `strategy.create_variable` creates.
 
     >>> counter = Variable(1.0, device="cpu:2", name="counter")
     >>> counter.assign_add(2.0).value(), counter.device
