@@ -123,3 +123,9 @@ def test_every_page_is_in_the_menu_of_the_site():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_the_names_on_a_page_exist(page):
+    names = set(re.findall(r"\bcd\.([A-Za-z_]\w*)", page.read_text()))
+    assert sorted(name for name in names if not hasattr(cd, name)) == []
