@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/costs tests/unit/choosing tests/unit/algorithms tests/unit/execution \
 	tests/unit/test_architecture.py tests/unit/test_documentation.py tests/unit/test_release.py
 
-.PHONY: test check quick-checks demo format clean fuzz
+.PHONY: test check quick-checks demo docs format clean fuzz
 .DEFAULT_GOAL := test
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
@@ -26,6 +26,14 @@ $(VENV)/installed: pyproject.toml $(VENV)/python-made
 
 demo: $(VENV)/demo-installed  ## Trains a classifier on 4 logical CPU devices.
 	$(BIN)/crossdevice demo
+
+$(VENV)/docs-installed: pyproject.toml $(VENV)/python-made
+	$(PIP_INSTALL) '.[docs]'
+	touch $@
+
+docs: $(VENV)/docs-installed  ## The documentation site, in build/docs; warnings and broken internal links are errors.
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+	@echo "open build/docs/index.html"
 
 # What others get from the public index: a stamp spares the minute where nothing that matters has changed.
 SHIPPED := pyproject.toml README.md LICENSE $(shell find src -name '*.py' -o -name '*.toml' -o -name '*.html' -o -name py.typed)

@@ -1,4 +1,4 @@
-"""Keras trains under the real tf.distribute.MirroredStrategy, with each of our algorithms in its seat.
+"""Keras trains under the real tf.distribute.MirroredStrategy, with each of our algorithms.
 
 TensorFlow's hierarchical copy leaves the last of 3 replicas out of every sum; ours does not.
 Needs tensorflow and scikit-learn.
@@ -44,11 +44,11 @@ def one_two_four() -> tf.Tensor:
 def main() -> None:
     host = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(host, [tf.config.LogicalDeviceConfiguration()] * 4)
-    seats = {f"crossdevice {name}": as_tensorflow(ALGORITHMS.load(name)()) for name in ALGORITHMS}
-    seats["TensorFlow ReductionToOneDevice"] = tf.distribute.ReductionToOneDevice()
-    seats["TensorFlow HierarchicalCopyAllReduce"] = tf.distribute.HierarchicalCopyAllReduce()
+    algorithms = {f"crossdevice {name}": as_tensorflow(ALGORITHMS.load(name)()) for name in ALGORITHMS}
+    algorithms["TensorFlow ReductionToOneDevice"] = tf.distribute.ReductionToOneDevice()
+    algorithms["TensorFlow HierarchicalCopyAllReduce"] = tf.distribute.HierarchicalCopyAllReduce()
     print(f"{'accuracy on unseen digits':38} 4 replicas 3 replicas  1 + 2 + 4")
-    for name, ops in seats.items():
+    for name, ops in algorithms.items():
         strategy = tf.distribute.MirroredStrategy([f"/cpu:{number}" for number in range(3)], ops)
         total = float(strategy.experimental_local_results(strategy.run(one_two_four))[0])
         print(f"{name:38} {accuracy(4, ops):10.1%} {accuracy(3, ops):10.1%} {total:10}", flush=True)

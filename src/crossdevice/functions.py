@@ -68,9 +68,9 @@ def bind(
     options: CommunicationOptions | None = None,
     out: Any = None,
 ) -> BoundReduction:
-    """A reduction of these very arrays, to be made again and again; see `BoundReduction`.
+    """Prepares a reduction of these arrays, to be run many times; see `BoundReduction`.
 
-    Results come as from `all_reduce`, or as from `reduce` if `destinations` are given.
+    It returns what `all_reduce` returns, or what `reduce` returns if `destinations` are given.
 
     >>> import numpy as np
     >>> arrays = [np.float32([1, 2]), np.float32([3, 4])]
@@ -108,7 +108,12 @@ def gather(values: Sequence[Any] | DistributedValues, destinations: Any = "cpu:0
 
 
 def to_dense(slices: IndexedSlices) -> Any:
-    """The whole array that slices stand for; rows with the same index add up."""
+    """Converts IndexedSlices to a dense array; rows with the same index are added.
+
+    >>> import numpy as np
+    >>> to_dense(IndexedSlices(np.float32([1, 2, 3]), np.array([0, 2, 2]), dense_shape=(4,)))
+    array([1., 0., 5., 0.], dtype=float32)
+    """
     return _to_dense(slices)
 
 

@@ -160,7 +160,7 @@ def slow(request, monkeypatch):
         return copy(self, array, device)
 
     monkeypatch.setattr(type(library.backend), "copy", slow_copy)
-    monkeypatch.setattr(executor, "SMALLEST_OVERLAPPED_BYTES", 0)
+    monkeypatch.setattr(executor, "MIN_OVERLAPPED_BYTES", 0)
     return library
 
 

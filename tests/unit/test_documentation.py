@@ -1,10 +1,12 @@
-"""Claims in the documents, compared with the plans."""
+"""Claims in the documents, compared with the plans; the pages of the site, compared with what there is."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
+import crossdevice as cd
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.values.device import host_device
 from unit.algorithms.planning import planned
@@ -49,3 +51,81 @@ def test_decisions_are_numbered_without_gaps_and_listed_by_their_titles():
     assert listed == [
         (number, record.name, title) for (number, title), record in zip(titles, records, strict=True)
     ]
+
+
+def public_names():
+    """Every public name with its module: exports, and what the integrations define."""
+    names = [("crossdevice", name) for name in cd.__all__]
+    for path in sorted((ROOT / "src/crossdevice/integrations").glob("[!_]*")):
+        tree = ast.parse((path / "__init__.py" if path.is_dir() else path).read_text())
+        offered = [
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        ]
+        defined = [node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+        public = offered[0] if offered else [name for name in defined if not name.startswith("_")]
+        names += [(f"crossdevice.integrations.{path.stem}", name) for name in public]
+    return names
+
+
+def documented_names():
+    """Every name in the reference with its module."""
+    names = []
+    for page in sorted((ROOT / "docs/reference").glob("*.md")):
+        module = None
+        for word, argument in re.findall(r"^\.\. (\w+):: (\S+)$", page.read_text(), re.M):
+            if word == "currentmodule":
+                module = argument
+            elif word in ("autoclass", "autofunction"):
+                names.append((module, argument))
+    return names
+
+
+def test_the_reference_has_every_public_name_once():
+    assert sorted(documented_names()) == sorted(public_names())
+
+
+@pytest.mark.parametrize(("module", "name"), public_names())
+def test_every_public_name_has_an_example(module, name):
+    """In its docstring, in that of a method, or on its page of the reference."""
+    home = getattr(cd, name).__module__ if module == "crossdevice" else module
+    path = ROOT / "src" / home.replace(".", "/")
+    files = path.glob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+    docstrings = [
+        ast.get_docstring(node) or ""
+        for file in files
+        for thing in ast.parse(file.read_text()).body
+        if getattr(thing, "name", None) == name
+        for node in ast.walk(thing)
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    ]
+    pages = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    shown = [
+        block for block in re.findall(r"```py\w+\n(.+?)```", pages, re.S) if re.search(rf"\b{name}\b", block)
+    ]
+    assert shown or any(">>> " in text for text in docstrings)
+
+
+def test_the_gallery_has_every_example_with_its_output():
+    included = re.findall(r"literalinclude\} \.\./examples/(\S+)", (ROOT / "docs/gallery.md").read_text())
+    examples = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert sorted(included) == sorted(
+        file for name in examples for file in (f"{name}.py", f"output/{name}.txt")
+    )
+
+
+def test_every_page_is_in_the_menu_of_the_site():
+    menu = re.findall(r"^[\w/]+$", (ROOT / "docs/index.md").read_text(), re.M)
+    pages = {str(path.relative_to(ROOT / "docs").with_suffix("")) for path in (ROOT / "docs").glob("**/*.md")}
+    assert set(menu) == {page for page in pages if page != "index" and not page.startswith("decisions/0")}
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_the_names_on_a_page_exist(page):
+    names = set(re.findall(r"\bcd\.([A-Za-z_]\w*)", page.read_text()))
+    assert sorted(name for name in names if not hasattr(cd, name)) == []

@@ -13,13 +13,19 @@ from crossdevice.values.device import Device
 
 
 class AllReduceCrossDeviceOps(CrossDeviceOps):
-    """Runs the algorithm of that name (`"nccl"`, `"hierarchical_copy"`, `"ring"`, ...) on packed values.
+    """Runs an algorithm by its name (`"nccl"`, `"hierarchical_copy"`, `"ring"`, ...) on packed values.
 
     Args:
         all_reduce_alg: a name in `crossdevice.algorithms.registry.ALGORITHMS`.
-        num_packs: into how many packs a batch is cut; 0 leaves it to the next two.
-        agg_small_grads_max_bytes: consecutive values smaller than this share a pack; 0 for none.
-        agg_small_grads_max_group: at most so many values share a pack.
+        num_packs: the number of packs into which a batch is split; 0 uses the next two arguments instead.
+        agg_small_grads_max_bytes: consecutive values smaller than this share a pack; 0 turns this off.
+        agg_small_grads_max_group: the largest number of values that share a pack.
+
+    >>> import numpy as np
+    >>> from crossdevice import PerReplica
+    >>> value = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+    >>> AllReduceCrossDeviceOps("ring", num_packs=2).reduce("sum", value, destinations=value).values[1]
+    array([4., 6.], dtype=float32)
     """
 
     def __init__(

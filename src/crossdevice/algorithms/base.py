@@ -33,17 +33,17 @@ from crossdevice.values.replica_scope import check_cross_replica
 class CrossDeviceOps:
     """Combines values of several devices (reduce, batch_reduce, gather) and copies them (broadcast).
 
-    An algorithm of ours overrides `plan_sum`. To bring your own arithmetic instead, override
-    `reduce_implementation`; the two other `*_implementation` hooks are there for batches and broadcasts.
+    Nested structures are accepted wherever a value is, and the result has the same structure: a
+    PerReplica of dicts becomes a Mirrored of dicts, a dict of PerReplicas becomes a dict of Mirrored.
 
-    Nested structures are accepted wherever a value is, and stay where they are: a PerReplica of
-    dicts becomes a Mirrored of dicts, a dict of PerReplicas a dict of Mirrored.
+    To write an algorithm, override `plan_sum`. To replace the arithmetic, override
+    `reduce_implementation`; the two other `*_implementation` hooks are for batches and broadcasts.
     """
 
     packing: Packing = Packing()
     reduce_to_device: Device | None = None
     uses_engine: bool = False
-    """Whether its plans have engine steps where `build.has_engine` says so."""
+    """Whether its plans contain engine steps if `build.has_engine` is true."""
     accumulation_fn: Callable[[tuple[Any, ...]], Any] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -63,17 +63,17 @@ class CrossDeviceOps:
     # ---------------------------------------------------------------- what an algorithm says
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
-        """Plans one pack: a buffer on each destination that holds the sum of all `build.inputs`."""
+        """Plans one pack; returns a buffer on each destination with the sum of all `build.inputs`."""
         raise NotImplementedError(
             f"{type(self).__name__} overrides neither plan_sum nor reduce_implementation"
         )
 
     def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round] | None:  # noqa: ARG002
-        """An all-reduce on all of a topology as rounds, to time thousands of devices; None if unknown."""
+        """The rounds of an all-reduce over a topology, to time thousands of devices; None if unknown."""
         return None
 
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:  # noqa: ARG002
-        """Why values on these devices are not reduced by this algorithm's own means; None if they are."""
+        """Reason this algorithm cannot be used for values on these devices; None if it can."""
         return None
 
     # ---------------------------------------------------------------- the public calls
@@ -88,14 +88,14 @@ class CrossDeviceOps:
         experimental_hints: CommunicationOptions | None = None,
         out: Any = None,
     ) -> Any:
-        """Combines a value's replicas and puts the result on each destination.
+        """Combines the replicas of a value and puts the result on each destination.
 
         Args:
-            per_replica_value: a DistributedValues, or anything array-like as its only replica.
-            destinations: what says where: a DistributedValues, variable, array or device string.
-                The value itself, for an all-reduce.
+            per_replica_value: a DistributedValues; anything array-like counts as one replica.
+            destinations: the devices for the result, given as a DistributedValues, variable, array or
+                device string. Pass the value itself for an all-reduce.
             experimental_hints: the older name of `options`.
-            out: arrays to write to, in place of new ones; the value itself, to reduce in place.
+            out: arrays for the result instead of new ones; pass the value itself to reduce in place.
 
         Returns:
             A bare array for one destination device, a Mirrored for several.
@@ -117,7 +117,7 @@ class CrossDeviceOps:
         experimental_hints: CommunicationOptions | None = None,
         out: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Reduces many values at once: they share packs and passes. `out` has an entry for each pair."""
+        """Reduces many values at once, in shared packs and passes. `out` has one entry per pair."""
         check_cross_replica("batch_reduce")
         pairs = checked_pairs(value_destination_pairs)
         chosen = either(options, experimental_hints)
@@ -136,10 +136,10 @@ class CrossDeviceOps:
         *,
         out: Any = None,
     ) -> BoundReduction:
-        """A reduction of these very arrays, to be made again and again: `bound()` runs it.
+        """Prepares a reduction of these arrays, to be run many times by `bound()`.
 
-        Every check is made and everything is prepared now. Results are written to the same memory each
-        time: that of `out`, or memory that the bound reduction owns.
+        All checks and preparations are done now. Results are written to the same memory in each call:
+        to `out`, or to memory that the bound reduction owns.
 
         Args:
             value: what `reduce` takes; or, without `destinations`, the pairs that `batch_reduce` takes.
@@ -174,8 +174,8 @@ class CrossDeviceOps:
     ) -> Any:
         """Copies a value to each destination; a destination variable is not written.
 
-        With `share_results` in the options, destinations in the value's own memory get the value itself,
-        read-only where the library can say so: nothing is copied.
+        With `share_results` in the options, destinations in the value's own memory get the value itself
+        instead of a copy, read-only if the library supports it.
         """
         check_cross_replica("broadcast")
         devices = read_destinations(destinations)
@@ -198,7 +198,7 @@ class CrossDeviceOps:
         axis: int = 0,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Concatenates a value's replicas along `axis`, in which they may differ, on each destination."""
+        """Concatenates the replicas of a value along `axis`, on each destination; sizes there may differ."""
         check_cross_replica("gather")
         pairs, rebuilt = spread_pairs([(per_replica_value, destinations)])
         placed = [(value, read_destinations(target)) for value, target in pairs]
@@ -211,7 +211,7 @@ class CrossDeviceOps:
         options: CommunicationOptions | None = None,
         reduce_op: ReduceOp | str = ReduceOp.SUM,
     ) -> str:
-        """What `reduce` would do with this value, as text; nothing is computed."""
+        """Describes what `reduce` would do with this value; nothing is computed."""
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         requests, _ = read_requests([(per_replica_value, destinations)], [None])
         return "\n\n".join(self._explain(request, op, chosen) for request in requests)

@@ -39,14 +39,14 @@ def _in_turn(
 class CollectiveAllReduce(CrossDeviceOps):
     """Sums the replicas of all processes of a group; every process gets the result on its own devices.
 
-    Each process calls with its own replicas and destinations. They are reduced in one pass, each process
-    gets the shards it is responsible for from all others, combines them once and shares the result: the
-    bytes of a ring, in two rounds. Without a group it sums the devices of this process.
+    Each process passes its own replicas and destinations. A reduce-scatter gives each process one shard of
+    all replicas to combine; an all-gather distributes the results. This moves the bytes of a ring in two
+    rounds. Without a group it reduces over the devices of this process.
 
     Args:
-        devices: the devices of this process, and
-        group_size: the number of replicas of all processes: given both, they must fit together.
-        options: the defaults of every call; what a call's own options set comes first.
+        devices: the devices of this process.
+        group_size: the number of replicas of all processes; must be consistent with `devices` and `group`.
+        options: the defaults for every call; options of a call take precedence.
         group: the processes that take part; `crossdevice.cluster_from_env().form_group()` makes one.
 
     >>> import numpy as np

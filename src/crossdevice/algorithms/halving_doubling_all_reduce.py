@@ -16,12 +16,18 @@ from crossdevice.values.device import Device
 class HalvingDoublingAllReduce(CrossDeviceOps):
     """Recursive halving to sum shards, recursive doubling to share them (Rabenseifner's algorithm).
 
-    2 log2 N rounds for a power of two, each device moving the 2 (N - 1) / N of an array that a ring
-    moves; for other counts the surplus replicas first fold into partners and are served last: 2 more
-    rounds of a whole array. Right for middling sizes, where a ring's rounds cost too much.
+    It takes 2 log2 N rounds if N is a power of two, and each device moves 2 (N - 1) / N of an array, as in a
+    ring. For other N the surplus replicas first send their arrays to partners and get the result last, in
+    2 more rounds of a whole array. Use it for medium sizes, where the rounds of a ring cost too much.
 
     Args:
-        num_packs: into how many packs a batch is cut; 0 reduces value by value.
+        num_packs: the number of packs into which a batch is split; 0 reduces value by value.
+
+    >>> import numpy as np
+    >>> from crossdevice import PerReplica
+    >>> value = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+    >>> HalvingDoublingAllReduce().reduce("sum", value, destinations=value).values[1]
+    array([4., 6.], dtype=float32)
     """
 
     def __init__(self, num_packs: int = 1) -> None:

@@ -14,14 +14,20 @@ from crossdevice.values.device import Device
 
 
 class HierarchicalCopyAllReduce(CrossDeviceOps):
-    """Sums each half of the replicas on a root of its own, adds the two sums, and goes back the same way.
+    """Sums each half of the replicas on its own root, adds the two sums, and copies back the same way.
 
-    At most 4 rounds; 2 (N - 1) arrays travel, of which only one pair crosses between the halves. Made for a
-    DGX-1, whose two quads of GPUs have few links between them; pack k has its root on replica k mod N,
-    so several packs spread the load over all devices.
+    It takes at most 4 rounds and moves 2 (N - 1) arrays, of which only one pair crosses between the halves.
+    It was designed for the DGX-1, whose two groups of four GPUs have few links between them. Pack k has its
+    root on replica k mod N, so several packs spread the load over all devices.
 
     Args:
-        num_packs: into how many packs a batch is cut; 0 reduces value by value.
+        num_packs: the number of packs into which a batch is split; 0 reduces value by value.
+
+    >>> import numpy as np
+    >>> from crossdevice import PerReplica
+    >>> value = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+    >>> HierarchicalCopyAllReduce().reduce("sum", value, destinations=value).values[1]
+    array([4., 6.], dtype=float32)
     """
 
     def __init__(self, num_packs: int = 1) -> None:

@@ -13,16 +13,21 @@ from crossdevice.values.device import Device
 
 
 class NcclAllReduce(CrossDeviceOps):
-    """Leaves the reduction to NCCL: one collective over one replica per GPU.
+    """Reduces by one NCCL collective over one replica per GPU.
 
-    Right for several GPUs. NCCL rounds at every hop in an order of its own, so it is used under `"fast"`
-    only. Under `"accurate"` and `"exact"`, where NCCL is not installed, and for what it would get wrong (a
-    minimum of NaN), each GPU sums a shard of everyone, in replica order, and shares it. NCCL works on GPUs
-    only and takes one replica on each: otherwise everything is summed on the first destination instead. The
-    log and `explain` say why.
+    Use it for several GPUs. NCCL rounds at every hop in its own order, so it is used under `"fast"` only.
+    Under `"accurate"` and `"exact"` each GPU sums one shard of all replicas in replica order and sends it
+    to the others. The same happens if NCCL is not installed, or would compute a wrong result (a minimum
+    with NaN). NCCL needs GPUs and one replica on each; otherwise values are summed on the first destination.
+    The log and `explain` say why.
 
     Args:
-        num_packs: into how many packs a batch is cut; 0 reduces value by value.
+        num_packs: the number of packs into which a batch is split; 0 reduces value by value.
+
+    >>> from crossdevice import PerReplica
+    >>> value = PerReplica([1.0, 2.0])
+    >>> float(NcclAllReduce().reduce("sum", value, "cpu:0"))  # not on GPUs: summed on the destination
+    3.0
     """
 
     uses_engine = True

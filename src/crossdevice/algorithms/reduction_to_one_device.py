@@ -16,13 +16,17 @@ from crossdevice.values.device import Device
 class ReductionToOneDevice(CrossDeviceOps):
     """Sums all replicas on one device, then copies the result to each destination.
 
-    N - 1 arrays go in and D - 1 come out through that one device, in 2 rounds. Right for few
-    devices, small values and hosts; slow for large values on many GPUs.
+    For N replicas and D destinations, N - 1 arrays go into that device and D - 1 come out, in 2 rounds.
+    Use it for few devices and small values; it is slow for large values on many GPUs.
 
     Args:
-        reduce_to_device: where to sum; None means the first destination.
-        accumulation_fn: gets the tuple of all replicas' arrays, copied to that device, and returns
-            their combination (which a mean still divides); None adds. Not used for `IndexedSlices`.
+        reduce_to_device: where to sum; by default the first destination.
+        accumulation_fn: combines the tuple of all replicas' arrays, copied to that device; by default they
+            are added. For a mean the result is then divided. Not used for `IndexedSlices`.
+
+    >>> from crossdevice import PerReplica
+    >>> float(ReductionToOneDevice().reduce("mean", PerReplica([1.0, 2.0, 6.0]), destinations="cpu:0"))
+    3.0
     """
 
     def __init__(

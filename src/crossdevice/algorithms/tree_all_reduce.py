@@ -16,12 +16,18 @@ from crossdevice.values.device import Device
 class TreeAllReduce(CrossDeviceOps):
     """Sums up a binary tree and copies back down it, one half of the data in each of two trees.
 
-    About 2 log2 N rounds, and no device sends or receives more than two arrays: a device that is inside
-    one tree is a leaf of the other (the double binary tree of Sanders, Speck and Traeff, 2009). Right for
+    It takes about 2 log2 N rounds, and no device sends or receives more than two arrays: an inner node of
+    one tree is a leaf of the other (the double binary tree of Sanders, Speck and Traeff, 2009). Use it for
     small values on many devices.
 
     Args:
-        num_packs: into how many packs a batch is cut; 0 reduces value by value.
+        num_packs: the number of packs into which a batch is split; 0 reduces value by value.
+
+    >>> import numpy as np
+    >>> from crossdevice import PerReplica
+    >>> value = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+    >>> TreeAllReduce().reduce("sum", value, destinations=value).values[1]
+    array([4., 6.], dtype=float32)
     """
 
     def __init__(self, num_packs: int = 1) -> None:

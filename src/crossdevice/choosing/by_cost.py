@@ -10,7 +10,7 @@ from pathlib import Path
 
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.choosing.choice import Choice, chosen
-from crossdevice.choosing.prediction import MOST_PLANNED_DEVICES, knows_rounds, predicted
+from crossdevice.choosing.prediction import MAX_PLANNED_DEVICES, knows_rounds, predicted
 from crossdevice.costs.timing import Parts
 from crossdevice.costs.topology import Topology
 from crossdevice.costs.topology_files import read_topology
@@ -53,7 +53,7 @@ def choice_by_cost(
 def predicted_parts(topology: Topology, num_bytes: int, *, precision: str = "accurate") -> dict[str, Parts]:
     """What every algorithm but engines would take; on many devices those that know their rounds."""
     algorithms = {name: ALGORITHMS.load(name)() for name in ALGORITHMS if name not in ENGINE_ALGORITHMS}
-    if topology.num_devices > MOST_PLANNED_DEVICES:
+    if topology.num_devices > MAX_PLANNED_DEVICES:
         algorithms = {name: one for name, one in algorithms.items() if knows_rounds(one)}
     return {
         name: predicted(one, topology, num_bytes, precision=precision) for name, one in algorithms.items()

@@ -21,26 +21,25 @@ def choose_algorithm(
     precision: str = "accurate",
     measured: str | Path | None = None,
 ) -> Choice:
-    """The algorithm for an all-reduce on these devices, and the reason.
+    """Chooses the algorithm for an all-reduce on these devices, and gives the reason.
 
-    Without a topology the kinds of devices decide, as when a strategy is given no algorithm:
+    Without a topology the types of devices decide, as for a strategy without `cross_device_ops`:
 
     >>> choose_algorithm(["cpu:0", "cpu:1"]).name
     'direct'
 
-    With a topology and a size the fastest is chosen, by the model or by measurements:
+    With a topology and a size it chooses the fastest, by the cost model or by measurements:
 
     >>> choose_algorithm(8, "hgx_h100", 1 << 30).name
     'direct'
 
-    By cost only speed is asked, of algorithms whose bits are the same under `"accurate"` and `"exact"`;
-    never of NCCL, which sums in its own way. Under `"fast"` bits follow the algorithm, so choose once and
-    keep the choice.
+    This choice is among algorithms that give the same bits under `"accurate"` and `"exact"`, so never NCCL.
+    Under `"fast"` the bits depend on the algorithm: choose once and keep the choice.
 
     Args:
-        devices: the devices themselves or, with a topology, how many.
+        devices: the devices or, with a topology, their number.
         topology: a name, a TOML file or a Topology.
-        num_bytes: of the array on each device; needed with a topology.
+        num_bytes: the size of the array on each device; required with a topology.
         measured: a JSON file `{"measured": [{"algorithm", "devices", "bytes", "seconds"}, ...]}`; where it
             has this number of devices and a size within a factor of 2, it decides instead of the model.
     """

@@ -13,7 +13,7 @@ from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.plan import Plan
 from crossdevice.values.device import Device
 
-MOST_PLANNED_DEVICES = 16
+MAX_PLANNED_DEVICES = 16
 """Above this, algorithms that know their rounds are timed by them: a ring's plan grows with the square."""
 
 FLOAT_BYTES = 4
@@ -60,7 +60,7 @@ def predicted(
     ):
         return engine_parts(topology, num_bytes)
     unsummed = precision != "fast"
-    rounds = algorithm.plan_rounds(topology, num_bytes) if count > MOST_PLANNED_DEVICES else None
+    rounds = algorithm.plan_rounds(topology, num_bytes) if count > MAX_PLANNED_DEVICES else None
     if rounds is not None:
         return rounds_parts(rounds, topology, unsummed=unsummed)
     plan = planned_all_reduce(algorithm, topology, num_bytes)

@@ -12,10 +12,10 @@ import crossdevice
 from crossdevice.errors import CrossDeviceError
 
 COMMANDS = {
-    "bench": "measure reductions, in the columns of nccl-tests, beside other libraries",
+    "bench": "measure collectives in the format of nccl-tests, and compare other libraries",
     "demo": "train a classifier of handwritten digits on logical CPU devices",
-    "doctor": "say what is here (devices, libraries, links, threads), what is chosen, and what is missing",
-    "explain": "show what an algorithm does on a machine, step by step, and what it costs there",
+    "doctor": "report devices, libraries, links and threads, the chosen algorithm, and what is missing",
+    "explain": "show the steps of an algorithm on a machine and their predicted cost",
 }
 """Each command is a folder of this package with a `command.py`: `add_arguments(parser)`, `run(arguments)`."""
 

@@ -20,7 +20,7 @@ class Round(NamedTuple):
 
     `num_contributions` is how many arrays each of them is if partial sums travel unsummed.
     Rounds that form a ring do not wait for each other everywhere: what one device sends next is
-    what it just got. They take as long as one shard's journey, or as the busiest link is busy.
+    what it just got. They take as long as one shard takes to travel, or as the busiest link is busy.
     """
 
     transfers: Sequence[tuple[int, int]]
@@ -69,11 +69,11 @@ def _ring_parts(one: Round, routes: Sequence[Route], loads: dict[Link, float], a
         transfer_parts(_busy_seconds(one.num_bytes, route, loads), one.num_bytes, route).plus(adding)
         for route in routes
     ]
-    journey = functools.reduce(Parts.plus, hops).times(one.repeats / len(hops))
+    one_shard = functools.reduce(Parts.plus, hops).times(one.repeats / len(hops))
     # Shards that queue for a link follow each other at the link's speed, not at that of its slowest route.
     busiest = max(routes, key=lambda route: _link_seconds(route, loads))
     queue = transfer_parts(one.repeats * _link_seconds(busiest, loads), one.num_bytes, busiest)
-    return max(journey, queue, key=lambda parts: parts.seconds)
+    return max(one_shard, queue, key=lambda parts: parts.seconds)
 
 
 def _busy_seconds(num_bytes: float, route: Route, loads: dict[Link, float]) -> float:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from crossdevice.errors import TopologyError
 
-MOST_SPELLED_OUT = 256
+MAX_LISTED_DEVICES = 256
 """Devices up to which everyone's transfers are written down, also those of all pairs."""
 
 
@@ -153,11 +153,16 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A machine, or a cluster of equal ones: devices are numbered node by node.
+    """A machine, or a cluster of equal machines, whose devices are numbered node by node.
 
     Args:
-        memory_bytes_per_second: how fast one device reads and writes its own memory, as additions do.
-        step_seconds: what it takes to start one addition on a device.
+        memory_bytes_per_second: the memory bandwidth of one device, as used by additions.
+        step_seconds: the time to start one addition on a device.
+
+    >>> from crossdevice import read_topology
+    >>> machine = read_topology("hgx_h100", 16)
+    >>> machine.num_nodes, machine.shares_memory
+    (2, False)
     """
 
     name: str
@@ -180,7 +185,7 @@ class Topology:
     @property
     def typical_devices(self) -> range:
         """Devices whose transfers stand for everyone's where all do alike: the first node's if many."""
-        few = self.num_devices <= MOST_SPELLED_OUT
+        few = self.num_devices <= MAX_LISTED_DEVICES
         return range(self.num_devices if few else min(self.devices_per_node, self.num_devices))
 
     @property

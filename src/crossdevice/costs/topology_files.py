@@ -46,7 +46,7 @@ def topology_names() -> list[str]:
 
 
 def read_topology(name_or_path: str | Path, num_devices: int | None = None) -> Topology:
-    """A topology by name or from a TOML file, with so many devices (one full node if not said).
+    """A topology by name or from a TOML file, with the given number of devices (by default one full node).
 
     >>> read_topology("hgx_h100", 64).num_nodes
     8

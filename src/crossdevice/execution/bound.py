@@ -18,14 +18,22 @@ from crossdevice.values.replica_scope import check_cross_replica
 
 
 class BoundReduction:
-    """Runs one reduction on the arrays it was made with; every call returns the same results, computed anew.
+    """A reduction of fixed arrays, prepared once by `bind`; calling it computes the results again.
 
-    It keeps its arrays alive. Results lie in the memory given as `out`, or in memory it owns and uses
-    again in each call: copy what must outlast the next one. Arrays that have moved in memory since
-    (`ndarray.resize`, `Tensor.set_`) are noticed before anything is written. Libraries whose arrays
-    cannot be written to, and reductions by hooks, by functions or between processes, have new results.
+    It keeps references to its arrays. Results are in `out`, or in memory that it owns and overwrites in
+    each call: copy what you need after the next call. An array that has moved in memory
+    (`ndarray.resize`, `Tensor.set_`) raises BoundError before anything is written. Each call returns new
+    results if the library's arrays cannot be written to, if values are sparse, if the algorithm overrides
+    `reduce_implementation` or has an `accumulation_fn`, and between processes.
 
-    Calls from several threads take turns.
+    Several threads may call it; they take turns.
+
+    >>> import numpy as np, crossdevice as cd
+    >>> arrays = [np.float32([1, 2]), np.float32([3, 4])]
+    >>> bound = cd.bind(arrays, "sum", "cpu:0")
+    >>> arrays[0] += 10
+    >>> bound()
+    array([14., 16.], dtype=float32)
     """
 
     def __init__(self, run: Callable[[], Any], check: Callable[[], None] | None = None) -> None:

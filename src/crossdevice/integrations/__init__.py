@@ -1,1 +1,1 @@
-"""Plugs: older interfaces and other people's frameworks."""
+"""Adapters for other frameworks and for older interfaces."""

@@ -1,4 +1,4 @@
-"""A seat inside tf.distribute: any algorithm as a `tf.distribute.CrossDeviceOps`."""
+"""Any algorithm as a `tf.distribute.CrossDeviceOps`, for TensorFlow's own strategies."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ try:
     from crossdevice.backends.tensorflow_backend import TensorflowBackend
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{__name__} needs {missing_library(error)}", name=error.name) from None
+
+__all__ = ["as_tensorflow"]
 
 _HOOKS = ("reduce_implementation", "batch_reduce_implementation")
 

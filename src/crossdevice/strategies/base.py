@@ -12,7 +12,7 @@ from crossdevice.strategies.data.input import (
     DealtDataset,
     DistributedDataset,
     InputContext,
-    Seats,
+    ReplicaPlacement,
     ValueContext,
     batches_of,
 )
@@ -36,8 +36,7 @@ from crossdevice.values.replica_scope import check_cross_replica
 class Strategy(abc.ABC):
     """Runs one function as several replicas, and combines what they return.
 
-    What a program needs to know of `MirroredStrategy`, `MultiWorkerMirroredStrategy` and the default, so
-    that it can take any of them.
+    The common interface of `MirroredStrategy`, `MultiWorkerMirroredStrategy` and the default strategy.
 
     >>> from crossdevice.strategies.current import get_strategy
     >>> strategy = get_strategy()
@@ -69,7 +68,7 @@ class Strategy(abc.ABC):
 
     @property
     def extended(self) -> StrategyExtended:
-        """The calls for those who write optimizers and loops."""
+        """Calls for authors of optimizers and training loops."""
         return self._extended
 
     @property
@@ -82,9 +81,9 @@ class Strategy(abc.ABC):
         return scope_of(self)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
-        """Combines a value over replicas, and over axes of their arrays if any are given; on `cpu:0`.
+        """Combines a value over replicas, and over `axis` of their arrays if given; the result is on `cpu:0`.
 
-        With an axis every element counts once, however unevenly replicas share them.
+        With an axis every element counts once, even if replicas have different numbers of them.
         """
         op = ReduceOp(reduce_op)
         if axis is None:
@@ -102,7 +101,7 @@ class Strategy(abc.ABC):
         return map_structure(reduced, value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Every replica's array end to end along `axis`, in which they may differ; on `cpu:0`."""
+        """Concatenates the arrays of all replicas along `axis`, on `cpu:0`; sizes along `axis` may differ."""
         check_cross_replica("gather")
         value = in_our_classes(value)
         if not distributed_leaves(value):
@@ -119,7 +118,7 @@ class Strategy(abc.ABC):
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
         shape: Any = None,
     ) -> MirroredVariable | SyncOnReadVariable:
-        """A variable with a copy on each device; it does not matter whether this is in the scope.
+        """Creates a variable with a copy on each device, inside or outside of the scope.
 
         In a replica function all replicas make one variable together, of the first replica's value.
 
@@ -133,7 +132,7 @@ class Strategy(abc.ABC):
         )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """What each replica of this process holds of a value; the value alone if it is not distributed."""
+        """The components of a value in this process; a value that is not distributed is the only one."""
         value = in_our_classes(value)
         if isinstance(value, DistributedValues):
             return value.values
@@ -148,25 +147,25 @@ class Strategy(abc.ABC):
         *,
         batch_size: int | None = None,
     ) -> Iterable[Any]:
-        """Global batches, cut up along their first axis so that every example goes to one replica.
+        """Splits global batches along their first axis, so that every example goes to one replica.
 
         Args:
-            dataset: any iterable of batches, a PyTorch DataLoader for one; or, with `batch_size`, an
+            dataset: any iterable of batches, such as a PyTorch DataLoader; or, with `batch_size`, an
                 array or a structure of arrays.
         """
-        return DistributedDataset(batches_of(dataset, batch_size), self._seats)
+        return DistributedDataset(batches_of(dataset, batch_size), self._placement)
 
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: Any = None,  # noqa: ARG002 - TensorFlow's argument
     ) -> Iterable[Any]:
-        """Batches of one replica each, which `dataset_fn(InputContext)` makes, dealt out in turn.
+        """Distributes batches that `dataset_fn(InputContext)` makes, one per replica, in turn.
 
-        Where there are several processes, each makes those of its own replicas.
+        With several processes, each makes the batches of its own replicas.
         """
         context = InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
-        return DealtDataset(batches_of(dataset_fn(context), None), self._seats)
+        return DealtDataset(batches_of(dataset_fn(context), None), self._placement)
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: Any = None
@@ -176,10 +175,10 @@ class Strategy(abc.ABC):
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """A PerReplica (or a structure of them) of what `value_fn(ValueContext)` returns for each replica."""
-        seats = self._seats
-        values = [value_fn(ValueContext(number, seats.num_replicas)) for number in seats.numbers]
-        return regroup(values, seats.devices, always_wrap=True)
+        placement = self._placement
+        values = [value_fn(ValueContext(number, placement.num_replicas)) for number in placement.numbers]
+        return regroup(values, placement.devices, always_wrap=True)
 
     @property
-    def _seats(self) -> Seats:
-        return Seats(self._extended.worker_devices, self.first_replica, self.num_replicas_in_sync)
+    def _placement(self) -> ReplicaPlacement:
+        return ReplicaPlacement(self._extended.worker_devices, self.first_replica, self.num_replicas_in_sync)

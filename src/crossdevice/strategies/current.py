@@ -13,12 +13,25 @@ from crossdevice.values.replica_scope import RUNNING_CODE, RunningCode
 
 
 def get_strategy() -> Strategy:
-    """The current strategy; outside of any, one that acts as a single replica."""
+    """The current strategy; outside of any scope, a default strategy with a single replica.
+
+    >>> from crossdevice import MirroredStrategy
+    >>> with MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+    ...     get_strategy().num_replicas_in_sync
+    2
+    """
     return current_strategy() or DEFAULT_STRATEGY
 
 
 def has_strategy() -> bool:
-    """Whether a strategy was entered, by its `scope` or its `run`."""
+    """Whether the code runs inside a strategy's `scope` or `run`.
+
+    >>> from crossdevice import MirroredStrategy
+    >>> with MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+    ...     inside = has_strategy()
+    >>> inside, has_strategy()
+    (True, False)
+    """
     return current_strategy() not in (None, DEFAULT_STRATEGY)
 
 
@@ -45,10 +58,23 @@ _set_code: contextvars.ContextVar[RunningCode | None] = contextvars.ContextVar(
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The running replica; None in the cross-replica context, a lone replica outside of any strategy."""
+    """The running replica; None in the cross-replica context, a default replica outside of any strategy.
+
+    >>> from crossdevice import MirroredStrategy
+    >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+    >>> strategy.run(lambda: get_replica_context().replica_id_in_sync_group).values
+    (0, 1)
+    """
     return DEFAULT_CONTEXT if current_strategy() is None else current_context()
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the code speaks for all replicas: in a strategy's scope and in merge functions."""
+    """Whether the code runs once for all replicas: in a strategy's scope and in merge functions.
+
+    >>> from crossdevice import MirroredStrategy
+    >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+    >>> with strategy.scope():
+    ...     in_cross_replica_context(), strategy.run(in_cross_replica_context).values
+    (True, (False, False))
+    """
     return get_replica_context() is None

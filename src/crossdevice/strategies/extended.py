@@ -38,7 +38,7 @@ _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
 
 class StrategyExtended:
-    """What `strategy.extended` is: every reduction goes through the strategy's own `cross_device_ops`.
+    """The type of `strategy.extended`; every reduction uses the strategy's `cross_device_ops`.
 
     >>> from crossdevice.strategies.mirrored import MirroredStrategy
     >>> extended = MirroredStrategy(["cpu:0", "cpu:1"]).extended
@@ -91,8 +91,8 @@ class StrategyExtended:
     ) -> Any:
         """Combines each distributed value of a structure and puts the result on `destinations`.
 
-        A value that is the same everywhere (a Mirrored, or one that is not distributed) is its own mean,
-        minimum and maximum, and comes back as it is; its sum is refused, except for zeros.
+        A value that is the same on all replicas (a Mirrored, or one that is not distributed) is its own
+        mean, minimum and maximum, and is returned unchanged. Its sum is refused, except for zeros.
         """
         check_cross_replica("reduce_to")
         op, options, value = ReduceOp(reduce_op), either(options, experimental_hints), in_our_classes(value)
@@ -111,7 +111,7 @@ class StrategyExtended:
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """The same for many (value, destinations) pairs, in one batch; no pairs give []."""
+        """Does the same for many (value, destinations) pairs in one batch; no pairs give []."""
         op, options = ReduceOp(reduce_op), either(options, experimental_hints)
         pairs = list(value_destination_pairs)
         for number, pair in enumerate(pairs):
@@ -130,7 +130,7 @@ class StrategyExtended:
         *,
         out: Any = None,
     ) -> BoundReduction:
-        """A reduction of these very arrays by the strategy's algorithm, to be made again and again."""
+        """Prepares a reduction of these arrays by the strategy's algorithm, to be run many times."""
         return self._cross_device_ops.bind(reduce_op, value, destinations, options, out=out)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:

@@ -31,20 +31,20 @@ logger = logging.getLogger("crossdevice")
 
 
 class MirroredStrategy(Strategy):
-    """Runs a function on several devices at once, in threads of this process, and keeps variables in step.
+    """Runs a function on several devices at once, in threads of this process, and keeps variables in sync.
 
     Args:
-        devices: names of devices, one replica for each; a name given twice gets two replicas. None means
-            all GPUs that PyTorch sees, if the program has imported it, else one logical host device
-            for each core this process may use.
-        cross_device_ops: the algorithm of all reductions; None chooses one, and `explain` says why.
+        devices: names of devices, one replica for each; a name given twice gets two replicas. The default
+            is all GPUs that PyTorch sees, if the program has imported it, or else one logical CPU device
+            for each core that this process may use.
+        cross_device_ops: the algorithm for all reductions; by default one is chosen, and `explain` says why.
         own_random_streams: whether replicas draw the same random numbers in every run with the same seeds,
             whatever their threads do. Replicas that share a generator, as all host devices do, then run one
-            after another up to where they meet, in replica order; they must not wait for each other in
-            other ways. From PyTorch's generators each draws a stream of its own, which depends on the seed
-            and the replica's number; from `np.random` and `random` they draw in turn. Replicas on
-            different GPUs run at once, each with a stream of its GPU's generator, and the
-            host's generators stay shared. (JAX has keys in place of generators and needs none of this.)
+            after another up to the next collective call, in replica order. They must not wait for each
+            other in other ways. With PyTorch's generators each replica has its own stream, derived from
+            the seed and the replica's number; with `np.random` and `random` replicas draw in turn.
+            Replicas on different GPUs run at once, each with a stream of its GPU's generator, and share
+            the host's generators. (JAX has keys instead of generators and does not need this.)
 
     >>> from crossdevice.strategies.current import get_replica_context
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])

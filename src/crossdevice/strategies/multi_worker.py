@@ -138,7 +138,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         def of_all_processes(number: int) -> list[int]:
             return [int(count) for count in ops.gather(np.array([number]), host)]
 
-        return DealtDataset(batches_of(dataset_fn(context), None), self._seats, of_all_processes)
+        return DealtDataset(batches_of(dataset_fn(context), None), self._placement, of_all_processes)
 
     def explain(self) -> str:
         """Which process this is, on which engine, with which devices, and how values are reduced.

@@ -28,7 +28,7 @@ def _counted(part: str, number: int) -> int:
 class Device:
     """A place where arrays live. `cpu:k`, a logical device of the host, exists for every k.
 
-    JAX and TensorFlow are an exception: they have as many as they were started with.
+    JAX and TensorFlow are exceptions: they have as many as they were configured with.
 
     >>> Device("cuda:1") == Device("cuda", 1) == Device.parse("/device:GPU:1")
     True

@@ -15,8 +15,12 @@ from crossdevice.values.replica_scope import current_replica
 class DistributedValues:
     """One component per replica, each on a device.
 
-    Host arrays have no device of their own: without `devices` they sit on `cpu:0, cpu:1, ...` by
+    Host arrays do not know their device: without `devices` they are on `cpu:0`, `cpu:1`, ... by
     position. A component may be a nested structure of arrays.
+
+    >>> value = DistributedValues([1.0, 2.0], devices=["cpu:2", "cpu:3"])
+    >>> value.values, value.devices
+    ((1.0, 2.0), (Device('cpu:2'), Device('cpu:3')))
     """
 
     __slots__ = ("__weakref__", "_devices", "_given_devices", "_values")
@@ -107,7 +111,7 @@ class Mirrored(DelegatingValues):
     """The same value on several devices.
 
     Arithmetic, ordering, indexing and attributes are those of one component: the running replica's
-    own, or the first outside of replica functions. `==` is identity.
+    component, or the first one outside of replica functions. `==` is identity.
 
     >>> (Mirrored([2.0, 2.0]) + 1, Mirrored(["ab", "ab"]).upper())
     (3.0, 'AB')

@@ -10,7 +10,12 @@ from crossdevice.values.device import Device, device_of
 class IndexedSlices:
     """`values[i]` belongs to row `indices[i]` of an array of shape `dense_shape`.
 
-    Indices may repeat: repeated rows add up when the whole is made dense.
+    Indices may repeat; repeated rows are added when the value is converted to a dense array.
+
+    >>> import numpy as np, crossdevice as cd
+    >>> rows = IndexedSlices(np.float32([[1], [2], [3]]), indices=np.array([0, 2, 2]), dense_shape=(4, 1))
+    >>> cd.to_dense(rows).ravel()
+    array([1., 0., 5., 0.], dtype=float32)
     """
 
     __slots__ = ("dense_shape", "indices", "values")

@@ -19,7 +19,12 @@ LOWERINGS: tuple[Lowering, ...] = ("auto", "off")
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which engine carries a collective between processes."""
+    """Which engine carries a collective between processes.
+
+    >>> from crossdevice import CommunicationOptions
+    >>> CommunicationOptions(implementation="ring").implementation is CommunicationImplementation.RING
+    True
+    """
 
     AUTO = "AUTO"
     RING = "RING"
@@ -28,7 +33,7 @@ class CommunicationImplementation(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationOptions:
-    """Options of one reduction; all have defaults.
+    """Options of a reduction; all have defaults.
 
     Args:
         bytes_per_pack: split a batch into packs of about this size; 0 leaves packing to the algorithm.
@@ -38,8 +43,8 @@ class CommunicationOptions:
         precision: `"fast"` adds in the arrays' own dtype in the order of the plan, `"accurate"` adds
             wide, in replica order, and rounds once, `"exact"` rounds the true sum, whatever the order.
         lowering: `"off"` runs a plan step by step even where all devices share one memory.
-        share_results: destinations that share one memory may get one array, read-only where the library
-            can say so, instead of one each.
+        share_results: destinations that share one memory may get the same array, read-only if the library
+            supports it, instead of one each.
 
     >>> CommunicationOptions(precision="fast").merge(CommunicationOptions(bytes_per_pack=64)).precision
     'fast'
@@ -69,7 +74,7 @@ class CommunicationOptions:
         return CommunicationOptions, dataclasses.astuple(self)
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
-        """These options, but for the fields of `other` that differ from their defaults."""
+        """Options in which fields of `other` that differ from their defaults take precedence over these."""
         return self if other is None else _merged(self, other)
 
 

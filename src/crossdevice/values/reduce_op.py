@@ -36,7 +36,7 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def from_variable_aggregation(cls, aggregation: object) -> ReduceOp:
-        """The operation a variable's aggregation stands for; only SUM and MEAN have one."""
+        """The operation for a variable's aggregation; only SUM and MEAN have one."""
         if aggregation is VariableAggregation.SUM:
             return cls.SUM
         if aggregation is VariableAggregation.MEAN:

@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-b", "--minbytes", default="4K", metavar="SIZE", help="smallest size, such as 512, 4K, 1M (4K)")
     add("-e", "--maxbytes", default="64M", metavar="SIZE", help="largest size (64M)")
     add("-f", "--stepfactor", type=int, default=4, metavar="N", help="factor between sizes (4)")
-    add("-n", "--iters", type=int, default=20, metavar="N", help="rounds, of which the median counts (20)")
-    add("-w", "--warmup-iters", type=int, default=5, metavar="N", help="rounds before that (5)")
+    add("-n", "--iters", type=int, default=20, metavar="N", help="timed rounds; the median is reported (20)")
+    add("-w", "--warmup-iters", type=int, default=5, metavar="N", help="rounds before the timed ones (5)")
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="count wrong results (1)")
     add(
         "-d", "--datatype", default="float", metavar="DTYPE", help="float, half, bfloat16, int32, ... (float)"
@@ -55,20 +55,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", default="numpy", metavar="NAME", help=f"{' or '.join(BACKENDS)} (numpy)")
     add("--precision", choices=PRECISIONS, default="accurate")
     add("--lowering", choices=LOWERINGS, default="auto", help="off: run plans step by step (auto)")
-    add("--share-results", action="store_true", help="crossdevice too gives all devices one result")
-    add("--fresh", action="store_true", help="new results in every call, instead of memory given once")
-    add("--threads", type=int, metavar="N", help="threads of crossdevice and PyTorch (as many as cores)")
+    add("--share-results", action="store_true", help="let crossdevice give all devices the same result array")
+    add("--fresh", action="store_true", help="allocate results in every call instead of passing out=")
+    add("--threads", type=int, metavar="N", help="threads of crossdevice and PyTorch (number of cores)")
     add(
         "--against",
         default="",
         metavar="LIST",
-        help=f"peers, separated by commas: {', '.join(PEERS)}, or all",
+        help=f"other libraries, separated by commas: {', '.join(PEERS)}, or all",
     )
     add(
         "--calibrate",
         type=output_file,
         metavar="FILE",
-        help="write this host's topology, for explain and choose_algorithm, to FILE.toml; nothing else",
+        help="write this host's topology, for explain and choose_algorithm, to FILE.toml and exit",
     )
     add(
         "--chart",
@@ -85,12 +85,16 @@ def run(arguments: argparse.Namespace) -> int:
     works = _works(arguments)
     if arguments.calibrate is not None:
         if arguments.calibrate.suffix != ".toml":
-            raise OptionError(f"{str(arguments.calibrate)!r} is no topology file; expected FILE.toml")
+            raise OptionError(
+                f"{str(arguments.calibrate)!r} is not a valid topology file; expected FILE.toml"
+            )
         return calibrate(arguments.calibrate, arguments.ngpus)
     peers = _peers(arguments.against)
     for path in arguments.chart:
         if path.suffix not in (".svg", ".html"):
-            raise OptionError(f"{str(path)!r} is no chart; expected a name that ends in .svg or .html")
+            raise OptionError(
+                f"{str(path)!r} is not a valid chart file; expected a name that ends in .svg or .html"
+            )
     set_num_threads(arguments.threads)
     try:
         with contextlib.ExitStack() as closing:

@@ -15,7 +15,7 @@ import numpy as np
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Calls, Competitor
 from crossdevice.cli.bench.host_devices import make_host_devices
-from crossdevice.cli.bench.peers import Seat
+from crossdevice.cli.bench.peers import PeerSetup
 from crossdevice.cli.bench.workload import Workload
 
 _FUNCTIONS = {"SUM": "psum", "MEAN": "pmean", "MIN": "pmin", "MAX": "pmax"}
@@ -28,9 +28,9 @@ class JaxPsum(Competitor):
     collectives = ("all_reduce",)
     ops = tuple(_FUNCTIONS)
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, setup: PeerSetup) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
-        make_host_devices("jax", seat.num_devices)
+        make_host_devices("jax", setup.num_devices)
         self._jax: Any = importlib.import_module("jax")
 
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:

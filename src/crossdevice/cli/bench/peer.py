@@ -15,7 +15,7 @@ from typing import Any
 
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Competitor, Measurable
-from crossdevice.cli.bench.peers import Seat, peer_class
+from crossdevice.cli.bench.peers import PeerSetup, peer_class
 from crossdevice.cli.bench.ranks import Rank
 from crossdevice.cli.bench.workload import UnsupportedWorkError, Workload
 
@@ -26,7 +26,9 @@ TOKEN_VARIABLE = "CROSSDEVICE_BENCH_TOKEN"
 def main(arguments: list[str]) -> int:
     """Serves until the benchmark hangs up."""
     name, port, num_devices, num_processes, rank, folder = arguments
-    competitor: Competitor = peer_class(name)(Seat(int(num_devices), int(num_processes), int(rank), folder))
+    competitor: Competitor = peer_class(name)(
+        PeerSetup(int(num_devices), int(num_processes), int(rank), folder)
+    )
     with Client(("127.0.0.1", int(port))) as connection, contextlib.suppress(EOFError):
         connection.send_bytes(os.environ.get(TOKEN_VARIABLE, "").encode())
         desk = _Desk(competitor)

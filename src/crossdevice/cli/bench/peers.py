@@ -16,7 +16,7 @@ Runs = Literal["here", "process", "processes", "mpirun"]
 """In this process, in one of its own, in one for each replica, or in those that mpirun starts."""
 
 
-class Seat(NamedTuple):
+class PeerSetup(NamedTuple):
     """What a peer in another process is told when it is made."""
 
     num_devices: int

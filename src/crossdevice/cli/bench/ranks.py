@@ -13,7 +13,7 @@ from crossdevice.backends.protocol import dtype_named
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Calls, Competitor, TimedCall
-from crossdevice.cli.bench.peers import Seat
+from crossdevice.cli.bench.peers import PeerSetup
 from crossdevice.cli.bench.workload import ResultPlace, UnsupportedWorkError, Workload
 from crossdevice.values.device import host_device
 
@@ -90,13 +90,13 @@ class GlooRank(Rank):
     name = "gloo"
     places = dict.fromkeys(("all_reduce", "reduce", "broadcast"), ("in_place",)) | {"gather": ("given",)}
 
-    def __init__(self, seat: Seat) -> None:
-        self.rank = seat.rank
+    def __init__(self, setup: PeerSetup) -> None:
+        self.rank = setup.rank
         # As torchrun does: ranks share the cores, so none has threads of its own.
         importlib.import_module("torch").set_num_threads(1)
         self._distributed: Any = importlib.import_module("torch.distributed")
         self._distributed.init_process_group(
-            "gloo", init_method=f"file://{seat.folder}/store", rank=seat.rank, world_size=seat.num_devices
+            "gloo", init_method=f"file://{setup.folder}/store", rank=setup.rank, world_size=setup.num_devices
         )
 
     def placed(self, arrays: data.Arrays) -> list[Any]:
@@ -138,7 +138,7 @@ class MpiRank(Rank):
         "gather": ("given",),
     }
 
-    def __init__(self, seat: Seat) -> None:  # noqa: ARG002
+    def __init__(self, setup: PeerSetup) -> None:  # noqa: ARG002
         self._mpi: Any = importlib.import_module("mpi4py.MPI")
         self._world = self._mpi.COMM_WORLD
         self.rank: int = self._world.rank

@@ -54,13 +54,13 @@ class Report:
             f"validation: {given.check}"
         )
         self.remark(
-            f"Using devices {host_device(0)} ... {host_device(given.ngpus - 1)}, logical, of one memory; "
+            f"Using devices {host_device(0)} ... {host_device(given.ngpus - 1)}, logical, in one memory; "
             f"{given.backend} arrays; sizes in powers of two, GB = 10^9 bytes, times are medians"
         )
         self._limit = measured_limit()
         as_bus = self._work.bus_bandwidth_of_copy(self._limit.bytes_per_second) / GIGABYTE
         self.remark(
-            f"copy limit {self._limit}: a busbw of {as_bus:.2f} GB/s if every result has memory of its own"
+            f"copy limit {self._limit}: a busbw of {as_bus:.2f} GB/s if every result has its own memory"
         )
 
     def open_table(self, *, compares: bool) -> None:

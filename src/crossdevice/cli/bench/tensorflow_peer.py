@@ -17,7 +17,7 @@ from crossdevice.backends.protocol import dtype_named
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Calls, Competitor
 from crossdevice.cli.bench.host_devices import make_host_devices
-from crossdevice.cli.bench.peers import Seat
+from crossdevice.cli.bench.peers import PeerSetup
 from crossdevice.cli.bench.workload import Workload
 
 Columns = list[list[Any]]
@@ -31,10 +31,10 @@ class TensorflowReductionToOneDevice(Competitor):
     collectives = ("all_reduce",)
     ops = ("SUM", "MEAN")
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, setup: PeerSetup) -> None:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        make_host_devices("tensorflow", seat.num_devices)
+        make_host_devices("tensorflow", setup.num_devices)
         self._tf: Any = importlib.import_module("tensorflow")
         self._distribute = "tensorflow.python.distribute"
 

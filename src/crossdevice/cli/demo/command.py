@@ -88,16 +88,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=4,
         metavar="N",
-        help="how many logical CPU devices, of all processes (4)",
+        help="number of logical CPU devices in all processes (4)",
     )
-    add("--ops", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (what suits the devices)")
-    add("--epochs", type=int, default=30, metavar="N", help="how often all digits are learnt from (30)")
+    add("--ops", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (chosen by devices)")
+    add("--epochs", type=int, default=30, metavar="N", help="number of passes over the training data (30)")
     add(
         "--picture",
         type=output_file,
         default=Path("crossdevice-demo.svg"),
         metavar="FILE",
-        help="where to draw curves (crossdevice-demo.svg)",
+        help="file for the curves (crossdevice-demo.svg)",
     )
 
 
@@ -110,7 +110,9 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) < 1:
             raise OptionError(f"--{name} must be 1 or more; got {getattr(arguments, name)}")
     if arguments.picture.suffix != ".svg":
-        raise OptionError(f"{str(arguments.picture)!r} is no picture; expected a name that ends in .svg")
+        raise OptionError(
+            f"{str(arguments.picture)!r} is not a valid picture file; expected a name that ends in .svg"
+        )
     BACKENDS.load(arguments.backend)
     digits, cluster = load_digits(), cluster_from_env()
     strategy = _strategy(arguments, cluster)
@@ -121,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print(strategy.explain())
     print(
-        f"{len(digits.labels)} digits to learn from, {len(digits.held_out_labels)} held out; "
+        f"{len(digits.labels)} digits for training, {len(digits.held_out_labels)} held out; "
         f"{arguments.epochs} epochs in batches of {BATCH_SIZE}, {arguments.backend}"
     )
     timed = None

@@ -13,7 +13,7 @@ from crossdevice.cli.terminal import Section, show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """For people or for programs."""
-    parser.add_argument("--json", action="store_true", help="for other programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

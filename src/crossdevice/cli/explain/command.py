@@ -18,7 +18,7 @@ from crossdevice.errors import OptionError
 from crossdevice.plans.rendering import devices_text, size_text
 from crossdevice.values.options import PRECISIONS
 
-MOST_LINES, MOST_COLUMNS, MOST_ROWS = 60, 160, 24
+MAX_LINES, MAX_COLUMNS, MAX_ROWS = 60, 160, 24
 """Longer plans lose their middle, longer lines and tables their end, unless --all."""
 
 _ALIASES = {"hierarchical": "hierarchical_copy"}
@@ -28,23 +28,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What, where and how much."""
     add = parser.add_argument
     add("--ops", default="direct", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (direct)")
-    add("--devices", type=int, metavar="N", help="how many (one full node)")
+    add("--devices", type=int, metavar="N", help="number of devices (one full node)")
     add(
         "--topology",
         default="host",
         metavar="NAME|FILE",
         help=f"a TOML file, or {', '.join(topology_names())} (host)",
     )
-    add("--bytes", default="1MiB", metavar="SIZE", help="of one array, such as 512, 4K, 100MiB (1MiB)")
+    add("--bytes", default="1MiB", metavar="SIZE", help="size of one array, such as 512, 4K, 100MiB (1MiB)")
     add(
         "--precision",
         choices=PRECISIONS,
         default="accurate",
-        help="fast: partial sums travel; else what they are made of (accurate)",
+        help="under fast partial sums are sent, otherwise contributions unsummed (accurate)",
     )
-    add("--all", action="store_true", help=f"all steps, also above {MOST_LINES}")
-    add("--json", action="store_true", help="for other programs")
-    add("--html", type=output_file, metavar="FILE", help="write a page that plays the plan step by step")
+    add("--all", action="store_true", help=f"show all steps, even if there are more than {MAX_LINES}")
+    add("--json", action="store_true", help="print JSON")
+    add("--html", type=output_file, metavar="FILE", help="write a page that animates the plan step by step")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,18 +67,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _abbreviated(lines: list[str]) -> list[str]:
-    if len(lines) > MOST_LINES:
-        left_out = f"  ... {len(lines) - MOST_LINES} more lines (--all shows them) ..."
-        lines = [*lines[: MOST_LINES - 10], left_out, *lines[-10:]]
-    return [line if len(line) <= MOST_COLUMNS else f"{line[: MOST_COLUMNS - 4]} ..." for line in lines]
+    if len(lines) > MAX_LINES:
+        left_out = f"  ... {len(lines) - MAX_LINES} more lines (--all shows them) ..."
+        lines = [*lines[: MAX_LINES - 10], left_out, *lines[-10:]]
+    return [line if len(line) <= MAX_COLUMNS else f"{line[: MAX_COLUMNS - 4]} ..." for line in lines]
 
 
 def _shortened(section: Section) -> Section:
-    if len(section.rows) <= MOST_ROWS:
+    if len(section.rows) <= MAX_ROWS:
         return section
-    more = f"... {len(section.rows) - MOST_ROWS} more"
+    more = f"... {len(section.rows) - MAX_ROWS} more"
     rest = [""] * (len(section.headings) - 1)
-    return section._replace(rows=[*section.rows[:MOST_ROWS], [more, *rest]])
+    return section._replace(rows=[*section.rows[:MAX_ROWS], [more, *rest]])
 
 
 def _headline(explanation: Explanation) -> list[str]:
@@ -94,7 +94,7 @@ def _headline(explanation: Explanation) -> list[str]:
     if explanation.fallback is not None:
         lines.append(f"sums on the first destination instead: {explanation.fallback}")
     if explanation.plan is None:
-        lines.append("too many devices to spell the plan out; timed by its rounds")
+        lines.append("too many devices to list the plan; timed by its rounds")
     return lines
 
 
@@ -113,7 +113,7 @@ def _sections(explanation: Explanation) -> Iterator[Section]:
         (name, _time(parts.seconds), _times(parts.seconds, explanation.parts.seconds), _split(parts))
         for name, parts in explanation.others.items()
     ]
-    yield Section("what the others would cost", ("algorithm", "time", "times", "parts"), rows)
+    yield Section("what other algorithms would cost", ("algorithm", "time", "times", "parts"), rows)
 
 
 def _times(seconds: float, own: float) -> str:

@@ -15,7 +15,7 @@ from crossdevice.costs.topology import Topology
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.rendering import render_plan
 
-MOST_SPELLED_OUT_DEVICES = 64
+MAX_LISTED_DEVICES = 64
 """Larger plans are timed by their rounds and not printed."""
 
 
@@ -43,7 +43,7 @@ class Explanation:
         if self.topology.shares_memory:
             return "all devices share one memory: every algorithm becomes the same fused pass"
         if self.topology.num_devices == 1:
-            return "one device has nothing to wait for: every algorithm takes no time"
+            return "with one device there is nothing to send: every algorithm takes no time"
         if not ranked:
             return "there is nothing to compare it with"
         best, parts = ranked[0]
@@ -51,7 +51,7 @@ class Explanation:
         faster = [
             name for name, one in self.others.items() if name in ENGINE_ALGORITHMS and one.seconds < least
         ]
-        aside = f" ({', '.join(faster)} aside, which sums in its own way)" if faster else ""
+        aside = f" ({', '.join(faster)} aside, which adds in its own order)" if faster else ""
         if self.parts.seconds <= parts.seconds:
             times = parts.seconds / self.parts.seconds
             return f"the fastest here{aside}: the next, {best}, takes {times:.2f} times as long"
@@ -93,7 +93,7 @@ def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str
     """Everything about one algorithm's all-reduce on all devices of a topology."""
     algorithm = ALGORITHMS.load(name)()
     plan = simulation = None
-    if topology.num_devices <= MOST_SPELLED_OUT_DEVICES:
+    if topology.num_devices <= MAX_LISTED_DEVICES:
         plan = planned_all_reduce(algorithm, topology, num_bytes)
         simulation = simulate(plan, topology, FLOAT_BYTES, unsummed=precision != "fast")
     everyone = predicted_parts(topology, num_bytes, precision=precision)

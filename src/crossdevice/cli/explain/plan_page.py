@@ -17,7 +17,7 @@ from crossdevice.plans.plan import Plan
 from crossdevice.plans.rendering import devices_text, size_text
 from crossdevice.plans.steps import Add, Copy, EngineAllReduce, Finish, Step, sources_of, targets_of
 
-MOST_DRAWN_DEVICES = 16
+MAX_DRAWN_DEVICES = 16
 """More do not fit around one circle with a grid of contributions each."""
 
 
@@ -25,8 +25,8 @@ def plan_page(explanation: Explanation) -> str:
     """The page, with all its data, styles and code inside: it needs no network."""
     plan, simulation = explanation.plan, explanation.simulation
     count = explanation.topology.num_devices
-    if plan is None or simulation is None or count > MOST_DRAWN_DEVICES:
-        raise OptionError(f"a page draws up to {MOST_DRAWN_DEVICES} devices; got {count}")
+    if plan is None or simulation is None or count > MAX_DRAWN_DEVICES:
+        raise OptionError(f"a page draws up to {MAX_DRAWN_DEVICES} devices; got {count}")
     title = f"{explanation.title} on {devices_text(count)} of {explanation.topology.name}"
     data = {
         "title": title,

@@ -24,7 +24,7 @@ from crossdevice.plans.steps import (
 from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.reduce_op import ReduceOp
 
-SMALLEST_OVERLAPPED_BYTES = 1 << 20
+MIN_OVERLAPPED_BYTES = 1 << 20
 """Smaller packs are run in order: streams and events cost the host some 45 us a step, as long as PCIe takes
 for this much."""
 
@@ -47,7 +47,7 @@ def execute(plan: Plan, inputs: Sequence[Array], backend: Backend, recipe: Recip
         buffer.number: ((replica, array),)
         for replica, (buffer, array) in enumerate(zip(plan.inputs, inputs, strict=True))
     }
-    is_large = plan.num_elements * ITEM_BYTES[dtype] >= SMALLEST_OVERLAPPED_BYTES
+    is_large = plan.num_elements * ITEM_BYTES[dtype] >= MIN_OVERLAPPED_BYTES
     streams = backend.streams(plan.devices) if is_large else None
     if streams is None:
         for step, last_uses in zip(plan.steps, plan.last_uses, strict=True):

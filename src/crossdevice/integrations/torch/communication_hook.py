@@ -20,21 +20,24 @@ from crossdevice.values.reduce_op import ReduceOp
 
 
 class ReproducibleMean:
-    """What `reproducible_hook` needs: the model's processes, and a thread that reduces its buckets in order.
+    """State of `reproducible_hook`: the model's processes, and a worker thread that reduces buckets in order.
 
-    The processes are those of the model's own `process_group` or `device_mesh`. They are found, and meet,
-    when the first bucket is reduced, so this may be made before `init_process_group`. Models may share one
-    if they share their processes; a bucket of a model on other processes is refused.
+    The processes are those of the model's own `process_group` or `device_mesh`. The group is formed when
+    the first bucket is reduced, so this may be created before `init_process_group`. Models on the same
+    processes may share one; a bucket of a model on other processes is refused.
 
     Args:
-        group: the processes that share the model, as a group of crossdevice or of torch.distributed, where
-            they are not to be found by themselves.
-        precision: `"accurate"` adds wide, in the order of ranks, and rounds once; `"exact"` rounds the true
-            mean, whatever the order of ranks.
+        group: a group of crossdevice or of torch.distributed to use instead of the model's own.
+        precision: `"accurate"` adds in a wider type in the order of ranks and rounds once; `"exact"` rounds
+            the true mean, so the order of ranks does not matter.
+
+    >>> state = ReproducibleMean(precision="exact")
+    >>> state.group is None  # until the first bucket
+    True
     """
 
     def __init__(
-        self, group: ProcessGroup | dist.ProcessGroup | None = None, precision: Precision = "accurate"
+        self, group: "ProcessGroup | dist.ProcessGroup | None" = None, precision: Precision = "accurate"
     ) -> None:
         if group is not None and not isinstance(group, (ProcessGroup, dist.ProcessGroup)):
             raise OptionError(
@@ -143,10 +146,10 @@ def _result_of(ended: torch.futures.Future[Any]) -> torch.Tensor:
 def reproducible_hook(state: ReproducibleMean, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """For `model.register_comm_hook(ReproducibleMean(), reproducible_hook)` of a DistributedDataParallel.
 
-    Gradients, those in bfloat16 and float16 too, are the mean over the model's processes as
-    `CollectiveAllReduce` computes it: added wide, rounded once. Their bits do not depend on
-    `bucket_cap_mb`. Sparse gradients stay sparse: they have the rows of all processes, in the order of
-    ranks. The backward pass goes on meanwhile. An error of the group ends the backward pass.
+    Gradients, also in bfloat16 and float16, become the mean over the model's processes, computed by
+    `CollectiveAllReduce`: added in a wider type and rounded once. Their bits do not depend on
+    `bucket_cap_mb`. Sparse gradients stay sparse and get the rows of all processes, in the order of ranks.
+    The backward pass continues while buckets are reduced. An error of the group ends it.
     """
     if not isinstance(state, ReproducibleMean):
         raise OptionError(

@@ -26,29 +26,29 @@ _UNINITIALIZED = torch.nn.parameter.UninitializedTensorMixin
 
 
 class DataParallel(torch.nn.Module):
-    """A module whose batches are shared among devices: in place of `torch.nn.DataParallel`, on any devices.
+    """A module that splits its batches among devices; replaces `torch.nn.DataParallel`, on any devices.
 
     `devices` may be logical CPU devices, GPUs, or one GPU several times. The gradients of replicas are
-    summed in one batch, wide and in replica order, so the same seed gives the same bits in every run, with
-    dropout too: each replica has a random stream of its own.
+    summed in one batch, in a wider type in replica order. The same seed gives the same bits in every run,
+    also with dropout: each replica has its own random stream.
 
-    Arguments: the batch size is that of the first tensor along `dim`, those of size 1 aside. Tensors of
-    that size are cut, in lists, dicts, dataclasses and other containers too (`register_container`). Tensors
-    without axes or of size 1, those named in `replicate`, and what is not a tensor go to every replica
-    whole. A tensor of any other size is refused by name. A batch of fewer examples than there are devices
-    has fewer replicas; without any batch there is one.
+    Arguments: the batch size is the size along `dim` of the first tensor for which it is not 1. Tensors of
+    that size are split, also in lists, dicts, dataclasses and other containers (`register_container`). Every
+    replica gets all of tensors without axes or of size 1, of those named in `replicate`, and of what is not
+    a tensor. A tensor of any other size is refused by name. A batch with fewer examples than devices uses
+    fewer replicas; without a batch there is one replica.
 
-    Results: tensors are joined along `dim` on the output device, those without axes to one number per
-    replica. Of several replicas, Python's numbers such as `len(x)` are refused, since each is about a share;
-    anything else that they return must be equal.
+    Results: tensors are concatenated along `dim` on the output device; tensors without axes become a vector
+    with one number per replica. With several replicas, a Python number such as `len(x)` is refused, because
+    it describes only one share. Other results must be equal on all replicas.
 
-    On the device where a parameter is, replicas use its memory, on others a copy; gradients are computed and
-    summed of those that require them only. Replicas are shallow copies of the module, made for every call:
-    attributes that `forward` sets are lost, buffers that it changes are kept as `buffers` says.
+    Replicas on the device of a parameter use its memory, replicas on other devices a copy. Gradients are
+    computed only for parameters that require them. Replicas are shallow copies of the module, made for every
+    call: attributes that `forward` sets are lost; `buffers` says which changed buffers are kept.
 
     Args:
         cross_device_ops: the algorithm that sums gradients; None chooses one.
-        replicate: names of arguments, or of keys and attributes in them, of which every replica gets all.
+        replicate: names of arguments, or of keys and attributes in them, that every replica gets whole.
         buffers: `"first"` keeps the buffers (running statistics) of the first replica, as
             `torch.nn.DataParallel` does; `"mean"` keeps the mean over replicas of those that are floats.
         device_ids: another name of `devices`, where numbers are GPUs, as in `torch.nn.DataParallel`.

@@ -49,7 +49,7 @@ class ValueContext(NamedTuple):
     num_replicas_in_sync: int = 1
 
 
-class Seats(NamedTuple):
+class ReplicaPlacement(NamedTuple):
     """The devices of this process's replicas, and which of all replicas they are."""
 
     devices: tuple[Device, ...]
@@ -71,14 +71,14 @@ class DistributedDataset:
     processes, each goes through the same batches and takes the parts of its own replicas.
     """
 
-    def __init__(self, batches: Iterable[Any], seats: Seats) -> None:
+    def __init__(self, batches: Iterable[Any], placement: ReplicaPlacement) -> None:
         self._batches = batches
-        self._seats = seats
+        self._placement = placement
 
     def __iter__(self) -> Iterator[Any]:
-        seats = self._seats
+        placement = self._placement
         for number, batch in enumerate(self._batches):
-            yield regroup(_parts(batch, seats, number), seats.devices, among=seats.num_replicas)
+            yield regroup(_parts(batch, placement, number), placement.devices, among=placement.num_replicas)
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]  # without a length of its own: Python's TypeError
@@ -97,15 +97,15 @@ class DealtDataset:
     def __init__(
         self,
         batches: Iterable[Any],
-        seats: Seats,
+        placement: ReplicaPlacement,
         of_all_processes: Callable[[int], Sequence[int]] = lambda number: (number,),
     ) -> None:
         self._batches = batches
-        self._seats = seats
+        self._placement = placement
         self._of_all_processes = of_all_processes
 
     def __iter__(self) -> Iterator[Any]:
-        devices, batches = self._seats.devices, iter(self._batches)
+        devices, batches = self._placement.devices, iter(self._batches)
         own = list(itertools.islice(batches, len(devices)))
         numbers = self._of_all_processes(len(own))
         if any(numbers) and not all(numbers):
@@ -117,7 +117,7 @@ class DealtDataset:
         while any(numbers):
             own += [nothing] * (len(devices) - len(own))
             parts = [_moved(part, device) for part, device in zip(own, devices, strict=True)]
-            yield regroup(parts, devices, among=self._seats.num_replicas)
+            yield regroup(parts, devices, among=self._placement.num_replicas)
             own = list(itertools.islice(batches, len(devices)))
             numbers = self._of_all_processes(len(own))
 
@@ -154,12 +154,12 @@ def batches_of(dataset: Any, batch_size: int | None) -> Iterable[Any]:
     return dataset  # type: ignore[no-any-return]
 
 
-def _parts(batch: Any, seats: Seats, number: int) -> list[Any]:
-    share, longer = divmod(_num_examples(batch, f"batch {number}"), seats.num_replicas)
-    edges = [replica * share + min(replica, longer) for replica in range(seats.num_replicas + 1)]
+def _parts(batch: Any, placement: ReplicaPlacement, number: int) -> list[Any]:
+    share, longer = divmod(_num_examples(batch, f"batch {number}"), placement.num_replicas)
+    edges = [replica * share + min(replica, longer) for replica in range(placement.num_replicas + 1)]
     return [
         _moved(_rows(batch, *edges[replica : replica + 2]), device)
-        for replica, device in zip(seats.numbers, seats.devices, strict=True)
+        for replica, device in zip(placement.numbers, placement.devices, strict=True)
     ]
 
 

@@ -21,10 +21,17 @@ if TYPE_CHECKING:
 
 
 class ReplicaContext:
-    """One replica of a running function: what `get_replica_context()` returns inside of it.
+    """The running replica, as returned by `get_replica_context()` in a function that `strategy.run` calls.
 
-    All replicas must make the same calls in the same order. A call that some never make is an error
-    that names them.
+    All replicas must make the same calls in the same order. If some do not, an error names them.
+
+    >>> import crossdevice as cd
+    >>> strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    >>> def step():
+    ...     context = cd.get_replica_context()
+    ...     return float(context.all_reduce("sum", context.replica_id_in_sync_group + 1.0))
+    >>> strategy.run(step).values
+    (3.0, 3.0)
     """
 
     __slots__ = ("_device", "_rendezvous", "_replica", "_strategy")
@@ -70,8 +77,8 @@ class ReplicaContext:
     ) -> Any:
         """Combines an array or a whole tree with those of all other replicas, in one batch.
 
-        Each replica counts, also where all of them pass the same array; each gets its own result.
-        PyTorch does not differentiate through it.
+        Each replica contributes, even if all pass the same array, and each gets its own result. PyTorch
+        does not differentiate through it.
 
         Args:
             options: also carries `timeout_seconds`, how long to wait for the other replicas.
@@ -86,7 +93,7 @@ class ReplicaContext:
         return self.meet("all_reduce", (op.name,), own_component(self._replica, value), merge, chosen)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Every replica's array or tree end to end along `axis`, in which they may differ."""
+        """Concatenates the arrays or trees of all replicas along `axis`; sizes along `axis` may differ."""
         chosen = as_options(options)
 
         def merge(trees: list[Any]) -> Sequence[Any]:
@@ -100,7 +107,7 @@ class ReplicaContext:
     ) -> Any:
         """Calls `merge_fn(strategy, ...)` once for all replicas, in the cross-replica context.
 
-        It gets every replica's arguments as PerReplica; each replica gets its component of the result.
+        It gets the arguments of all replicas as PerReplica. Each replica gets its component of the result.
         """
         devices = self._strategy.extended.worker_devices
 

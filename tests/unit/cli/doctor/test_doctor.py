@@ -110,7 +110,7 @@ def test_the_launcher_is_told_and_what_it_left_out(capsys, monkeypatch):
     assert findings(capsys)["processes"]["launcher"]["found"].startswith(
         "RANK is set (1), but WORLD_SIZE is not"
     )
-    assert "\n  ! launcher: set what is missing" in said(capsys)
+    assert "\n  ! launcher: set the missing variables" in said(capsys)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert findings(capsys)["processes"]["launcher"]["found"].startswith("environment: rank 1 of 2")
 
@@ -141,7 +141,7 @@ def test_gpus_that_fuse_are_told_from_those_that_do_not(machine, capsys, monkeyp
     monkeypatch.setattr(diagnosis, "kernels_missing", lambda: None)
     monkeypatch.setattr(diagnosis, "gpu_unfit", lambda index: "this GPU has 7.5" if index == 2 else None)
     kernels = findings(capsys)["kernels"]
-    assert kernels["fused passes on cuda:0"]["found"] == "by kernels of Triton"
+    assert kernels["fused passes on cuda:0"]["found"] == "by Triton kernels"
     assert kernels["fused passes on cuda:2"]["found"].endswith("run step by step: this GPU has 7.5")
     assert not kernels["fused passes on cuda:2"]["is_well"]
     monkeypatch.setattr(diagnosis, "kernels_missing", lambda: "its kernels need Triton")
@@ -171,7 +171,7 @@ def test_where_there_is_no_gpu_nothing_is_recommended_for_one(machine, capsys, m
     }
     assert found["libraries"]["torch"]["advice"].startswith("pip install 'crossdevice[torch]': ")
     assert not found["libraries"]["numpy"]["is_well"]
-    assert found["NCCL"]["NCCL"]["found"] == "there is no GPU for it"
+    assert found["NCCL"]["NCCL"]["found"] == "needs a GPU; there is none"
 
 
 @pytest.mark.parametrize("failure", ["Driver Not Loaded", "Insufficient Permissions"])
@@ -199,7 +199,7 @@ def test_a_section_that_fails_says_so_and_the_others_go_on(capsys, monkeypatch):
     monkeypatch.setitem(diagnosis.SECTIONS, "shared memory", fails)
     found = findings(capsys)
     (shared,) = found["shared memory"].values()
-    assert shared["found"] == "could not be looked at: OSError: no such device"
+    assert shared["found"] == "could not be examined: OSError: no such device"
     assert not shared["is_well"]
     assert found["threads"]["threads of a large pass"]["is_well"]
 
@@ -230,7 +230,7 @@ def test_kernels_that_are_not_compiled_are_noticed(capsys):
         found = findings(capsys)["kernels"]["compiled kernels"]
     finally:
         select_kernels(None)
-    assert found["found"] == "not used, NumPy does fused passes"
+    assert found["found"] == "disabled, fused passes use NumPy"
     assert "NUMBA_DISABLE_JIT" in found["advice"]
 
 

@@ -14,7 +14,7 @@ def said(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_the_whole_story_is_told(capsys):
+def test_everything_is_described(capsys):
     words = ["--ops", "hierarchical", "--devices", "8", "--topology", "dgx1v", "--bytes", "100MiB"]
     text = said(capsys, *words)
     first, second, third, fourth = text.splitlines()[:4]
@@ -25,7 +25,7 @@ def test_the_whole_story_is_told(capsys):
     assert "bandwidth" in third
     assert "reduction" in third
     assert fourth.startswith("why: ")
-    for title in ("bytes per link", "peak memory per device", "what the others would cost", "steps"):
+    for title in ("bytes per link", "peak memory per device", "what other algorithms would cost", "steps"):
         assert f"\n{title}" in text
     assert "= copy b1[0:26214400] from cuda:1 to cuda:0 (100 MiB)" in text
 
@@ -50,9 +50,9 @@ def test_the_reason_agrees_with_the_table(capsys):
         assert (first, second) == ("nccl", "halving_doubling")
         begin = {
             "nccl": "the fastest here: the next, halving_doubling",
-            "halving_doubling": "the fastest here (nccl aside, which sums in its own way): the next",
+            "halving_doubling": "the fastest here (nccl aside, which adds in its own order): the next",
         }.get(
-            name, "halving_doubling is the fastest here (nccl aside, which sums in its own way): this takes"
+            name, "halving_doubling is the fastest here (nccl aside, which adds in its own order): this takes"
         )
         assert answer["reason"].startswith(begin)
 
@@ -68,10 +68,10 @@ def test_long_plans_lose_their_middle_unless_asked(capsys):
     assert len(said(capsys, *words, "--all").splitlines()) > 100
 
 
-def test_thousands_of_devices_are_timed_and_not_spelled_out(capsys):
+def test_thousands_of_devices_are_timed_and_not_listed(capsys):
     text = said(capsys, "--ops", "tree", "--topology", "hgx_h100", "--devices", "2048", "--bytes", "1K")
     assert "on 2048 devices on 256 nodes" in text
-    assert "too many devices to spell the plan out" in text
+    assert "too many devices to list the plan" in text
     assert "\nsteps" not in text
 
 
@@ -95,5 +95,5 @@ def test_a_terminal_with_rich_gets_tables(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.delenv("TERM", raising=False)
     text = said(capsys, "--ops", "ring", "--topology", "dgx1v", "--devices", "2", "--bytes", "64")
-    assert "what the others would cost" in text
+    assert "what other algorithms would cost" in text
     assert "cuda:1" in text

@@ -172,7 +172,7 @@ def late_combine(backend, arrays, recipe, dtype, device):
 @pytest.fixture(autouse=True)
 def _combine_late(monkeypatch):
     monkeypatch.setattr(executor, "combine", late_combine)
-    monkeypatch.setattr(executor, "SMALLEST_OVERLAPPED_BYTES", 0)
+    monkeypatch.setattr(executor, "MIN_OVERLAPPED_BYTES", 0)
 
 
 def gpus(count):
@@ -256,7 +256,7 @@ def test_streams_are_waited_for_also_when_a_step_fails(monkeypatch):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_small_packs_are_run_in_order(name, monkeypatch):
-    monkeypatch.setattr(executor, "SMALLEST_OVERLAPPED_BYTES", 37 * 8 + 1)
+    monkeypatch.setattr(executor, "MIN_OVERLAPPED_BYTES", 37 * 8 + 1)
     backend = LateGpus(0, gpus(3))
     monkeypatch.setattr(backend, "streams", lambda devices: pytest.fail("streams for a small pack"))
     found, right = mean_on(backend, name, gpus(3), gpus(3))

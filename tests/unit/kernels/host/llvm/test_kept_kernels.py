@@ -107,7 +107,7 @@ def test_the_doctor_says_that_kernels_are_not_kept(elsewhere):
     program = "from crossdevice.cli.main import main; main(['doctor'])"
     ended = run_elsewhere(elsewhere, program, HOME="/missing")
     assert ended.returncode == 0, ended.stderr
-    assert "not kept, no folder for them is writable" in ended.stdout
+    assert "not cached, no folder for them is writable" in ended.stdout
 
 
 def test_a_full_disk_is_said_once_and_kernels_are_compiled_without_it(monkeypatch, caplog):

@@ -1,0 +1,114 @@
+"""Settings of the documentation site; `make docs` builds it with warnings as errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import crossdevice
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+REPOSITORY = "https://github.com/crossdevice/crossdevice/blob/main/"
+
+project = "crossdevice"
+author = "the crossdevice authors"
+version = release = crossdevice.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+highlight_language = "none"
+default_role = "py:obj"
+python_maximum_signature_line_length = 110
+python_trailing_comma_in_multi_line_signatures = False
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+FOR_AUTHORS_OF_ALGORITHMS = "plan_sum, plan_rounds, uses_engine, fallback_reason"
+FOR_OUR_OWN_CODE = (
+    "of, with_parts, of_batch, with_results, given_devices, meet, local_replica, turn, call, compare_always, "
+    "reduces_on, give_up, value_of_rank, typical_devices, ring_bytes_per_second, is_on_all_ranks"
+)
+autodoc_default_options = {
+    "members": True,
+    "member-order": "bysource",
+    "exclude-members": f"{FOR_AUTHORS_OF_ALGORITHMS}, {FOR_OUR_OWN_CODE}",
+}
+autodoc_typehints_format = "short"
+# The reference reads the same without PyTorch and TensorFlow, which are large.
+autodoc_mock_imports = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name) is None]
+
+html_theme = "furo"
+html_title = f"crossdevice {version}"
+html_static_path = ["_static"]
+html_css_files = ["crossdevice.css"]
+html_copy_source = False
+html_show_sphinx = False
+
+INCLUDE = re.compile(r"^```\{include\} (\S+)\n```$", re.M)
+BLANK_LAST_LINE = re.compile(r"\n(?=\n *```$)", re.M)
+"""Needed by doctest at the end of a block; on a page it is only an empty line."""
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
+
+
+def included_pages() -> dict[Path, str]:
+    """Files outside this folder that a page here consists of, with the name of that page."""
+    return {
+        (page.parent / target).resolve(): page.stem
+        for page in DOCS.glob("*.md")
+        for target in INCLUDE.findall(page.read_text())
+    }
+
+
+def with_links_for_the_site(text: str, source: Path, docname: str) -> str:
+    """The text with links that work on the site; what is not a page there is linked in the repository."""
+    pages = included_pages()
+
+    def replaced(match: re.Match[str]) -> str:
+        target, fragment = (source.parent / match[1]).resolve(), match[2] or ""
+        if target in pages:
+            target = DOCS / f"{pages[target]}.md"
+        if target.is_relative_to(DOCS) or not target.exists():  # MyST warns if it is missing
+            return os.path.relpath(target, (DOCS / docname).parent) + fragment
+        return f"{REPOSITORY}{target.relative_to(ROOT)}{fragment}"
+
+    return LINK.sub(replaced, text)
+
+
+def read_source(app: Any, docname: str, source: list[str]) -> None:
+    """Inserts the files that a page includes, rewrites links, and lists the decision records in the menu."""
+    page = DOCS / f"{docname}.md"
+    text = with_links_for_the_site(source[0], page, docname)
+    for target in INCLUDE.findall(text):
+        file = (page.parent / target).resolve()
+        included = with_links_for_the_site(file.read_text(), file, docname)
+        app.env.note_dependency(str(file))
+        text = text.replace(f"```{{include}} {target}\n```", included)
+    if docname == "decisions/README":
+        text += "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
+    source[0] = BLANK_LAST_LINE.sub("", text)
+
+
+def setup(app: Any) -> None:
+    """Adds the directive `command-help`, which prints what `crossdevice COMMAND --help` prints."""
+    from docutils import nodes
+    from docutils.parsers.rst import Directive
+
+    class CommandHelp(Directive):
+        """The help of one command, or of all of them."""
+
+        optional_arguments = 1
+
+        def run(self) -> list[nodes.Node]:
+            """The text as a literal block."""
+            command = [sys.executable, "-m", "crossdevice", *self.arguments, "--help"]
+            environment = {**os.environ, "COLUMNS": "88"}
+            answer = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+            return [nodes.literal_block(answer.stdout, answer.stdout, language="none")]
+
+    app.add_directive("command-help", CommandHelp)
+    app.connect("source-read", read_source)
