@@ -75,6 +75,16 @@ def test_distributed_values_are_values_and_destinations(value, variable):
         ops.reduce("sum", {"a": variable}, "cpu:0")
 
 
+def test_tensors_in_our_variables_stay_on_their_devices(theirs):
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    ours = strategy.create_variable(theirs.array([1.0]))
+    ours.assign_add(theirs.array([1.0]))
+    strategy.run(lambda: ours.assign_sub(theirs.array([1.0])))
+    assert [copy.operand().device[-5:] for copy in ours.values] == ["CPU:0", "CPU:1"]
+    assert [copy.numpy().tolist() for copy in ours.values] == [[1], [1]]
+    assert cd.RingAllReduce().reduce("sum", ours, "cpu:0").numpy().tolist() == [2]
+
+
 def test_strategies_take_them_apart(value, variable):
     strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
     doubled = strategy.run(lambda x: x * 2.0, args=(value,))

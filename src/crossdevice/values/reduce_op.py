@@ -95,6 +95,12 @@ def _member(settings: type[_Setting], value: object, noun: str, *kinds: str) -> 
     raise OptionError(f"{value!r} is not {noun} of variables; expected one of {known}")
 
 
+def as_setting(kind: type[_Setting], value: object) -> _Setting:
+    """A member, given as such or by name; numbers, which enums would take, are refused."""
+    member: _Setting = value if isinstance(value, kind) else kind._missing_(value)
+    return member
+
+
 def _name_among(value: object, *kinds: str) -> str:
     """The name of a string, or of a member of another library's type of this name; empty for all else."""
     if isinstance(value, str):

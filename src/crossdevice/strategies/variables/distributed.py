@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -105,11 +106,11 @@ class DistributedVariable(ReadsAsArray, DelegatingValues):
 
     def assign_add(self, delta: Any) -> Any:
         """Adds to the value; returns the new one."""
-        return self._write("assign_add", lambda copy, own: copy.store(copy.operand() + own), delta)
+        return self._write("assign_add", _adding, delta)
 
     def assign_sub(self, delta: Any) -> Any:
         """Subtracts from the value; returns the new one."""
-        return self._write("assign_sub", lambda copy, own: copy.store(copy.operand() - own), delta)
+        return self._write("assign_sub", _subtracting, delta)
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
         """Adds rows at their indices."""
@@ -221,6 +222,14 @@ def refuse_per_replica(call: str, name: str, arguments: Any) -> None:
         raise ConversionError(
             f"{call} of variable {name!r} got a PerReplica: its copies would differ; reduce it first"
         )
+
+
+def _adding(copy: Variable, own: Any) -> object:
+    return copy.store(copy.computed(operator.add, own))
+
+
+def _subtracting(copy: Variable, own: Any) -> object:
+    return copy.store(copy.computed(operator.sub, own))
 
 
 def _moved(value: Any, backend: Backend, device: Device) -> Any:

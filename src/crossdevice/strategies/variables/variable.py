@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DelegatingValues, DistributedValues
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
 from crossdevice.values.nesting import is_number, is_number_list
-from crossdevice.values.reduce_op import VariableAggregation, VariableSynchronization
+from crossdevice.values.reduce_op import VariableAggregation, VariableSynchronization, as_setting
 from crossdevice.values.replica_scope import RUNNING_CODE
 from crossdevice.values.variable import PlacedArray
 
@@ -121,8 +123,8 @@ class Variable(ReadsAsArray, PlacedArray, metaclass=_MadeInScope):
     ) -> None:
         self.name = name or "Variable"
         self.trainable = checked_trainable(trainable, self.name) is not False
-        self.synchronization = VariableSynchronization(synchronization)
-        self.aggregation = VariableAggregation(aggregation)
+        self.synchronization = as_setting(VariableSynchronization, synchronization)
+        self.aggregation = as_setting(VariableAggregation, aggregation)
         array = initial_array(initial_value, dtype, shape, self.name)
         self.device = Device.parse(device) if device is not None else device_of(array) or host_device(0)
         backend = _backend_of(array)
@@ -145,11 +147,16 @@ class Variable(ReadsAsArray, PlacedArray, metaclass=_MadeInScope):
 
     def assign_add(self, delta: Any) -> Variable:
         """Adds to the value."""
-        return self.store(self._value + self._converted(delta))
+        return self.store(self.computed(operator.add, self._converted(delta)))
 
     def assign_sub(self, delta: Any) -> Variable:
         """Subtracts from the value."""
-        return self.store(self._value - self._converted(delta))
+        return self.store(self.computed(operator.sub, self._converted(delta)))
+
+    def computed(self, operation: Callable[[Any, Any], Any], other: Any) -> Any:
+        """A new array of the value and another of its library, on the variable's device."""
+        with _backend_of(self._value).working_on(self.device):
+            return operation(self._value, other)
 
     def store(self, fresh: Any) -> Variable:
         """Replaces the value by an array of its library, dtype and device that nobody else holds."""

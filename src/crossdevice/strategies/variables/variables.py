@@ -22,7 +22,7 @@ from crossdevice.values.distributed import Mirrored, PerReplica, components_of
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import NUMBERS
-from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
+from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization, as_setting
 
 if TYPE_CHECKING:
     from crossdevice.strategies.base import Strategy
@@ -154,7 +154,8 @@ def create_variable(
     processes, the value is that of the first.
     """
     name = name or "Variable"
-    timing, aggregation = VariableSynchronization(synchronization), VariableAggregation(aggregation)
+    timing = as_setting(VariableSynchronization, synchronization)
+    aggregation = as_setting(VariableAggregation, aggregation)
     on_read = timing is VariableSynchronization.ON_READ
     if timing is VariableSynchronization.NONE:
         raise OptionError(f"variable {name!r} has synchronization NONE; expected AUTO, ON_WRITE or ON_READ")
