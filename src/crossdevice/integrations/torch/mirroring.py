@@ -11,7 +11,6 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica
-from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -53,11 +52,13 @@ class Summed(torch.autograd.Function):
         ctx.ops, ctx.devices = ops, devices
         ctx.is_given = [gradient is not None for gradient in gradients]
         ctx.set_materialize_grads(False)
-        used = [position for position, column in enumerate(columns) if any(_given(column))]
+        used = [
+            position for position, column in enumerate(columns) if any(given is not None for given in column)
+        ]
         pairs = [(_per_replica(columns[position], devices), devices[0]) for position in used]
         sums: list[torch.Tensor | None] = [None] * count
         for position, total in zip(used, ops.batch_reduce(ReduceOp.SUM, pairs) if pairs else (), strict=True):
-            sums[position] = _as_tensor(total)
+            sums[position] = total
         return tuple(sums)
 
     @staticmethod
@@ -75,39 +76,17 @@ class Summed(torch.autograd.Function):
         )
 
 
-def _given(column: Sequence[torch.Tensor | None]) -> list[bool]:
-    return [gradient is not None for gradient in column]
-
-
 def _per_replica(column: Sequence[torch.Tensor | None], devices: Sequence[Device]) -> PerReplica:
     """One tensor's gradients, as rows if all of them are sparse; zeros for replicas that have none."""
     some = [gradient for gradient in column if gradient is not None]
-    is_sparse = all(gradient.is_sparse and gradient.sparse_dim() == 1 for gradient in some)
-    own: list[Any] = []
-    for gradient, device in zip(column, devices, strict=True):
-        if gradient is None:
-            zeros = torch.zeros_like(some[0], device=torch_device(device))
-            own.append(_as_rows(zeros) if is_sparse else _as_dense(zeros))
-        else:
-            own.append(_as_rows(gradient) if is_sparse else _as_dense(gradient))
+    are_rows = all(gradient.is_sparse and gradient.sparse_dim() == 1 for gradient in some)
+    own = [
+        torch.zeros_like(some[0], device=torch_device(device)) if gradient is None else gradient
+        for gradient, device in zip(column, devices, strict=True)
+    ]
+    if not are_rows:
+        own = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in own]
     return PerReplica.of(tuple(own), tuple(devices))
-
-
-def _as_dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _as_rows(gradient: torch.Tensor) -> IndexedSlices:
-    return IndexedSlices(gradient._values(), gradient._indices()[0], gradient.shape)
-
-
-def _as_tensor(total: Any) -> torch.Tensor:
-    if isinstance(total, IndexedSlices):
-        # Checked where the parts were made; what is put end to end has no other indices.
-        return torch.sparse_coo_tensor(
-            total.indices[None], total.values, total.dense_shape, check_invariants=False
-        )
-    return total
 
 
 class KeptCopies:
