@@ -72,18 +72,14 @@ class GroupCall:
 
     def all_gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, all of one length."""
-        own = np.frombuffer(record, np.uint8)
-        rooms = {rank: np.empty(len(record), np.uint8) for rank in self.others()}
-        self.exchange(
-            [Message(rank, own) for rank in rooms], [Message(rank, room) for rank, room in rooms.items()]
-        )
-        return [rooms[rank].tobytes() if rank in rooms else record for rank in range(self.group.size)]
+        return self._gathered(record, [len(record)] * self.group.size)
 
     def all_gather_uneven(self, record: bytes) -> list[bytes]:
         """Every rank's record, of any lengths."""
-        lengths = [
-            int.from_bytes(length, "little") for length in self.all_gather(len(record).to_bytes(8, "little"))
-        ]
+        lengths = self.all_gather(len(record).to_bytes(8, "little"))
+        return self._gathered(record, [int.from_bytes(length, "little") for length in lengths])
+
+    def _gathered(self, record: bytes, lengths: Sequence[int]) -> list[bytes]:
         own = np.frombuffer(record, np.uint8)
         rooms = {rank: np.empty(lengths[rank], np.uint8) for rank in self.others()}
         self.exchange(

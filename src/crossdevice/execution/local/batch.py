@@ -14,7 +14,7 @@ from crossdevice.execution.local.sparse import SparseReduction, check_sparse, de
 from crossdevice.execution.reading.axis_orders import in_memory_order, shared_axis_order
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.leaf_spec import Dense
-from crossdevice.execution.reading.outputs import check_out, check_outs, read_out, wrapped
+from crossdevice.execution.reading.outputs import check_out, check_outs, delivered, read_out, wrapped
 from crossdevice.execution.reading.structures import spread_outs, spread_pairs
 from crossdevice.execution.reading.values import Leaf, Value, checked_spec, read_value
 from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded
@@ -130,10 +130,7 @@ class CheckedBatch:
                     raise OutError(
                         f"out cannot hold IndexedSlices{leaf.at_path}: their number of rows is not known"
                     )
-                sparse = check_sparse(leaf, devices, self.op, self.options.precision)
-                for device in destinations:
-                    sparse.backend.check_device(device)
-                return sparse
+                return check_sparse(leaf, devices, destinations, self.op, self.options.precision)
             leaf = densified(leaf, devices, self.op, self.options.precision)
         order = shared_axis_order(leaf.arrays, out) if self._in_any_order else None
         if order is not None:
@@ -168,12 +165,9 @@ def accumulated(
         if out is not None:
             check_out(answers, spec, spec.backend.dtype_of(out[0]), "accumulation_fn's result")
         results.append(answers)
-    for number, (_, spec, out, _) in enumerate(dense):
-        if out is not None:
-            for target, answer in zip(out, results[number], strict=True):
-                spec.backend.write(target, answer)
-            results[number] = tuple(out)
-    return results
+    return [
+        delivered(answers, leaf.out, leaf.spec.backend) for leaf, answers in zip(dense, results, strict=True)
+    ]
 
 
 def _backend_of(leaf: Dense | SparseReduction) -> Backend:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.execution.local.passes import Passes, Task
 from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
 from crossdevice.kernels.cuda.families import MAX_ARRAYS, arranged, parts_in
@@ -211,8 +212,4 @@ class GpuPasses(Passes):
         arrays = tuple(made) if self._is_torch else tuple([backend.from_dlpack(tensor) for tensor in made])
         if self._shares:
             arrays = tuple([backend.read_only(arrays[0], device) for device in destinations])
-        if out is None:
-            return arrays
-        for target, array in zip(out, arrays, strict=True):
-            backend.write(target, array)
-        return tuple(out)
+        return delivered(arrays, out, backend)

@@ -15,7 +15,7 @@ from crossdevice.execution.reading.leaf_spec import LeafSpec, items_of
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import Device
-from crossdevice.values.dtypes import ITEM_BYTES, result_dtype
+from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -131,6 +131,6 @@ def _work(
 ) -> Work:
     """What the flight recorder says of each run."""
     devices = tuple(dict.fromkeys(device for spec in specs for device in (*spec.devices, *spec.destinations)))
-    num_bytes = sum(spec.num_elements * ITEM_BYTES[spec.dtype] for spec in specs)
+    num_bytes = sum(spec.num_bytes for spec in specs)
     how = f"{num_fused} fused, {len(specs) - num_fused} step by step"
     return Work("reduce", f"{name} {op.name}", devices, num_bytes, f"{options.precision}, {how}")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.execution.local.executor import execute
 from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans.packing import Pack
@@ -76,11 +77,7 @@ class SteppedPacks:
             spec.backend.reshape(_joined(spec.backend, pieces, device), spec.shape)
             for pieces, device in zip(zip(*in_order, strict=True), spec.destinations, strict=True)
         ]
-        if out is None:
-            return tuple(whole)
-        for target, result in zip(out, whole, strict=True):
-            spec.backend.write(target, result)
-        return tuple(out)
+        return delivered(whole, out, spec.backend)
 
 
 def _packed(pack: Pack, columns: Sequence[Sequence[Array]], spec: LeafSpec) -> list[Array]:

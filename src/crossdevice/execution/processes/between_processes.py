@@ -109,10 +109,7 @@ class BetweenProcesses:
         self, value: Any, destinations: tuple[Device, ...], axis: int, options: CommunicationOptions
     ) -> Callable[[], Any]:
         read = read_value(value)
-        gatherings = [check_gather(leaf, read.devices, axis) for leaf in read.leaves]
-        for gathering in gatherings:
-            for device in destinations:
-                gathering.backend.check_device(device)
+        gatherings = [check_gather(leaf, read.devices, destinations, axis) for leaf in read.leaves]
         pieces = [_joined(gathering) for gathering in gatherings]
         described = tuple(
             LeafDescription(

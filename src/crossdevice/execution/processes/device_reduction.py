@@ -10,6 +10,7 @@ from crossdevice.execution.local.combining import combine
 from crossdevice.execution.local.prepared import PreparedReduction
 from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.outputs import delivered
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
@@ -77,14 +78,6 @@ class DeviceReduction:
                 partial = backend.reshape(mean, spec.shape)
             totals.append(partial)
         return lambda: [
-            self._delivered(spec, total, out)
+            delivered([spec.backend.copy(total, device) for device in spec.destinations], out, spec.backend)
             for spec, total, out in zip(self._specs, totals, outs, strict=True)
         ]
-
-    def _delivered(self, spec: LeafSpec, total: Array, out: Sequence[Array] | None) -> tuple[Array, ...]:
-        copies = tuple(spec.backend.copy(total, device) for device in spec.destinations)
-        if out is None:
-            return copies
-        for target, copied in zip(out, copies, strict=True):
-            spec.backend.write(target, copied)
-        return tuple(out)

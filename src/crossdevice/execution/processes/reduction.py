@@ -20,7 +20,7 @@ from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
-from crossdevice.values.dtypes import ITEM_BYTES, result_dtype
+from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -51,7 +51,7 @@ class ProcessReduction:
         self._dtypes = [dtype_named(result_dtype(spec.dtype, op)) for spec in specs]
         self._packs = process_packs(specs, op, options, counts)
         devices = tuple(dict.fromkeys(device for spec in specs for device in spec.devices))
-        num_bytes = sum(spec.num_elements * ITEM_BYTES[spec.dtype] for spec in specs)
+        num_bytes = sum(spec.num_bytes for spec in specs)
         self._packing = Work("pack", "share of this process", devices, num_bytes)
         self._moving = Work("copy", "exchange between processes", devices, num_bytes)
         self._reducing = Work("reduce", "shard of this process", devices, num_bytes // len(counts[0]))
