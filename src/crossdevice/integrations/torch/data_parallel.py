@@ -97,6 +97,7 @@ class DataParallel(torch.nn.Module):
         """Cuts up the batch, runs a replica on each share, joins their results."""
         shares = shares_of(self.module, inputs, kwargs, self.devices, self.dim, self.replicate)
         if len(shares) == 1:
+            # The first share is on the module's own device, so it needs no replica, nor a thread.
             outputs = [self.module(*shares[0].inputs, **shares[0].kwargs)]
         else:
             outputs = self._run(shares)

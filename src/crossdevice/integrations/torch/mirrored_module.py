@@ -182,6 +182,7 @@ class MirroredModule(torch.nn.Module):
         """What a module around this one calls to cast or move it."""
         for replica in self._meant():
             device = self._device_of(replica)
+            # A function does not say where it moves tensors to, so it is tried on an empty one.
             if fn(torch.empty(0, device=device)).device != device:
                 self._refuse_to_move("to", "elsewhere")
         for replica in self._meant():

@@ -107,6 +107,7 @@ class KeptCopies:
         original, made, looks = self._kept.get((id(tensor), owner), (None, tensor, None))
         if original is tensor and made.device == device and looks == _looks(tensor, made):
             return made
+        # Made in inference mode, the copy would have no version counter to see changes by.
         with torch.inference_mode(False), torch.no_grad():
             made = tensor.detach().to(device, copy=True)
         if not tensor.is_inference():  # inference tensors have no version counters
