@@ -24,7 +24,7 @@ from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import DistributedValues, PerReplica, as_distributed
+from crossdevice.values.distributed import PerReplica, as_distributed, components_of
 from crossdevice.values.options import CommunicationOptions, as_options, either
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
@@ -285,9 +285,12 @@ class CrossDeviceOps:
         if self._overrides_hooks:
             targets = [target for _, target in spread_pairs(pairs)[0]]
             return rebuilt(self._reduce_by_hooks(batch, targets, is_batch))
-        results = batch.run(self._planner)
+        results = self._run(batch)
         self._known_calls.keep(key, batch, self._planner)
         return rebuilt(results)
+
+    def _run(self, batch: CheckedBatch) -> list[Any]:
+        return batch.run(self._planner)
 
     def _gather(
         self,
@@ -321,7 +324,7 @@ class CrossDeviceOps:
         for number, (value, devices, out) in enumerate(batch.requests):
             if answers[number] is None:
                 leaves = [next(results) for _ in value.leaves]
-                columns = [leaf.values if isinstance(leaf, DistributedValues) else (leaf,) for leaf in leaves]
+                columns = list(map(components_of, leaves))
                 answer = leaves[0] if value.structure is None else wrapped(columns, value.structure, devices)
                 answers[number] = answer if out is None else copied_into(answer, devices, out)
         return answers

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import EngineError
 from crossdevice.values.device import Device, device_of
-from crossdevice.values.dtypes import COMPLEXES, FLOATS, INTEGERS
+from crossdevice.values.dtypes import COMPLEXES, FLOATS, INTEGERS, PARTS
 from crossdevice.values.reduce_op import ReduceOp
 
 NUMBERS = {
@@ -35,8 +35,6 @@ OPERATIONS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 
 
 WIDER = {"int16": "int32", "uint16": "int32", "uint32": "int64", "uint64": "int64"}
 """How integers travel that a binding lacks: sums and products wrap to the same bits in more bits."""
-
-PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
 class Share(NamedTuple):
@@ -136,7 +134,7 @@ class Nccl4pyEngine(CommunicatorsEngine):
                 communicator.allreduce(share.source, share.target, operation, stream=share.stream)
 
 
-class TorchEngine(NcclEngine):
+class TorchNcclEngine(NcclEngine):
     """PyTorch's binding for one process, which keeps communicators itself and works on current streams."""
 
     name = "torch.cuda.nccl"
@@ -160,7 +158,7 @@ class TorchEngine(NcclEngine):
         self._nccl.all_reduce(sources, targets, OPERATIONS[op])
 
 
-class CupyEngine(CommunicatorsEngine):
+class CupyNcclEngine(CommunicatorsEngine):
     """CuPy's binding, which takes addresses."""
 
     name = "cupy.cuda.nccl"
@@ -202,7 +200,7 @@ class CupyEngine(CommunicatorsEngine):
 
 
 NCCL_ENGINES: dict[str, type[NcclEngine]] = {
-    engine.name: engine for engine in (Nccl4pyEngine, TorchEngine, CupyEngine)
+    engine.name: engine for engine in (Nccl4pyEngine, TorchNcclEngine, CupyNcclEngine)
 }
 """The bindings by name; the first that is there and takes an array is used."""
 

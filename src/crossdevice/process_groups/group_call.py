@@ -52,10 +52,12 @@ class GroupCall:
         key = b"%d %d " % (self.number, self.num_exchanges) + self.signature
         digest = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
         tag = digest % (self.group._engine.largest_tag + 1)
-        self.has_heard |= any(message.memory.size for message in receives)
-        if sends or receives:
+        # Both sides know which are empty: these are not sent.
+        going, coming = ([each for each in these if each.memory.size] for these in (sends, receives))
+        self.has_heard |= bool(coming)
+        if going or coming:
             exchange = self.group._engine.exchange
-            self._errand = self.group._carry(self, lambda seconds: exchange(sends, receives, tag, seconds))
+            self._errand = self.group._carry(self, lambda seconds: exchange(going, coming, tag, seconds))
 
     def wait(self) -> None:
         """Waits for what was started, if anything was."""
@@ -82,10 +84,7 @@ class GroupCall:
     def _gathered(self, record: bytes, lengths: Sequence[int]) -> list[bytes]:
         own = np.frombuffer(record, np.uint8)
         rooms = {rank: np.empty(lengths[rank], np.uint8) for rank in self.others()}
-        self.exchange(
-            [Message(rank, own) for rank in rooms if own.size],
-            [Message(rank, room) for rank, room in rooms.items() if room.size],
-        )
+        self.exchange([Message(rank, own) for rank in rooms], list(map(Message, rooms, rooms.values())))
         return [rooms[rank].tobytes() if rank in rooms else record for rank in range(self.group.size)]
 
     def meet(self) -> None:

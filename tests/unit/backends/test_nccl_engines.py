@@ -85,7 +85,7 @@ class Pretended(CommunicatorsEngine):
 class PretendedOfPyTorch(Pretended):
     """One that lacks what PyTorch's binding lacks."""
 
-    dtypes = nccl_engines.TorchEngine.dtypes
+    dtypes = nccl_engines.TorchNcclEngine.dtypes
 
 
 @pytest.fixture(params=[Pretended, PretendedOfPyTorch])

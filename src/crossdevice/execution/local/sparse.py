@@ -37,16 +37,18 @@ class SparseReduction:
 
     slices: tuple[IndexedSlices, ...]
     devices: tuple[Device, ...]
+    destinations: tuple[Device, ...]
     backend: Backend
     op: ReduceOp
     precision: Precision
     dense_shape: tuple[int, ...] | None
     num_replicas: int
 
-    def run(self, at: Device, destinations: Sequence[Device]) -> list[Any]:
-        """All rows on device `at`, divided for a mean, then copied to each destination."""
+    def run(self, via: Device | None = None) -> list[Any]:
+        """All rows on device `via`, else the first destination, divided for a mean, then copied to each."""
+        at = via or self.destinations[0]
         num_bytes = sum([self._bytes_of(part.values, part.indices) for part in self.slices])
-        devices = (*self.devices, at, *destinations)
+        devices = (*self.devices, at, *self.destinations)
         with recorded(Work("reduce", f"IndexedSlices {self.op.name}", devices, num_bytes, "rows end to end")):
             memory = self.backend.memory_of(at)
             parts = [
@@ -60,8 +62,8 @@ class SparseReduction:
             if self.op is ReduceOp.MEAN:
                 with recorded(Work("reduce", "divide rows", (at,))):
                     values = self._divided(values, at)
-            copies = [self._copied(values, indices, at, device) for device in destinations]
-            with recorded(Work("unpack", "results as slices", tuple(destinations))):
+            copies = [self._copied(values, indices, at, device) for device in self.destinations]
+            with recorded(Work("unpack", "results as slices", self.destinations)):
                 return [self.slices[0].with_parts(*pair, self.dense_shape) for pair in copies]
 
     def _copied(self, values: Array, indices: Array, source: Device, target: Device) -> tuple[Array, Array]:
@@ -108,7 +110,7 @@ def check_sparse(
             where = replica_at(replica, device, leaf.path)
             _check_range(backend.host_view(part.indices), part.dense_shape, where)
     shape = next((shape for shape in shapes if shape is not None), None)
-    return SparseReduction(slices, devices, backend, op, precision, shape, len(slices))
+    return SparseReduction(slices, devices, destinations, backend, op, precision, shape, len(slices))
 
 
 def densified(leaf: Leaf, devices: Sequence[Device], op: ReduceOp, precision: Precision) -> Leaf:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from crossdevice.backends.protocol import Array
 from crossdevice.execution.local.combining import combine
 from crossdevice.execution.local.prepared import PreparedReduction
 from crossdevice.execution.processes.travelling import Delivery
-from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.process_groups.group import ProcessGroup
@@ -60,9 +59,7 @@ class DeviceReduction:
         )
         self._local = prepare(to_first, self._op, options)
 
-    def run(
-        self, call: GroupCall, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
-    ) -> Delivery:
+    def run(self, call: GroupCall, columns: Columns, outs: Outs) -> Delivery:
         """Reduces with the other ranks; `outs` are written to by whoever calls the delivery."""
         partials = self._local.run(columns, [None] * len(columns))
         if call.group.checks != "off":

@@ -64,11 +64,11 @@ def delivered(results: Sequence[Array], out: Sequence[Array] | None, backend: Ba
     return tuple(out)
 
 
-def check_outs(leaves: Sequence[Dense], dtypes: Sequence[str], paths: Sequence[str] | None = None) -> None:
+def check_outs(leaves: Sequence[Dense], dtypes: Sequence[str]) -> None:
     """Refuses memory of checked leaves that does not fit their results, or overlaps other memory."""
-    for leaf, dtype, path in zip(leaves, dtypes, paths or [""] * len(leaves), strict=True):
+    for leaf, dtype in zip(leaves, dtypes, strict=True):
         if leaf.out is not None and not _is_in_place(leaf, dtype):
-            check_out(leaf.out, leaf.spec, dtype, path)
+            check_out(leaf.out, leaf.spec, dtype, leaf.path)
     check_overlaps(leaves)
 
 

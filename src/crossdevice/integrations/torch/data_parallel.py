@@ -11,7 +11,7 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import DeviceError, OptionError
 from crossdevice.integrations.torch.batches import Share, joined, shares_of
-from crossdevice.integrations.torch.mirroring import KeptCopies, Mirrored
+from crossdevice.integrations.torch.mirroring import KeptCopies, MirroredTensors
 from crossdevice.integrations.torch.module_copies import average_buffers, named_tensors
 from crossdevice.integrations.torch.module_replicas import check_replicable, keep_buffers, replica_of
 from crossdevice.integrations.torch.tensor_kinds import refuse_special
@@ -47,7 +47,7 @@ class DataParallel(torch.nn.Module):
         cross_device_ops: the algorithm that sums gradients; None chooses one.
         replicate: names of arguments, or of keys and attributes in them, of which every replica gets all.
         buffers: `"first"` keeps the buffers (running statistics) of the first replica, as
-            `torch.nn.DataParallel` does; `"mean"` keeps the mean over replicas of those that are floats.
+            `torch.nn.DataParallel` does; `"mean"` keeps the mean over replicas of floats and complex numbers.
         device_ids: another name of `devices`, where numbers are GPUs, as in `torch.nn.DataParallel`.
         output_device: where results are joined; the first device if None.
 
@@ -150,7 +150,7 @@ class DataParallel(torch.nn.Module):
         # Some write through `.data`, and batch norm's statistics are not counted as changed.
         self._kept.forget([*trainable, *(buffers.values() if is_training else ())])
         ops, devices = self.strategy.extended.cross_device_ops, self.devices[:count]
-        mirrored = Mirrored.apply(ops, devices, *trainable) if trainable else ()
+        mirrored = MirroredTensors.apply(ops, devices, *trainable) if trainable else ()
         replicas = []
         for number, device in enumerate(map(torch_device, devices)):
             own = mirrored[number * len(trainable) : (number + 1) * len(trainable)]

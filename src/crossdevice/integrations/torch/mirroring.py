@@ -14,7 +14,7 @@ from crossdevice.values.distributed import PerReplica
 from crossdevice.values.reduce_op import ReduceOp
 
 
-class Mirrored(torch.autograd.Function):
+class MirroredTensors(torch.autograd.Function):
     """Tensors for every replica, replica by replica; the gradient is the sum over replicas, in one batch.
 
     On the device where a tensor is, a replica gets the same memory, but a gradient of its own.
@@ -40,7 +40,7 @@ class Mirrored(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """Sums over replicas on the first device: the transpose of `Mirrored`, so that both have derivatives."""
+    """Sums over replicas on the first device: transposes `MirroredTensors`, so both have derivatives."""
 
     @staticmethod
     def forward(
@@ -65,7 +65,7 @@ class Summed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         """What each sum gets, for every replica."""
         given = [gradient for gradient in gradients if gradient is not None]
-        copies = iter(Mirrored.apply(ctx.ops, ctx.devices, *given) if given else ())
+        copies = iter(MirroredTensors.apply(ctx.ops, ctx.devices, *given) if given else ())
         everywhere = [
             None if gradient is None else next(copies) for _ in ctx.devices for gradient in gradients
         ]
