@@ -16,6 +16,7 @@ from crossdevice.execution.local.batch import CheckedBatch, Request, read_reques
 from crossdevice.execution.local.copying import copied_into, copied_to, shared_with
 from crossdevice.execution.local.gathering import gathered
 from crossdevice.execution.local.planning import Planner
+from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.outputs import wrapped
 from crossdevice.execution.reading.structures import checked_outs, checked_pairs, spread_pairs
@@ -285,12 +286,15 @@ class CrossDeviceOps:
         if self._overrides_hooks:
             targets = [target for _, target in spread_pairs(pairs)[0]]
             return rebuilt(self._reduce_by_hooks(batch, targets, is_batch))
-        results = self._run(batch)
+        between = self._between
+        results = batch.run(self._planner) if between is None else between.reduce(batch)
         self._known_calls.keep(key, batch, self._planner)
         return rebuilt(results)
 
-    def _run(self, batch: CheckedBatch) -> list[Any]:
-        return batch.run(self._planner)
+    @property
+    def _between(self) -> BetweenProcesses | None:
+        """What makes calls together with other processes; None where there is only this one."""
+        return None
 
     def _gather(
         self,

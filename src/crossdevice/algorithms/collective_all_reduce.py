@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import OptionError
-from crossdevice.execution.local.batch import CheckedBatch, Request
+from crossdevice.execution.local.batch import Request
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.steps import Buffer
@@ -134,9 +134,6 @@ class CollectiveAllReduce(CrossDeviceOps):
     def _overrides_hooks(self) -> bool:
         """Hooks are for the replicas of one process."""
         return self.group is None and super()._overrides_hooks
-
-    def _run(self, batch: CheckedBatch) -> list[Any]:
-        return super()._run(batch) if self._between is None else self._between.reduce(batch)
 
     def _gather(
         self,
