@@ -7,7 +7,7 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.backends import nccl_engines
-from crossdevice.backends.nccl_engines import ENGINES, NcclEngine, engine_named, lack_of_engine
+from crossdevice.backends.nccl_engines import NCCL_ENGINES, NcclEngine, engine_named, lack_of_engine
 from crossdevice.backends.registry import backend_named
 from crossdevice.errors import EngineError
 from crossdevice.execution.local.executor import execute
@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
 GPUS = [cd.Device("cuda", index) for index in range(torch.cuda.device_count())]
-PAIRS = [(name, library) for name, engine in ENGINES.items() for library in engine.libraries]
+PAIRS = [(name, library) for name, engine in NCCL_ENGINES.items() for library in engine.libraries]
 
 
 @pytest.fixture(params=PAIRS, ids=lambda pair: f"{pair[0]}, {pair[1]} arrays")
@@ -31,7 +31,7 @@ def backend(request, monkeypatch):
     found = engine_named(name)
     if not isinstance(found, NcclEngine):
         pytest.skip(f"{name}: {found}")
-    monkeypatch.setattr(nccl_engines, "ENGINES", {name: ENGINES[name]})
+    monkeypatch.setattr(nccl_engines, "NCCL_ENGINES", {name: NCCL_ENGINES[name]})
     return backend_named(library)
 
 
@@ -128,5 +128,5 @@ def test_threads_take_turns(backend):
 
 def test_the_engine_has_a_version_and_a_name(backend):
     assert backend.engine_name().startswith("NCCL 2.")
-    (name,) = nccl_engines.ENGINES
+    (name,) = nccl_engines.NCCL_ENGINES
     assert backend.engine_name().endswith(f"through {name}")

@@ -16,6 +16,7 @@ from crossdevice.execution.local.batch import CheckedBatch, Request, read_reques
 from crossdevice.execution.local.copying import copied_into, copied_to, shared_with
 from crossdevice.execution.local.gathering import gathered
 from crossdevice.execution.local.planning import Planner
+from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.outputs import wrapped
 from crossdevice.execution.reading.structures import checked_outs, checked_pairs, spread_pairs
@@ -24,7 +25,7 @@ from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import DistributedValues, PerReplica, as_distributed
+from crossdevice.values.distributed import PerReplica, as_distributed, components_of
 from crossdevice.values.options import CommunicationOptions, as_options, either
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
@@ -285,9 +286,15 @@ class CrossDeviceOps:
         if self._overrides_hooks:
             targets = [target for _, target in spread_pairs(pairs)[0]]
             return rebuilt(self._reduce_by_hooks(batch, targets, is_batch))
-        results = batch.run(self._planner)
+        between = self._between
+        results = batch.run(self._planner) if between is None else between.reduce(batch)
         self._known_calls.keep(key, batch, self._planner)
         return rebuilt(results)
+
+    @property
+    def _between(self) -> BetweenProcesses | None:
+        """What makes calls together with other processes; None where there is only this one."""
+        return None
 
     def _gather(
         self,
@@ -321,7 +328,7 @@ class CrossDeviceOps:
         for number, (value, devices, out) in enumerate(batch.requests):
             if answers[number] is None:
                 leaves = [next(results) for _ in value.leaves]
-                columns = [leaf.values if isinstance(leaf, DistributedValues) else (leaf,) for leaf in leaves]
+                columns = list(map(components_of, leaves))
                 answer = leaves[0] if value.structure is None else wrapped(columns, value.structure, devices)
                 answers[number] = answer if out is None else copied_into(answer, devices, out)
         return answers

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import OptionError
-from crossdevice.execution.local.batch import CheckedBatch, Request, read_requests
+from crossdevice.execution.local.batch import Request
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.steps import Buffer
@@ -130,21 +130,10 @@ class CollectiveAllReduce(CrossDeviceOps):
         """Other processes take part: no call can be made without them."""
         return self.group is None and super()._can_be_known
 
-    def _reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        pairs: Sequence[tuple[Any, Any]],
-        options: CommunicationOptions | None,
-        outs: Sequence[Any],
-        key: Any,
-        *,
-        is_batch: bool,
-    ) -> list[Any]:
-        if self._between is None:
-            return super()._reduce(reduce_op, pairs, options, outs, key, is_batch=is_batch)
-        requests, rebuilt = read_requests(pairs, outs)
-        batch = CheckedBatch(requests, ReduceOp(reduce_op), self._chosen_options(options))
-        return rebuilt(self._between.reduce(batch))
+    @property
+    def _overrides_hooks(self) -> bool:
+        """Hooks are for the replicas of one process."""
+        return self.group is None and super()._overrides_hooks
 
     def _gather(
         self,

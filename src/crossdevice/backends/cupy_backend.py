@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.cuda_streams import CudaStreams
 from crossdevice.backends.host_memory import strided_range
-from crossdevice.backends.nccl_engines import Share, lack_of_engine, name_of_engine, nccl_all_reduce
-from crossdevice.backends.protocol import Backend
+from crossdevice.backends.nccl_engines import NcclBackend, Share
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
-from crossdevice.values.reduce_op import ReduceOp
 
 
-class CupyBackend(Backend):
+class CupyBackend(NcclBackend):
     """No array of CuPy is in the host's memory; on one GPU the kernels of PyTorch and Triton do their work.
 
     That happens on CuPy's own current stream, so that it needs no events.
@@ -113,17 +111,11 @@ class CupyBackend(Backend):
             cupy.add.at(dense, indices, rows)
         return dense
 
-    def engine_name(self) -> str | None:
-        """NCCL, through one of its bindings."""
-        return name_of_engine(self.name)
-
-    def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
-        """What NCCL lacks."""
-        return lack_of_engine(self.name, dtype, op, num_devices)
-
-    def engine_all_reduce(self, arrays: Sequence[Any], op: ReduceOp) -> list[Any]:
-        """NCCL, from this one process."""
-        return nccl_all_reduce(self, arrays, op, _share)
+    def share_of(self, source: Any, device: Device) -> Share:
+        """On CuPy's current stream."""
+        target = cupy.empty_like(source)
+        stream = cupy.cuda.get_current_stream().ptr
+        return Share(source, target, device, stream, source.data.ptr, target.data.ptr, source.size)
 
     def streams(self, devices: Iterable[Device]) -> CupyStreams | None:
         """Side streams where there are several GPUs."""
@@ -195,9 +187,3 @@ class CupyStreams(CudaStreams):
 def cupy_device(device: Device) -> Any:
     """CuPy's name of a device."""
     return cupy.cuda.Device(device.index)
-
-
-def _share(source: Any, device: Device) -> Share:
-    target = cupy.empty_like(source)
-    stream = cupy.cuda.get_current_stream().ptr
-    return Share(source, target, device, stream, source.data.ptr, target.data.ptr, source.size)

@@ -17,9 +17,6 @@ from crossdevice.backends.protocol import Backend, dtype_named
 from crossdevice.errors import ConversionError, DeviceError, DtypeError
 from crossdevice.values.device import Device
 
-_WIDE = ("float64", "complex128", "int64", "uint64")
-_NO_WIDE = "JAX has no {} unless jax_enable_x64 is set; set it, or ask for precision='fast'"
-
 
 class JaxBackend(Backend):
     """Host arrays are worked on in NumPy, which compiles nothing; all destinations share one result.
@@ -68,10 +65,6 @@ class JaxBackend(Backend):
                 f"{device} does not exist for jax arrays; those that do are {found} "
                 "(more host devices: jax.config.update('jax_num_cpu_devices', n) before JAX is first used)"
             )
-
-    def dtype_of(self, array: Any) -> str:
-        """The name of the NumPy dtype."""
-        return str(array.dtype.name)
 
     def host_view(self, array: Any) -> NDArray[Any]:
         """The array's memory, once it is computed."""
@@ -124,8 +117,7 @@ class JaxBackend(Backend):
 
     def cast(self, array: Any, dtype: str) -> Any:
         """Refused where JAX would quietly take half the bits."""
-        if dtype in _WIDE and not jax.config.jax_enable_x64:
-            raise DtypeError(_NO_WIDE.format(dtype))
+        _refuse_wide(dtype)
         device = Device.parse(array.device)
         if device.is_host:
             return self.from_host(self.host_view(array).astype(dtype_named(dtype)), array.shape, device)
@@ -153,9 +145,7 @@ class JaxBackend(Backend):
 
     def from_dlpack(self, tensor: Any) -> Any:
         """Refused where JAX would quietly take half the bits."""
-        dtype = str(tensor.dtype).rpartition(".")[2]
-        if dtype in _WIDE and not jax.config.jax_enable_x64:
-            raise DtypeError(_NO_WIDE.format(dtype))
+        _refuse_wide(self.dtype_of(tensor))
         return jnp.from_dlpack(tensor)
 
     def scatter_rows(self, rows: Any, indices: Any, shape: tuple[int, ...]) -> Any:
@@ -166,6 +156,13 @@ class JaxBackend(Backend):
         dense = np.zeros(shape, rows.dtype)
         np.add.at(dense, self.host_view(indices), self.host_view(rows).reshape(rows.shape))
         return self.from_host(dense, shape, device)
+
+
+def _refuse_wide(dtype: str) -> None:
+    if dtype in ("float64", "complex128", "int64", "uint64") and not jax.config.jax_enable_x64:
+        raise DtypeError(
+            f"JAX has no {dtype} unless jax_enable_x64 is set; set it, or ask for precision='fast'"
+        )
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import EngineError
 from crossdevice.values.device import Device, device_of
-from crossdevice.values.dtypes import COMPLEXES, FLOATS, INTEGERS
+from crossdevice.values.dtypes import COMPLEXES, FLOATS, INTEGERS, PARTS
 from crossdevice.values.reduce_op import ReduceOp
 
 NUMBERS = {
@@ -35,8 +35,6 @@ OPERATIONS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 
 
 WIDER = {"int16": "int32", "uint16": "int32", "uint32": "int64", "uint64": "int64"}
 """How integers travel that a binding lacks: sums and products wrap to the same bits in more bits."""
-
-PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
 class Share(NamedTuple):
@@ -136,7 +134,7 @@ class Nccl4pyEngine(CommunicatorsEngine):
                 communicator.allreduce(share.source, share.target, operation, stream=share.stream)
 
 
-class TorchEngine(NcclEngine):
+class TorchNcclEngine(NcclEngine):
     """PyTorch's binding for one process, which keeps communicators itself and works on current streams."""
 
     name = "torch.cuda.nccl"
@@ -160,7 +158,7 @@ class TorchEngine(NcclEngine):
         self._nccl.all_reduce(sources, targets, OPERATIONS[op])
 
 
-class CupyEngine(CommunicatorsEngine):
+class CupyNcclEngine(CommunicatorsEngine):
     """CuPy's binding, which takes addresses."""
 
     name = "cupy.cuda.nccl"
@@ -201,8 +199,8 @@ class CupyEngine(CommunicatorsEngine):
             self._nccl.groupEnd()
 
 
-ENGINES: dict[str, type[NcclEngine]] = {
-    engine.name: engine for engine in (Nccl4pyEngine, TorchEngine, CupyEngine)
+NCCL_ENGINES: dict[str, type[NcclEngine]] = {
+    engine.name: engine for engine in (Nccl4pyEngine, TorchNcclEngine, CupyNcclEngine)
 }
 """The bindings by name; the first that is there and takes an array is used."""
 
@@ -214,7 +212,7 @@ _group_lock = threading.Lock()
 def engine_named(name: str) -> NcclEngine | str:
     """The engine, or why it cannot be used here."""
     try:
-        return ENGINES[name]()
+        return NCCL_ENGINES[name]()
     except ImportError as missing:
         return str(missing)
     except Exception as failure:  # a binding that is there but broken must not break what works without it
@@ -223,7 +221,7 @@ def engine_named(name: str) -> NcclEngine | str:
 
 def engine_for(library: str) -> NcclEngine | None:
     """The first engine that takes this library's arrays."""
-    names = [name for name, engine in ENGINES.items() if library in engine.libraries]
+    names = [name for name, engine in NCCL_ENGINES.items() if library in engine.libraries]
     found = (engine_named(name) for name in names)
     return next((engine for engine in found if isinstance(engine, NcclEngine)), None)
 
@@ -238,7 +236,7 @@ def lack_of_engine(library: str, dtype: str, op: ReduceOp, num_devices: int) -> 
     """Why NCCL is not used for this; None if it is."""
     engine = engine_for(library)
     if engine is None:
-        takes = ", ".join(name for name, kind in ENGINES.items() if library in kind.libraries)
+        takes = ", ".join(name for name, kind in NCCL_ENGINES.items() if library in kind.libraries)
         return f"none of NCCL's bindings for {library} arrays is here ({takes})"
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         if dtype in FLOATS:
@@ -281,6 +279,26 @@ def nccl_all_reduce(
         with backend.working_on(share.device):
             results.append(_unstaged(backend, share.target, dtype, travels_as))
     return results
+
+
+class NcclBackend(Backend):
+    """A library whose arrays NCCL reduces, from this one process."""
+
+    @abc.abstractmethod
+    def share_of(self, source: Array, device: Device) -> Share:
+        """One device's part in a collective, with new memory for its result."""
+
+    def engine_name(self) -> str | None:
+        """NCCL, through one of its bindings."""
+        return name_of_engine(self.name)
+
+    def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
+        """What NCCL lacks."""
+        return lack_of_engine(self.name, dtype, op, num_devices)
+
+    def engine_all_reduce(self, arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        """One group of calls."""
+        return nccl_all_reduce(self, arrays, op, self.share_of)
 
 
 def _staged(backend: Backend, array: Array, dtype: str, travels_as: str) -> Array:

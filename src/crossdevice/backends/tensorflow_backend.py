@@ -33,8 +33,8 @@ _NAMESPACE = types.SimpleNamespace(
     prod=tf.reduce_prod,
 )
 
-
-LINE_BYTES = 64
+ADOPTED_ALIGNMENT_BYTES = 64
+"""TensorFlow's own operations abort the process on memory that does not start on such a line."""
 
 
 class TensorflowBackend(Backend):
@@ -208,8 +208,7 @@ def _tensor(array: Any) -> Any:
 
 
 def _adopted(array: NDArray[Any]) -> Any:
-    # TensorFlow's own operations abort the process on memory that does not start on a line.
-    if array.__array_interface__["data"][0] % LINE_BYTES:
+    if array.__array_interface__["data"][0] % ADOPTED_ALIGNMENT_BYTES:
         return tf.constant(array)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 

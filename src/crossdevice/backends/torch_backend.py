@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.cuda_streams import CudaStreams
 from crossdevice.backends.host_memory import check_host_device
-from crossdevice.backends.nccl_engines import Share, lack_of_engine, name_of_engine, nccl_all_reduce
-from crossdevice.backends.protocol import Backend, dtype_named
+from crossdevice.backends.nccl_engines import NcclBackend, Share
+from crossdevice.backends.protocol import dtype_named
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices
-from crossdevice.values.reduce_op import ReduceOp
 
 
 class _Memory:
@@ -43,7 +42,7 @@ def _type_text(dtype: torch.dtype) -> str:
     return np.dtype("int16" if name == "bfloat16" else name).str
 
 
-class TorchBackend(Backend):
+class TorchBackend(NcclBackend):
     """Results are detached: reductions are not recorded for automatic differentiation."""
 
     name = "torch"
@@ -189,17 +188,11 @@ class TorchBackend(Backend):
         """The tensor itself."""
         return tensor
 
-    def engine_name(self) -> str | None:
-        """NCCL, through one of its bindings."""
-        return name_of_engine(self.name)
-
-    def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
-        """What NCCL lacks."""
-        return lack_of_engine(self.name, dtype, op, num_devices)
-
-    def engine_all_reduce(self, arrays: Sequence[torch.Tensor], op: ReduceOp) -> list[torch.Tensor]:
-        """NCCL, from this one process."""
-        return nccl_all_reduce(self, arrays, op, _share)
+    def share_of(self, source: torch.Tensor, device: Device) -> Share:
+        """On PyTorch's current stream."""
+        target = torch.empty_like(source)
+        stream = torch.cuda.current_stream(source.device).cuda_stream
+        return Share(source, target, device, stream, source.data_ptr(), target.data_ptr(), source.numel())
 
     def streams(self, devices: Iterable[Device]) -> TorchStreams | None:
         """Side streams where there are several GPUs; other devices are left to PyTorch."""
@@ -261,12 +254,6 @@ class TorchStreams(CudaStreams):
         """The caching allocator waits for the stream before it hands the memory out again."""
         if array.is_cuda:
             array.record_stream(stream)
-
-
-def _share(source: torch.Tensor, device: Device) -> Share:
-    target = torch.empty_like(source)
-    stream = torch.cuda.current_stream(source.device).cuda_stream
-    return Share(source, target, device, stream, source.data_ptr(), target.data_ptr(), source.numel())
 
 
 def _is_recorded(array: torch.Tensor) -> bool:

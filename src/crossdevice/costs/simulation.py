@@ -81,9 +81,7 @@ def simulate(plan: Plan, topology: Topology, item_bytes: int = 4, *, unsummed: b
 
 def places_of(plan: Plan) -> dict[Device, int]:
     """A number for each device: replicas first, in order."""
-    devices = [buffer.device for buffer in plan.inputs]
-    devices += [buffer.device for step in plan.steps for buffer in targets_of(step)]
-    return {device: number for number, device in enumerate(dict.fromkeys(devices))}
+    return {device: number for number, device in enumerate(plan.devices)}
 
 
 @dataclasses.dataclass
@@ -223,6 +221,7 @@ class _Run:
 
     def _leave(self, event: _Event, now: float) -> set[Link]:
         flow = self._flows.get(event.step)
+        # A heap cannot forget: each new rate of a flow leaves its earlier end behind, under an older version.
         if flow is None or flow.version != event.version:
             return set()
         del self._flows[event.step]

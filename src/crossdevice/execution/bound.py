@@ -11,8 +11,7 @@ from crossdevice.errors import BoundError, ContextError
 from crossdevice.execution.local.batch import CheckedBatch
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.sparse import SparseReduction
-from crossdevice.execution.reading.leaf_spec import Dense
-from crossdevice.execution.reading.outputs import wrapped
+from crossdevice.execution.reading.leaf_spec import Columns, Dense
 from crossdevice.kernels.host.fixed_arrays import FixedArrays
 from crossdevice.values.replica_scope import check_cross_replica
 
@@ -72,7 +71,7 @@ class BoundReduction:
     ) -> BoundReduction:
         """Of a checked batch; its results are made now, and written again by each call."""
         backends = {leaf.spec.backend for leaf in batch.dense}
-        is_fixed = not any(isinstance(leaf, SparseReduction) for leaves in batch.leaves for leaf in leaves)
+        is_fixed = not any(isinstance(leaf, SparseReduction) for leaf in batch.all_leaves)
         if not is_fixed or any(backend.is_immutable for backend in backends):
 
             def rerun() -> Any:
@@ -87,13 +86,7 @@ class BoundReduction:
             new = prepared.run(columns, [None] * len(made))
             made = [out or results for out, results in zip(made, new, strict=True)]
         outs = [out for out in made if out is not None]
-        remaining = iter(outs)
-        results = rebuilt(
-            [
-                wrapped([next(remaining) for _ in leaves], request.value.structure, request.destinations)
-                for request, leaves in zip(batch.requests, batch.leaves, strict=True)
-            ]
-        )
+        results = rebuilt(batch.wrapped(outs))
         work = prepared.bound(columns, outs)
         answer = results if is_batch else results[0]
 
@@ -107,7 +100,7 @@ class BoundReduction:
 class _Memory:
     """Where the arrays of a bound reduction are: one that moves would be read or written where it was."""
 
-    def __init__(self, leaves: Sequence[Dense], outs: Sequence[Sequence[Array]]) -> None:
+    def __init__(self, leaves: Sequence[Dense], outs: Columns) -> None:
         names: dict[Backend, dict[int, tuple[Array, str]]] = {}
         for number, (leaf, out) in enumerate(zip(leaves, outs, strict=True)):
             of_backend = names.setdefault(leaf.spec.backend, {})

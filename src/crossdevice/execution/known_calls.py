@@ -11,16 +11,13 @@ from crossdevice.backends.registry import backend_of_type
 from crossdevice.execution.local.batch import CheckedBatch
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import PreparedReduction
-from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec
 from crossdevice.execution.reading.outputs import check_outs, out_components
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
-
-Columns = Sequence[Sequence[Array]]
-"""Of each value its replicas' arrays."""
 
 
 class Found(NamedTuple):
@@ -111,6 +108,7 @@ class KnownCalls:
 def _where(destinations: Any, value: DistributedValues) -> Hashable | None:
     """Where results go, in a form that can be compared; None if there is none."""
     if destinations is value:
+        # Its devices are in the key already, or follow from its arrays: to ask for them would cost more.
         return "the value itself", None
     if isinstance(destinations, DistributedValues):
         return destinations.devices

@@ -139,8 +139,8 @@ def _dense(value: Any, destinations: Any, op: ReduceOp) -> Dense | None:
     devices = tuple(Device.parse(tensor.device) for tensor in tensors)
     shapes = [backend.shape_of(tensor) for tensor in tensors]
     dtypes = [backend.dtype_of(tensor) for tensor in tensors]
-    check_agreement(dtypes, devices, "dtype", DtypeMismatchError, str, "")
-    check_agreement(shapes, devices, "shape", ShapeMismatchError, str, "")
+    check_agreement(dtypes, devices, "dtype", DtypeMismatchError)
+    check_agreement(shapes, devices, "shape", ShapeMismatchError)
     check_reducible(dtypes[0], op, f"replica 0 ({devices[0]})")
     targets = tuple(map(Device.parse, get_devices_from(destinations)))
     return Dense(tensors, LeafSpec(backend, dtypes[0], shapes[0], devices, targets))

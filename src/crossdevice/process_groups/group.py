@@ -302,9 +302,8 @@ class ProcessGroup:
 
     def _lost(self, call: GroupCall, error: Exception) -> ProcessGroupError | MismatchError:
         """The engine failed, most often because a rank is gone; or another rank, or thread, has given up."""
-        if (
-            self._is_python_ending
-        ):  # and only daemons are left, whose traceback would be the last thing printed
+        if self._is_python_ending:
+            # Only daemons are left, whose traceback would be the last thing printed.
             time.sleep(FAREWELL_SECONDS)
         if self._broken is not None:
             self._engine.abandon()

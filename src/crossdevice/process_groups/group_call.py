@@ -52,10 +52,12 @@ class GroupCall:
         key = b"%d %d " % (self.number, self.num_exchanges) + self.signature
         digest = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
         tag = digest % (self.group._engine.largest_tag + 1)
-        self.has_heard |= any(message.memory.size for message in receives)
-        if sends or receives:
+        # Both sides know which are empty: these are not sent.
+        going, coming = ([each for each in these if each.memory.size] for these in (sends, receives))
+        self.has_heard |= bool(coming)
+        if going or coming:
             exchange = self.group._engine.exchange
-            self._errand = self.group._carry(self, lambda seconds: exchange(sends, receives, tag, seconds))
+            self._errand = self.group._carry(self, lambda seconds: exchange(going, coming, tag, seconds))
 
     def wait(self) -> None:
         """Waits for what was started, if anything was."""
@@ -72,24 +74,17 @@ class GroupCall:
 
     def all_gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, all of one length."""
-        own = np.frombuffer(record, np.uint8)
-        rooms = {rank: np.empty(len(record), np.uint8) for rank in self.others()}
-        self.exchange(
-            [Message(rank, own) for rank in rooms], [Message(rank, room) for rank, room in rooms.items()]
-        )
-        return [rooms[rank].tobytes() if rank in rooms else record for rank in range(self.group.size)]
+        return self._gathered(record, [len(record)] * self.group.size)
 
     def all_gather_uneven(self, record: bytes) -> list[bytes]:
         """Every rank's record, of any lengths."""
-        lengths = [
-            int.from_bytes(length, "little") for length in self.all_gather(len(record).to_bytes(8, "little"))
-        ]
+        lengths = self.all_gather(len(record).to_bytes(8, "little"))
+        return self._gathered(record, [int.from_bytes(length, "little") for length in lengths])
+
+    def _gathered(self, record: bytes, lengths: Sequence[int]) -> list[bytes]:
         own = np.frombuffer(record, np.uint8)
         rooms = {rank: np.empty(lengths[rank], np.uint8) for rank in self.others()}
-        self.exchange(
-            [Message(rank, own) for rank in rooms if own.size],
-            [Message(rank, room) for rank, room in rooms.items() if room.size],
-        )
+        self.exchange([Message(rank, own) for rank in rooms], list(map(Message, rooms, rooms.values())))
         return [rooms[rank].tobytes() if rank in rooms else record for rank in range(self.group.size)]
 
     def meet(self) -> None:

@@ -78,6 +78,7 @@ class MpiEngine:
         self._notices = _copied(self._data, end)
         self.rank: int = self._data.rank
         self.size: int = self._data.size
+        # The attribute may be missing; so much the standard promises.
         self.largest_tag = int(self._data.Get_attr(MPI.TAG_UB) or 32767)
         self._is_abandoned = False
         _farewell.joined(self._notices)

@@ -40,11 +40,8 @@ class Seal:
     def opened(self, sealed: str, rank: int) -> str | None:
         """The text; None if that rank has not sealed it."""
         code, text = sealed[: 2 * CODE_BYTES], sealed[2 * CODE_BYTES :]
-        return (
-            text
-            if hmac.compare_digest(code.encode(), self.closed(text, rank)[: len(code)].encode())
-            else None
-        )
+        is_own = hmac.compare_digest(code.encode(), self.closed(text, rank)[: len(code)].encode())
+        return text if is_own else None
 
 
 def key_from_env() -> bytes:

@@ -57,6 +57,7 @@ class ThreadEngine:
                     if not room.changed.wait(end - time.monotonic()):
                         raise TimeoutError(f"nothing came from rank {peer}")
                 memory.reshape(-1).view(np.uint8)[:] = mail.popleft()
+            # Each exchange has a tag of its own, so a box that is empty now is never used again.
             for key in [key for key, mail in room.mail.items() if not mail]:
                 if key[1] == self.rank:
                     del room.mail[key]

@@ -143,6 +143,7 @@ class TorchEngine:
                 awaited.work.wait(timeout)
         except RuntimeError as error:
             raise RankLostError(peer, reason_of(error)) from None
+        # Not in a `finally`: after an error something is on its way, for `abandon` to hang up on.
         self._left = []
         self._is_out = False
 

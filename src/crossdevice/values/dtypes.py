@@ -16,7 +16,10 @@ from crossdevice.errors import DtypeError, ReduceOpError
 from crossdevice.values.reduce_op import ReduceOp
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-COMPLEXES = ("complex64", "complex128")
+PARTS = {"complex64": "float32", "complex128": "float64"}
+"""The dtype of a complex number's real and imaginary parts."""
+
+COMPLEXES = tuple(PARTS)
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 ITEM_BYTES = {

@@ -85,12 +85,12 @@ class Pretended(CommunicatorsEngine):
 class PretendedOfPyTorch(Pretended):
     """One that lacks what PyTorch's binding lacks."""
 
-    dtypes = nccl_engines.TorchEngine.dtypes
+    dtypes = nccl_engines.TorchNcclEngine.dtypes
 
 
 @pytest.fixture(params=[Pretended, PretendedOfPyTorch])
 def engine(request, monkeypatch):
-    monkeypatch.setattr(nccl_engines, "ENGINES", {"pretended": request.param})
+    monkeypatch.setattr(nccl_engines, "NCCL_ENGINES", {"pretended": request.param})
     engine_named.cache_clear()
     yield engine_named("pretended")
     engine_named.cache_clear()
@@ -211,7 +211,7 @@ def test_without_a_binding_the_reason_names_those_that_would_do(monkeypatch):
         def __init__(self):
             raise ImportError("not installed")
 
-    monkeypatch.setattr(nccl_engines, "ENGINES", {"missing": Missing})
+    monkeypatch.setattr(nccl_engines, "NCCL_ENGINES", {"missing": Missing})
     engine_named.cache_clear()
     assert engine_named("missing") == "not installed"
     assert engine_for("torch") is None
@@ -227,7 +227,7 @@ def test_a_binding_that_breaks_while_it_is_loaded_counts_as_missing(monkeypatch)
         def __init__(self):
             raise RuntimeError("symbol not found")
 
-    monkeypatch.setattr(nccl_engines, "ENGINES", {"broken": Broken})
+    monkeypatch.setattr(nccl_engines, "NCCL_ENGINES", {"broken": Broken})
     engine_named.cache_clear()
     assert engine_named("broken") == "RuntimeError: symbol not found"
     assert engine_for("torch") is None
@@ -235,8 +235,8 @@ def test_a_binding_that_breaks_while_it_is_loaded_counts_as_missing(monkeypatch)
 
 
 def test_every_binding_is_in_the_table_once_in_order_of_preference():
-    assert list(nccl_engines.ENGINES) == ["nccl4py", "torch.cuda.nccl", "cupy.cuda.nccl"]
-    assert all(issubclass(engine, NcclEngine) for engine in nccl_engines.ENGINES.values())
+    assert list(nccl_engines.NCCL_ENGINES) == ["nccl4py", "torch.cuda.nccl", "cupy.cuda.nccl"]
+    assert all(issubclass(engine, NcclEngine) for engine in nccl_engines.NCCL_ENGINES.values())
 
 
 # ---------------------------------------------------------------- plans

@@ -347,6 +347,21 @@ def test_buffers_are_averaged_if_asked():
         DataParallel(torch.nn.BatchNorm1d(6), TWO, buffers="sum")
 
 
+def test_complex_buffers_are_averaged_too():
+    class Spectrum(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1, dtype=torch.complex64))
+
+        def forward(self, x):
+            self.seen += x.sum() * (1 + 2j)
+            return x
+
+    model = DataParallel(Spectrum(), TWO, buffers="mean")
+    model(torch.tensor([1.0, 3.0]))
+    assert model.module.seen.tolist() == [2 + 4j]
+
+
 @pytest.mark.parametrize("switched", ["wrapper", "module"])
 def test_statistics_of_training_reach_all_replicas_in_evaluation(switched):
     model, alone = DataParallel(torch.nn.BatchNorm1d(6), TWO), torch.nn.BatchNorm1d(6)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from crossdevice.backends.nccl_engines import ENGINES, NcclEngine, engine_named, name_of_engine
+from crossdevice.backends.nccl_engines import NCCL_ENGINES, NcclEngine, engine_named, name_of_engine
 from crossdevice.choosing.choose_algorithm import choose_algorithm
 from crossdevice.cli.doctor.gpu_facts import Managed, managed, seen_by_libraries
 from crossdevice.errors import OptionError
@@ -172,7 +172,7 @@ def _nccl(gpus: Gpus) -> Iterator[Finding]:
     if not gpus.usable:
         yield Finding("NCCL", "needs a GPU; there is none")
         return
-    for name in ENGINES:
+    for name in NCCL_ENGINES:
         engine = engine_named(name)
         yield Finding(name, f"NCCL {engine.version()}" if isinstance(engine, NcclEngine) else engine)
     for library in gpus.seen:

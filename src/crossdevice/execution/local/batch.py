@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import OutError
@@ -14,7 +14,7 @@ from crossdevice.execution.local.sparse import SparseReduction, check_sparse, de
 from crossdevice.execution.reading.axis_orders import in_memory_order, shared_axis_order
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.leaf_spec import Dense
-from crossdevice.execution.reading.outputs import check_out, check_outs, read_out, wrapped
+from crossdevice.execution.reading.outputs import check_out, check_outs, delivered, read_out, wrapped
 from crossdevice.execution.reading.structures import spread_outs, spread_pairs
 from crossdevice.execution.reading.values import Leaf, Value, checked_spec, read_value
 from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded
@@ -23,6 +23,8 @@ from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
+
+CheckedLeaf: TypeAlias = "Dense | SparseReduction"
 
 
 class Request(NamedTuple):
@@ -64,10 +66,11 @@ class CheckedBatch:
         self.requests, self.op, self.options = requests, op, options
         self._in_any_order = in_any_order
         self.leaves = [self._checked_leaves(request) for request in requests]
-        self.dense = [leaf for leaves in self.leaves for leaf in leaves if isinstance(leaf, Dense)]
+        self.all_leaves = [leaf for leaves in self.leaves for leaf in leaves]
+        self.dense = [leaf for leaf in self.all_leaves if isinstance(leaf, Dense)]
         self.result_dtypes = [result_dtype(leaf.spec.dtype, op) for leaf in self.dense]
         if any(leaf.out is not None for leaf in self.dense):
-            check_outs(self.dense, self.result_dtypes, [leaf.path for leaf in self._dense_places()])
+            check_outs(self.dense, self.result_dtypes)
         flight_recorder.events.append((READING, started, now(), 1))
 
     @property
@@ -82,7 +85,7 @@ class CheckedBatch:
         """The wrapped result of each request."""
         algorithm = planner.algorithm
         if algorithm.reduce_to_device is not None:
-            for backend in {_backend_of(leaf) for leaves in self.leaves for leaf in leaves}:
+            for backend in {_backend_of(leaf) for leaf in self.all_leaves}:
                 backend.check_device(algorithm.reduce_to_device)
         if not self.dense:
             reduced = []
@@ -97,17 +100,20 @@ class CheckedBatch:
                 for leaf, results in zip(self.dense, made, strict=True)
             ]
         remaining = iter(reduced)
-        answers = []
-        for request, leaves in zip(self.requests, self.leaves, strict=True):
-            at = algorithm.reduce_to_device or request.destinations[0]
-            results = [
-                leaf.run(at, request.destinations) if isinstance(leaf, SparseReduction) else next(remaining)
-                for leaf in leaves
-            ]
-            answers.append(wrapped(results, request.value.structure, request.destinations))
-        return answers
+        return self.wrapped(
+            leaf.run(algorithm.reduce_to_device) if isinstance(leaf, SparseReduction) else next(remaining)
+            for leaf in self.all_leaves
+        )
 
-    def _checked_leaves(self, request: Request) -> list[Dense | SparseReduction]:
+    def wrapped(self, results: Iterable[Sequence[Any]]) -> list[Any]:
+        """The results of all leaves, each on its destinations, as one value for each request."""
+        remaining = iter(results)
+        return [
+            wrapped([next(remaining) for _ in leaves], request.value.structure, request.destinations)
+            for request, leaves in zip(self.requests, self.leaves, strict=True)
+        ]
+
+    def _checked_leaves(self, request: Request) -> list[CheckedLeaf]:
         value, destinations, out = request
         outs: Sequence[Any] = (
             [None] * len(value.leaves) if out is None else read_out(out, value, destinations)
@@ -123,32 +129,20 @@ class CheckedBatch:
         devices: tuple[Device, ...],
         destinations: tuple[Device, ...],
         out: Sequence[Array] | None,
-    ) -> Dense | SparseReduction:
+    ) -> CheckedLeaf:
         if leaf.is_sparse:
             if all(isinstance(array, IndexedSlices) for array in leaf.arrays):
                 if out is not None:
                     raise OutError(
                         f"out cannot hold IndexedSlices{leaf.at_path}: their number of rows is not known"
                     )
-                sparse = check_sparse(leaf, devices, self.op, self.options.precision)
-                for device in destinations:
-                    sparse.backend.check_device(device)
-                return sparse
+                return check_sparse(leaf, devices, destinations, self.op, self.options.precision)
             leaf = densified(leaf, devices, self.op, self.options.precision)
         order = shared_axis_order(leaf.arrays, out) if self._in_any_order else None
         if order is not None:
             arrays, out = in_memory_order(order, leaf.arrays)
             leaf = Leaf(arrays, leaf.path)
-        return Dense(leaf.arrays, checked_spec(leaf, devices, destinations, self.op), out, order)
-
-    def _dense_places(self) -> list[Leaf]:
-        """Where the dense leaves come from."""
-        return [
-            leaf
-            for request, checked in zip(self.requests, self.leaves, strict=True)
-            for leaf, reduction in zip(request.value.leaves, checked, strict=True)
-            if isinstance(reduction, Dense)
-        ]
+        return Dense(leaf.arrays, checked_spec(leaf, devices, destinations, self.op), out, order, leaf.path)
 
 
 def accumulated(
@@ -160,7 +154,7 @@ def accumulated(
 ) -> list[tuple[Array, ...]]:
     """The results of a function of the user's; `out` is written to when all of them are known to fit."""
     results = []
-    for arrays, spec, out, _ in dense:
+    for arrays, spec, out, *_ in dense:
         at = via or spec.destinations[0]
         devices = (*spec.devices, at, *spec.destinations)
         with recorded(Work("reduce", f"accumulation_fn {op.name}", devices, spec.num_bytes)):
@@ -168,13 +162,10 @@ def accumulated(
         if out is not None:
             check_out(answers, spec, spec.backend.dtype_of(out[0]), "accumulation_fn's result")
         results.append(answers)
-    for number, (_, spec, out, _) in enumerate(dense):
-        if out is not None:
-            for target, answer in zip(out, results[number], strict=True):
-                spec.backend.write(target, answer)
-            results[number] = tuple(out)
-    return results
+    return [
+        delivered(answers, leaf.out, leaf.spec.backend) for leaf, answers in zip(dense, results, strict=True)
+    ]
 
 
-def _backend_of(leaf: Dense | SparseReduction) -> Backend:
+def _backend_of(leaf: CheckedLeaf) -> Backend:
     return leaf.spec.backend if isinstance(leaf, Dense) else leaf.backend

@@ -12,7 +12,7 @@ from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend, dtype_nam
 from crossdevice.kernels.host.fused_pass import fused_pass
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import Device
-from crossdevice.values.dtypes import COMPLEXES, INTEGERS
+from crossdevice.values.dtypes import COMPLEXES, INTEGERS, PARTS
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -35,9 +35,8 @@ def combine_with_array_functions(
     source = backend.dtype_of(arrays[0])
     is_mean = recipe.divisor is not None
     if source in COMPLEXES and recipe.op is ReduceOp.SUM:
-        part = {"complex64": "float32", "complex128": "float64"}[source]
         parts = [backend.parts_of(array) for array in arrays]
-        return backend.from_parts(combine_with_array_functions(backend, parts, recipe, part, device))
+        return backend.from_parts(combine_with_array_functions(backend, parts, recipe, PARTS[source], device))
     if _needs_host(recipe, source):
         inputs = [backend.to_host(array) for array in arrays]
         output = np.empty(inputs[0].size, dtype_named(dtype))

@@ -101,10 +101,8 @@ def component_of(value: Any) -> Any:
 
 def _checked_backend(leaf: Leaf, devices: tuple[Device, ...], destinations: tuple[Device, ...]) -> Backend:
     array = leaf.arrays[0]
-    backend = one_backend([array.values if isinstance(array, IndexedSlices) else array], devices, leaf.path)
-    for device in destinations:
-        backend.check_device(device)
-    return backend
+    values = array.values if isinstance(array, IndexedSlices) else array
+    return one_backend([values], devices, leaf.path, destinations)
 
 
 def _placed(place: Place, backend: Backend, array: Any, source: Device, device: Device) -> Any:

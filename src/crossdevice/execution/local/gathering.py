@@ -50,10 +50,7 @@ def gathered(value: Any, destinations: tuple[Device, ...], axis: int) -> Any:
     """The value's replicas end to end on each destination, wrapped."""
     started = now()
     read = read_value(value)
-    gatherings = [check_gather(leaf, read.devices, axis) for leaf in read.leaves]
-    for gathering in gatherings:
-        for device in destinations:
-            gathering.backend.check_device(device)
+    gatherings = [check_gather(leaf, read.devices, destinations, axis) for leaf in read.leaves]
     flight_recorder.events.append((READING, started, now(), 1))
     devices = (*read.devices, *destinations)
     num_bytes = sum(gathering.num_bytes for gathering in gatherings)
@@ -62,38 +59,27 @@ def gathered(value: Any, destinations: tuple[Device, ...], axis: int) -> Any:
     return wrapped(results, read.structure, destinations)
 
 
-def check_gather(leaf: Leaf, devices: Sequence[Device], axis: int) -> Gathering:
+def check_gather(
+    leaf: Leaf, devices: Sequence[Device], destinations: Sequence[Device], axis: int
+) -> Gathering:
     """Refuses scalars, axes out of range and arrays that differ in more than the axis."""
     if leaf.is_sparse:
         raise NotImplementedError(
             f"gather of IndexedSlices{leaf.at_path} is not defined; reduce them instead"
         )
-    backend = one_backend(leaf.arrays, devices, leaf.path)
-    shapes = [backend.shape_of(array) for array in leaf.arrays]
+    arrays, path = leaf.arrays, leaf.path
+    backend = one_backend(arrays, devices, path, destinations)
+    shapes = [backend.shape_of(array) for array in arrays]
+    ranks = [len(shape) for shape in shapes]
     axis = operator.index(axis)
-    check_agreement(
-        [len(shape) for shape in shapes], devices, "number of dimensions", ShapeMismatchError, str, leaf.path
-    )
-    rank = len(shapes[0])
+    check_agreement(ranks, devices, "number of dimensions", ShapeMismatchError, path)
+    rank = ranks[0]
     if rank == 0:
         raise ConversionError(f"gather needs at least one dimension{leaf.at_path}; replica 0 holds a scalar")
     if not -rank <= axis < rank:
         raise ConversionError(f"axis {axis} is out of range for {rank} dimensions{leaf.at_path}")
     axis %= rank
-    check_agreement(
-        [backend.dtype_of(array) for array in leaf.arrays],
-        devices,
-        "dtype",
-        DtypeMismatchError,
-        str,
-        leaf.path,
-    )
-    check_agreement(
-        [shape[:axis] + shape[axis + 1 :] for shape in shapes],
-        devices,
-        f"shape outside of axis {axis}",
-        ShapeMismatchError,
-        str,
-        leaf.path,
-    )
-    return Gathering(leaf.arrays, backend, axis)
+    check_agreement([backend.dtype_of(array) for array in arrays], devices, "dtype", DtypeMismatchError, path)
+    rests = [shape[:axis] + shape[axis + 1 :] for shape in shapes]
+    check_agreement(rests, devices, f"shape outside of axis {axis}", ShapeMismatchError, path)
+    return Gathering(arrays, backend, axis)

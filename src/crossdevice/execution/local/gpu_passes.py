@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.execution.local.passes import Passes, Task
-from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
+from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
 from crossdevice.kernels.cuda.families import MAX_ARRAYS, arranged, parts_in
@@ -76,16 +77,14 @@ class GpuPasses(Passes):
         self._prepared: dict[tuple[bool, ...], _Prepared] = {}
         self._reducing = Work("reduce", "fused passes", (device,))
 
-    def run(
-        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
-    ) -> dict[int, tuple[Array, ...]]:
+    def run(self, columns: Columns, outs: Outs) -> dict[int, tuple[Array, ...]]:
         """The results of each leaf, in new memory or in `outs`."""
         started = now()
         results = self._on_stream(functools.partial(self._run, columns, outs))
         flight_recorder.events.append((self._reducing, started, now(), 1))
         return results
 
-    def bound(self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array]]) -> Callable[[], Any]:
+    def bound(self, columns: Columns, outs: Columns) -> Callable[[], Any]:
         """What reduces these arrays into those of `outs` whenever it is called."""
         arrays = [array for number in self._specs for array in columns[number]]
         targets = [self._writable(number, outs[number]) for number in self._specs]
@@ -110,9 +109,7 @@ class GpuPasses(Passes):
         with self._tensors.working_on(self._place, handle):
             return work()
 
-    def _run(
-        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
-    ) -> dict[int, tuple[Array, ...]]:
+    def _run(self, columns: Columns, outs: Outs) -> dict[int, tuple[Array, ...]]:
         inputs = self._tensors.tensors_of([array for number in self._specs for array in columns[number]])
         targets = [self._writable(number, outs[number]) for number in self._specs]
         work, blocks, numbers = self._prepared_for(targets)
@@ -123,6 +120,7 @@ class GpuPasses(Passes):
             self._tensors.hold_until_done(inputs)
         # The GPU is at work by now: results are cut from their blocks meanwhile.
         made = dict(zip(numbers, blocks.cut(memory), strict=True))
+        # The usual call, in a hurry: PyTorch's tensors are results as they are, and no `out` was written to.
         if (
             self._is_torch
             and not self._shares
@@ -211,8 +209,4 @@ class GpuPasses(Passes):
         arrays = tuple(made) if self._is_torch else tuple([backend.from_dlpack(tensor) for tensor in made])
         if self._shares:
             arrays = tuple([backend.read_only(arrays[0], device) for device in destinations])
-        if out is None:
-            return arrays
-        for target, array in zip(out, arrays, strict=True):
-            backend.write(target, array)
-        return tuple(out)
+        return delivered(arrays, out, backend)

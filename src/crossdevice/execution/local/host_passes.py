@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from crossdevice.backends.host_memory import address_range
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.execution.local.passes import Passes, Task, in_turn
-from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.host.fused_pass import bound_batch, fused_batch, fused_pass
 from crossdevice.kernels.host.resources.pool import SMALLEST_POOLED_BYTES, result_pool
@@ -37,9 +36,7 @@ class HostPasses(Passes):
         self._reducing = Work("reduce", "fused passes", devices)
         self._unpacking = Work("unpack", "results as arrays", devices)
 
-    def run(
-        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
-    ) -> dict[int, tuple[Array, ...]]:
+    def run(self, columns: Columns, outs: Outs) -> dict[int, tuple[Array, ...]]:
         """The results of each leaf, in new memory or in `outs`.
 
         These have passed the checks of this call: views of them are no copies, and can be written to.
@@ -74,16 +71,18 @@ class HostPasses(Passes):
         if out is None:
             num_results = 1 if self._shares[0] else len(spec.destinations)
             adopts = spec.backend.is_immutable
+            # Such a library adopts only memory that starts on a line, which the pool's does; NumPy's may not.
             if adopts or size * dtype.itemsize * num_results >= SMALLEST_POOLED_BYTES:
                 flats = result_pool.empty_batch([(size, dtype)] * num_results, on_lines=adopts)
             else:
                 flats = [np.empty(size, dtype) for _ in range(num_results)]
         else:
+            # In place, the inputs' views are the outputs': no second look at each array.
             flats = views if out is arrays else list(map(spec.backend.host_view, out))
         fused_pass(views, flats, recipe)
         return self._adopted(0, flats, out)
 
-    def bound(self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array]]) -> Callable[[], Any]:
+    def bound(self, columns: Columns, outs: Columns) -> Callable[[], Any]:
         """What reduces these arrays into those of `outs` whenever it is called."""
         inputs = {n: list(map(spec.backend.host_view, columns[n])) for n, spec in self._specs.items()}
         outputs = {n: list(map(spec.backend.host_view, outs[n])) for n, spec in self._specs.items()}
@@ -109,10 +108,7 @@ class HostPasses(Passes):
         return in_turn(works)
 
     def _outputs(
-        self,
-        columns: Sequence[Sequence[Array]],
-        outs: Sequence[Sequence[Array] | None],
-        inputs: Mapping[int, list[NDArray[Any]]],
+        self, columns: Columns, outs: Outs, inputs: Mapping[int, list[NDArray[Any]]]
     ) -> dict[int, list[NDArray[Any]]]:
         outputs: dict[int, list[NDArray[Any]]] = {}
         wanted: list[tuple[int, tuple[int, np.dtype[Any]]]] = []
@@ -144,10 +140,7 @@ class HostPasses(Passes):
             return tuple(out)
         if self._shares[number]:
             flats = [flats[0]] * len(spec.destinations)
-        results = tuple(map(backend.from_host, flats, repeat(spec.shape), spec.destinations))
-        if self._shares[number] and not backend.is_immutable:
-            return tuple(map(backend.read_only, results, spec.destinations))
-        return results
+        return spec.adopted(flats, is_shared=self._shares[number])
 
 
 def _is_view_of(view: NDArray[Any], array: Array, backend: Backend) -> bool:

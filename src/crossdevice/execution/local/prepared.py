@@ -11,11 +11,11 @@ from crossdevice.execution.local.gpu_passes import GpuPasses, why_stepped
 from crossdevice.execution.local.host_passes import HostPasses
 from crossdevice.execution.local.passes import Passes, in_turn
 from crossdevice.execution.local.stepped_packs import SteppedPacks
-from crossdevice.execution.reading.leaf_spec import LeafSpec, items_of
+from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs, items_of
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import Device
-from crossdevice.values.dtypes import ITEM_BYTES, result_dtype
+from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -80,9 +80,7 @@ class PreparedReduction:
                 passes[leaf].add_leaf(leaf, recipes[leaf])
         self._is_alone = len(specs) == 1 and self._passes.is_alone
 
-    def run(
-        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
-    ) -> list[tuple[Array, ...]]:
+    def run(self, columns: Columns, outs: Outs) -> list[tuple[Array, ...]]:
         """For each leaf its result on each destination, written to `outs` where given."""
         # Not `with recorded(...)`: small calls spend their time here.
         started = now()
@@ -98,9 +96,7 @@ class PreparedReduction:
         flight_recorder.events.append((self._work, started, now(), 1))
         return [results[number] for number in range(self._num_leaves)]
 
-    def _run(
-        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
-    ) -> dict[int, tuple[Array, ...]]:
+    def _run(self, columns: Columns, outs: Outs) -> dict[int, tuple[Array, ...]]:
         results = self._passes.run(columns, outs) if self._uses_host else {}
         for passes in self._gpu_passes:
             results.update(passes.run(columns, outs))
@@ -108,9 +104,7 @@ class PreparedReduction:
             results.update(self._packs.run(columns, outs))
         return results
 
-    def bound(
-        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array]]
-    ) -> Callable[[], None]:
+    def bound(self, columns: Columns, outs: Columns) -> Callable[[], None]:
         """What reduces these very arrays into those of `outs`, however often it is called."""
         works: list[Callable[[], Any]] = [self._passes.bound(columns, outs)] if self._uses_host else []
         works += [passes.bound(columns, outs) for passes in self._gpu_passes]
@@ -131,6 +125,6 @@ def _work(
 ) -> Work:
     """What the flight recorder says of each run."""
     devices = tuple(dict.fromkeys(device for spec in specs for device in (*spec.devices, *spec.destinations)))
-    num_bytes = sum(spec.num_elements * ITEM_BYTES[spec.dtype] for spec in specs)
+    num_bytes = sum(spec.num_bytes for spec in specs)
     how = f"{num_fused} fused, {len(specs) - num_fused} step by step"
     return Work("reduce", f"{name} {op.name}", devices, num_bytes, f"{options.precision}, {how}")

@@ -20,7 +20,7 @@ from crossdevice.errors import (
 )
 from crossdevice.execution.local.combining import combine
 from crossdevice.execution.reading.leaf_spec import bytes_of
-from crossdevice.execution.reading.values import Leaf, check_agreement, one_backend
+from crossdevice.execution.reading.values import Leaf, at, check_agreement, one_backend, replica_at
 from crossdevice.execution.tracing import Work, recorded, transfer
 from crossdevice.kernels.host.fused_pass import fused_pass
 from crossdevice.kernels.recipe import Recipe
@@ -37,16 +37,18 @@ class SparseReduction:
 
     slices: tuple[IndexedSlices, ...]
     devices: tuple[Device, ...]
+    destinations: tuple[Device, ...]
     backend: Backend
     op: ReduceOp
     precision: Precision
     dense_shape: tuple[int, ...] | None
     num_replicas: int
 
-    def run(self, at: Device, destinations: Sequence[Device]) -> list[Any]:
-        """All rows on device `at`, divided for a mean, then copied to each destination."""
+    def run(self, via: Device | None = None) -> list[Any]:
+        """All rows on device `via`, else the first destination, divided for a mean, then copied to each."""
+        at = via or self.destinations[0]
         num_bytes = sum([self._bytes_of(part.values, part.indices) for part in self.slices])
-        devices = (*self.devices, at, *destinations)
+        devices = (*self.devices, at, *self.destinations)
         with recorded(Work("reduce", f"IndexedSlices {self.op.name}", devices, num_bytes, "rows end to end")):
             memory = self.backend.memory_of(at)
             parts = [
@@ -60,8 +62,8 @@ class SparseReduction:
             if self.op is ReduceOp.MEAN:
                 with recorded(Work("reduce", "divide rows", (at,))):
                     values = self._divided(values, at)
-            copies = [self._copied(values, indices, at, device) for device in destinations]
-            with recorded(Work("unpack", "results as slices", tuple(destinations))):
+            copies = [self._copied(values, indices, at, device) for device in self.destinations]
+            with recorded(Work("unpack", "results as slices", self.destinations)):
                 return [self.slices[0].with_parts(*pair, self.dense_shape) for pair in copies]
 
     def _copied(self, values: Array, indices: Array, source: Device, target: Device) -> tuple[Array, Array]:
@@ -87,28 +89,28 @@ class SparseReduction:
 
 
 def check_sparse(
-    leaf: Leaf, devices: tuple[Device, ...], op: ReduceOp, precision: Precision
+    leaf: Leaf,
+    devices: tuple[Device, ...],
+    destinations: tuple[Device, ...],
+    op: ReduceOp,
+    precision: Precision,
 ) -> SparseReduction:
     """Refuses slices that do not fit together."""
     _check_op(op, leaf)
     slices: tuple[IndexedSlices, ...] = leaf.arrays
-    backend = _check_parts(slices, devices, leaf.path)
-    check_reducible(backend.dtype_of(slices[0].values), op, f"replica 0 ({devices[0]}){leaf.at_path}")
-    shapes = [(backend.shape_of(part.values)) for part in slices]
-    check_agreement(
-        [shape[1:] for shape in shapes], devices, "rows of shape", ShapeMismatchError, str, leaf.path
-    )
-    shapes_given = [part.dense_shape for part in slices if part.dense_shape is not None]
-    usual = max(shapes_given, key=shapes_given.count, default=None)
-    check_agreement(
-        [part.dense_shape for part in slices], devices, "dense_shape", ShapeMismatchError, str, leaf.path
-    )
+    backend = _check_parts(slices, devices, leaf.path, destinations)
+    check_reducible(backend.dtype_of(slices[0].values), op, replica_at(0, devices[0], leaf.path))
+    rows = [backend.shape_of(part.values)[1:] for part in slices]
+    check_agreement(rows, devices, "rows of shape", ShapeMismatchError, leaf.path)
+    shapes = [part.dense_shape for part in slices]
+    check_agreement(shapes, devices, "dense_shape", ShapeMismatchError, leaf.path)
     for replica, (part, device) in enumerate(zip(slices, devices, strict=True)):
         # Elsewhere it would have to wait for what computes the indices.
         if part.dense_shape is not None and backend.memory_of(device) == HOST_MEMORY:
-            where = f"replica {replica} ({device}){leaf.at_path}"
+            where = replica_at(replica, device, leaf.path)
             _check_range(backend.host_view(part.indices), part.dense_shape, where)
-    return SparseReduction(slices, devices, backend, op, precision, usual, len(slices))
+    shape = next((shape for shape in shapes if shape is not None), None)
+    return SparseReduction(slices, devices, destinations, backend, op, precision, shape, len(slices))
 
 
 def densified(leaf: Leaf, devices: Sequence[Device], op: ReduceOp, precision: Precision) -> Leaf:
@@ -118,7 +120,7 @@ def densified(leaf: Leaf, devices: Sequence[Device], op: ReduceOp, precision: Pr
     arrays: list[Array] = []
     for replica, array in enumerate(leaf.arrays):
         if isinstance(array, IndexedSlices):
-            where = f"replica {replica} ({devices[replica]}){leaf.at_path}"
+            where = replica_at(replica, devices[replica], leaf.path)
             shape = array.dense_shape or (None if dense is None else tuple(dense.shape))
             arrays.append(to_dense(IndexedSlices(array.values, array.indices, shape), where, precision))
         else:
@@ -140,7 +142,8 @@ def to_dense(slices: IndexedSlices, where: str = "IndexedSlices", precision: Pre
     """
     if slices.dense_shape is None:
         raise ConversionError(f"{where} has no dense_shape, so it cannot be made dense")
-    backend = _check_parts((slices,), (_device_or_host(slices),), where)
+    device = Device.parse(slices.device)
+    backend = _check_parts((slices,), (device,), where)
     rows = backend.shape_of(slices.values)[1:]
     if slices.dense_shape[1:] != rows:
         raise ShapeMismatchError(
@@ -151,7 +154,6 @@ def to_dense(slices: IndexedSlices, where: str = "IndexedSlices", precision: Pre
     dtype = backend.dtype_of(slices.values)
     if precision == "fast" or dtype in INTEGERS or np.unique(numbers).size == numbers.size:
         return backend.scatter_rows(slices.values, slices.indices, slices.dense_shape)
-    device = _device_or_host(slices)
     host = backend.to_host(slices.values).reshape(numbers.size, -1)
     dense = _added_rows(host, numbers, slices.dense_shape, precision)
     made = backend.from_host(dense.reshape(-1), slices.dense_shape, device)
@@ -187,22 +189,20 @@ def _check_range(numbers: NDArray[Any], dense_shape: tuple[int, ...], where: str
         raise MismatchError(f"{where} has an index outside of its {dense_shape[0]} rows: {outside[0]}")
 
 
-def _device_or_host(slices: IndexedSlices) -> Device:
-    return Device.parse(slices.device)
-
-
-def _check_parts(slices: Sequence[IndexedSlices], devices: Sequence[Device], path: str) -> Backend:
+def _check_parts(
+    slices: Sequence[IndexedSlices], devices: Sequence[Device], path: str, destinations: Sequence[Device] = ()
+) -> Backend:
     values = [part.values for part in slices]
-    backend = one_backend(values, devices, path)
+    backend = one_backend(values, devices, path, destinations)
     of_indices = one_backend([part.indices for part in slices], devices, path)
     if of_indices.name != backend.name:
         raise LibraryMismatchError(
-            f"replica 0 ({devices[0]}) has values of {backend.name} and indices of {of_indices.name}"
-            f"{' at ' + path if path else ''}"
+            f"replica 0 ({devices[0]}) has values of {backend.name} and indices of "
+            f"{of_indices.name}{at(path)}"
         )
-    check_agreement([backend.dtype_of(a) for a in values], devices, "dtype", DtypeMismatchError, str, path)
+    check_agreement([backend.dtype_of(a) for a in values], devices, "dtype", DtypeMismatchError, path)
     for replica, part in enumerate(slices):
-        where = f"replica {replica} ({devices[replica]}){' at ' + path if path else ''}"
+        where = replica_at(replica, devices[replica], path)
         index_dtype = backend.dtype_of(part.indices)
         if index_dtype not in ("int32", "int64"):
             raise ConversionError(f"{where} has indices of dtype {index_dtype}; expected int32 or int64")

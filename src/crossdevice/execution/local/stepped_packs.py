@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.execution.local.executor import execute
-from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
+from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans.packing import Pack
@@ -36,9 +37,7 @@ class SteppedPacks:
         """A pack of leaves that have everything but their elements in common."""
         self._packs.append(SteppedPack(pack, plan, recipe))
 
-    def run(
-        self, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
-    ) -> dict[int, tuple[Array, ...]]:
+    def run(self, columns: Columns, outs: Outs) -> dict[int, tuple[Array, ...]]:
         """The results of each leaf, in new memory or in `outs`."""
         parts: dict[int, list[tuple[int, list[Array]]]] = {}
         for pack, plan, recipe in self._packs:
@@ -76,14 +75,10 @@ class SteppedPacks:
             spec.backend.reshape(_joined(spec.backend, pieces, device), spec.shape)
             for pieces, device in zip(zip(*in_order, strict=True), spec.destinations, strict=True)
         ]
-        if out is None:
-            return tuple(whole)
-        for target, result in zip(out, whole, strict=True):
-            spec.backend.write(target, result)
-        return tuple(out)
+        return delivered(whole, out, spec.backend)
 
 
-def _packed(pack: Pack, columns: Sequence[Sequence[Array]], spec: LeafSpec) -> list[Array]:
+def _packed(pack: Pack, columns: Columns, spec: LeafSpec) -> list[Array]:
     """For each replica the elements of the pack, end to end."""
     backend = spec.backend
     flat = {item: [backend.flat(array) for array in columns[item]] for item, _, _ in pack}

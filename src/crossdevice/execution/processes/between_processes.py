@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import ConversionError, OptionError
-from crossdevice.execution.local.batch import CheckedBatch, Request
+from crossdevice.execution.local.batch import CheckedBatch, CheckedLeaf, Request
 from crossdevice.execution.local.copying import component_of
 from crossdevice.execution.local.gathering import Gathering, check_gather
 from crossdevice.execution.local.sparse import SparseReduction
@@ -22,7 +21,7 @@ from crossdevice.execution.processes.device_reduction import DeviceReduction, Pr
 from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank
 from crossdevice.execution.processes.reduction import ProcessReduction
 from crossdevice.execution.processes.travelling import Delivery
-from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.reading.leaf_spec import Dense
 from crossdevice.execution.reading.outputs import wrapped
 from crossdevice.execution.reading.values import Leaf, one_backend, read_value
 from crossdevice.execution.remarks import Remarks
@@ -49,30 +48,20 @@ class BetweenProcesses:
 
     def reduce(self, batch: CheckedBatch) -> list[Any]:
         """The wrapped result of each request, over the replicas of all ranks."""
-        requests, checked, op, options = batch.requests, batch.leaves, batch.op, batch.options
-        leaves = [leaf for of_request in checked for leaf in of_request]
-        self._say_if_not_nccl(leaves, options)
-        replicas = tuple(len(request.value.devices) for request in requests for _ in request.value.leaves)
-        description = self._description(requests, checked, op, options)
-        with agreed_call(self._group, description, replicas, _seconds(options)) as (call, of_ranks):
+        self._say_if_not_nccl(batch)
+        replicas = tuple(
+            len(request.value.devices) for request in batch.requests for _ in request.value.leaves
+        )
+        description = self._description(batch)
+        with agreed_call(self._group, description, replicas, _seconds(batch.options)) as (call, of_ranks):
             counts = list(zip(*of_ranks, strict=True))
             # Rows first, which are copied: `out` of a dense leaf may be written to while that travels.
-            gathered = _gather_rows(call, leaves, counts)
-            deliveries = self._exchange_dense(call, leaves, op, options, counts)
-        destinations = [request.destinations for request in requests for _ in request.value.leaves]
-        results: dict[int, Any] = {
-            number: leaf.run(destinations[number][0], destinations[number])
-            for number, leaf in gathered.items()
-        }
+            gathered = _gather_rows(call, batch.all_leaves, counts)
+            deliveries = self._exchange_dense(call, batch, counts)
+        results: dict[int, Any] = {number: leaf.run() for number, leaf in gathered.items()}
         for numbers, delivery in deliveries:  # inputs in `out` are written to when nothing can fail any more
             results.update(zip(numbers, delivery(), strict=True))
-        answers = map(results.__getitem__, itertools.count())
-        return [
-            wrapped(
-                [next(answers) for _ in request.value.leaves], request.value.structure, request.destinations
-            )
-            for request in requests
-        ]
+        return batch.wrapped(results[number] for number in range(len(results)))
 
     def explained(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
         """What `reduce` would send for one request, if every process has as many replicas as this one."""
@@ -109,17 +98,14 @@ class BetweenProcesses:
         self, value: Any, destinations: tuple[Device, ...], axis: int, options: CommunicationOptions
     ) -> Callable[[], Any]:
         read = read_value(value)
-        gatherings = [check_gather(leaf, read.devices, axis) for leaf in read.leaves]
-        for gathering in gatherings:
-            for device in destinations:
-                gathering.backend.check_device(device)
+        gatherings = [check_gather(leaf, read.devices, destinations, axis) for leaf in read.leaves]
         pieces = [_joined(gathering) for gathering in gatherings]
         described = tuple(
             LeafDescription(
                 leaf.path,
                 "array",
                 gathering.backend.dtype_of(gathering.arrays[0]),
-                _without_axis(piece.shape, gathering.axis),
+                _with_length(piece.shape, gathering.axis, None),
             )
             for leaf, gathering, piece in zip(read.leaves, gatherings, pieces, strict=True)
         )
@@ -185,31 +171,24 @@ class BetweenProcesses:
         ]
         return leaves[0] if read.structure is None else unflatten(read.structure, leaves)
 
-    def _say_if_not_nccl(
-        self, leaves: Sequence[Dense | SparseReduction], options: CommunicationOptions
-    ) -> None:
+    def _say_if_not_nccl(self, batch: CheckedBatch) -> None:
         """A warning, once, if NCCL was asked for and cannot be had."""
-        if options.implementation is not CommunicationImplementation.NCCL:
+        if batch.options.implementation is not CommunicationImplementation.NCCL:
             return
         if not all(
-            isinstance(leaf, Dense) and is_reduced_on_device(leaf.spec, options, self._group)
-            for leaf in leaves
+            isinstance(leaf, Dense) and is_reduced_on_device(leaf.spec, batch.options, self._group)
+            for leaf in batch.all_leaves
         ):
             self._remarks.make(
                 "NCCL reduces PyTorch's dense tensors on GPUs, under precision 'fast'; everything else goes "
                 f"through {self._group.engine_name}"
             )
 
-    def _description(
-        self,
-        requests: Sequence[Request],
-        checked: Sequence[Sequence[Dense | SparseReduction]],
-        op: ReduceOp,
-        options: CommunicationOptions,
-    ) -> Description:
+    def _description(self, batch: CheckedBatch) -> Description:
+        requests, op, options = batch.requests, batch.op, batch.options
         described = tuple(
             _described(_place(leaf, entry, requests), reduction, options, self._group)
-            for entry, (request, of_request) in enumerate(zip(requests, checked, strict=True))
+            for entry, (request, of_request) in enumerate(zip(requests, batch.leaves, strict=True))
             for leaf, reduction in zip(request.value.leaves, of_request, strict=True)
         )
         packs = f", packs of {options.bytes_per_pack} bytes" if options.bytes_per_pack else ""
@@ -222,48 +201,32 @@ class BetweenProcesses:
         return known
 
     def _exchange_dense(
-        self,
-        call: GroupCall,
-        leaves: Sequence[Dense | SparseReduction],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        counts: Sequence[tuple[int, ...]],
+        self, call: GroupCall, batch: CheckedBatch, counts: Sequence[tuple[int, ...]]
     ) -> list[tuple[Sequence[int], Delivery]]:
         """What brings dense leaves, given by their numbers, to their destinations."""
+        op, options, group = batch.op, batch.options, self._group
         deliveries: list[tuple[Sequence[int], Delivery]] = []
         for on_device in (False, True):
             dense = {
                 number: leaf
-                for number, leaf in enumerate(leaves)
-                if isinstance(leaf, Dense)
-                and is_reduced_on_device(leaf.spec, options, self._group) is on_device
+                for number, leaf in enumerate(batch.all_leaves)
+                if isinstance(leaf, Dense) and is_reduced_on_device(leaf.spec, options, group) is on_device
             }
-            if dense:
-                specs = tuple(leaf.spec for leaf in dense.values())
-                prepared = self._prepared(specs, op, options, tuple(counts[n] for n in dense), on_device)
-                delivery = prepared.run(
-                    call, [leaf.arrays for leaf in dense.values()], [leaf.out for leaf in dense.values()]
-                )
-                deliveries.append((tuple(dense), delivery))
+            if not dense:
+                continue
+            leaves = dense.values()
+            specs, own_counts = tuple(leaf.spec for leaf in leaves), tuple(counts[number] for number in dense)
+            key = (specs, op, options, own_counts)
+            known = self._reductions.get(key)
+            if known is None:
+                if on_device:
+                    known = DeviceReduction(specs, op, options, own_counts, self._prepare)
+                else:
+                    known = ProcessReduction(specs, op, options, own_counts, group.rank)
+                self._reductions[key] = known
+            delivery = known.run(call, [leaf.arrays for leaf in leaves], [leaf.out for leaf in leaves])
+            deliveries.append((tuple(dense), delivery))
         return deliveries
-
-    def _prepared(
-        self,
-        specs: tuple[LeafSpec, ...],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        counts: tuple[tuple[int, ...], ...],
-        on_device: bool,
-    ) -> ProcessReduction | DeviceReduction:
-        key = (specs, op, options, counts)
-        known = self._reductions.get(key)
-        if known is None:
-            if on_device:
-                known = DeviceReduction(specs, op, options, counts, self._prepare)
-            else:
-                known = ProcessReduction(specs, op, options, counts, self._group.rank)
-            self._reductions[key] = known
-        return known
 
 
 def _place(leaf: Leaf, entry: int, requests: Sequence[Request]) -> str:
@@ -274,7 +237,7 @@ def _place(leaf: Leaf, entry: int, requests: Sequence[Request]) -> str:
 
 
 def _described(
-    path: str, leaf: Dense | SparseReduction, options: CommunicationOptions, group: ProcessGroup
+    path: str, leaf: CheckedLeaf, options: CommunicationOptions, group: ProcessGroup
 ) -> LeafDescription:
     if isinstance(leaf, Dense):
         on_device = is_reduced_on_device(leaf.spec, options, group)
@@ -293,7 +256,7 @@ def _index_dtype(leaf: SparseReduction) -> str:
 
 
 def _gather_rows(
-    call: GroupCall, leaves: Sequence[Dense | SparseReduction], counts: Sequence[tuple[int, ...]]
+    call: GroupCall, leaves: Sequence[CheckedLeaf], counts: Sequence[tuple[int, ...]]
 ) -> dict[int, SparseReduction]:
     """Sparse leaves, by their numbers, with the rows of all ranks in the order of ranks and replicas."""
     sparse = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, SparseReduction)}
@@ -332,11 +295,7 @@ def _joined(gathering: Gathering) -> NDArray[Any]:
     return np.ascontiguousarray(np.concatenate(arrays, axis=gathering.axis))
 
 
-def _without_axis(shape: Sequence[int], axis: int) -> tuple[int | None, ...]:
-    return (*shape[:axis], None, *shape[axis + 1 :])
-
-
-def _with_length(shape: Sequence[int], axis: int, length: int) -> tuple[int, ...]:
+def _with_length(shape: Sequence[int], axis: int, length: Any) -> tuple[Any, ...]:
     return (*shape[:axis], length, *shape[axis + 1 :])
 
 

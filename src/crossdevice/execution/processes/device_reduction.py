@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from crossdevice.backends.protocol import Array
 from crossdevice.execution.local.combining import combine
 from crossdevice.execution.local.prepared import PreparedReduction
 from crossdevice.execution.processes.travelling import Delivery
-from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
+from crossdevice.execution.reading.outputs import delivered
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
@@ -59,9 +59,7 @@ class DeviceReduction:
         )
         self._local = prepare(to_first, self._op, options)
 
-    def run(
-        self, call: GroupCall, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
-    ) -> Delivery:
+    def run(self, call: GroupCall, columns: Columns, outs: Outs) -> Delivery:
         """Reduces with the other ranks; `outs` are written to by whoever calls the delivery."""
         partials = self._local.run(columns, [None] * len(columns))
         if call.group.checks != "off":
@@ -77,14 +75,6 @@ class DeviceReduction:
                 partial = backend.reshape(mean, spec.shape)
             totals.append(partial)
         return lambda: [
-            self._delivered(spec, total, out)
+            delivered([spec.backend.copy(total, device) for device in spec.destinations], out, spec.backend)
             for spec, total, out in zip(self._specs, totals, outs, strict=True)
         ]
-
-    def _delivered(self, spec: LeafSpec, total: Array, out: Sequence[Array] | None) -> tuple[Array, ...]:
-        copies = tuple(spec.backend.copy(total, device) for device in spec.destinations)
-        if out is None:
-            return copies
-        for target, copied in zip(out, copies, strict=True):
-            spec.backend.write(target, copied)
-        return tuple(out)

@@ -23,26 +23,23 @@ def arrays_of_all_ranks(call: GroupCall, arrays: Sequence[Flat]) -> list[list[Fl
         for peer in call.others()
     }
     call.exchange(
-        [Message(peer, array) for peer in rooms for array in arrays if array.size],
-        [Message(peer, room) for peer, received in rooms.items() for room in received if room.size],
+        [Message(peer, array) for peer in rooms for array in arrays],
+        [Message(peer, room) for peer, received in rooms.items() for room in received],
     )
     return [rooms[rank] if rank in rooms else list(arrays) for rank in range(call.group.size)]
 
 
 def arrays_of_rank(call: GroupCall, arrays: Sequence[Flat], rank: int) -> list[Flat]:
     """One rank's flat arrays, which every rank has in the same lengths and dtypes."""
-    sent = [array for array in arrays if array.size]
     # From each a byte back: MPI may let a rank send to others who take another rank's arrays.
-    taken = [np.ones(1, np.uint8) for _ in sent[:1]]
+    taken = np.ones(1 if any(array.size for array in arrays) else 0, np.uint8)
     if call.group.rank == rank:
         others = call.others()
         call.exchange(
-            [Message(peer, array) for peer in others for array in sent],
-            [Message(peer, byte.copy()) for peer in others for byte in taken],
+            [Message(peer, array) for peer in others for array in arrays],
+            [Message(peer, taken.copy()) for peer in others],
         )
         return list(arrays)
     rooms = [np.empty_like(array) for array in arrays]
-    call.exchange(
-        [Message(rank, byte) for byte in taken], [Message(rank, room) for room in rooms if room.size]
-    )
+    call.exchange([Message(rank, taken)], [Message(rank, room) for room in rooms])
     return rooms

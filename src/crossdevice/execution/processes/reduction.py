@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,14 @@ from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend, dtype_nam
 from crossdevice.errors import OutError
 from crossdevice.execution.processes.packs import Piece, ProcessPack, Shard, process_packs
 from crossdevice.execution.processes.travelling import Delivery
-from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
-from crossdevice.values.dtypes import ITEM_BYTES, result_dtype
+from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -51,15 +50,13 @@ class ProcessReduction:
         self._dtypes = [dtype_named(result_dtype(spec.dtype, op)) for spec in specs]
         self._packs = process_packs(specs, op, options, counts)
         devices = tuple(dict.fromkeys(device for spec in specs for device in spec.devices))
-        num_bytes = sum(spec.num_elements * ITEM_BYTES[spec.dtype] for spec in specs)
+        num_bytes = sum(spec.num_bytes for spec in specs)
         self._packing = Work("pack", "share of this process", devices, num_bytes)
         self._moving = Work("copy", "exchange between processes", devices, num_bytes)
         self._reducing = Work("reduce", "shard of this process", devices, num_bytes // len(counts[0]))
         self._unpacking = Work("unpack", "results on each device", devices, num_bytes)
 
-    def run(
-        self, call: GroupCall, columns: Sequence[Sequence[Array]], outs: Sequence[Sequence[Array] | None]
-    ) -> Delivery:
+    def run(self, call: GroupCall, columns: Columns, outs: Outs) -> Delivery:
         """Exchanges everything with the other ranks; `outs` are written to by whoever calls the delivery.
 
         Only a large `out` that no input is in comes to hold its result before: should a rank be lost
@@ -108,7 +105,7 @@ class ProcessReduction:
         self,
         call: GroupCall,
         pack: ProcessPack,
-        columns: Sequence[Sequence[Array]],
+        columns: Columns,
         total: Flat,
         copies: Mapping[int, Sequence[Flat]],
     ) -> None:
@@ -127,8 +124,8 @@ class ProcessReduction:
         with recorded(self._packing):
             self._fill(pack, share, views, [piece for shard in of_others for piece in shard.pieces])
         call.start_exchange(
-            _messages((peer, array[pack.shards[peer].place]) for peer in others for array in share),
-            _messages((peer, room) for peer in others for room in rooms[peer]),
+            [Message(peer, array[pack.shards[peer].place]) for peer in others for array in share],
+            [Message(peer, room) for peer in others for room in rooms[peer]],
         )
         if not pack.is_small:
             with recorded(self._packing):
@@ -142,8 +139,8 @@ class ProcessReduction:
             return
         with recorded(self._moving):
             call.exchange(
-                _messages((peer, total[mine.place]) for peer in others),
-                _messages((peer, total[pack.shards[peer].place]) for peer in others),
+                [Message(peer, total[mine.place]) for peer in others],
+                [Message(peer, total[pack.shards[peer].place]) for peer in others],
             )
         with recorded(self._unpacking):
             received = [piece for peer in others for piece in pack.shards[peer].pieces]
@@ -221,22 +218,17 @@ class ProcessReduction:
         is_host = [spec.backend.memory_of(device) == HOST_MEMORY for device in spec.destinations]
         if self._shares[leaf]:
             return [whole] * len(is_host)
+        # The first host destination keeps the memory the result arrives in, others there get copies of it;
+        # what goes to a GPU is copied from it later, so it needs none of its own.
         new = iter(result_pool.empty_batch([(whole.size, whole.dtype)] * (sum(is_host) - 1)))
         keeper = is_host.index(True) if any(is_host) else -1
         return [next(new) if here and number != keeper else whole for number, here in enumerate(is_host)]
 
     def _adopted(self, leaf: int, flats: Sequence[Flat]) -> tuple[Array, ...]:
         """New arrays on each destination."""
-        spec = self._specs[leaf]
-        backend = spec.backend
-        results = tuple(map(backend.from_host, flats, itertools.repeat(spec.shape), spec.destinations))
-        if self._shares[leaf] and not backend.is_immutable:
-            return tuple(map(backend.read_only, results, spec.destinations))
-        return results
+        return self._specs[leaf].adopted(flats, is_shared=self._shares[leaf])
 
-    def _direct_targets(
-        self, pack: ProcessPack, columns: Sequence[Sequence[Array]], out: Sequence[Array] | None
-    ) -> list[Flat]:
+    def _direct_targets(self, pack: ProcessPack, columns: Columns, out: Sequence[Array] | None) -> list[Flat]:
         """The host memory of `out` in which a pack's only leaf can be received; none if it must be copied."""
         if out is None or pack.is_small or len(pack.leaves) > 1:
             return []
@@ -280,8 +272,3 @@ def _written_view(backend: Backend, out: Array) -> Flat:
     if view is None:
         raise OutError("out has become read-only since it was checked")
     return view
-
-
-def _messages(pairs: Iterable[tuple[int, Flat]]) -> list[Message]:
-    """Those with anything in them; both sides know which these are."""
-    return [Message(peer, memory) for peer, memory in pairs if memory.size]

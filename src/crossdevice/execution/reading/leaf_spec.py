@@ -6,13 +6,22 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple, TypeAlias
+
+from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend
 from crossdevice.execution.reading.axis_orders import AxisOrder
 from crossdevice.plans.packing import Item
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES
+
+Columns: TypeAlias = "Sequence[Sequence[Array]]"
+"""Of each leaf its arrays: those of its replicas, or one for each destination."""
+
+Outs: TypeAlias = "Sequence[Sequence[Array] | None]"
+"""Of each leaf the arrays that its results are written to; None for new ones."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,6 +65,13 @@ class LeafSpec:
         (device, *others) = dict.fromkeys((*self.devices, *self.destinations))
         return None if others or device.type != "cuda" else device
 
+    def adopted(self, flats: Sequence[NDArray[Any]], *, is_shared: bool) -> tuple[Array, ...]:
+        """Host memory as results on the destinations; what they share is marked read-only where it can be."""
+        results = tuple(map(self.backend.from_host, flats, repeat(self.shape), self.destinations))
+        if is_shared and not self.backend.is_immutable:
+            return tuple(map(self.backend.read_only, results, self.destinations))
+        return results
+
 
 class Dense(NamedTuple):
     """A checked leaf of plain arrays, ready to be reduced, into `out` unless that is None.
@@ -67,6 +83,7 @@ class Dense(NamedTuple):
     spec: LeafSpec
     out: Sequence[Array] | None = None
     order: AxisOrder | None = None
+    path: str = ""
 
 
 def bytes_of(backend: Backend, array: Array) -> int:

@@ -6,12 +6,12 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from crossdevice.backends.protocol import HOST_MEMORY, Array
+from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import OutError
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.overlaps import check_overlaps
-from crossdevice.execution.reading.values import Value
+from crossdevice.execution.reading.values import Value, at
 from crossdevice.values.device import Device, misplaced
 from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.nesting import flatten, unflatten
@@ -55,11 +55,20 @@ def out_components(out: Any, destinations: tuple[Device, ...]) -> Sequence[Any]:
     return components
 
 
-def check_outs(leaves: Sequence[Dense], dtypes: Sequence[str], paths: Sequence[str] | None = None) -> None:
+def delivered(results: Sequence[Array], out: Sequence[Array] | None, backend: Backend) -> tuple[Array, ...]:
+    """The results themselves, or the arrays of `out` with the results written to them."""
+    if out is None:
+        return tuple(results)
+    for target, result in zip(out, results, strict=True):
+        backend.write(target, result)
+    return tuple(out)
+
+
+def check_outs(leaves: Sequence[Dense], dtypes: Sequence[str]) -> None:
     """Refuses memory of checked leaves that does not fit their results, or overlaps other memory."""
-    for leaf, dtype, path in zip(leaves, dtypes, paths or [""] * len(leaves), strict=True):
+    for leaf, dtype in zip(leaves, dtypes, strict=True):
         if leaf.out is not None and not _is_in_place(leaf, dtype):
-            check_out(leaf.out, leaf.spec, dtype, path)
+            check_out(leaf.out, leaf.spec, dtype, leaf.path)
     check_overlaps(leaves)
 
 
@@ -81,7 +90,7 @@ def check_out(out: Sequence[Array], spec: LeafSpec, dtype: str, path: str) -> No
     for position, (array, device) in enumerate(zip(out, spec.destinations, strict=True)):
         problem = _problem_of(array, spec, dtype, device)
         if problem is not None:
-            raise OutError(f"out[{position}] ({device}){' at ' + path if path else ''} {problem}")
+            raise OutError(f"out[{position}] ({device}){at(path)} {problem}")
 
 
 def _problem_of(array: Any, spec: LeafSpec, dtype: str, device: Device) -> str | None:

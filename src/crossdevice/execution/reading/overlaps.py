@@ -47,7 +47,7 @@ def check_overlaps(leaves: Sequence[Dense]) -> None:
 def _ranges(leaves: Sequence[Dense]) -> list[tuple[int, int, bool, int, int]]:
     """The fields of a `_Range` for each array, but for inputs that are one of their leaf's own outputs."""
     ranges: list[tuple[int, int, bool, int, int]] = []
-    for leaf, (arrays, spec, out, _) in enumerate(leaves):
+    for leaf, (arrays, spec, out, *_) in enumerate(leaves):
         if spec.shares_memory:
             bounds, outs = spec.backend.address_range, out or ()
             replaced = set(map(id, outs))

@@ -41,7 +41,7 @@ class Leaf(NamedTuple):
     @property
     def at_path(self) -> str:
         """The place, as the end of a phrase."""
-        return f" at {self.path}" if self.path else ""
+        return at(self.path)
 
     @property
     def is_sparse(self) -> bool:
@@ -82,9 +82,7 @@ def read_value(value: Any, what: str = "value") -> Value:
         return Value(devices, [_read_leaf(components, devices, "", what)], None, components)
     flattened = [flatten(component, _is_leaf) for component in components]
     structures = [structure for _, structure in flattened]
-    check_agreement(
-        structures, devices, "structure", StructureMismatchError, lambda structure: _describe(structure), ""
-    )
+    check_agreement(structures, devices, "structure", StructureMismatchError, describe=_describe)
     paths = leaf_paths(structures[0], what)
     columns = zip(*(leaves for leaves, _ in flattened), strict=True)
     leaves = [_read_leaf(column, devices, path, what) for column, path in zip(columns, paths, strict=True)]
@@ -112,50 +110,39 @@ _known_specs: SignatureCache[LeafSpec] = SignatureCache(most=1 << 14)
 def _checked_spec(
     leaf: Leaf, devices: tuple[Device, ...], destinations: tuple[Device, ...], op: ReduceOp
 ) -> LeafSpec:
-    backend = check_dense(leaf, devices)
-    dtype = backend.dtype_of(leaf.arrays[0])
-    check_reducible(dtype, op, f"replica 0 ({devices[0]}){leaf.at_path}")
-    for device in destinations:
-        backend.check_device(device)
-    return LeafSpec(backend, dtype, backend.shape_of(leaf.arrays[0]), devices, destinations)
+    arrays, path = leaf.arrays, leaf.path
+    backend = one_backend(arrays, devices, path, destinations)
+    check_agreement([backend.dtype_of(a) for a in arrays], devices, "dtype", DtypeMismatchError, path)
+    check_agreement([backend.shape_of(a) for a in arrays], devices, "shape", ShapeMismatchError, path)
+    dtype = backend.dtype_of(arrays[0])
+    check_reducible(dtype, op, replica_at(0, devices[0], path))
+    return LeafSpec(backend, dtype, backend.shape_of(arrays[0]), devices, destinations)
 
 
-def check_dense(leaf: Leaf, devices: Sequence[Device]) -> Backend:
-    """The one library of a leaf's arrays, which must have one shape and dtype."""
-    arrays = leaf.arrays
-    backend = one_backend(arrays, devices, leaf.path)
-    check_agreement(
-        [backend.dtype_of(a) for a in arrays], devices, "dtype", DtypeMismatchError, str, leaf.path
-    )
-    check_agreement(
-        [backend.shape_of(a) for a in arrays], devices, "shape", ShapeMismatchError, str, leaf.path
-    )
-    return backend
-
-
-def one_backend(arrays: Sequence[Array], devices: Sequence[Device], path: str) -> Backend:
-    """The one library of these arrays, each on its replica's device."""
+def one_backend(
+    arrays: Sequence[Array], devices: Sequence[Device], path: str, destinations: Sequence[Device] = ()
+) -> Backend:
+    """The one library of these arrays, each on its replica's device; it also has all the destinations."""
     backends = [backend_of(array, replica, path) for replica, array in enumerate(arrays)]
-    check_agreement(
-        [backend.name for backend in backends], devices, "an array of", LibraryMismatchError, str, path
-    )
+    check_agreement([each.name for each in backends], devices, "an array of", LibraryMismatchError, path)
+    backend = backends[0]
     for replica, (array, device) in enumerate(zip(arrays, devices, strict=True)):
-        where = f"replica {replica} ({device}){' at ' + path if path else ''}"
-        backends[0].check_array(array, where)
+        where = replica_at(replica, device, path)
+        backend.check_array(array, where)
         elsewhere = misplaced(array, device)
         if elsewhere is not None:
             raise DeviceMismatchError(f"{where} holds an array that is on {elsewhere}")
-        backends[0].check_device(device)
-    return backends[0]
+    for device in (*devices, *destinations):
+        backend.check_device(device)
+    return backend
 
 
 def backend_of(array: Array, replica: int, path: str = "") -> Backend:
     """The library of one array."""
     backend = backend_of_type(type(array))
     if backend is None or not hasattr(array, "dtype"):
-        place = f" at {path}" if path else ""
         raise ConversionError(
-            f"replica {replica} holds a {type(array).__name__}{place}, which is not an array; "
+            f"replica {replica} holds a {type(array).__name__}{at(path)}, which is not an array; "
             f"expected a number or an array of {', '.join(BACKENDS)}"
         )
     return backend
@@ -166,15 +153,24 @@ def check_agreement(
     devices: Sequence[Device],
     noun: str,
     error: type[MismatchError],
-    describe: Callable[[Any], str],
-    path: str,
+    path: str = "",
+    describe: Callable[[Any], str] = str,
 ) -> None:
     """Raises `error` unless all replicas that answer (not None) agree; the message names the odd ones out."""
     given = {replica: answer for replica, answer in enumerate(answers) if answer is not None}
     if len(set(given.values())) > 1:
-        names = [f"replica {replica} ({device})" for replica, device in enumerate(devices)]
-        place = f" at {path}" if path else ""
-        raise error(disagreement(given, names, f"has {noun}", describe, place))
+        names = [replica_at(replica, device) for replica, device in enumerate(devices)]
+        raise error(disagreement(given, names, f"has {noun}", describe, at(path)))
+
+
+def replica_at(replica: int, device: Device, path: str = "") -> str:
+    """How an error names what one replica holds."""
+    return f"replica {replica} ({device}){at(path)}"
+
+
+def at(path: str) -> str:
+    """A path as the end of a phrase; a single array has none."""
+    return f" at {path}" if path else ""
 
 
 def _is_leaf(node: Any) -> bool:
@@ -191,15 +187,13 @@ def _read_leaf(column: Sequence[Any], devices: Sequence[Device], path: str, what
     for replica, item in enumerate(map(as_distributed, column)):
         if isinstance(item, DistributedValues):
             raise ConversionError(
-                f"replica {replica} ({devices[replica]}) of the {what} holds a {type(item).__name__}; "
+                f"{replica_at(replica, devices[replica])} of the {what} holds a {type(item).__name__}; "
                 "distributed values do not nest"
             )
         if isinstance(item, PlacedArray):
             if item.device != devices[replica]:
-                at_path = f" at {path}" if path else ""
-                raise DeviceMismatchError(
-                    f"replica {replica} ({devices[replica]}){at_path} holds a variable on {item.device}"
-                )
+                where = replica_at(replica, devices[replica], path)
+                raise DeviceMismatchError(f"{where} holds a variable on {item.device}")
             item = item.operand()
         if is_number(item) or isinstance(item, (list, tuple)):
             numbers[replica] = item

@@ -11,18 +11,15 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import DeviceError, OptionError
 from crossdevice.integrations.torch.batches import Share, joined, shares_of
-from crossdevice.integrations.torch.mirroring import KeptCopies, Mirrored
+from crossdevice.integrations.torch.mirroring import KeptCopies, MirroredTensors
+from crossdevice.integrations.torch.module_copies import average_buffers, named_tensors
 from crossdevice.integrations.torch.module_replicas import check_replicable, keep_buffers, replica_of
 from crossdevice.integrations.torch.tensor_kinds import refuse_special
 from crossdevice.strategies.current import get_replica_context
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import PerReplica
-from crossdevice.values.reduce_op import ReduceOp
 
 DeviceLike: TypeAlias = "Device | str | int | torch.device"
-
-_UNINITIALIZED = torch.nn.parameter.UninitializedTensorMixin
 
 
 class DataParallel(torch.nn.Module):
@@ -50,7 +47,7 @@ class DataParallel(torch.nn.Module):
         cross_device_ops: the algorithm that sums gradients; None chooses one.
         replicate: names of arguments, or of keys and attributes in them, that every replica gets whole.
         buffers: `"first"` keeps the buffers (running statistics) of the first replica, as
-            `torch.nn.DataParallel` does; `"mean"` keeps the mean over replicas of those that are floats.
+            `torch.nn.DataParallel` does; `"mean"` keeps the mean over replicas of floats and complex numbers.
         device_ids: another name of `devices`, where numbers are GPUs, as in `torch.nn.DataParallel`.
         output_device: where results are joined; the first device if None.
 
@@ -91,8 +88,8 @@ class DataParallel(torch.nn.Module):
         self.replicate = (replicate,) if isinstance(replicate, str) else tuple(replicate)
         self.buffer_rule = buffers
         self._kept = KeptCopies()
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if not isinstance(tensor, _UNINITIALIZED):  # they may be by the first call
+        for name, tensor in named_tensors(module).items():
+            if not torch.nn.parameter.is_lazy(tensor):  # by the first call it may have values
                 refuse_special(tensor, f"module.{name}")
         self.module = module.to(torch_device(self.devices[0]))
 
@@ -100,6 +97,7 @@ class DataParallel(torch.nn.Module):
         """Cuts up the batch, runs a replica on each share, joins their results."""
         shares = shares_of(self.module, inputs, kwargs, self.devices, self.dim, self.replicate)
         if len(shares) == 1:
+            # The first share is on the module's own device, so it needs no replica, nor a thread.
             outputs = [self.module(*shares[0].inputs, **shares[0].kwargs)]
         else:
             outputs = self._run(shares)
@@ -125,7 +123,10 @@ class DataParallel(torch.nn.Module):
         self._strategy_of(len(shares)).run(run_replica)
         keep_buffers(self.module, replicas[0])
         if self.buffer_rule == "mean" and is_training:
-            self._average_buffers(replicas)
+            # The first replica's are those of the module itself; all others go with this call.
+            buffers = [dict(part.named_buffers()) for part in (self.module, *replicas[1:])]
+            ops, devices = self.strategy.extended.cross_device_ops, self.devices[: len(replicas)]
+            average_buffers(ops, buffers, devices, everywhere=False)
         return outputs
 
     def _strategy_of(self, num_replicas: int) -> MirroredStrategy:
@@ -149,7 +150,7 @@ class DataParallel(torch.nn.Module):
         # Some write through `.data`, and batch norm's statistics are not counted as changed.
         self._kept.forget([*trainable, *(buffers.values() if is_training else ())])
         ops, devices = self.strategy.extended.cross_device_ops, self.devices[:count]
-        mirrored = Mirrored.apply(ops, devices, *trainable) if trainable else ()
+        mirrored = MirroredTensors.apply(ops, devices, *trainable) if trainable else ()
         replicas = []
         for number, device in enumerate(map(torch_device, devices)):
             own = mirrored[number * len(trainable) : (number + 1) * len(trainable)]
@@ -166,24 +167,6 @@ class DataParallel(torch.nn.Module):
                     tensors[id(buffer)] = self._kept.copy_for(number, buffer, device)
             replicas.append(replica_of(self.module, tensors))
         return replicas
-
-    def _average_buffers(self, replicas: Sequence[torch.nn.Module]) -> None:
-        """Sets the buffers that are floats to their means over replicas."""
-        devices = self.devices[: len(replicas)]
-        everywhere = [dict(replica.named_buffers()) for replica in replicas]
-        originals = {
-            name: buffer for name, buffer in self.module.named_buffers() if buffer.is_floating_point()
-        }
-        pairs = [
-            (PerReplica.of(tuple(own[name].detach() for own in everywhere), devices), devices[0])
-            for name in originals
-        ]
-        ops = self.strategy.extended.cross_device_ops
-        with torch.no_grad():
-            for buffer, mean in zip(
-                originals.values(), ops.batch_reduce(ReduceOp.MEAN, pairs) if pairs else (), strict=True
-            ):
-                buffer.copy_(mean)
 
 
 def _read_devices(devices: Sequence[DeviceLike] | None) -> list[Device] | None:

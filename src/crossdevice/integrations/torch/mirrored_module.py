@@ -13,11 +13,16 @@ import torch
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import ContextError, ConversionError, DeviceError, OptionError
-from crossdevice.integrations.torch.module_copies import check_can_have_copies, check_same, named_tensors
+from crossdevice.integrations.torch.module_copies import (
+    average_buffers,
+    check_can_have_copies,
+    check_same,
+    named_tensors,
+)
 from crossdevice.integrations.torch.replica_gradients import ReplicaGradients
 from crossdevice.strategies.current import get_replica_context
 from crossdevice.strategies.mirrored import MirroredStrategy
-from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.distributed import PerReplica
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import current_replica
@@ -90,7 +95,7 @@ class MirroredModule(torch.nn.Module):
         check_can_have_copies(module)
         self.strategy = strategy
         devices = strategy.extended.worker_devices
-        self._take_over(named_tensors(module, buffers=True))
+        self._take_over(named_tensors(module))
         copies = [module, *(copy.deepcopy(module) for _ in devices[1:])]
         self.replicas = tuple(
             replica.to(torch_device(device)) for replica, device in zip(copies, devices, strict=True)
@@ -150,7 +155,10 @@ class MirroredModule(torch.nn.Module):
         """Calls a method of all copies that are meant; what returns its module returns this."""
         results = [getattr(replica, method)(*args, **kwargs) for replica in self._meant()]
         if isinstance(results[0], torch.utils.hooks.RemovableHandle):
-            return _Handles(results)
+            handles = _Handles()
+            for handle in results:
+                handles.callback(handle.remove)
+            return handles
         return self if isinstance(results[0], torch.nn.Module) else results[0]
 
     def _give(self, method: str, /, *args: Any, **kwargs: Any) -> None:
@@ -160,7 +168,7 @@ class MirroredModule(torch.nn.Module):
                 check_can_have_copies(value)
             if current_replica() is None and isinstance(value, (torch.nn.Module, torch.Tensor)):
                 is_module = isinstance(value, torch.nn.Module)
-                self._take_over(named_tensors(value, buffers=True) if is_module else {"given": value})
+                self._take_over(named_tensors(value) if is_module else {"given": value})
         for number, replica in enumerate(self._meant()):
             own, named = copy.deepcopy((args, kwargs)) if number else (args, kwargs)
             getattr(replica, method)(*own, **named)
@@ -174,6 +182,7 @@ class MirroredModule(torch.nn.Module):
         """What a module around this one calls to cast or move it."""
         for replica in self._meant():
             device = self._device_of(replica)
+            # A function does not say where it moves tensors to, so it is tried on an empty one.
             if fn(torch.empty(0, device=device)).device != device:
                 self._refuse_to_move("to", "elsewhere")
         for replica in self._meant():
@@ -211,7 +220,7 @@ class MirroredModule(torch.nn.Module):
         for replica in self._meant():
             replica.apply(fn)
         if current_replica() is None:
-            self._follow_first([named_tensors(replica, buffers=True) for replica in self.replicas])
+            self._follow_first()
         return self
 
     def optimizers(self, make: Callable[[Iterator[torch.nn.Parameter]], Any]) -> PerReplica:
@@ -265,20 +274,17 @@ class MirroredModule(torch.nn.Module):
         if how not in ("first", "mean"):
             raise OptionError(f"how must be 'first' or 'mean', got {how!r}")
         buffers = [dict(replica.named_buffers()) for replica in self.replicas]
-        averaged = [name for name, buffer in buffers[0].items() if how == "mean" and _has_mean(buffer)]
-        if averaged:
-            devices = self.strategy.extended.worker_devices
-            value = PerReplica.of(tuple({name: own[name] for name in averaged} for own in buffers), devices)
-            mean = self.strategy.extended.cross_device_ops.reduce(ReduceOp.MEAN, value, value)
-            means = mean.values if isinstance(mean, DistributedValues) else (mean,)
-            for own, result in zip(buffers, means, strict=True):
-                for name in averaged:
-                    own.pop(name).copy_(result[name])
+        extended = self.strategy.extended
+        if how == "mean":
+            averaged = average_buffers(
+                extended.cross_device_ops, buffers, extended.worker_devices, everywhere=True
+            )
+            buffers = [{name: own[name] for name in own if name not in averaged} for own in buffers]
         self._follow_first(buffers)
 
-    def _follow_first(self, tensors: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Overwrites tensors of the copies with those of the first process's first copy."""
-        first, *others = tensors
+    def _follow_first(self, tensors: Sequence[Mapping[str, torch.Tensor]] | None = None) -> None:
+        """Overwrites tensors of the copies, all unless given, with the first process's first copy's."""
+        first, *others = tensors or [named_tensors(replica) for replica in self.replicas]
         self._take_over(first)
         with torch.no_grad():
             for own in others:
@@ -316,31 +322,14 @@ class MirroredModule(torch.nn.Module):
         """Those of the copy; after them the other copies follow, if a module around this one was loaded."""
         hooks = dict(self.current()._load_state_dict_post_hooks)
         if current_replica() is None:
-            hooks["follow"] = lambda *_: self._follow_first(
-                [named_tensors(replica, buffers=True) for replica in self.replicas]
-            )
+            hooks["follow"] = lambda *_: self._follow_first()
         return hooks
 
 
-class _Handles:
+class _Handles(contextlib.ExitStack):
     """Of a hook that all copies have: removes it from all of them, also at the end of a `with` block."""
 
-    def __init__(self, handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-
-def _has_mean(buffer: torch.Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()
+    remove = contextlib.ExitStack.close
 
 
 def _method(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,11 +11,10 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica
-from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.reduce_op import ReduceOp
 
 
-class Mirrored(torch.autograd.Function):
+class MirroredTensors(torch.autograd.Function):
     """Tensors for every replica, replica by replica; the gradient is the sum over replicas, in one batch.
 
     On the device where a tensor is, a replica gets the same memory, but a gradient of its own.
@@ -41,7 +40,7 @@ class Mirrored(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """Sums over replicas on the first device: the transpose of `Mirrored`, so that both have derivatives."""
+    """Sums over replicas on the first device: transposes `MirroredTensors`, so both have derivatives."""
 
     @staticmethod
     def forward(
@@ -53,18 +52,20 @@ class Summed(torch.autograd.Function):
         ctx.ops, ctx.devices = ops, devices
         ctx.is_given = [gradient is not None for gradient in gradients]
         ctx.set_materialize_grads(False)
-        used = [position for position, column in enumerate(columns) if any(_given(column))]
+        used = [
+            position for position, column in enumerate(columns) if any(given is not None for given in column)
+        ]
         pairs = [(_per_replica(columns[position], devices), devices[0]) for position in used]
         sums: list[torch.Tensor | None] = [None] * count
         for position, total in zip(used, ops.batch_reduce(ReduceOp.SUM, pairs) if pairs else (), strict=True):
-            sums[position] = _as_tensor(total)
+            sums[position] = total
         return tuple(sums)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         """What each sum gets, for every replica."""
         given = [gradient for gradient in gradients if gradient is not None]
-        copies = iter(Mirrored.apply(ctx.ops, ctx.devices, *given) if given else ())
+        copies = iter(MirroredTensors.apply(ctx.ops, ctx.devices, *given) if given else ())
         everywhere = [
             None if gradient is None else next(copies) for _ in ctx.devices for gradient in gradients
         ]
@@ -75,39 +76,17 @@ class Summed(torch.autograd.Function):
         )
 
 
-def _given(column: Sequence[torch.Tensor | None]) -> list[bool]:
-    return [gradient is not None for gradient in column]
-
-
 def _per_replica(column: Sequence[torch.Tensor | None], devices: Sequence[Device]) -> PerReplica:
     """One tensor's gradients, as rows if all of them are sparse; zeros for replicas that have none."""
     some = [gradient for gradient in column if gradient is not None]
-    is_sparse = all(gradient.is_sparse and gradient.sparse_dim() == 1 for gradient in some)
-    own: list[Any] = []
-    for gradient, device in zip(column, devices, strict=True):
-        if gradient is None:
-            zeros = torch.zeros_like(some[0], device=torch_device(device))
-            own.append(_as_rows(zeros) if is_sparse else _as_dense(zeros))
-        else:
-            own.append(_as_rows(gradient) if is_sparse else _as_dense(gradient))
+    are_rows = all(gradient.is_sparse and gradient.sparse_dim() == 1 for gradient in some)
+    own = [
+        torch.zeros_like(some[0], device=torch_device(device)) if gradient is None else gradient
+        for gradient, device in zip(column, devices, strict=True)
+    ]
+    if not are_rows:
+        own = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in own]
     return PerReplica.of(tuple(own), tuple(devices))
-
-
-def _as_dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _as_rows(gradient: torch.Tensor) -> IndexedSlices:
-    return IndexedSlices(gradient._values(), gradient._indices()[0], gradient.shape)
-
-
-def _as_tensor(total: Any) -> torch.Tensor:
-    if isinstance(total, IndexedSlices):
-        # Checked where the parts were made; what is put end to end has no other indices.
-        return torch.sparse_coo_tensor(
-            total.indices[None], total.values, total.dense_shape, check_invariants=False
-        )
-    return total
 
 
 class KeptCopies:
@@ -128,6 +107,7 @@ class KeptCopies:
         original, made, looks = self._kept.get((id(tensor), owner), (None, tensor, None))
         if original is tensor and made.device == device and looks == _looks(tensor, made):
             return made
+        # Made in inference mode, the copy would have no version counter to see changes by.
         with torch.inference_mode(False), torch.no_grad():
             made = tensor.detach().to(device, copy=True)
         if not tensor.is_inference():  # inference tensors have no version counters

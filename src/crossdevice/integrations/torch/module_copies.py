@@ -1,13 +1,17 @@
-"""Copies of one module: which modules can have them, and in what they differ."""
+"""Copies of one module: which modules can have them, in what they differ, and the means of their buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import ConversionError, MismatchError
+from crossdevice.values.device import Device
+from crossdevice.values.distributed import PerReplica, components_of
+from crossdevice.values.reduce_op import ReduceOp
 
 
 def check_can_have_copies(module: torch.nn.Module) -> None:
@@ -18,16 +22,38 @@ def check_can_have_copies(module: torch.nn.Module) -> None:
                 f"module {name!r} is a SyncBatchNorm, whose statistics are over the processes of "
                 "torch.distributed, never over replicas; use BatchNorm, with synchronize_buffers('mean')"
             )
-    for name, tensor in named_tensors(module, buffers=True).items():
+    for name, tensor in named_tensors(module).items():
         if torch.nn.parameter.is_lazy(tensor):
             raise ConversionError(
                 f"{name!r} has no values yet, and each copy would make its own; call the module once before"
             )
 
 
-def named_tensors(module: torch.nn.Module, *, buffers: bool) -> dict[str, torch.Tensor]:
+def named_tensors(module: torch.nn.Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
     """Parameters, and buffers if asked for, by their names."""
     return {**dict(module.named_parameters()), **(dict(module.named_buffers()) if buffers else {})}
+
+
+def average_buffers(
+    ops: CrossDeviceOps,
+    buffers: Sequence[Mapping[str, torch.Tensor]],
+    devices: Sequence[Device],
+    *,
+    everywhere: bool,
+) -> Sequence[str]:
+    """Sets the buffers that have a mean to theirs over all replicas, and returns their names.
+
+    Those of the first replica are set, or with `everywhere` those of all.
+    """
+    names = [name for name, own in buffers[0].items() if own.is_floating_point() or own.is_complex()]
+    if names:
+        brought = tuple({name: own[name].detach() for name in names} for own in buffers)
+        value = PerReplica.of(brought, tuple(devices))
+        mean = ops.reduce(ReduceOp.MEAN, value, value if everywhere else devices[0])
+        for own, result in zip(brought, components_of(mean), strict=False):
+            for name in names:
+                own[name].copy_(result[name])
+    return names
 
 
 def check_same(copies: Sequence[torch.nn.Module], *, buffers: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from typing import Any
 
@@ -94,10 +95,8 @@ def _own(value: Any, own: dict[int, Any], depth: int = 4) -> Any:
         return own.get(id(value), value)
     if depth == 0 or len(value) > MAX_ENTRIES:
         return value
-    if kind is not dict:
-        parts = [_own(part, own, depth - 1) for part in value]
-        is_same = all(new is old for new, old in zip(parts, value, strict=True))
-        return value if is_same else kind(parts)
-    replaced = {key: _own(part, own, depth - 1) for key, part in value.items()}
-    is_same = all(new is old for new, old in zip(replaced.values(), value.values(), strict=True))
-    return value if is_same else replaced
+    old = value.values() if kind is dict else value
+    new = [_own(part, own, depth - 1) for part in old]
+    if all(map(operator.is_, new, old)):
+        return value
+    return dict(zip(value, new, strict=True)) if kind is dict else kind(new)

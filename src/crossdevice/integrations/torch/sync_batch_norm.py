@@ -33,6 +33,7 @@ class ReplicaSyncBatchNorm(torch.nn.SyncBatchNorm):
         shape = [1, -1, *[1] * (input.ndim - 2)]
         count = input.numel() // input.shape[1]
         mean, total = _mean_of_all(wide.sum(axes), count)
+        # Not the mean of squares less the square of the mean, which would cancel where the mean is large.
         centered = wide - mean.view(shape)
         variance, _ = _mean_of_all(centered.square().sum(axes), count)
         if self.training and self.track_running_stats:

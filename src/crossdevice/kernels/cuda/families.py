@@ -11,7 +11,7 @@ from crossdevice.kernels.families import ORDERED_FAMILIES, family_of
 from crossdevice.kernels.host.fused_pass import divisor_for
 from crossdevice.kernels.host.reference.rounding import BFLOAT16
 from crossdevice.kernels.recipe import Order, Recipe
-from crossdevice.values.dtypes import COMPLEXES, FLOATS, ITEM_BYTES
+from crossdevice.values.dtypes import COMPLEXES, FLOATS, ITEM_BYTES, PARTS
 from crossdevice.values.reduce_op import ReduceOp
 
 BLOCK_BYTES = 4096
@@ -30,8 +30,6 @@ COMPILED_FAMILIES = (
     "wrapping_mean",
     "true_mean",
 )
-
-_PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
 class Arithmetic(NamedTuple):
@@ -69,7 +67,7 @@ def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
         return "bool has no GPU kernel"
     if recipe.op is ReduceOp.PROD and dtype in COMPLEXES:
         return f"products of {dtype} have no GPU kernel"
-    element, result = _PARTS.get(dtype, dtype), _PARTS.get(into, into)
+    element, result = PARTS.get(dtype, dtype), PARTS.get(into, into)
     family = family_of(recipe, element, result)
     if family not in COMPILED_FAMILIES:
         what = "exact sums and products" if element in FLOATS else "means without wrap-around"
@@ -89,7 +87,7 @@ def block_elements(arithmetic: Arithmetic) -> int:
 
 def parts_in(dtype: str) -> int:
     """How many elements of the kernels one element of a dtype is."""
-    return 2 if dtype in _PARTS else 1
+    return 2 if dtype in PARTS else 1
 
 
 def _in_order(arithmetic: Arithmetic, order: Order) -> Arrangement:

@@ -14,7 +14,7 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce, group_of
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.errors import ConversionError
-from crossdevice.execution.reading.values import Leaf, one_backend, read_value
+from crossdevice.execution.reading.values import Leaf, one_backend, read_value, replica_at
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, check_reducible, result_dtype
@@ -57,7 +57,7 @@ def _reduced(
         )
     backend = one_backend(leaf.arrays, devices, leaf.path)
     dtype = backend.dtype_of(leaf.arrays[0])
-    check_reducible(dtype, op, f"replica 0 ({devices[0]}){leaf.at_path}")
+    check_reducible(dtype, op, replica_at(0, devices[0], leaf.path))
     shapes = [backend.shape_of(array) for array in leaf.arrays]
     axes = _checked_axes(axis, len(shapes[0]), leaf)
     counts = [math.prod(shape[number] for number in axes) for shape in shapes]

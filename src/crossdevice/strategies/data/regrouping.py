@@ -43,7 +43,7 @@ def regroup(
         return None
     flattened = [optree.tree_flatten(component, none_is_leaf=True) for component in components]
     structures = [structure for _, structure in flattened]
-    check_agreement(structures, devices, "structure", StructureMismatchError, str, "")
+    check_agreement(structures, devices, "structure", StructureMismatchError)
     leaves = [
         _regrouped(column, devices, wrap, always_wrap)
         for column in zip(*(leaves for leaves, _ in flattened), strict=True)

@@ -198,14 +198,8 @@ class Rendezvous:
 
     def _merge(self) -> None:
         calls = [self._arrived[replica] for replica in range(len(self._devices))]
-        check_agreement(
-            [call[:2] for call in calls],
-            self._devices,
-            f"call {self._call_number},",
-            MismatchError,
-            lambda key: call_text(*key),
-            "",
-        )
+        made, noun = [call[:2] for call in calls], f"call {self._call_number},"
+        check_agreement(made, self._devices, noun, MismatchError, describe=lambda key: call_text(*key))
         answers = calls[0].merge([call.value for call in calls])
         self._call_number += 1
         with self._lock:

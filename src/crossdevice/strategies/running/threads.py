@@ -13,8 +13,6 @@ from typing import Any
 
 from crossdevice.values.device import Device
 
-Work = Callable[[], None]
-
 
 class ReplicaThreads:
     """One thread per replica, each waiting for work in its inbox; None in it sends the thread away.
@@ -64,7 +62,7 @@ class ReplicaThreads:
         return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
 
 
-def _serve(inbox: SimpleQueue[Work | None]) -> None:
+def _serve(inbox: SimpleQueue[Callable[[], None] | None]) -> None:
     while (work := inbox.get()) is not None:
         work()
         del work  # an idle thread must not keep the last run's arrays alive

@@ -23,7 +23,8 @@ from crossdevice.kernels.host.llvm.families import arithmetic_named
 from crossdevice.kernels.host.llvm.lanes import FORMATS, INT32, INT64, Builder, Lanes, State, Value
 from crossdevice.kernels.host.work_list import WORD_BYTES
 
-LINE_BYTES = 64
+STREAMED_LINE_BYTES = 64
+"""What a store that bypasses the cache writes at once; anything less is read from memory first."""
 OBJECT_HEADER_BYTES = object.__basicsize__
 """What precedes the data pointer of an ndarray: its C struct is PyObject_HEAD and then `char *data`."""
 
@@ -155,15 +156,15 @@ def _write(
             address = build.add(_data_of(build, outputs, loop.index), offset)
             stored = build.store(result, build.inttoptr(address, result.type.as_pointer()))
             stored.align = alignment
-            if alignment == LINE_BYTES:
+            if alignment == STREAMED_LINE_BYTES:
                 stored.set_metadata("nontemporal", build.module.add_metadata([ir.Constant(INT32, 1)]))
 
-    if lanes.count * item_bytes % LINE_BYTES:
+    if lanes.count * item_bytes % STREAMED_LINE_BYTES:
         write_all(1)
         return
     with build.if_else(build.icmp_signed("!=", is_nontemporal, ir.Constant(INT64, 0))) as (streams, caches):
         with streams:
-            write_all(LINE_BYTES)
+            write_all(STREAMED_LINE_BYTES)
         with caches:
             write_all(1)
 

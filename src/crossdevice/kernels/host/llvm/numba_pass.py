@@ -17,8 +17,8 @@ import numpy as np
 from numba import njit
 
 from crossdevice.kernels.host.llvm.code import (
-    LINE_BYTES,
     OBJECT_HEADER_BYTES,
+    STREAMED_LINE_BYTES,
     combine_lanes,
     data_of,
     finish_streaming,
@@ -127,7 +127,7 @@ def lanes_of(name: str) -> int:
     that are nearly equal modulo 4096. Beyond 64 widened elements, conversions get in each other's way.
     """
     arithmetic = arithmetic_named(name.partition(" ")[2])
-    line = LINE_BYTES // FORMATS[arithmetic.result_dtype].item_bytes
+    line = STREAMED_LINE_BYTES // FORMATS[arithmetic.result_dtype].item_bytes
     widened_bytes = arithmetic.bytes_per_lane
     lanes = 4 * line
     while lanes > line and (
@@ -179,9 +179,9 @@ def _kernel_function(name: str) -> Kernel:
             if is_nontemporal:
                 first = data_of(outputs, 0)
                 for index in range(1, num_outputs):
-                    if (data_of(outputs, index) - first) % LINE_BYTES:
+                    if (data_of(outputs, index) - first) % STREAMED_LINE_BYTES:
                         is_nontemporal = 0
-                missing = -(first + start * result_bytes) % LINE_BYTES
+                missing = -(first + start * result_bytes) % STREAMED_LINE_BYTES
                 if missing % result_bytes:
                     is_nontemporal = 0
                 if is_nontemporal:

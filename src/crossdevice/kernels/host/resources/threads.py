@@ -14,8 +14,6 @@ from crossdevice.values.launchers import local_processes
 
 VARIABLE = "CROSSDEVICE_NUM_THREADS"
 
-Call = Callable[[], None]
-
 _num_threads: int | None = None
 
 
@@ -41,7 +39,7 @@ def set_num_threads(number: int | None) -> None:
     _num_threads = None if number is None else _checked(number, "the number of threads")
 
 
-def run_together(work: Call, num_participants: int) -> None:
+def run_together(work: Callable[[], None], num_participants: int) -> None:
     """Calls `work` here and, if they find the time, in up to `num_participants` - 1 worker threads.
 
     Every call must go on until all work is taken: workers that have not begun when the caller is
@@ -71,8 +69,8 @@ def _wait_for(invitations: Sequence[_Invitation]) -> None:
 class _Invitation:
     """A call of `work` that either one worker makes, or the caller takes back."""
 
-    def __init__(self, work: Call) -> None:
-        self._work: Call | None = work
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
         # Whoever is first on it has the call. Being put on it is one step, so an interrupt cannot part it.
         self._claims: list[str] = []
         self._running = threading.Lock()
