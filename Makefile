@@ -32,7 +32,7 @@ $(VENV)/docs-installed: pyproject.toml $(VENV)/python-made
 	touch $@
 
 docs: $(VENV)/docs-installed  ## The documentation site, in build/docs; warnings and broken internal links are errors.
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --write-all --quiet docs build/docs
 	@echo "open build/docs/index.html"
 
 # What others get from the public index: a stamp spares the minute where nothing that matters has changed.

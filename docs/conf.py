@@ -93,6 +93,20 @@ def read_source(app: Any, docname: str, source: list[str]) -> None:
     source[0] = BLANK_LAST_LINE.sub("", text)
 
 
+def own_signature(
+    _app: Any, what: str, _name: str, thing: Any, _options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """The signature of a class's own constructor, which a mock object as its base class hides."""
+    from sphinx.util import inspect
+
+    if what == "class" and autodoc_mock_imports and "__init__" in vars(thing):
+        own = inspect.signature(thing.__init__, bound_method=True)
+        return inspect.stringify_signature(
+            own, show_return_annotation=False, unqualified_typehints=True
+        ), returns
+    return signature, returns
+
+
 def setup(app: Any) -> None:
     """Adds the directive `command-help`, which prints what `crossdevice COMMAND --help` prints."""
     from docutils import nodes
@@ -112,3 +126,4 @@ def setup(app: Any) -> None:
 
     app.add_directive("command-help", CommandHelp)
     app.connect("source-read", read_source)
+    app.connect("autodoc-process-signature", own_signature)

@@ -94,7 +94,7 @@ class DataParallel(torch.nn.Module):
         self.module = module.to(torch_device(self.devices[0]))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Cuts up the batch, runs a replica on each share, joins their results."""
+        """Splits the batch, runs a replica on each share, and joins the results."""
         shares = shares_of(self.module, inputs, kwargs, self.devices, self.dim, self.replicate)
         if len(shares) == 1:
             # The first share is on the module's own device, so it needs no replica, nor a thread.
@@ -104,7 +104,7 @@ class DataParallel(torch.nn.Module):
         return joined(outputs, self.output_device, self.dim)
 
     def train(self, mode: bool = True) -> DataParallel:
-        """As of any module; copies on other devices are made anew, however tensors were changed."""
+        """Sets the mode, as for any module, and renews all copies on other devices."""
         self._kept.forget()
         return super().train(mode)
 

@@ -58,16 +58,16 @@ _MOVING = ("cpu", "cuda", "ipu", "mtia", "xpu", "share_memory", "to_empty")
 
 
 class MirroredModule(torch.nn.Module):
-    """A module with one copy on each device of a strategy, whose parameters are kept bit for bit the same.
+    """A module with one copy on each device of a strategy, whose parameters are kept equal bit for bit.
 
-    In a replica function everything means the replica's own copy. Outside of one, what changes a module
+    In a replica function everything refers to the replica's own copy. Outside of one, what changes a module
     (`train`, `apply`, `double`, `zero_grad`, `load_state_dict`, `to` another dtype, `add_module`, hooks,
-    setting an attribute) changes all copies, and calling it or reading from it means the first copy, so its
-    `state_dict()` is that of the module itself. This process's k-th copy is `replicas[k]`. Under a strategy
-    over several processes, all start as the first process's module does.
+    setting an attribute) changes all copies. Calling the module or reading from it uses the first copy, so
+    its `state_dict()` is that of the module itself. The k-th copy of this process is `replicas[k]`. Under a
+    strategy over several processes, all copies start with the values of the first process.
 
-    Optimizers are made by `optimizers`, one for each copy: `torch.optim.SGD(model.parameters())` has the
-    parameters of the first copy only, and leaves all others as they were.
+    Create optimizers by `optimizers`, one for each copy: `torch.optim.SGD(model.parameters())` has the
+    parameters of the first copy only, and does not change the others.
 
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
     >>> model = MirroredModule(torch.nn.Linear(3, 1), strategy)
