@@ -24,6 +24,10 @@ class IndexUnreachableError(Exception):
     """Nothing was found out, because the index did not answer."""
 
 
+_UV = find_uv_bin()
+"""Found once, before there are threads: `sysconfig`, which is asked for it, is not safe in them."""
+
+
 def clean_environment(home: str, **more: str) -> dict[str, str]:
     """An environment without any setting of pip, uv, Python or this library."""
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
@@ -34,7 +38,7 @@ def run_uv(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Co
     """Runs uv in an empty home directory; only what it downloads is kept, beside this Python."""
     with tempfile.TemporaryDirectory() as home:
         ended = subprocess.run(
-            [find_uv_bin(), *arguments, "--no-config", "--cache-dir", str(Path(sys.prefix) / "uv-cache")],
+            [_UV, *arguments, "--no-config", "--cache-dir", str(Path(sys.prefix) / "uv-cache")],
             cwd=cwd,
             env=clean_environment(home, **variables),
             capture_output=True,
