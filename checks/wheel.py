@@ -93,7 +93,7 @@ def use(place: Place) -> None:
     use_in_python(place)
     place.uninstall("numba", "llvmlite")
     use_in_python(place)
-    if "none without numba" not in place.run("crossdevice", "doctor"):
+    if "unavailable without numba" not in place.run("crossdevice", "doctor"):
         raise CheckError("crossdevice doctor does not say that numba is missing")
 
 
