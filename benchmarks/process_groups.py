@@ -26,7 +26,7 @@ from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Calls, Inspection, Measurable
 from crossdevice.cli.bench.measure import Schedule, seconds_in_turns
-from crossdevice.cli.bench.peers import Runs, Seat, lacking
+from crossdevice.cli.bench.peers import PeerSetup, Runs, lacking
 from crossdevice.cli.bench.process import PeerProcesses
 from crossdevice.cli.bench.ranks import Rank
 from crossdevice.cli.bench.report import machine
@@ -84,13 +84,13 @@ class OursOnGloo(OurRank):
 
     name = "crossdevice on gloo"
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, setup: PeerSetup) -> None:
         import torch.distributed as dist
 
         from crossdevice.process_groups.torch_group import form_group
 
-        store = dist.FileStore(f"{seat.folder}/store", seat.num_processes)
-        super().__init__(form_group(seat.rank, seat.num_processes, store=store))
+        store = dist.FileStore(f"{setup.folder}/store", setup.num_processes)
+        super().__init__(form_group(setup.rank, setup.num_processes, store=store))
 
 
 class OursInFloat32OnGloo(OursOnGloo):
@@ -105,7 +105,7 @@ class OursOnMpi(OurRank):
 
     name = "crossdevice on MPI"
 
-    def __init__(self, seat: Seat) -> None:  # noqa: ARG002
+    def __init__(self, setup: PeerSetup) -> None:  # noqa: ARG002
         from crossdevice.process_groups.mpi_group import form_group
 
         super().__init__(form_group())
@@ -117,14 +117,17 @@ class PlainTraining:
     name = "DDP"
     places: tuple[ResultPlace, ...] = ("in_place",)
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, setup: PeerSetup) -> None:
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        torch.manual_seed(seat.rank)
+        torch.manual_seed(setup.rank)
         dist.init_process_group(
-            "gloo", init_method=f"file://{seat.folder}/store", rank=seat.rank, world_size=seat.num_processes
+            "gloo",
+            init_method=f"file://{setup.folder}/store",
+            rank=setup.rank,
+            world_size=setup.num_processes,
         )
         layers = [
             torch.nn.Linear(512, WIDTH),
@@ -168,8 +171,8 @@ class HookedTraining(PlainTraining):
 
     name = "DDP with our hook"
 
-    def __init__(self, seat: Seat) -> None:
-        super().__init__(seat)
+    def __init__(self, setup: PeerSetup) -> None:
+        super().__init__(setup)
         from crossdevice.integrations.torch import ReproducibleMean, reproducible_hook
 
         self.model.register_comm_hook(ReproducibleMean(), reproducible_hook)
