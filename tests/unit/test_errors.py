@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -343,6 +344,23 @@ reduces(
     "the other 2 have",
     "'a'",
 )
+LAYERS = {f"layer{number}.weight": f32(1) for number in range(40)}
+reduces(
+    "one leaf of a large structure",
+    StructureMismatchError,
+    ValueError,
+    cd.PerReplica([LAYERS, {**LAYERS, "head": f32(1)}, LAYERS]),
+    "replica 1 (cpu:1) has structure dict of 41 leaves, with value['head']; the other 2 have",
+    "dict of 40 leaves, without value['head']",
+)
+reduces(
+    "another order in a large structure",
+    StructureMismatchError,
+    ValueError,
+    cd.PerReplica([OrderedDict(LAYERS), OrderedDict(LAYERS), OrderedDict(reversed(LAYERS.items()))]),
+    "replica 2 (cpu:2) has structure OrderedDict of 40 leaves, in the order value['layer39.weight'], ",
+    "in the order value['layer0.weight'], value['layer1.weight'], value['layer2.weight'] and 37 more",
+)
 reduces(
     "an array next to a list of one",
     StructureMismatchError,
@@ -678,6 +696,29 @@ def test_every_exception_class_is_in_the_tree_and_a_built_in(error):
     assert issubclass(error, CrossDeviceError)
     built_ins = (ValueError, TypeError, RuntimeError, TimeoutError, ConnectionError, AssertionError)
     assert error is CrossDeviceError or issubclass(error, built_ins)
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, about quantized tensors
+def test_a_quantized_tensor_is_called_so():
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    with pytest.raises(ConversionError, match=r"replica 1 \(cpu:1\) is a quantized tensor on cpu"):
+        cd.all_reduce([torch.ones(2), quantized])
+
+
+def test_an_array_of_another_library_is_the_only_error_in_the_traceback():
+    with pytest.raises(LibraryMismatchError) as error:
+        cd.all_reduce([tensor(1.0), f32(1)])
+    assert error.value.__context__ is None
+
+
+@pytest.mark.parametrize(("returned", "message"), [(None, "it is None"), ([1, 2], "output 0 is a int")])
+def test_what_is_not_a_list_of_buffers_is_a_wrong_plan(returned, message):
+    class Own(cd.CrossDeviceOps):
+        def plan_sum(self, build, destinations):
+            return returned
+
+    with pytest.raises(PlanError, match=f"Own.plan_sum gives a wrong plan: {message}"):
+        Own().reduce("sum", PAIR, PAIR)
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,9 @@ class TorchBackend(NcclBackend):
     def check_array(self, array: torch.Tensor, where: str) -> None:
         """Sparse, quantized, nested and meta tensors hold no plain elements."""
         if array.layout != torch.strided or array.is_quantized or array.is_nested or array.is_meta:
+            kind = "quantized" if array.is_quantized else "nested" if array.is_nested else array.layout
             raise ConversionError(
-                f"{where} is a {array.layout} tensor on {array.device}; expected a dense one with data "
+                f"{where} is a {kind} tensor on {array.device}; expected a dense one with data "
                 "(reductions also take torch.sparse_coo with one sparse axis, and crossdevice.IndexedSlices)"
             )
         if _is_recorded(array):

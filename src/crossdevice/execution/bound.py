@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +39,10 @@ class BoundReduction:
 
     def __init__(self, run: Callable[[], Any], check: Callable[[], None] | None = None) -> None:
         self._run, self._check = run, check
+        self._start_anew()
+        _bound_reductions.add(self)
+
+    def _start_anew(self) -> None:
         self._turn = threading.Lock()
         self._running: int | None = None
 
@@ -95,6 +101,19 @@ class BoundReduction:
             return answer
 
         return cls(run, _Memory(batch.dense, outs).check)
+
+
+_bound_reductions: weakref.WeakSet[BoundReduction] = weakref.WeakSet()
+
+
+def _forget_turns() -> None:
+    """In a forked process, where the thread whose turn it was does not exist."""
+    for bound in _bound_reductions:
+        bound._start_anew()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_turns)
 
 
 class _Memory:

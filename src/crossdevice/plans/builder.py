@@ -133,8 +133,12 @@ class PlanBuilder:
 
     def plan(self, outputs: Sequence[Buffer]) -> Plan:
         """The finished plan; a buffer given twice is copied, so that every output has its own memory."""
+        if outputs is None:
+            raise PlanError("it is None; expected a buffer for each destination")
         distinct: dict[int, Buffer] = {}
         for position, buffer in enumerate(outputs):
+            if not isinstance(buffer, Buffer):
+                raise PlanError(f"output {position} is a {type(buffer).__name__}; expected a buffer")
             result = self._finish_if_complete(buffer)
             if not result.is_finished:
                 lost = [

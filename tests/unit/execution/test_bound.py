@@ -5,6 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import gc
 import itertools
+import os
+import signal
+import threading
 import weakref
 
 import numpy as np
@@ -215,6 +218,31 @@ def test_a_call_inside_itself_is_refused_and_the_next_one_works():
 class Product(cd.CrossDeviceOps):
     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
         return self.broadcast_implementation(np.prod(per_replica_value.values, axis=0), destinations)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_process_forked_during_a_call_of_another_thread_can_call_it_too():
+    reached, go_on = threading.Event(), threading.Event()
+
+    class Waiting(cd.CrossDeviceOps):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            reached.set()
+            go_on.wait(60)
+            return cd.DirectAllReduce().reduce(reduce_op, per_replica_value, destinations, options)
+
+    bound = Waiting().bind("sum", cd.PerReplica([np.ones(2), np.ones(2)]), "cpu:0")
+    thread = threading.Thread(target=bound)
+    thread.start()
+    assert reached.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends the process, should it hang
+        go_on.set()
+        os._exit(0 if bound().tolist() == [2.0, 2.0] else 1)
+    go_on.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_hooks_functions_and_sparse_rows_are_run_in_full():

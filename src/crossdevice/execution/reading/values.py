@@ -82,7 +82,13 @@ def read_value(value: Any, what: str = "value") -> Value:
         return Value(devices, [_read_leaf(components, devices, "", what)], None, components)
     flattened = [flatten(component, _is_leaf) for component in components]
     structures = [structure for _, structure in flattened]
-    check_agreement(structures, devices, "structure", StructureMismatchError, describe=_describe)
+    check_agreement(
+        structures,
+        devices,
+        "structure",
+        StructureMismatchError,
+        describe=lambda structure: _described(structure, structures, what),
+    )
     paths = leaf_paths(structures[0], what)
     columns = zip(*(leaves for leaves, _ in flattened), strict=True)
     leaves = [_read_leaf(column, devices, path, what) for column, path in zip(columns, paths, strict=True)]
@@ -97,6 +103,8 @@ def checked_spec(
     try:
         key = (op, devices, destinations, *map(backend.signature, leaf.arrays))
     except (AttributeError, RuntimeError):  # an array of another library, or one without a shape
+        key = None
+    if key is None:  # out of the handler, lest the error that names it seem to come of this one
         return _checked_spec(leaf, devices, destinations, op)
     known = _known_specs.get(key)
     if known is None:
@@ -216,6 +224,25 @@ PyTorch's sparse tensors are of the same type as others, but say what they are.
 """
 
 
-def _describe(structure: Any) -> str:
+def _described(structure: Any, structures: Sequence[Any], what: str) -> str:
+    """All of a small structure; of a large one (a model's) what it has and others lack, or lacks."""
     text = str(structure)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    paths = leaf_paths(structure, what)
+    of_others = [leaf_paths(other, what) for other in dict.fromkeys(structures) if other != structure]
+    own = [path for path in paths if any(path not in other for other in map(set, of_others))]
+    lacking = dict.fromkeys(path for other in of_others for path in other if path not in set(paths))
+    parts = [f"{structure.type.__name__} of {len(paths)} leaves"]
+    parts += [f"{word} {_few(found)}" for word, found in (("with", own), ("without", list(lacking))) if found]
+    if not own and not lacking and any(other != paths for other in of_others):
+        parts.append(f"in the order {_few(paths)}")
+    return ", ".join(parts)
+
+
+MAX_CHARACTERS = 200
+"""A structure whose text is longer is described by what is different about it."""
+
+
+def _few(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")

@@ -130,8 +130,8 @@ class ReplicaContext:
         if current_context() is not self:
             raise ContextError(
                 f"{name} belongs to replica {self.replica_id_in_sync_group} ({self._device}) and was called "
-                "elsewhere: in another replica, another thread or a merge function; ask "
-                "get_replica_context() there"
+                "elsewhere: in another replica, a merge function or another thread; call it in the replica's "
+                "function, or in a thread started with target=contextvars.copy_context().run there"
             )
         if options is not DEFAULT_OPTIONS:
             details = (*details, *_differences(options))

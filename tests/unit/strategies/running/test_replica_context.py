@@ -263,3 +263,17 @@ def test_without_a_strategy_values_are_their_own_reductions():
     assert strategy.extended.update(cd.Variable(1.0), lambda variable, x: variable.value() + x, (2,)) == 3
     with strategy.scope():
         assert not cd.has_strategy()
+
+
+def test_a_thread_started_in_the_context_of_a_replica_takes_part_in_its_calls():
+    def step():
+        totals = []
+        thread = threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(lambda: totals.append(cd.get_replica_context().all_reduce("sum", np.float32(1))),),
+        )
+        thread.start()
+        thread.join()
+        return float(totals[0])
+
+    assert cd.MirroredStrategy(["cpu:0", "cpu:1"]).run(step).values == (2.0, 2.0)
