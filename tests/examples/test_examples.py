@@ -36,7 +36,7 @@ def test_the_example_prints_what_was_recorded(path, tmp_path):
         text=True,
         cwd=tmp_path,
         env=environment,
-        timeout=120,
+        timeout=240,
     )
     assert answer.returncode == 0, answer.stderr
     recorded = path.parent / "output" / f"{path.stem}.txt"
