@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -51,6 +53,55 @@ def test_all_reduce_classes_keep_the_order_of_the_value(d):
     value = d.per_replica([d.array([1.0]), d.array([3.0])])
     (result,) = d.HierarchicalCopyAllReduce().batch_reduce(SUM, [(value, d.placed(1, 0))])
     assert d.devices_of(result) == ["cpu:0", "cpu:1"]
+
+
+def test_one_device_takes_the_order_of_the_destinations(d):
+    value = d.per_replica([d.array([1.0]), d.array([3.0])])
+    assert d.devices_of(d.ReductionToOneDevice().reduce(SUM, value, d.placed(1, 0))) == ["cpu:1", "cpu:0"]
+
+
+def test_all_reduce_classes_fall_back_to_one_device_where_devices_differ(d):
+    value = d.per_replica([d.array(number) for number in (1.0, 2.0, 4.0)])
+    ops = d.HierarchicalCopyAllReduce()  # whose own algorithm leaves out the last of three
+    assert parts(ops.batch_reduce(SUM, [(value, d.placed(0, 1))])[0]) == [7, 7]
+
+
+def test_one_object_of_all_replicas_is_returned_bare_and_so_are_small_numbers(d, two):
+    constant = d.array([1.0])
+    assert two.run(lambda: constant) is constant
+    assert two.run(lambda: int("7")) == 7
+    assert two.run(lambda: int("1000")).values == (1000, 1000)
+
+
+def test_tensors_are_immutable_and_know_their_host_device(d):
+    tensor = d.array([1.0, 2.0])
+    with pytest.raises(TypeError):
+        tensor[0] = 3.0
+    with tf.device("/cpu:1"):
+        assert tf.identity(tensor).device.endswith("CPU:1")
+
+
+def test_memory_in_use_is_copied_before_it_is_written_to(d):
+    tensor = tf.zeros(1 << 16)
+    with tf.device("/cpu:1"):
+        shared = tf.identity(tensor)
+    assert np.shares_memory(np.from_dlpack(tensor), np.from_dlpack(shared))
+    variable = tf.Variable(shared)
+    variable.assign_add(tf.ones(1 << 16))
+    assert not shared.numpy().any()
+    assert variable.numpy().all()
+
+
+def test_adopted_memory_is_held_until_the_last_tensor_is_gone(d):
+    array = np.zeros(1 << 16, np.float32)
+    alive = weakref.ref(array)
+    tensor = tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    part = tf.identity(tensor)
+    del array, tensor
+    assert alive() is not None
+    del part
+    gc.collect()
+    assert alive() is None
 
 
 def test_nccl_fails_in_batches_on_cpus(d):
