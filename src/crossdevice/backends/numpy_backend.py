@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,8 @@ class NumpyBackend(Backend):
         if isinstance(array, np.ma.MaskedArray):
             raise ConversionError(f"{where} is a masked array; fill it first, its mask would be lost")
 
-    def signature(self, array: Any) -> Hashable:
-        """All of them are on the host."""
-        return type(array), array.dtype, array.shape
+    # In C: it is asked for every array of every call. Strides tell whether kernels can read it as it is.
+    signature = staticmethod(operator.attrgetter("__class__", "dtype", "shape", "strides"))  # type: ignore[assignment]
 
     def check_device(self, device: Device) -> None:
         """Only the host's logical devices exist."""
@@ -55,6 +55,13 @@ class NumpyBackend(Backend):
         ):
             return array
         return native(np.asarray(array))
+
+    def are_flat(self, arrays: Sequence[NDArray[Any]]) -> bool:
+        """What a signature says of each: an ndarray, native, its elements one after the other."""
+        return all(
+            type(array) is np.ndarray and array.flags.c_contiguous and array.dtype.isnative
+            for array in arrays
+        )
 
     def address_range(self, array: NDArray[Any]) -> tuple[int, int]:
         """The array's own."""

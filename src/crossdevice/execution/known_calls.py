@@ -11,7 +11,7 @@ from crossdevice.backends.registry import backend_of_type
 from crossdevice.execution.local.batch import CheckedBatch
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import PreparedReduction
-from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec
+from crossdevice.execution.reading.leaf_spec import Columns, Dense
 from crossdevice.execution.reading.outputs import check_outs, out_components
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.values.device import Device
@@ -31,15 +31,20 @@ class Found(NamedTuple):
 class KnownCall:
     """A batch of plain values, prepared: all of it but the arrays."""
 
-    __slots__ = ("_prepared", "_result_dtypes", "_specs")
+    __slots__ = ("_are_flat", "_prepared", "_result_dtypes", "_specs")
 
-    def __init__(self, prepared: PreparedReduction, specs: Sequence[LeafSpec], dtypes: Sequence[str]) -> None:
-        self._prepared, self._specs, self._result_dtypes = prepared, specs, dtypes
+    def __init__(self, prepared: PreparedReduction, leaves: Sequence[Dense], dtypes: Sequence[str]) -> None:
+        self._prepared, self._result_dtypes = prepared, dtypes
+        self._specs = [leaf.spec for leaf in leaves]
+        self._are_flat = all(leaf.spec.backend.are_flat(leaf.arrays) for leaf in leaves)
 
     def run(self, columns: Columns, outs: Sequence[Any]) -> list[Any]:
         """Reduces arrays that have the signatures of those before; `outs` are checked as in a first call."""
-        written = self._checked(columns, outs) if any(out is not None for out in outs) else outs
-        results = self._prepared.run(columns, written)
+        for out in outs:
+            if out is not None:
+                outs = self._checked(columns, outs)
+                break
+        results = self._prepared.run(columns, outs, are_flat=self._are_flat)
         return [
             result[0] if len(result) == 1 else Mirrored.of(result, spec.destinations)
             for result, spec in zip(results, self._specs, strict=True)
@@ -100,9 +105,8 @@ class KnownCalls:
         """Keeps a batch that was run, if all its values are plain."""
         if key is None or not batch.is_plain:
             return
-        specs = [leaf.spec for leaf in batch.dense]
-        prepared = planner.prepared(tuple(specs), batch.op, batch.options)
-        self._calls[key] = KnownCall(prepared, specs, batch.result_dtypes)
+        prepared = planner.prepared(tuple([leaf.spec for leaf in batch.dense]), batch.op, batch.options)
+        self._calls[key] = KnownCall(prepared, batch.dense, batch.result_dtypes)
 
 
 def _where(destinations: Any, value: DistributedValues) -> Hashable | None:

@@ -63,22 +63,29 @@ class HostPasses(Passes):
         """Whether there is a single leaf in a single pass."""
         return len(self._specs) == 1 and [len(tasks) for tasks in self._passes.values()] == [1]
 
-    def run_alone(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[Array, ...]:
+    def run_alone(
+        self, arrays: Sequence[Array], out: Sequence[Array] | None, *, are_flat: bool
+    ) -> tuple[Array, ...]:
         """The short way for a single leaf in a single pass, where small calls spend their time."""
         ((recipe, (task,)),) = self._passes.items()
         size, spec, dtype = task.stop, self._specs[0], self._dtypes[0]
-        views = list(map(spec.backend.host_view, arrays))
+        views = arrays if are_flat else list(map(spec.backend.host_view, arrays))
         if out is None:
             num_results = 1 if self._shares[0] else len(spec.destinations)
             adopts = spec.backend.is_immutable
             # Such a library adopts only memory that starts on a line, which the pool's does; NumPy's may not.
             if adopts or size * dtype.itemsize * num_results >= SMALLEST_POOLED_BYTES:
                 flats = result_pool.empty_batch([(size, dtype)] * num_results, on_lines=adopts)
+            elif are_flat and num_results == len(spec.destinations):
+                shape = spec.shape  # which a kernel does not look at: nothing needs to be reshaped
+                results = tuple([np.empty(shape, dtype) for _ in spec.destinations])
+                fused_pass(views, results, recipe)
+                return results
             else:
                 flats = [np.empty(size, dtype) for _ in range(num_results)]
         else:
             # In place, the inputs' views are the outputs': no second look at each array.
-            flats = views if out is arrays else list(map(spec.backend.host_view, out))
+            flats = list(views) if out is arrays else list(map(spec.backend.host_view, out))
         fused_pass(views, flats, recipe)
         return self._adopted(0, flats, out)
 

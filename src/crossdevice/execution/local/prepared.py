@@ -80,13 +80,16 @@ class PreparedReduction:
                 passes[leaf].add_leaf(leaf, recipes[leaf])
         self._is_alone = len(specs) == 1 and self._passes.is_alone
 
-    def run(self, columns: Columns, outs: Outs) -> list[tuple[Array, ...]]:
-        """For each leaf its result on each destination, written to `outs` where given."""
+    def run(self, columns: Columns, outs: Outs, *, are_flat: bool = False) -> list[tuple[Array, ...]]:
+        """For each leaf its result on each destination, written to `outs` where given.
+
+        `are_flat` says that all columns are known to be what `Backend.are_flat` asks for.
+        """
         # Not `with recorded(...)`: small calls spend their time here.
         started = now()
         try:
             if self._is_alone:
-                results = {0: self._passes.run_alone(columns[0], outs[0])}
+                results = {0: self._passes.run_alone(columns[0], outs[0], are_flat=are_flat)}
             else:
                 results = self._run(columns, outs)
         except Exception as error:
