@@ -24,6 +24,7 @@ from crossdevice.choosing.choose_algorithm import choose_algorithm
 from crossdevice.costs.topology import Topology
 from crossdevice.costs.topology_files import read_topology
 from crossdevice.execution.bound import BoundReduction
+from crossdevice.execution.pending import Pending
 from crossdevice.execution.tracing import flight_record, trace
 from crossdevice.functions import all_reduce, bind, broadcast, gather, reduce, to_dense
 from crossdevice.kernels.host.resources.pool import pool_bytes, release_memory, set_pool_bytes
@@ -75,6 +76,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "Pending",
     "PerReplica",
     "ProcessGroup",
     "ReduceOp",

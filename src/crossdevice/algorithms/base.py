@@ -9,13 +9,14 @@ from typing import Any
 from crossdevice.costs.rounds import Round
 from crossdevice.costs.topology import Topology
 from crossdevice.errors import ConversionError, ReduceOpError
-from crossdevice.execution.bound import BoundReduction
+from crossdevice.execution.bound import BoundReduction, side_streams_of
 from crossdevice.execution.explaining import explained
 from crossdevice.execution.known_calls import KnownCalls
 from crossdevice.execution.local.batch import CheckedBatch, Request, read_requests
 from crossdevice.execution.local.copying import copied_into, copied_to, shared_with
 from crossdevice.execution.local.gathering import gathered
 from crossdevice.execution.local.planning import Planner
+from crossdevice.execution.pending import THIS_PROCESS, Pending, start
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.outputs import wrapped
@@ -162,8 +163,44 @@ class CrossDeviceOps:
         if self._can_be_known:
             return BoundReduction.of_batch(batch, self._planner, rebuilt, is_batch)
         if is_batch:
-            return BoundReduction(functools.partial(self.batch_reduce, op, pairs, chosen, out=outs))
-        return BoundReduction(functools.partial(self.reduce, op, value, destinations, chosen, out=out))
+            value, out = pairs, outs
+        return BoundReduction(self._call(op, value, destinations, chosen, out), owner=self._owner_of_started)
+
+    def start_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
+    ) -> Pending:
+        """Starts a reduction and returns at once; `pending.wait()` gives what `reduce` would return.
+
+        Takes what `bind` takes. Arrays must not be written to before `wait` has returned.
+
+        >>> import numpy as np
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> gradients = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+        >>> pending = DirectAllReduce().start_reduce("sum", gradients, "cpu:0")
+        >>> pending.wait()
+        array([4., 6.], dtype=float32)
+        """
+        check_cross_replica("start_reduce")
+        if not self._can_be_known:
+            # Other processes or a user's own hook: all of the call is made in its turn, its checks too.
+            return start(self._call(reduce_op, value, destinations, options, out), self._owner_of_started)
+        is_batch = destinations is None
+        pairs = checked_pairs(value) if is_batch else [(value, destinations)]
+        outs = checked_outs(out, len(pairs)) if is_batch else [out]
+        requests, rebuilt = read_requests(pairs, outs)
+        batch = CheckedBatch(requests, self._checked_op(reduce_op), self._chosen_options(options))
+
+        def run() -> Any:
+            results = rebuilt(batch.run(self._planner))
+            return results if is_batch else results[0]
+
+        return start(run, side=side_streams_of(batch))
 
     def broadcast(
         self,
@@ -264,6 +301,24 @@ class CrossDeviceOps:
                 f"{op.name} with an accumulation_fn, which takes the place of the sum in SUM and MEAN"
             )
         return op
+
+    def _call(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None,
+        out: Any,
+    ) -> Callable[[], Any]:
+        """A plain call, to be made later; without destinations the value is pairs."""
+        if destinations is None:
+            return functools.partial(self.batch_reduce, reduce_op, value, options, out=out)
+        return functools.partial(self.reduce, reduce_op, value, destinations, options, out=out)
+
+    @property
+    def _owner_of_started(self) -> object:
+        """Whose started calls are made one after the other."""
+        return THIS_PROCESS
 
     def _chosen_options(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """The options that count when a call is given these; None stands for none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import OptionError
 from crossdevice.execution.local.batch import Request
+from crossdevice.execution.pending import finish_started
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.steps import Buffer
@@ -30,7 +30,10 @@ def _in_turn(
 
     @functools.wraps(method)
     def made(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
-        with contextlib.nullcontext() if self.group is None else self.group.turn():
+        if self.group is None:
+            return method(self, *args, **kwargs)
+        finish_started(self.group)  # ranks make their calls in the order of their programs
+        with self.group.turn():
             return method(self, *args, **kwargs)
 
     return made
@@ -129,6 +132,11 @@ class CollectiveAllReduce(CrossDeviceOps):
     def _can_be_known(self) -> bool:
         """Other processes take part: no call can be made without them."""
         return self.group is None and super()._can_be_known
+
+    @property
+    def _owner_of_started(self) -> object:
+        """Calls of one group are made one after the other, whichever object makes them."""
+        return super()._owner_of_started if self.group is None else self.group
 
     @property
     def _overrides_hooks(self) -> bool:

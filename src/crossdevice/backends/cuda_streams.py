@@ -94,6 +94,21 @@ class CudaStreams(abc.ABC):
             self._kept.setdefault(key, self.new_stream(device))
         return self._kept[key]
 
+    def turn_aside(self) -> None:
+        """Makes a side stream the current one of each device."""
+        for device, current in self._current.items():
+            side = self._stream(("aside", device, self.handle_of(current)), device)
+            self.make_wait(side, self._begun[device])
+            self.use(side)
+
+    def turn_back(self) -> dict[Device, Any]:
+        """Makes the streams current that were; returns an event at the end of each side stream."""
+        events = {device: self.event_on(self.current_stream(device)) for device in self._current}
+        for stream in self._current.values():
+            self.use(stream)
+        self.use_device(self._device)
+        return events
+
     @abc.abstractmethod
     def new_stream(self, device: Device) -> Any:
         """A stream that does not wait for the default stream."""
@@ -123,12 +138,43 @@ class CudaStreams(abc.ABC):
         """An event that happens when all that is on the stream by now is done."""
 
     @abc.abstractmethod
+    def has_happened(self, event: Any) -> bool:
+        """Whether all that was on the stream when the event was made is done."""
+
+    @abc.abstractmethod
     def make_wait(self, stream: Any, event: Any) -> None:
         """What comes next on the stream waits for the event."""
 
     @abc.abstractmethod
     def keep_for(self, stream: Any, array: Array) -> None:
         """The array's memory is not used for another before the stream has come this far."""
+
+
+class SideStreams:
+    """A stream beside the current one of every GPU, for work that the current ones go on without.
+
+    Inside the block the library works on the side streams, after all that the current streams have by then.
+    """
+
+    def __init__(self, streams: CudaStreams) -> None:
+        self._streams = streams
+        self._done: dict[Device, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._streams.turn_aside()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._done = self._streams.turn_back()
+
+    def are_done(self) -> bool:
+        """Whether the GPUs have done what was put on the side streams."""
+        return all(map(self._streams.has_happened, self._done.values()))
+
+    def join(self) -> None:
+        """What is put on the current streams from now on comes after what was put on the side streams."""
+        for device, event in self._done.items():
+            self._streams.make_wait(self._streams.current_stream(device), event)
 
 
 def _gpus(track: Track) -> list[Device]:

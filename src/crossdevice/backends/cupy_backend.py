@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.cuda_streams import CudaStreams
+from crossdevice.backends.cuda_streams import CudaStreams, SideStreams
 from crossdevice.backends.host_memory import strided_range
 from crossdevice.backends.nccl_engines import NcclBackend, Share
 from crossdevice.errors import ConversionError, DeviceError
@@ -122,6 +122,10 @@ class CupyBackend(NcclBackend):
         apart = set(devices)
         return CupyStreams(apart) if len(apart) > 1 else None
 
+    def side_streams(self, devices: Iterable[Device]) -> SideStreams | None:
+        """Of all devices: CuPy has GPUs only."""
+        return SideStreams(CupyStreams(devices))
+
 
 class CupyStreams(CudaStreams):
     """CuPy's streams; its pool knows nothing of readers, so what was read is held on to until the end."""
@@ -172,6 +176,10 @@ class CupyStreams(CudaStreams):
         where, side = stream
         with where:
             return side.record(cupy.cuda.Event(disable_timing=True))
+
+    def has_happened(self, event: Any) -> bool:
+        """Without waiting for it."""
+        return event.done
 
     def make_wait(self, stream: Any, event: Any) -> None:
         """On the GPU; the host goes on."""

@@ -6,7 +6,7 @@ import abc
 import functools
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from crossdevice.values.device import Device, Track
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from crossdevice.backends.cuda_streams import SideStreams
 
 Array = Any
 """An array of the backend's library."""
@@ -101,6 +104,10 @@ class Backend(abc.ABC):
     def shape_of(self, array: Array) -> tuple[int, ...]:
         """The shape."""
         return tuple(array.shape)
+
+    def are_flat(self, arrays: Sequence[Array]) -> bool:  # noqa: ARG002
+        """Whether kernels can read these arrays themselves, and any others with equal signatures."""
+        return False
 
     def axis_order(self, array: Array) -> tuple[int, ...] | None:  # noqa: ARG002
         """The axes from the slowest to the fastest: the order in which a permuted array is contiguous.
@@ -204,6 +211,10 @@ class Backend(abc.ABC):
 
     def streams(self, devices: Iterable[Device]) -> Streams | None:  # noqa: ARG002
         """Streams for one run of a plan on these devices; None if all is to be done in order."""
+        return None
+
+    def side_streams(self, devices: Iterable[Device]) -> SideStreams | None:  # noqa: ARG002
+        """Streams for work that the current ones of these devices go on without; None if there are none."""
         return None
 
 

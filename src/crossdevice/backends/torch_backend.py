@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from crossdevice.backends.cuda_streams import CudaStreams
+from crossdevice.backends.cuda_streams import CudaStreams, SideStreams
 from crossdevice.backends.host_memory import check_host_device
 from crossdevice.backends.nccl_engines import NcclBackend, Share
 from crossdevice.backends.protocol import dtype_named
@@ -202,6 +202,11 @@ class TorchBackend(NcclBackend):
             return None
         return TorchStreams(apart)
 
+    def side_streams(self, devices: Iterable[Device]) -> SideStreams | None:
+        """Of all GPUs among the devices."""
+        apart = {device for device in devices if device.type == "cuda"}
+        return SideStreams(TorchStreams(apart)) if apart else None
+
 
 class _SparseRows(IndexedSlices):
     """What was a `torch.sparse_coo` tensor."""
@@ -246,6 +251,10 @@ class TorchStreams(CudaStreams):
     def event_on(self, stream: Any) -> Any:
         """A new event."""
         return stream.record_event()
+
+    def has_happened(self, event: Any) -> bool:
+        """Without waiting for it."""
+        return event.query()
 
     def make_wait(self, stream: Any, event: Any) -> None:
         """On the GPU; the host goes on."""

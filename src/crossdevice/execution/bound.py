@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from crossdevice.backends.cuda_streams import SideStreams
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import BoundError, ContextError
 from crossdevice.execution.local.batch import CheckedBatch
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.sparse import SparseReduction
+from crossdevice.execution.pending import THIS_PROCESS, Pending, start
 from crossdevice.execution.reading.leaf_spec import Columns, Dense
 from crossdevice.kernels.host.fixed_arrays import FixedArrays
 from crossdevice.values.replica_scope import check_cross_replica
@@ -27,7 +30,7 @@ class BoundReduction:
     results if the library's arrays cannot be written to, if values are sparse, if the algorithm overrides
     `reduce_implementation` or has an `accumulation_fn`, and between processes.
 
-    Several threads may call it; they take turns.
+    `start` lets it run while Python goes on. Several threads may call it; they take turns.
 
     >>> import numpy as np, crossdevice as cd
     >>> arrays = [np.float32([1, 2]), np.float32([3, 4])]
@@ -37,18 +40,51 @@ class BoundReduction:
     array([14., 16.], dtype=float32)
     """
 
-    def __init__(self, run: Callable[[], Any], check: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        run: Callable[[], Any],
+        check: Callable[[], None] | None = None,
+        *,
+        owner: object = THIS_PROCESS,
+        side_streams: Callable[[], SideStreams | None] = lambda: None,
+    ) -> None:
+        """`owner` is whose started reductions keep their order; `side_streams` is for arrays on GPUs."""
         self._run, self._check = run, check
+        self._owner, self._side_streams = owner, side_streams
         self._start_anew()
         _bound_reductions.add(self)
 
     def _start_anew(self) -> None:
         self._turn = threading.Lock()
         self._running: int | None = None
+        self._pending: Pending | None = None
 
     def __call__(self) -> Any:
         """Runs the reduction: one result for one value, a list for pairs."""
         check_cross_replica("a bound reduction")
+        self._check_waited_for()
+        return self._run_in_turn()
+
+    def start(self) -> Pending:
+        """Starts the reduction and returns at once; `pending.wait()` gives its results.
+
+        A thread of ours runs it, on GPUs a stream of its own. Started reductions of one process, and of
+        one group of processes, run in the order in which they were started.
+        """
+        check_cross_replica("start")
+        self._check_waited_for()
+        pending = self._pending = start(self._run_in_turn, self._owner, self._side_streams())
+        return pending
+
+    def _check_waited_for(self) -> None:
+        if self._pending is not None:
+            if not self._pending.is_waited_for:
+                raise ContextError(
+                    "this bound reduction was started before; call wait() on what start() returned"
+                )
+            self._pending = None
+
+    def _run_in_turn(self) -> Any:
         thread = threading.get_ident()
         if self._running == thread:
             # Only a signal's handler gets here: waiting for the call it interrupted would never end.
@@ -65,7 +101,9 @@ class BoundReduction:
     def with_results(self, convert: Callable[[Any], Any]) -> BoundReduction:
         """The same reduction, whose results are handed over in another form."""
         run = self._run
-        return BoundReduction(lambda: convert(run()), self._check)
+        return BoundReduction(
+            lambda: convert(run()), self._check, owner=self._owner, side_streams=self._side_streams
+        )
 
     @classmethod
     def of_batch(
@@ -77,6 +115,7 @@ class BoundReduction:
     ) -> BoundReduction:
         """Of a checked batch; its results are made now, and written again by each call."""
         backends = {leaf.spec.backend for leaf in batch.dense}
+        side_streams = functools.partial(side_streams_of, batch)
         is_fixed = not any(isinstance(leaf, SparseReduction) for leaf in batch.all_leaves)
         if not is_fixed or any(backend.is_immutable for backend in backends):
 
@@ -84,7 +123,7 @@ class BoundReduction:
                 results = rebuilt(batch.run(planner))
                 return results if is_batch else results[0]
 
-            return cls(rerun)
+            return cls(rerun, side_streams=side_streams)
         columns = [leaf.arrays for leaf in batch.dense]
         prepared = planner.prepared(tuple(leaf.spec for leaf in batch.dense), batch.op, batch.options)
         made = [None if leaf.out is None else tuple(leaf.out) for leaf in batch.dense]
@@ -100,7 +139,16 @@ class BoundReduction:
             work()
             return answer
 
-        return cls(run, _Memory(batch.dense, outs).check)
+        return cls(run, _Memory(batch.dense, outs).check, side_streams=side_streams)
+
+
+def side_streams_of(batch: CheckedBatch) -> SideStreams | None:
+    """Streams for the GPUs of a batch; None for a thread, on the host or where there are two libraries."""
+    backends = {leaf.spec.backend for leaf in batch.dense}
+    if len(backends) != 1:
+        return None
+    places = {device for leaf in batch.dense for device in (*leaf.spec.devices, *leaf.spec.destinations)}
+    return backends.pop().side_streams(places)
 
 
 _bound_reductions: weakref.WeakSet[BoundReduction] = weakref.WeakSet()

@@ -8,7 +8,7 @@ import pytest
 
 from crossdevice import Device, ReduceOp
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.backends.cuda_streams import CudaStreams
+from crossdevice.backends.cuda_streams import CudaStreams, SideStreams
 from crossdevice.backends.numpy_backend import NumpyBackend
 from crossdevice.execution.local import executor
 from crossdevice.kernels.recipe import Recipe
@@ -72,6 +72,9 @@ class LateStreams(CudaStreams):
         event = object()
         stream.append(("mark", event))
         return event
+
+    def has_happened(self, event):
+        return event in self.gpus.happened
 
     def make_wait(self, stream, event):
         stream.append(("wait", event))
@@ -269,3 +272,31 @@ def test_only_several_gpus_have_streams():
     torch_backend = pytest.importorskip("crossdevice.backends.torch_backend").TorchBackend()
     for devices in (hosts, [*hosts, Device("cuda", 0)], [Device("mps", 0), Device("mps", 1)]):
         assert torch_backend.streams(devices) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_side_streams_begin_after_the_current_ones_which_go_on_until_they_join(seed):
+    devices = [Device("cuda", 0), Device("cuda", 1)]
+    gpus = LateGpus(seed, devices)
+    done = []
+
+    def put(what):
+        for device in devices:
+            gpus.late(device, lambda device=device: done.append((what, device.index)))
+
+    put("before")
+    current = dict(gpus.current)
+    side = SideStreams(LateStreams(gpus, devices))
+    with side:
+        put("aside")
+    assert gpus.current == current
+    put("beside")
+    assert not side.are_done()
+    side.join()
+    put("after")
+    gpus.run_all()
+    assert side.are_done()
+    for index in range(2):
+        order = [what for what, number in done if number == index]
+        assert order.index("before") < order.index("aside") < order.index("after")
+        assert order.index("before") < order.index("beside") < order.index("after")

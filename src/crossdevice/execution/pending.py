@@ -1,0 +1,153 @@
+"""Reductions that were started: they go on while Python does something else."""
+
+from __future__ import annotations
+
+import abc
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from crossdevice.backends.cuda_streams import SideStreams
+from crossdevice.errors import DeadlineError, OptionError
+from crossdevice.process_groups.courier import Courier, Errand
+
+
+class ThisProcess:
+    """The owner of all that is started without other processes."""
+
+
+THIS_PROCESS = ThisProcess()
+
+
+class Pending(abc.ABC):
+    """A reduction that was started; `wait` returns its results.
+
+    Do not write to its inputs, nor read or write its results, before `wait` has returned.
+
+    >>> import numpy as np, crossdevice as cd
+    >>> pending = cd.bind([np.float32([1, 2]), np.float32([3, 4])], "sum", "cpu:0").start()
+    >>> pending.wait()
+    array([4., 6.], dtype=float32)
+    """
+
+    is_waited_for = False
+    """Whether `wait` has returned or raised the reduction's own error."""
+
+    @abc.abstractmethod
+    def done(self) -> bool:
+        """Whether the reduction has ended, well or not; `wait` will not block then."""
+
+    @abc.abstractmethod
+    def wait(self, timeout: float | None = None) -> Any:
+        """The results; raises what the reduction raised.
+
+        On the host it blocks until they are there. On GPUs it does not: what is put on the current streams
+        afterwards comes after the reduction.
+
+        Args:
+            timeout: seconds. If the reduction takes longer, DeadlineError is raised. It goes on, and
+                may be waited for again.
+        """
+
+
+class _OnThread(Pending):
+    """Done by a thread of ours, after everything that was started before for the same owner."""
+
+    def __init__(self, errand: Errand) -> None:
+        self._errand = errand
+
+    def done(self) -> bool:
+        """Whether the thread is done with it."""
+        return self._errand.wait(0)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Blocks until the thread is done with it."""
+        seconds = _checked_seconds(timeout)
+        if not self._errand.wait(seconds):
+            raise DeadlineError(f"the reduction that was started has not ended in {seconds:g} seconds")
+        self.is_waited_for = True
+        return self._errand.result()
+
+
+class _OnStreams(Pending):
+    """Done by GPUs on streams of their own."""
+
+    def __init__(self, work: Callable[[], Any], side: SideStreams) -> None:
+        self._work, self._side = work, side  # with the arrays that GPUs are about to read
+        with side:
+            self._results = work()
+
+    def __del__(self) -> None:
+        # Nobody waited: memory that is free from now on is used again when the GPUs are done with it.
+        if not self.is_waited_for:
+            self._side.join()
+
+    def done(self) -> bool:
+        """Whether the GPUs are done with it."""
+        return self._side.are_done()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Orders the current streams; the host goes on."""
+        _checked_seconds(timeout)
+        self._side.join()
+        self.is_waited_for = True
+        return self._results
+
+
+def start(work: Callable[[], Any], owner: object = THIS_PROCESS, side: SideStreams | None = None) -> Pending:
+    """Has work done by the owner's thread, in the order of starts; or, with side streams, by GPUs there.
+
+    What the host does for GPUs, it does here and now.
+    """
+    if side is not None:
+        return _OnStreams(work, side)
+    lane = _lanes.get(owner)
+    if lane is None:
+        lane = _lanes.setdefault(owner, _Lane())
+    return lane.start(work)
+
+
+def finish_started(owner: object) -> None:
+    """Waits until all that was started for an owner has ended; its own thread does not wait for itself."""
+    lane = _lanes.get(owner)
+    if lane is not None:
+        lane.finish()
+
+
+class _Lane:
+    """A thread that does one work after the other."""
+
+    def __init__(self) -> None:
+        self._courier = Courier("crossdevice, started work")
+        self._thread = 0
+        self._last: Errand | None = None
+
+    def start(self, work: Callable[[], Any]) -> Pending:
+        def run() -> Any:
+            self._thread = threading.get_ident()
+            return work()
+
+        errand = self._last = self._courier.send(run)
+        return _OnThread(errand)
+
+    def finish(self) -> None:
+        if self._last is not None and threading.get_ident() != self._thread:
+            self._last.wait(math.inf)
+            self._last = None  # with the results it holds
+
+
+_lanes: weakref.WeakKeyDictionary[object, _Lane] = weakref.WeakKeyDictionary()
+
+if hasattr(os, "register_at_fork"):  # threads stay behind in the process that was forked
+    os.register_at_fork(after_in_child=_lanes.clear)
+
+
+def _checked_seconds(timeout: float | None) -> float:
+    if timeout is None:
+        return math.inf
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise OptionError(f"timeout must be a number of seconds, 0 or more, or None; got {timeout!r}")
+    return float(timeout)
