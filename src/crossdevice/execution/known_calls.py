@@ -18,6 +18,7 @@ from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import Weights
 
 
 class Found(NamedTuple):
@@ -36,10 +37,10 @@ class KnownCall:
     def __init__(self, prepared: PreparedReduction, specs: Sequence[LeafSpec], dtypes: Sequence[str]) -> None:
         self._prepared, self._specs, self._result_dtypes = prepared, specs, dtypes
 
-    def run(self, columns: Columns, outs: Sequence[Any]) -> list[Any]:
+    def run(self, columns: Columns, outs: Sequence[Any], weights: Weights | None = None) -> list[Any]:
         """Reduces arrays that have the signatures of those before; `outs` are checked as in a first call."""
         written = self._checked(columns, outs) if any(out is not None for out in outs) else outs
-        results = self._prepared.run(columns, written)
+        results = self._prepared.run(columns, written, weights)
         return [
             result[0] if len(result) == 1 else Mirrored.of(result, spec.destinations)
             for result, spec in zip(results, self._specs, strict=True)
@@ -67,8 +68,10 @@ class KnownCalls:
         self._calls: SignatureCache[KnownCall] = SignatureCache()
         self.hits = 0
 
-    def find(self, op: Any, pairs: Sequence[tuple[Any, Any]], options: Any) -> Found:
-        """The key of a call, and what runs it if it was made before."""
+    def find(
+        self, op: Any, pairs: Sequence[tuple[Any, Any]], options: Any, num_weights: int | None = None
+    ) -> Found:
+        """The key of a call, and what runs it if it was made before, with whatever weights."""
         if not (
             self._keeps
             and isinstance(op, (str, ReduceOp))
@@ -76,7 +79,7 @@ class KnownCalls:
         ):
             return Found()
         columns: list[Sequence[Array]] = []
-        key: list[Hashable] = [op, options]
+        key: list[Hashable] = [op, options, num_weights]
         for value, destinations in pairs:
             if not isinstance(value, DistributedValues) or not value.values:
                 return Found()
@@ -101,7 +104,7 @@ class KnownCalls:
         if key is None or not batch.is_plain:
             return
         specs = [leaf.spec for leaf in batch.dense]
-        prepared = planner.prepared(tuple(specs), batch.op, batch.options)
+        prepared = planner.prepared(tuple(specs), batch.op, batch.options, batch.is_weighted)
         self._calls[key] = KnownCall(prepared, specs, batch.result_dtypes)
 
 

@@ -46,13 +46,15 @@ _MEAN_OF_INTEGER = {
 }
 
 
-def result_dtype(dtype: str, op: ReduceOp) -> str:
+def result_dtype(dtype: str, op: ReduceOp, is_weighted: bool = False) -> str:
     """The dtype of a reduction's result; it never depends on the number of replicas.
+
+    Sums of weights times integers have the dtype of a mean.
 
     >>> result_dtype("int32", ReduceOp.MEAN), result_dtype("int32", ReduceOp.SUM)
     ('float64', 'int32')
     """
-    if op is ReduceOp.MEAN:
+    if op is ReduceOp.MEAN or is_weighted:
         return _MEAN_OF_INTEGER.get(dtype, dtype)
     return dtype
 

@@ -63,8 +63,8 @@ class _Prepared(NamedTuple):
     """The dtype of which a complex one has two."""
     positions: tuple[int, ...] | None
     """The inputs as they combine from left to right, if that is not as they come."""
-    program: array[int]
-    """Instructions for inputs that combine as a tree."""
+    program: array[Any]
+    """Instructions for inputs that combine as a tree; the weights of a recipe that has some."""
 
 
 _kernels: str | None = None
@@ -77,11 +77,12 @@ def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
     Each input is read once and each output written once. An output may be one of the inputs; it may
     not overlap one otherwise. The bits are those of `numpy_pass`.
     """
-    first = inputs[0]
-    prepared = _prepared_for(recipe, first.dtype, outputs[0].dtype)
+    prepared = _prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
     if prepared is None or len(inputs) > MAX_INPUTS:
         numpy_pass(inputs, outputs, recipe)
         return
+    if recipe.weights is not None:
+        prepared = _with_weights(prepared, recipe)
     arrays, results = _as_read(inputs, prepared), _as_written(outputs, prepared)
     if traffic_bytes(arrays, results) >= THREADED_BYTES:
         _Passes([(arrays, results)], prepared, recipe)()
@@ -117,7 +118,9 @@ def bound_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe) -> list[
         else:
             _, group = groups.setdefault(id(prepared), (prepared, []))
             group.append((_as_read(inputs, prepared), _as_written(outputs, prepared)))
-    return works + [_Passes(group, prepared, recipe) for prepared, group in groups.values()]
+    return works + [
+        _Passes(group, _with_weights(prepared, recipe), recipe) for prepared, group in groups.values()
+    ]
 
 
 def select_kernels(name: str | None) -> None:
@@ -155,6 +158,8 @@ def _checked_kernels(given: str | None, source: str) -> str:
 
 
 def _prepared_for(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prepared | None:
+    if recipe.weights is not None:
+        recipe = recipe.key
     try:
         return _prepared[recipe, dtype, into]
     except KeyError:
@@ -185,7 +190,7 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prep
     if family == "wrapping":  # which does not know signs, so one kernel does for both
         element = element.removeprefix("u")
     kernel = numba_pass.compiled_kernel(f"{shape} {family} {recipe.op.name} {element}")
-    is_exact = family in ("exact", "enclosed")
+    is_exact = family in ("exact", "enclosed", "weighted_exact")
     return _Prepared(kernel, divisor_for(recipe, into), is_exact, part, positions, array("q", program or ()))
 
 
@@ -198,6 +203,13 @@ def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
     if family == "wide" and dtype == "bfloat16" and recipe.op is ReduceOp.SUM:
         return "exact_in_single"
     return family
+
+
+def _with_weights(prepared: _Prepared, recipe: Recipe) -> _Prepared:
+    weights = recipe.weights
+    if weights is None:
+        return prepared
+    return prepared._replace(divisor=weights.divisor, program=weights.words)
 
 
 def divisor_for(recipe: Recipe, into: np.dtype[Any]) -> float:

@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from crossdevice.kernels.association import MAX_DEPTH, START, WITH_LEVEL
 from crossdevice.kernels.host.llvm.arithmetic import Arithmetic
 from crossdevice.kernels.host.llvm.families import arithmetic_named
-from crossdevice.kernels.host.llvm.lanes import FORMATS, INT32, INT64, Builder, Lanes, State, Value
+from crossdevice.kernels.host.llvm.lanes import DOUBLE, FORMATS, INT32, INT64, Builder, Lanes, State, Value
 from crossdevice.kernels.host.work_list import WORD_BYTES
 
 STREAMED_LINE_BYTES = 64
@@ -48,7 +48,7 @@ def combine_lanes(
 
     `inputs` and `outputs` are addresses of pointers to ndarrays. 0 is returned if all is well; 1 if the
     arithmetic is not certain of its results: then nothing is written. A program (0: none) says in which
-    order the inputs combine, if not from left to right.
+    order the inputs combine, if not from left to right; for a weighted arithmetic it has the weights.
     """
     words = (inputs, num_inputs, outputs, num_outputs, position)
     signature = types.int64(name, lanes, *words, divisor, is_nontemporal, program, program_length)
@@ -61,7 +61,7 @@ def combine_lanes(
         if shape == "tree":
             state = reader.combined_by_program(arithmetic, arguments[9], arguments[10])
         else:
-            state = reader.combined_in_order(arithmetic, arguments[3])
+            state = reader.combined_in_order(arithmetic, arguments[3], arguments[9])
         divisor, writes = arguments[7], (*arguments[4:7], arguments[8])
         result = arithmetic.finished(reader.lanes, state, divisor)
         doubted = arithmetic.doubted(reader.lanes, state, divisor, arguments[3])
@@ -73,7 +73,7 @@ def combine_lanes(
         second = arithmetic.fallback()
         if second is not None:
             with builder.if_then(builder.load(doubt), likely=False):
-                state = reader.combined_in_order(second, arguments[3])
+                state = reader.combined_in_order(second, arguments[3], arguments[9])
                 builder.store(second.finished(reader.lanes, state, divisor), place)
                 doubted = second.doubted(reader.lanes, state, divisor, arguments[3])
                 is_any = ir.Constant(ir.IntType(1), 0) if doubted is None else reader.lanes.is_any(doubted)
@@ -94,16 +94,30 @@ class _Reader:
         self._inputs = inputs
         self._offset = _offset(lanes.build, position, dtype)
 
-    def combined_in_order(self, arithmetic: Arithmetic, num_inputs: Value) -> State:
+    def combined_in_order(self, arithmetic: Arithmetic, num_inputs: Value, weights: Value) -> State:
         build = self.lanes.build
-        first = arithmetic.started(self.lanes, self._element(arithmetic, ir.Constant(INT64, 0)))
-        places = [cgutils.alloca_once_value(build, part) for part in first]
+
+        def number_at(index: Value) -> Value:
+            return self.lanes.spread(build.bitcast(_word_at(build, weights, index), DOUBLE))
+
+        def grown(state: State | None, index: Value) -> State:
+            element = self._element(arithmetic, index)
+            if arithmetic.is_weighted:
+                return arithmetic.with_term(self.lanes, state, element, number_at(index))
+            if state is None:
+                return arithmetic.started(self.lanes, element)
+            return arithmetic.combined(self.lanes, state, element)
+
+        places = [cgutils.alloca_once_value(build, part) for part in grown(None, ir.Constant(INT64, 0))]
         with cgutils.for_range(build, num_inputs, start=ir.Constant(INT64, 1)) as loop:
             state = tuple(build.load(place) for place in places)
-            grown = arithmetic.combined(self.lanes, state, self._element(arithmetic, loop.index))
-            for part, place in zip(grown, places, strict=True):
+            for part, place in zip(grown(state, loop.index), places, strict=True):
                 build.store(part, place)
-        return tuple(build.load(place) for place in places)
+        state = tuple(build.load(place) for place in places)
+        if not arithmetic.is_weighted:
+            return state
+        # What the weights' sum lacks, and what that may be wrong by.
+        return *state, number_at(num_inputs), number_at(build.add(num_inputs, ir.Constant(INT64, 1)))
 
     def combined_by_program(self, arithmetic: Arithmetic, program: Value, length: Value) -> State:
         build, lanes = self.lanes.build, self.lanes
