@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from crossdevice.kernels.host.resources.pool import pool_bytes
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.kernels.host.work_list import (
     EMPTY_ROOM,
+    MANY_INPUTS,
+    SCRATCH_BYTES,
     TUPLE_HEADER_BYTES,
     Pieces,
     Task,
@@ -51,6 +54,21 @@ NO_ROOM = array("q")
 
 MAX_INPUTS = 1 << 15
 """As many 16-bit integers are sure to have a sum of 32 bits."""
+
+
+class _Scratch(threading.local):
+    """Memory of each thread in which kernels keep accumulators while they read many inputs."""
+
+    memory: array[int] | None = None
+
+    def place(self) -> int:
+        """Its address."""
+        if self.memory is None:
+            self.memory = array("q", bytes(SCRATCH_BYTES))
+        return self.memory.buffer_info()[0]
+
+
+_scratch = _Scratch()
 
 
 class _Prepared(NamedTuple):
@@ -93,6 +111,7 @@ def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
         *(0, 0, 0, prepared.divisor, id(arrays) + TUPLE_HEADER_BYTES, len(arrays)),
         *(id(results) + TUPLE_HEADER_BYTES, len(results), 0, size, 0, room.buffer_info()[0]),
         *prepared.program.buffer_info(),
+        _scratch.place() if len(arrays) >= MANY_INPUTS else 0,
     )
     if room and room[0]:
         _run_pieces(arrays, results, pieces_in(room, size), recipe)
@@ -253,6 +272,7 @@ class _Passes:
         program = prepared.program.buffer_info()
         # Bound to this object, so that its arrays live for as long as any thread works on them.
         self._arguments = (*self._work_list.place, prepared.divisor, *([0] * 8), *program)
+        self._has_many_inputs = any(len(inputs) >= MANY_INPUTS for inputs, _ in tasks)
         self._prepared = prepared
         self._kernel = prepared.kernel
 
@@ -260,7 +280,7 @@ class _Passes:
         """Does all the work, and what the kernel is not certain of in NumPy."""
         self._work_list.restart()
         if self._participants == 1:
-            self._kernel(*self._arguments)
+            self._work()
         else:
             run_together(self._work, self._participants)
         if self._is_exact:
@@ -268,7 +288,7 @@ class _Passes:
                 _run_pieces(inputs, outputs, pieces, self._recipe)
 
     def _work(self) -> None:
-        self._kernel(*self._arguments)
+        self._kernel(*self._arguments, _scratch.place() if self._has_many_inputs else 0)
 
 
 def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe) -> None:
