@@ -18,8 +18,8 @@ Order: TypeAlias = "int | tuple[Order, ...]"
 class Recipe(NamedTuple):
     """How N inputs become one value, which is then written to M outputs.
 
-    `op` is SUM, PROD, MIN or MAX; a mean is a SUM with a `divisor` (None: no division). `order` counts
-    under `"fast"` only: `"accurate"` combines inputs in their given order and `"exact"` has no order.
+    `op` is SUM, PROD, MIN, MAX or of ranks; a mean is a SUM with a `divisor` (None: no division). `order`
+    counts under `"fast"` only: `"accurate"` combines inputs in their given order, `"exact"` has no order.
     With `weights`, `op` is SUM, and there is no divisor but theirs.
     """
 
@@ -28,6 +28,11 @@ class Recipe(NamedTuple):
     divisor: int | None = None
     order: Order | None = None
     weights: Weights | None = None
+
+    def of_ranks(self, num_inputs: int) -> Recipe:
+        """What is done with the middle of each sorted column, for operations of ranks."""
+        start, stop = self.op.ranks(num_inputs)
+        return Recipe(ReduceOp.SUM, self.precision, stop - start)
 
     @property
     def key(self) -> Recipe:

@@ -261,7 +261,7 @@ class StrategyExtended:
         return [optree.tree_unflatten(structure, leaves) for leaves, structure in answers]
 
     def _same_everywhere(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
-        if op in _IDEMPOTENT:
+        if op in _IDEMPOTENT or op.is_of_ranks:
             if (
                 self._num_replicas == 1
                 and hasattr(value, "dtype")

@@ -55,7 +55,8 @@ class CheckedBatch:
 
     Args:
         in_any_order: whether axes may be left as they lie in memory, if all arrays of a leaf agree on that.
-        factors: the weights of the replicas of every request. `fast` has none: it is `accurate` with them.
+        factors: the weights of the replicas of every request. With them, and for operations of ranks, `fast`
+            is `accurate`: partial results would not be of use.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class CheckedBatch:
         started = now()
         if factors is not None:
             _check_number(factors, requests)
-            if options.precision == "fast":
-                options = dataclasses.replace(options, precision="accurate")
+        if options.precision == "fast" and (factors is not None or op.is_of_ranks):
+            options = dataclasses.replace(options, precision="accurate")
         self.requests, self.op, self.options, self.factors = requests, op, options, factors
         self._in_any_order = in_any_order
         self.leaves = [self._checked_leaves(request) for request in requests]

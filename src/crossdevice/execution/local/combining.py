@@ -72,7 +72,9 @@ def combine_with_array_functions(
 
 
 def _needs_host(recipe: Recipe, source: str) -> bool:
-    """True sums and means of 64-bit integers need arithmetic that array libraries do not have.
+    """Sorting is left to the host, and so is arithmetic that array libraries do not have.
+
+    That is for true sums and means of 64-bit integers.
 
     So do weights times float64, whose products are rounded.
 
@@ -80,6 +82,8 @@ def _needs_host(recipe: Recipe, source: str) -> bool:
     """
     if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
         return False
+    if recipe.op.is_of_ranks:
+        return True
     if recipe.weights is not None:
         return recipe.precision == "exact" or source in ("float64", "int64", "uint64")
     if source in INTEGERS:

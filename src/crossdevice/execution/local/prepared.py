@@ -83,9 +83,7 @@ class PreparedReduction:
                 passes[leaf].add_leaf(leaf, recipes[leaf])
         self._is_alone = len(specs) == 1 and self._passes.is_alone
 
-    def run(
-        self, columns: Columns, outs: Outs, weights: Weights | None = None
-    ) -> list[tuple[Array, ...]]:
+    def run(self, columns: Columns, outs: Outs, weights: Weights | None = None) -> list[tuple[Array, ...]]:
         """For each leaf its result on each destination, written to `outs` where given."""
         # Not `with recorded(...)`: small calls spend their time here.
         started = now()
@@ -124,6 +122,8 @@ def recipe_for(
     op: ReduceOp, options: CommunicationOptions, num_replicas: int, is_weighted: bool = False
 ) -> Recipe:
     """What is computed of so many replicas, but for the order of a plan, and for weights."""
+    if op.is_of_ranks:
+        op.ranks(num_replicas)  # raises if there are too few
     if is_weighted:
         return Recipe(ReduceOp.SUM, options.precision, weights=UNKNOWN_WEIGHTS)
     if op is ReduceOp.MEAN:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend
-from crossdevice.errors import ConversionError, MismatchError, OptionError
+from crossdevice.errors import ConversionError, MismatchError, OptionError, ReduceOpError
 from crossdevice.execution.local.batch import CheckedBatch, CheckedLeaf, Request
 from crossdevice.execution.local.copying import component_of
 from crossdevice.execution.local.gathering import Gathering, check_gather
@@ -56,7 +56,7 @@ class BetweenProcesses:
         description = self._description(batch)
         with agreed_call(self._group, description, replicas, _seconds(batch.options)) as (call, of_ranks):
             counts = list(zip(*of_ranks, strict=True))
-            weights = None if batch.factors is None else _weights_of_all_ranks(call, batch.factors, batch.op)
+            weights = _weights_of_all_ranks(call, batch, counts)
             # Rows first, which are copied: `out` of a dense leaf may be written to while that travels.
             gathered = _gather_rows(call, batch.all_leaves, counts, weights)
             deliveries = self._exchange_dense(call, batch, counts, weights)
@@ -266,12 +266,19 @@ def _index_dtype(leaf: SparseReduction) -> str:
     return dtypes.pop() if len(dtypes) == 1 else "int64"
 
 
-def _weights_of_all_ranks(call: GroupCall, factors: tuple[float, ...], op: ReduceOp) -> Weights:
-    """The weights of all replicas, in the order of ranks."""
-    records = call.all_gather_uneven(np.array(factors).tobytes())
+def _weights_of_all_ranks(
+    call: GroupCall, batch: CheckedBatch, counts: Sequence[tuple[int, ...]]
+) -> Weights | None:
+    """The weights of all replicas, in the order of ranks; refuses those, and operations, that do not fit."""
     try:
-        return weights_for(tuple(np.frombuffer(b"".join(records)).tolist()), op)
-    except OptionError as error:
+        if batch.op.is_of_ranks:
+            for count in counts:
+                batch.op.ranks(sum(count))
+        if batch.factors is None:
+            return None
+        records = call.all_gather_uneven(np.array(batch.factors).tobytes())
+        return weights_for(tuple(np.frombuffer(b"".join(records)).tolist()), batch.op)
+    except (OptionError, ReduceOpError) as error:
         refusal = MismatchError(str(error))
         refusal.is_on_all_ranks = True
         raise refusal from None

@@ -126,8 +126,11 @@ def _pack_of(
 ) -> ProcessPack:
     dtype = specs[leaves[0]].dtype
     over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
-    # With weights the arrays travel themselves, so that bits do not depend on which process has which.
-    partial = None if is_weighted else partial_dtype(dtype, op, options.precision, max(counts))
+    # With weights the arrays travel themselves, so that bits do not depend on which process has which. Of
+    # values that are to be sorted there are no partial results.
+    partial = (
+        None if is_weighted or op.is_of_ranks else partial_dtype(dtype, op, options.precision, max(counts))
+    )
     divisor = sum(counts) if op is ReduceOp.MEAN and not is_weighted else None
     names = (dtype, partial, result_dtype(dtype, op, is_weighted))
     in_parts = dtype in COMPLEXES and op is not ReduceOp.PROD

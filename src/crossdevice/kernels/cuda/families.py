@@ -78,7 +78,9 @@ def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
     family = family_of(recipe, element, result)
     if family not in COMPILED_FAMILIES:
         what = "exact sums and products" if element in FLOATS else "means without wrap-around"
-        if recipe.weights is not None:
+        if recipe.op.is_of_ranks:
+            what = "medians and trimmed means"
+        elif recipe.weights is not None:
             what = "exact weighted sums" if element in FLOATS else "weighted sums"
         return f"{what} of {dtype} have no GPU kernel"
     into_dtype = BFLOAT16 if result == "bfloat16" else np.dtype(result)

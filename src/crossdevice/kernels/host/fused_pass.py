@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from crossdevice.errors import OptionError
 from crossdevice.kernels.association import positions_of, program_of
 from crossdevice.kernels.families import ORDERED_FAMILIES, family_of
+from crossdevice.kernels.host.ranked_pass import ranked_pass
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.host.resources.pool import pool_bytes
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
@@ -97,7 +98,7 @@ def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
     """
     prepared = _prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
     if prepared is None or len(inputs) > MAX_INPUTS:
-        numpy_pass(inputs, outputs, recipe)
+        _pass_without_kernel(inputs, outputs, recipe)
         return
     if recipe.weights is not None:
         prepared = _with_weights(prepared, recipe)
@@ -133,13 +134,21 @@ def bound_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe) -> list[
     for inputs, outputs in tasks:
         prepared = _prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
         if prepared is None or len(inputs) > MAX_INPUTS:
-            works.append(functools.partial(numpy_pass, inputs, outputs, recipe))
+            works.append(functools.partial(_pass_without_kernel, inputs, outputs, recipe))
         else:
             _, group = groups.setdefault(id(prepared), (prepared, []))
             group.append((_as_read(inputs, prepared), _as_written(outputs, prepared)))
     return works + [
         _Passes(group, _with_weights(prepared, recipe), recipe) for prepared, group in groups.values()
     ]
+
+
+def _pass_without_kernel(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
+    """What no kernel does by itself."""
+    if recipe.op.is_of_ranks and selected_kernels() == "numba":
+        ranked_pass(inputs, outputs, recipe, fused_pass)
+    else:
+        numpy_pass(inputs, outputs, recipe)
 
 
 def select_kernels(name: str | None) -> None:

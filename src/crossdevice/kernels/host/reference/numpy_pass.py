@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.kernels.host.reference.exact import exact_product, exact_sum
+from crossdevice.kernels.host.reference.ranks import ranked
 from crossdevice.kernels.host.reference.rounding import (
     exact_remainder,
     rounded,
@@ -45,6 +46,9 @@ def numpy_pass(inputs: Sequence[Block], outputs: Sequence[Block], recipe: Recipe
 
 
 def _combined(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:
+    if recipe.op.is_of_ranks:
+        count = len(inputs)
+        return _combined(ranked(inputs, *recipe.op.ranks(count)), recipe.of_ranks(count), dtype)
     if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
         return _extreme(inputs, recipe.op)
     if recipe.weights is not None:
