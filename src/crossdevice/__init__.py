@@ -51,7 +51,12 @@ from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
-from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
+from crossdevice.values.reduce_op import (
+    ReduceOp,
+    VariableAggregation,
+    VariableSynchronization,
+    trimmed_mean,
+)
 
 __version__ = "0.2.0"
 
@@ -113,6 +118,7 @@ __all__ = [
     "set_pool_bytes",
     "to_dense",
     "trace",
+    "trimmed_mean",
 ]
 
 _OLD_NAMES = {"choose": "choose_algorithm", "cluster": "cluster_from_env and Cluster"}

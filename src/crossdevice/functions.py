@@ -27,14 +27,19 @@ def all_reduce(
     algorithm: str | CrossDeviceOps = DEFAULT_ALGORITHM,
     options: CommunicationOptions | None = None,
     out: Any = None,
+    weights: Any = None,
 ) -> list[Any]:
     """Combines one array or tree per replica; every replica gets the result, in its own memory.
+
+    `weights` has a number for each replica, by which it is multiplied; a mean is divided by their sum.
 
     >>> [float(total) for total in all_reduce([1.0, 2.0, 6.0], "mean")]
     [3.0, 3.0, 3.0]
     """
     value = _per_replica(values)
-    result = _ops(algorithm).reduce(op, value, value, options, out=_only(out, len(value.values)))
+    result = _ops(algorithm).reduce(
+        op, value, value, options, out=_only(out, len(value.values)), weights=weights
+    )
     return list(result.values) if len(value.values) > 1 else [result]
 
 
@@ -46,16 +51,22 @@ def reduce(
     algorithm: str | CrossDeviceOps = DEFAULT_ALGORITHM,
     options: CommunicationOptions | None = None,
     out: Any = None,
+    weights: Any = None,
 ) -> Any:
     """Combines one array or tree per replica; the result goes to a device, or to a list of devices.
 
+    `weights` has a number for each replica, by which it is multiplied: any real numbers for a sum; none that
+    is negative for a mean, which is divided by their sum.
+
     >>> float(reduce([1.0, 2.0], "max"))
     2.0
+    >>> float(reduce([1.0, 5.0], "mean", weights=[3, 1])), float(reduce([1.0, 5.0], "sum", weights=[2, -0.5]))
+    (2.0, -0.5)
     """
     value = _per_replica(values)
     if isinstance(destinations, (list, tuple)):
         out = _only(out, len(destinations))
-    result = _ops(algorithm).reduce(op, value, _placed(destinations), options, out=out)
+    result = _ops(algorithm).reduce(op, value, _placed(destinations), options, out=out, weights=weights)
     return _unwrapped(result, destinations)
 
 
@@ -67,6 +78,7 @@ def bind(
     algorithm: str | CrossDeviceOps = DEFAULT_ALGORITHM,
     options: CommunicationOptions | None = None,
     out: Any = None,
+    weights: Any = None,
 ) -> BoundReduction:
     """Prepares a reduction of these arrays, to be run many times; see `BoundReduction`.
 
@@ -84,7 +96,7 @@ def bind(
     if is_listed:
         out = _only(out, len(value.values if destinations is None else destinations))
     target = value if destinations is None else _placed(destinations)
-    bound = _ops(algorithm).bind(op, value, target, options, out=out)
+    bound = _ops(algorithm).bind(op, value, target, options, out=out, weights=weights)
     return bound.with_results(lambda result: _unwrapped(result, [])) if is_listed else bound
 
 

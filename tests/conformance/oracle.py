@@ -164,6 +164,62 @@ def accurate_sum(column: Sequence[float], dtype: str, divisor: int | None = None
     return rounded_float(total if divisor is None else total / divisor, dtype)
 
 
+def weighted(
+    op: str, replicas: Sequence[np.ndarray], weights: Sequence[float], dtype: str, precision: str
+) -> np.ndarray:
+    """The weighted result for flat arrays of all replicas: a sum of integers is a float, as their mean is."""
+    into = result_dtype(dtype, "MEAN")
+    if dtype in ("int64", "uint64"):  # which float64 cannot hold
+        precision = "exact"
+    part = {"complex64": "float32", "complex128": "float64"}.get(into, into)
+    total = sum(map(Fraction, weights)) if op == "MEAN" else Fraction(1)
+
+    def result(column: Sequence[Any]) -> float:
+        found = weighted_sum(column, weights, part, total, precision, is_wide=dtype == part == "float64")
+        return _one_nan(found)
+
+    columns = list(zip(*(array.tolist() for array in replicas), strict=True))
+    if dtype.startswith("complex"):
+        results = [complex(*(result([getattr(x, p) for x in c]) for p in ("real", "imag"))) for c in columns]
+    else:
+        results = [result(column) for column in columns]
+    return np.array(results, NUMPY_DTYPES[into])
+
+
+def weighted_sum(
+    column: Sequence[float],
+    weights: Sequence[float],
+    dtype: str,
+    divisor: Fraction,
+    precision: str,
+    *,
+    is_wide: bool,
+) -> float:
+    """Under "exact" the true one, rounded; else added in float64, with its errors if is_wide."""
+    if not all(map(math.isfinite, column)):
+        return sum(x * w for x, w in zip(column, weights, strict=True) if not math.isfinite(x))
+    if precision == "exact":
+        total = sum(Fraction(x) * Fraction(w) for x, w in zip(column, weights, strict=True)) / divisor
+        if total == 0:
+            return (
+                -0.0
+                if all(math.copysign(1.0, x * w) < 0 for x, w in zip(column, weights, strict=True))
+                else 0.0
+            )
+        return rounded(total, dtype)
+    products = [x * w for x, w in zip(column, weights, strict=True)]
+    total, errors = products[0], float(Fraction(column[0]) * Fraction(weights[0]) - Fraction(products[0]))
+    for x, w, product in list(zip(column, weights, products, strict=True))[1:]:
+        grown = total + product
+        errors += float(Fraction(total) + Fraction(product) - Fraction(grown))
+        errors += float(Fraction(x) * Fraction(w) - Fraction(product))
+        total = grown
+    if is_wide and errors:
+        true = Fraction(total) + Fraction(errors)
+        return rounded(true / Fraction(float(divisor)), dtype) if true else total
+    return rounded_float(total / float(divisor), dtype)
+
+
 def exact_product(column: Sequence[float], dtype: str) -> float:
     """The true product, rounded once."""
     sign = math.prod(math.copysign(1.0, number) for number in column)

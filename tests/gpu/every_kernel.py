@@ -34,6 +34,10 @@ def main() -> int:
         values = [cd.PerReplica([tensor(size, dtype) for _ in range(3)]) for size in SIZES]
         ops.batch_reduce(op, [(value, value) for value in values], options)
         count += len(values)
+        if precision == "accurate" and op == "mean" and "int" not in dtype:
+            ops.batch_reduce(op, [(value, value) for value in values], options, weights=[0.1, 2, 3])
+            ops.reduce(op, values[3], values[3], options, weights=[0.1, 2, 3])
+            count += len(values) + 1
     torch.cuda.synchronize()
     sys.stdout.write(f"{count} reductions\n")
     return 0

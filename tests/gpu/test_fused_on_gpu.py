@@ -53,6 +53,20 @@ def fused_text(ops, value, options):
     return "one fused pass adds" in ops.explain(value, value, options)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "int16"])
+@pytest.mark.parametrize("lowering", ["auto", "off"])
+def test_weighted_sums_and_means_have_the_bits_of_the_host(dtype, lowering):
+    for precision, op in itertools.product(("fast", "accurate", "exact"), ("sum", "mean")):
+        options = cd.CommunicationOptions(precision=precision, lowering=lowering)
+        for weights in ([0.1, 0.2, 0.7], [3, 0, 1]):  # the second pair finds a kernel that is there already
+            arrays = tensors(dtype, 3, 5003)
+            right = cd.reduce(arrays, op, options=options, weights=weights)
+            value, ops = placed(arrays), cd.DirectAllReduce()
+            results = ops.reduce(op, value, value, options, weights=weights).values
+            assert all(same(result, right) for result in results), (precision, op, weights)
+            assert same(ops.bind(op, value, value, options, weights=weights)().values[2], right)
+
+
 @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES.keys() - {"bool"}))
 @pytest.mark.parametrize("precision", ["fast", "accurate", "exact"])
 @pytest.mark.parametrize("lowering", ["auto", "off"])

@@ -93,6 +93,41 @@ def accurate_results_of_one_replica_each_have_the_bits_of_one_process(group, for
             assert ops.reduce(op, values[group.rank], "cpu:0").tobytes() == expected.tobytes(), (dtype, op)
 
 
+def weighted_results_have_the_bits_of_one_process(group, form_another):
+    ops = cd.CollectiveAllReduce(group=group)
+    weights = [0.1, 3, 0, 1e-3, 20, 7, 1, 0.5]
+    own_weights = list(share_of(group, weights).values)
+    for precision in ("fast", "accurate", "exact"):
+        options = cd.CommunicationOptions(precision=precision)
+        for dtype in DTYPES:
+            for op, size in (("MEAN", 30_000), ("SUM", 100)):
+                values = replicas(dtype, size)
+                expected = cd.reduce(values, op, options=options, weights=weights)
+                own = share_of(group, values)
+                for array in components(ops.reduce(op, own, own, options, weights=own_weights)):
+                    assert array.dtype == expected.dtype
+                    assert array.tobytes() == expected.tobytes(), (dtype, op, precision)
+    rows = share_of(group, [cd.IndexedSlices(np.float32([k]), np.array([0]), (2,)) for k in range(8)])
+    dense = cd.to_dense(components(ops.reduce("mean", rows, rows, weights=own_weights))[0])
+    np.testing.assert_allclose(dense, [np.average(range(8), weights=weights), 0], rtol=1e-6)
+
+
+def weights_are_those_of_all_ranks(group, form_another):
+    ops = cd.CollectiveAllReduce(group=group)
+    text = refusal(
+        group, cd.errors.MismatchError, lambda: ops.reduce("mean", np.float32(1), "cpu:0", weights=[0])
+    )
+    assert "weights of a mean are all 0" in text
+    weights = [group.rank]  # those of the first rank alone would be refused
+    if group.size > 1:
+        assert float(ops.reduce("mean", np.float32(1), "cpu:0", weights=weights)) == 1.0
+        given = {} if group.rank else {"weights": [1]}
+        text = refusal(
+            group, cd.errors.MismatchError, lambda: ops.reduce("mean", np.float32(1), "cpu:0", **given)
+        )
+        assert "with weights" in text
+
+
 def accurate_sums_are_wide_and_rounded_once(group, form_another):
     ops = cd.CollectiveAllReduce(group=group)
     for dtype, first, total in (
@@ -251,6 +286,8 @@ REDUCTION_LAWS = {
         exact_results_do_not_depend_on_the_order_of_ranks,
         accurate_results_of_one_replica_each_have_the_bits_of_one_process,
         accurate_sums_are_wide_and_rounded_once,
+        weighted_results_have_the_bits_of_one_process,
+        weights_are_those_of_all_ranks,
         every_precision_gives_all_ranks_the_same_bits,
         fast_sums_are_sums,
         batches_of_structures_come_back_in_place,

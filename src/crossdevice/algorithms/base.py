@@ -8,7 +8,7 @@ from typing import Any
 
 from crossdevice.costs.rounds import Round
 from crossdevice.costs.topology import Topology
-from crossdevice.errors import ConversionError, ReduceOpError
+from crossdevice.errors import ConversionError, OptionError, ReduceOpError
 from crossdevice.execution.bound import BoundReduction, side_streams_of
 from crossdevice.execution.explaining import explained
 from crossdevice.execution.known_calls import KnownCalls
@@ -30,6 +30,7 @@ from crossdevice.values.distributed import PerReplica, as_distributed, component
 from crossdevice.values.options import CommunicationOptions, as_options, either
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
+from crossdevice.values.weights import factors_of, weights_for
 
 
 class CrossDeviceOps:
@@ -89,6 +90,7 @@ class CrossDeviceOps:
         *,
         experimental_hints: CommunicationOptions | None = None,
         out: Any = None,
+        weights: Any = None,
     ) -> Any:
         """Combines the replicas of a value and puts the result on each destination.
 
@@ -98,6 +100,8 @@ class CrossDeviceOps:
                 device string. Pass the value itself for an all-reduce.
             experimental_hints: the older name of `options`.
             out: arrays for the result instead of new ones; pass the value itself to reduce in place.
+            weights: a number for each replica, by which it is multiplied. SUM takes any real numbers; MEAN
+                divides by their sum. Products and sums are wide, and rounded once, also under `"fast"`.
 
         Returns:
             A bare array for one destination device, a Mirrored for several.
@@ -105,6 +109,8 @@ class CrossDeviceOps:
         check_cross_replica("reduce")
         chosen = either(options, experimental_hints)
         pairs = [(per_replica_value, destinations)]
+        if weights is not None:
+            return self._reduce_weighted(reduce_op, pairs, chosen, [out], weights)[0]
         found = self._known_calls.find(reduce_op, pairs, chosen)
         if found.call is not None:
             return found.call.run(found.columns, [out])[0]
@@ -118,12 +124,18 @@ class CrossDeviceOps:
         *,
         experimental_hints: CommunicationOptions | None = None,
         out: Sequence[Any] | None = None,
+        weights: Any = None,
     ) -> list[Any]:
-        """Reduces many values at once, in shared packs and passes. `out` has one entry per pair."""
+        """Reduces many values at once, in shared packs and passes. `out` has one entry per pair.
+
+        `weights` has a number for each replica, as in `reduce`, which counts for all values.
+        """
         check_cross_replica("batch_reduce")
         pairs = checked_pairs(value_destination_pairs)
         chosen = either(options, experimental_hints)
         outs = checked_outs(out, len(pairs))
+        if weights is not None:
+            return self._reduce_weighted(reduce_op, pairs, chosen, outs, weights)
         found = self._known_calls.find(reduce_op, pairs, chosen)
         if found.call is not None:
             return found.call.run(found.columns, outs)
@@ -137,8 +149,9 @@ class CrossDeviceOps:
         options: CommunicationOptions | None = None,
         *,
         out: Any = None,
+        weights: Any = None,
     ) -> BoundReduction:
-        """Prepares a reduction of these arrays, to be run many times by `bound()`.
+        """Prepares a reduction of these arrays, with these weights, to be run many times by `bound()`.
 
         All checks and preparations are done now. Results are written to the same memory in each call:
         to `out`, or to memory that the bound reduction owns.
@@ -159,12 +172,14 @@ class CrossDeviceOps:
         outs = checked_outs(out, len(pairs)) if is_batch else [out]
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         requests, rebuilt = read_requests(pairs, outs)
-        batch = CheckedBatch(requests, op, chosen)
+        factors = None if weights is None else self._checked_factors(weights, op)
+        batch = CheckedBatch(requests, op, chosen, factors=factors)
         if self._can_be_known:
             return BoundReduction.of_batch(batch, self._planner, rebuilt, is_batch)
         if is_batch:
             value, out = pairs, outs
-        return BoundReduction(self._call(op, value, destinations, chosen, out), owner=self._owner_of_started)
+        call = self._call(op, value, destinations, chosen, out, factors)
+        return BoundReduction(call, owner=self._owner_of_started)
 
     def start_reduce(
         self,
@@ -174,6 +189,7 @@ class CrossDeviceOps:
         options: CommunicationOptions | None = None,
         *,
         out: Any = None,
+        weights: Any = None,
     ) -> Pending:
         """Starts a reduction and returns at once; `pending.wait()` gives what `reduce` would return.
 
@@ -189,12 +205,15 @@ class CrossDeviceOps:
         check_cross_replica("start_reduce")
         if not self._can_be_known:
             # Other processes or a user's own hook: all of the call is made in its turn, its checks too.
-            return start(self._call(reduce_op, value, destinations, options, out), self._owner_of_started)
+            call = self._call(reduce_op, value, destinations, options, out, weights)
+            return start(call, self._owner_of_started)
         is_batch = destinations is None
         pairs = checked_pairs(value) if is_batch else [(value, destinations)]
         outs = checked_outs(out, len(pairs)) if is_batch else [out]
         requests, rebuilt = read_requests(pairs, outs)
-        batch = CheckedBatch(requests, self._checked_op(reduce_op), self._chosen_options(options))
+        op = self._checked_op(reduce_op)
+        factors = None if weights is None else self._checked_factors(weights, op)
+        batch = CheckedBatch(requests, op, self._chosen_options(options), factors=factors)
 
         def run() -> Any:
             results = rebuilt(batch.run(self._planner))
@@ -309,11 +328,13 @@ class CrossDeviceOps:
         destinations: Any,
         options: CommunicationOptions | None,
         out: Any,
+        weights: Any,
     ) -> Callable[[], Any]:
         """A plain call, to be made later; without destinations the value is pairs."""
         if destinations is None:
-            return functools.partial(self.batch_reduce, reduce_op, value, options, out=out)
-        return functools.partial(self.reduce, reduce_op, value, destinations, options, out=out)
+            return functools.partial(self.batch_reduce, reduce_op, value, options, out=out, weights=weights)
+        reduce = functools.partial(self.reduce, reduce_op, value, destinations, options)
+        return functools.partial(reduce, out=out, weights=weights)
 
     @property
     def _owner_of_started(self) -> object:
@@ -324,6 +345,28 @@ class CrossDeviceOps:
         """The options that count when a call is given these; None stands for none."""
         return as_options(options)
 
+    def _checked_factors(self, weights: Any, op: ReduceOp) -> tuple[float, ...]:
+        if self.accumulation_fn is not None or self._overrides_hooks:
+            what = "has an accumulation_fn" if self.accumulation_fn else "overrides reduce_implementation"
+            raise OptionError(f"weights with {type(self).__name__}, which {what}: that takes no weights")
+        return factors_of(weights, op)
+
+    def _reduce_weighted(
+        self,
+        reduce_op: ReduceOp | str,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None,
+        outs: Sequence[Any],
+        weights: Any,
+    ) -> list[Any]:
+        """A call with weights, known or not."""
+        op = self._checked_op(reduce_op)
+        factors = self._checked_factors(weights, op)
+        found = self._known_calls.find(op, pairs, options, len(factors))
+        if found.call is not None:
+            return found.call.run(found.columns, outs, weights_for(factors, op))
+        return self._reduce(op, pairs, options, outs, found.key, is_batch=True, factors=factors)
+
     def _reduce(
         self,
         reduce_op: ReduceOp | str,
@@ -333,11 +376,12 @@ class CrossDeviceOps:
         key: Any,
         *,
         is_batch: bool,
+        factors: tuple[float, ...] | None = None,
     ) -> list[Any]:
         """A call that is not known: read, checked, run, and kept under `key` unless that is None."""
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         requests, rebuilt = read_requests(pairs, outs)
-        batch = CheckedBatch(requests, op, chosen, in_any_order=self._can_be_known)
+        batch = CheckedBatch(requests, op, chosen, in_any_order=self._can_be_known, factors=factors)
         if self._overrides_hooks:
             targets = [target for _, target in spread_pairs(pairs)[0]]
             return rebuilt(self._reduce_by_hooks(batch, targets, is_batch))

@@ -134,7 +134,7 @@ class JaxBackend(Backend):
         bits = jnp.where((back != wide) & ~jnp.isnan(wide), bits | 1, bits)
         return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
-    def divided(self, total: Any, divisor: int) -> Any:
+    def divided(self, total: Any, divisor: float) -> Any:
         """By a whole array: XLA multiplies by the reciprocal of anything that it broadcasts."""
         return total / jnp.full_like(total, divisor)
 

@@ -238,6 +238,8 @@ def lack_of_engine(library: str, dtype: str, op: ReduceOp, num_devices: int) -> 
     if engine is None:
         takes = ", ".join(name for name, kind in NCCL_ENGINES.items() if library in kind.libraries)
         return f"none of NCCL's bindings for {library} arrays is here ({takes})"
+    if op.is_of_ranks:
+        return "NCCL sorts nothing"
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         if dtype in FLOATS:
             return "NCCL's minimum and maximum lose NaN"

@@ -175,7 +175,7 @@ class Backend(abc.ABC):
         """
         return self.cast(wide, dtype)
 
-    def divided(self, total: Array, divisor: int) -> Array:
+    def divided(self, total: Array, divisor: float) -> Array:
         """A true division of a flat array, not a multiplication by the reciprocal.
 
         By an array of one: by a plain number, PyTorch on a GPU would multiply by its reciprocal.

@@ -125,14 +125,15 @@ class BoundReduction:
 
             return cls(rerun, side_streams=side_streams)
         columns = [leaf.arrays for leaf in batch.dense]
-        prepared = planner.prepared(tuple(leaf.spec for leaf in batch.dense), batch.op, batch.options)
+        specs, weights = tuple(leaf.spec for leaf in batch.dense), batch.weights
+        prepared = planner.prepared(specs, batch.op, batch.options, batch.is_weighted)
         made = [None if leaf.out is None else tuple(leaf.out) for leaf in batch.dense]
         if None in made:
-            new = prepared.run(columns, [None] * len(made))
+            new = prepared.run(columns, [None] * len(made), weights)
             made = [out or results for out, results in zip(made, new, strict=True)]
         outs = [out for out in made if out is not None]
         results = rebuilt(batch.wrapped(outs))
-        work = prepared.bound(columns, outs)
+        work = prepared.bound(columns, outs, weights)
         answer = results if is_batch else results[0]
 
         def run() -> Any:

@@ -18,6 +18,7 @@ from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import Weights
 
 
 class Found(NamedTuple):
@@ -38,13 +39,13 @@ class KnownCall:
         self._specs = [leaf.spec for leaf in leaves]
         self._are_flat = all(leaf.spec.backend.are_flat(leaf.arrays) for leaf in leaves)
 
-    def run(self, columns: Columns, outs: Sequence[Any]) -> list[Any]:
+    def run(self, columns: Columns, outs: Sequence[Any], weights: Weights | None = None) -> list[Any]:
         """Reduces arrays that have the signatures of those before; `outs` are checked as in a first call."""
         for out in outs:
             if out is not None:
                 outs = self._checked(columns, outs)
                 break
-        results = self._prepared.run(columns, outs, are_flat=self._are_flat)
+        results = self._prepared.run(columns, outs, weights, are_flat=self._are_flat)
         return [
             result[0] if len(result) == 1 else Mirrored.of(result, spec.destinations)
             for result, spec in zip(results, self._specs, strict=True)
@@ -72,8 +73,10 @@ class KnownCalls:
         self._calls: SignatureCache[KnownCall] = SignatureCache()
         self.hits = 0
 
-    def find(self, op: Any, pairs: Sequence[tuple[Any, Any]], options: Any) -> Found:
-        """The key of a call, and what runs it if it was made before."""
+    def find(
+        self, op: Any, pairs: Sequence[tuple[Any, Any]], options: Any, num_weights: int | None = None
+    ) -> Found:
+        """The key of a call, and what runs it if it was made before, with whatever weights."""
         if not (
             self._keeps
             and isinstance(op, (str, ReduceOp))
@@ -81,7 +84,7 @@ class KnownCalls:
         ):
             return Found()
         columns: list[Sequence[Array]] = []
-        key: list[Hashable] = [op, options]
+        key: list[Hashable] = [op, options, num_weights]
         for value, destinations in pairs:
             if not isinstance(value, DistributedValues) or not value.values:
                 return Found()
@@ -105,7 +108,8 @@ class KnownCalls:
         """Keeps a batch that was run, if all its values are plain."""
         if key is None or not batch.is_plain:
             return
-        prepared = planner.prepared(tuple([leaf.spec for leaf in batch.dense]), batch.op, batch.options)
+        specs = tuple([leaf.spec for leaf in batch.dense])
+        prepared = planner.prepared(specs, batch.op, batch.options, batch.is_weighted)
         self._calls[key] = KnownCall(prepared, batch.dense, batch.result_dtypes)
 
 

@@ -11,6 +11,7 @@
 | extreme | minimum or maximum |
 | wrapping, wrapping_mean | integers that wrap around; a mean divides what has wrapped |
 | true_mean | the mean of the true sum of integers |
+| weighted, weighted_compensated, weighted_exact | wide, compensated and exact sums of weights times values |
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ def family_of(recipe: Recipe, dtype: str, into: str) -> str | None:
     >>> family_of(Recipe(ReduceOp.SUM, "accurate", 3), "bfloat16", "bfloat16")
     'wide'
     """
+    if recipe.op.is_of_ranks:
+        return None
+    if recipe.weights is not None:
+        return _family_with_weights(recipe, dtype, into)
     op = ReduceOp.SUM if recipe.divisor is None else ReduceOp.MEAN
     if dtype not in (*FLOATS, *INTEGERS) or into != result_dtype(dtype, op):
         return _family_between_widths(recipe, dtype, into)
@@ -43,6 +48,14 @@ def family_of(recipe: Recipe, dtype: str, into: str) -> str | None:
     if recipe.precision == "exact":
         return "exact"
     return "compensated" if dtype == "float64" else "wide"
+
+
+def _family_with_weights(recipe: Recipe, dtype: str, into: str) -> str | None:
+    if dtype not in FLOATS or into != dtype:
+        return None
+    if recipe.precision == "exact":
+        return "weighted_exact"
+    return "weighted_compensated" if dtype == "float64" else "weighted"
 
 
 def _family_between_widths(recipe: Recipe, dtype: str, into: str) -> str | None:

@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 from crossdevice.values.options import Precision
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import UNKNOWN_WEIGHTS, Weights
 
 Order: TypeAlias = "int | tuple[Order, ...]"
 """How inputs associate: an input's position, or orders combined from left to right.
@@ -17,11 +18,27 @@ Order: TypeAlias = "int | tuple[Order, ...]"
 class Recipe(NamedTuple):
     """How N inputs become one value, which is then written to M outputs.
 
-    `op` is SUM, PROD, MIN or MAX; a mean is a SUM with a `divisor` (None: no division). `order` counts
-    under `"fast"` only: `"accurate"` combines inputs in their given order and `"exact"` has no order.
+    `op` is SUM, PROD, MIN, MAX or of ranks; a mean is a SUM with a `divisor` (None: no division). `order`
+    counts under `"fast"` only: `"accurate"` combines inputs in their given order, `"exact"` has no order.
+    With `weights`, `op` is SUM, and there is no divisor but theirs.
     """
 
     op: ReduceOp
     precision: Precision
     divisor: int | None = None
     order: Order | None = None
+    weights: Weights | None = None
+
+    def of_ranks(self, num_inputs: int) -> Recipe:
+        """What is done with the middle of each sorted column, for operations of ranks."""
+        start, stop = self.op.ranks(num_inputs)
+        return Recipe(ReduceOp.SUM, self.precision, stop - start)
+
+    @property
+    def key(self) -> Recipe:
+        """The recipe under which kernels are kept: weights are arguments of a kernel, not compiled in."""
+        return self if self.weights is None else self._replace(weights=UNKNOWN_WEIGHTS)
+
+    def with_weights(self, weights: Weights | None) -> Recipe:
+        """The same with weights that were unknown when it was made."""
+        return self if weights is None else self._replace(weights=weights)

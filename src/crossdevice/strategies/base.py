@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from crossdevice.errors import OptionError
 from crossdevice.strategies.data.along_axis import reduce_along_axis
 from crossdevice.strategies.data.input import (
     DealtDataset,
@@ -80,14 +81,26 @@ class Strategy(abc.ABC):
         """Makes this the current strategy for a `with` block, which may be entered again inside itself."""
         return scope_of(self)
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int | Sequence[int] | None,
+        *,
+        weights: Any = None,
+    ) -> Any:
         """Combines a value over replicas, and over `axis` of their arrays if given; the result is on `cpu:0`.
 
         With an axis every element counts once, even if replicas have different numbers of them.
+
+        Args:
+            weights: without an axis, a number for each replica here, as in `CrossDeviceOps.reduce`.
         """
         op = ReduceOp(reduce_op)
         if axis is None:
-            return self._extended.reduce_to(op, value, host_device(0))
+            return self._extended.reduce_to(op, value, host_device(0), weights=weights)
+        if weights is not None:
+            raise OptionError("weights with an axis: every element counts once there; reduce with axis=None")
         check_cross_replica("reduce")
         devices = self._extended.worker_devices
 

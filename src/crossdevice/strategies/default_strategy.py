@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
-from crossdevice.errors import ConversionError
+from crossdevice.errors import ConversionError, OptionError
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running.place import outside_of_replicas
@@ -27,9 +27,11 @@ class DefaultExtended(StrategyExtended):
         options: CommunicationOptions | None = None,
         *,
         experimental_hints: CommunicationOptions | None = None,
+        weights: Any = None,
     ) -> Any:
         """The value, untouched."""
         ReduceOp(reduce_op), as_options(either(options, experimental_hints))
+        _refuse(weights)
         return value
 
     def batch_reduce_to(
@@ -39,9 +41,11 @@ class DefaultExtended(StrategyExtended):
         options: CommunicationOptions | None = None,
         *,
         experimental_hints: CommunicationOptions | None = None,
+        weights: Any = None,
     ) -> list[Any]:
         """The values, untouched."""
         ReduceOp(reduce_op), as_options(either(options, experimental_hints))
+        _refuse(weights)
         return [value for value, _ in value_destination_pairs]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -119,3 +123,8 @@ class LoneReplicaContext(ReplicaContext):
 
 DEFAULT_STRATEGY = DefaultStrategy()
 DEFAULT_CONTEXT = LoneReplicaContext(DEFAULT_STRATEGY)
+
+
+def _refuse(weights: Any) -> None:
+    if weights is not None:
+        raise OptionError("weights without a strategy: there is one replica, whose values stay as they are")

@@ -88,19 +88,23 @@ class StrategyExtended:
         options: CommunicationOptions | None = None,
         *,
         experimental_hints: CommunicationOptions | None = None,
+        weights: Any = None,
     ) -> Any:
         """Combines each distributed value of a structure and puts the result on `destinations`.
 
         A value that is the same on all replicas (a Mirrored, or one that is not distributed) is its own
         mean, minimum and maximum, and is returned unchanged. Its sum is refused, except for zeros.
+
+        Args:
+            weights: a number for each replica of this process, as in `CrossDeviceOps.reduce`.
         """
         check_cross_replica("reduce_to")
         op, options, value = ReduceOp(reduce_op), either(options, experimental_hints), in_our_classes(value)
         if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
-            return self._cross_device_ops.reduce(op, value, destinations, options)
-        reduce = functools.partial(self._cross_device_ops.reduce, op, options=options)
+            return self._cross_device_ops.reduce(op, value, destinations, options, **_given(weights))
+        reduce = functools.partial(self._cross_device_ops.reduce, op, options=options, **_given(weights))
         return self._reduced(
-            op, [(value, destinations)], lambda pairs: list(itertools.starmap(reduce, pairs))
+            op, [(value, destinations)], lambda pairs: list(itertools.starmap(reduce, pairs)), weights
         )[0]
 
     def batch_reduce_to(
@@ -110,6 +114,7 @@ class StrategyExtended:
         options: CommunicationOptions | None = None,
         *,
         experimental_hints: CommunicationOptions | None = None,
+        weights: Any = None,
     ) -> list[Any]:
         """Does the same for many (value, destinations) pairs in one batch; no pairs give []."""
         op, options = ReduceOp(reduce_op), either(options, experimental_hints)
@@ -119,7 +124,12 @@ class StrategyExtended:
                 raise ConversionError(
                     f"pair {number} is a {type(pair).__name__}; expected a (value, destinations) tuple"
                 )
-        return self._reduced(op, pairs, lambda left: self._cross_device_ops.batch_reduce(op, left, options))
+        return self._reduced(
+            op,
+            pairs,
+            lambda left: self._cross_device_ops.batch_reduce(op, left, options, **_given(weights)),
+            weights,
+        )
 
     def bind(
         self,
@@ -129,9 +139,10 @@ class StrategyExtended:
         options: CommunicationOptions | None = None,
         *,
         out: Any = None,
+        weights: Any = None,
     ) -> BoundReduction:
         """Prepares a reduction of these arrays by the strategy's algorithm, to be run many times."""
-        return self._cross_device_ops.bind(reduce_op, value, destinations, options, out=out)
+        return self._cross_device_ops.bind(reduce_op, value, destinations, options, out=out, weights=weights)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Copies a value to each destination; a plain number is the same everywhere and stays one."""
@@ -228,6 +239,7 @@ class StrategyExtended:
         op: ReduceOp,
         pairs: Sequence[tuple[Any, Any]],
         reduce: Callable[[list[tuple[Any, Any]]], list[Any]],
+        weights: Any,
     ) -> list[Any]:
         check_cross_replica("reduce_to")
         to_reduce: list[tuple[Any, Any]] = []
@@ -237,7 +249,8 @@ class StrategyExtended:
             read_destinations(destinations)
             leaves, structure = optree.tree_flatten(in_our_classes(value), none_is_leaf=True)
             for position, leaf in enumerate(leaves):
-                if isinstance(leaf, DistributedValues) and not isinstance(leaf, Mirrored):
+                is_own = isinstance(leaf, DistributedValues) and not isinstance(leaf, Mirrored)
+                if is_own or (weights is not None and self._num_replicas == 1):
                     spots.append((leaves, position))
                     to_reduce.append((leaf, destinations))
                 else:
@@ -248,7 +261,7 @@ class StrategyExtended:
         return [optree.tree_unflatten(structure, leaves) for leaves, structure in answers]
 
     def _same_everywhere(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
-        if op in _IDEMPOTENT:
+        if op in _IDEMPOTENT or op.is_of_ranks:
             if (
                 self._num_replicas == 1
                 and hasattr(value, "dtype")
@@ -269,6 +282,11 @@ class StrategyExtended:
                 f"of the {self._num_replicas} replicas contributes it; hand over a PerReplica"
             )
         return self._cross_device_ops.broadcast(value, destinations)
+
+
+def _given(weights: Any) -> dict[str, Any]:
+    """Weights as an argument, if there are any: classes of users may override methods that know of none."""
+    return {} if weights is None else {"weights": weights}
 
 
 def _grouped(results: list[Any], devices: tuple[Device, ...], group: bool) -> Any:

@@ -46,13 +46,15 @@ _MEAN_OF_INTEGER = {
 }
 
 
-def result_dtype(dtype: str, op: ReduceOp) -> str:
+def result_dtype(dtype: str, op: ReduceOp, is_weighted: bool = False) -> str:
     """The dtype of a reduction's result; it never depends on the number of replicas.
+
+    Sums of weights times integers have the dtype of a mean.
 
     >>> result_dtype("int32", ReduceOp.MEAN), result_dtype("int32", ReduceOp.SUM)
     ('float64', 'int32')
     """
-    if op is ReduceOp.MEAN:
+    if op is ReduceOp.MEAN or op.is_of_ranks or is_weighted:
         return _MEAN_OF_INTEGER.get(dtype, dtype)
     return dtype
 
@@ -67,5 +69,5 @@ def check_reducible(dtype: str, op: ReduceOp, where: str) -> None:
         raise DtypeError(
             f"{where} has dtype {dtype}, which cannot be reduced by {op.name}; expected one of {known}"
         )
-    if dtype in COMPLEXES and op in (ReduceOp.MIN, ReduceOp.MAX):
+    if dtype in COMPLEXES and (op in (ReduceOp.MIN, ReduceOp.MAX) or op.is_of_ranks):
         raise ReduceOpError(f"{op.name} is not defined for {dtype} ({where}): complex numbers have no order")

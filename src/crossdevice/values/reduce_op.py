@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import sys
 from typing import TypeVar
 
@@ -17,6 +18,9 @@ class ReduceOp(enum.Enum):
 
     >>> ReduceOp("mean"), ReduceOp("avg")
     (<ReduceOp.MEAN: 'MEAN'>, <ReduceOp.MEAN: 'MEAN'>)
+
+    MEDIAN, and the trimmed means that `trimmed_mean` makes, sort the values of all replicas, element by
+    element, and take the mean of the middle.
     """
 
     SUM = "SUM"
@@ -24,6 +28,7 @@ class ReduceOp(enum.Enum):
     MIN = "MIN"
     MAX = "MAX"
     PROD = "PROD"
+    MEDIAN = "MEDIAN"
 
     @classmethod
     def _missing_(cls, value: object) -> ReduceOp:
@@ -31,8 +36,38 @@ class ReduceOp(enum.Enum):
         name = _SYNONYMS.get(name, name)
         if name in cls.__members__:
             return cls[name]
-        known = ", ".join(cls.__members__)
+        trimmed = _TRIMMED_MEAN.fullmatch(name)
+        if trimmed is not None:
+            return cls._trimmed_mean(int(trimmed[1]))
+        known = ", ".join((*cls.__members__, "TRIMMED_MEAN(k)"))
         raise ReduceOpError(f"{value!r} is not a reduce operation; expected one of {known}")
+
+    @classmethod
+    def _trimmed_mean(cls, k: int) -> ReduceOp:
+        """A member that is not listed, one for each k, as those of a `Flag` are made."""
+        member = object.__new__(cls)
+        member._name_ = member._value_ = f"TRIMMED_MEAN({k})"
+        made: ReduceOp = cls._value2member_map_.setdefault(member._value_, member)  # type: ignore[assignment]
+        return made
+
+    @property
+    def is_of_ranks(self) -> bool:
+        """Whether values are sorted, and the mean of the middle ones is taken."""
+        return self is ReduceOp.MEDIAN or self.name.startswith("TRIMMED_MEAN")
+
+    def ranks(self, num_replicas: int) -> tuple[int, int]:
+        """The first rank whose values count, and the one after the last; only for operations of ranks."""
+        if self is ReduceOp.MEDIAN:
+            return (num_replicas - 1) // 2, num_replicas // 2 + 1
+        trimmed = _TRIMMED_MEAN.fullmatch(self.name)
+        assert trimmed is not None
+        k = int(trimmed[1])
+        if 2 * k >= num_replicas:
+            raise ReduceOpError(
+                f"{self.name} leaves out the {k} least and the {k} greatest values, and there are "
+                f"{num_replicas} replicas; expected at least {2 * k + 1}"
+            )
+        return k, num_replicas - k
 
     @classmethod
     def from_variable_aggregation(cls, aggregation: object) -> ReduceOp:
@@ -48,6 +83,23 @@ class ReduceOp(enum.Enum):
 
 _SYNONYMS = {"AVG": "MEAN", "AVERAGE": "MEAN", "PRODUCT": "PROD", "MINIMUM": "MIN", "MAXIMUM": "MAX"}
 """Names that other libraries have for the same."""
+
+
+_TRIMMED_MEAN = re.compile(r"TRIMMED_MEAN\((\d{1,9})\)")
+
+
+def trimmed_mean(k: int) -> ReduceOp:
+    """The mean of all but the k least and the k greatest values of each element, as an operation.
+
+    It may be given as `"trimmed_mean(2)"` too.
+
+    >>> import crossdevice as cd
+    >>> float(cd.reduce([1.0, 2.0, 3.0, 1e9], cd.trimmed_mean(1)))
+    2.5
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 0:
+        raise ReduceOpError(f"trimmed_mean takes a whole number, 0 or more; got {k!r}")
+    return ReduceOp(f"TRIMMED_MEAN({k})")
 
 
 class VariableAggregation(enum.Enum):

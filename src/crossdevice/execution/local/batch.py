@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from crossdevice.backends.protocol import Array, Backend
-from crossdevice.errors import OutError
+from crossdevice.errors import OptionError, OutError
 from crossdevice.execution.local.accumulation import accumulate
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.sparse import SparseReduction, check_sparse, densified
@@ -23,6 +25,7 @@ from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import Weights, weights_for
 
 CheckedLeaf: TypeAlias = "Dense | SparseReduction"
 
@@ -52,6 +55,8 @@ class CheckedBatch:
 
     Args:
         in_any_order: whether axes may be left as they lie in memory, if all arrays of a leaf agree on that.
+        factors: the weights of the replicas of every request. With them, and for operations of ranks, `fast`
+            is `accurate`: partial results would not be of use.
     """
 
     def __init__(
@@ -61,17 +66,32 @@ class CheckedBatch:
         options: CommunicationOptions,
         *,
         in_any_order: bool = False,
+        factors: tuple[float, ...] | None = None,
     ) -> None:
         started = now()
-        self.requests, self.op, self.options = requests, op, options
+        if factors is not None:
+            _check_number(factors, requests)
+        if options.precision == "fast" and (factors is not None or op.is_of_ranks):
+            options = dataclasses.replace(options, precision="accurate")
+        self.requests, self.op, self.options, self.factors = requests, op, options, factors
         self._in_any_order = in_any_order
         self.leaves = [self._checked_leaves(request) for request in requests]
         self.all_leaves = [leaf for leaves in self.leaves for leaf in leaves]
         self.dense = [leaf for leaf in self.all_leaves if isinstance(leaf, Dense)]
-        self.result_dtypes = [result_dtype(leaf.spec.dtype, op) for leaf in self.dense]
+        self.result_dtypes = [result_dtype(leaf.spec.dtype, op, self.is_weighted) for leaf in self.dense]
         if any(leaf.out is not None for leaf in self.dense):
             check_outs(self.dense, self.result_dtypes)
         flight_recorder.events.append((READING, started, now(), 1))
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether replicas have weights."""
+        return self.factors is not None
+
+    @functools.cached_property
+    def weights(self) -> Weights | None:
+        """The weights of the replicas of this process, as those of all there are."""
+        return None if self.factors is None else weights_for(self.factors, self.op)
 
     @property
     def is_plain(self) -> bool:
@@ -83,7 +103,7 @@ class CheckedBatch:
 
     def run(self, planner: Planner) -> list[Any]:
         """The wrapped result of each request."""
-        algorithm = planner.algorithm
+        algorithm, weights = planner.algorithm, self.weights
         if algorithm.reduce_to_device is not None:
             for backend in {_backend_of(leaf) for leaf in self.all_leaves}:
                 backend.check_device(algorithm.reduce_to_device)
@@ -93,15 +113,20 @@ class CheckedBatch:
             function, via = algorithm.accumulation_fn, algorithm.reduce_to_device
             reduced = accumulated(self.dense, function, via, self.op, self.options)
         else:
-            prepared = planner.prepared(tuple([leaf.spec for leaf in self.dense]), self.op, self.options)
-            made = prepared.run([leaf.arrays for leaf in self.dense], [leaf.out for leaf in self.dense])
+            specs = tuple([leaf.spec for leaf in self.dense])
+            prepared = planner.prepared(specs, self.op, self.options, self.is_weighted)
+            made = prepared.run(
+                [leaf.arrays for leaf in self.dense], [leaf.out for leaf in self.dense], weights
+            )
             reduced = [
                 results if leaf.order is None else leaf.order.restored(leaf.spec.backend, results)
                 for leaf, results in zip(self.dense, made, strict=True)
             ]
         remaining = iter(reduced)
         return self.wrapped(
-            leaf.run(algorithm.reduce_to_device) if isinstance(leaf, SparseReduction) else next(remaining)
+            leaf.with_weights(weights).run(algorithm.reduce_to_device)
+            if isinstance(leaf, SparseReduction)
+            else next(remaining)
             for leaf in self.all_leaves
         )
 
@@ -165,6 +190,17 @@ def accumulated(
     return [
         delivered(answers, leaf.out, leaf.spec.backend) for leaf, answers in zip(dense, results, strict=True)
     ]
+
+
+def _check_number(factors: tuple[float, ...], requests: Sequence[Request]) -> None:
+    for number, request in enumerate(requests):
+        count = len(request.value.devices)
+        if count != len(factors):
+            entry = f" of entry {number}" if len(requests) > 1 else ""
+            raise OptionError(
+                f"weights has {len(factors)} numbers, and there are {count} replicas{entry}; "
+                "expected one for each replica"
+            )
 
 
 def _backend_of(leaf: CheckedLeaf) -> Backend:

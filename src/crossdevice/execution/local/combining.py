@@ -48,7 +48,7 @@ def combine_with_array_functions(
         arrays = [backend.copy(arrays[0], device)]
     if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
         return functools.reduce(function, arrays)
-    if source in INTEGERS:
+    if source in INTEGERS and recipe.weights is None:
         if is_mean and recipe.precision != "fast":
             arrays = [backend.cast(array, "int64") for array in arrays]
         total = functools.reduce(function, arrays)
@@ -60,24 +60,38 @@ def combine_with_array_functions(
     if recipe.precision == "fast":
         return _divided(backend, functools.reduce(function, arrays), recipe.divisor)
     widened = [backend.cast(array, "float64") for array in arrays]
+    if recipe.weights is not None:
+        weights = recipe.weights
+        products = [array * factor for array, factor in zip(widened, weights.factors, strict=True)]
+        total = functools.reduce(xp.add, products)
+        divisor = None if weights.divisor == 1 else weights.divisor
+        return backend.round_once(_divided(backend, total, divisor), dtype)
     if recipe.op is ReduceOp.SUM and source == "float64":
         return backend.round_once(_compensated(xp, widened, recipe.divisor), dtype)
     return backend.round_once(_divided(backend, functools.reduce(function, widened), recipe.divisor), dtype)
 
 
 def _needs_host(recipe: Recipe, source: str) -> bool:
-    """True sums and means of 64-bit integers need arithmetic that array libraries do not have.
+    """Sorting is left to the host, and so is arithmetic that array libraries do not have.
+
+    That is for true sums and means of 64-bit integers.
+
+    So do weights times float64, whose products are rounded.
 
     Products of complex numbers they have, but fuse some of its steps, or not, as they see fit.
     """
     if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
         return False
+    if recipe.op.is_of_ranks:
+        return True
+    if recipe.weights is not None:
+        return recipe.precision == "exact" or source in ("float64", "int64", "uint64")
     if source in INTEGERS:
         return recipe.divisor is not None and recipe.precision != "fast" and source in ("int64", "uint64")
     return recipe.precision == "exact" or (recipe.precision == "accurate" and source in COMPLEXES)
 
 
-def _divided(backend: Backend, total: Array, divisor: int | None) -> Array:
+def _divided(backend: Backend, total: Array, divisor: float | None) -> Array:
     return total if divisor is None else backend.divided(total, divisor)
 
 

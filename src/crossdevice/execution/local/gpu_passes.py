@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -18,6 +19,7 @@ from crossdevice.kernels.cuda.task import AddressOffset, KernelTask
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.weights import Weights
 
 if TYPE_CHECKING:
     from crossdevice.kernels.cuda.gpu_pass import GpuPass
@@ -36,6 +38,13 @@ def why_stepped(spec: LeafSpec, recipe: Recipe, dtype: str) -> str | None:
     if isinstance(arrangement, str):
         return arrangement
     return kernels_missing() or gpu_unfit(spec.devices[0].index)
+
+
+def _bits_of(weights: Weights | None) -> list[int]:
+    """The bits of the weights and of their divisor, as whole numbers."""
+    if weights is None:
+        return []
+    return array("q", array("d", [*weights.factors, weights.divisor]).tobytes()).tolist()
 
 
 class _Prepared(NamedTuple):
@@ -77,23 +86,25 @@ class GpuPasses(Passes):
         self._prepared: dict[tuple[bool, ...], _Prepared] = {}
         self._reducing = Work("reduce", "fused passes", (device,))
 
-    def run(self, columns: Columns, outs: Outs) -> dict[int, tuple[Array, ...]]:
+    def run(
+        self, columns: Columns, outs: Outs, weights: Weights | None = None
+    ) -> dict[int, tuple[Array, ...]]:
         """The results of each leaf, in new memory or in `outs`."""
         started = now()
-        results = self._on_stream(functools.partial(self._run, columns, outs))
+        results = self._on_stream(functools.partial(self._run, columns, outs, weights))
         flight_recorder.events.append((self._reducing, started, now(), 1))
         return results
 
-    def bound(self, columns: Columns, outs: Columns) -> Callable[[], Any]:
+    def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], Any]:
         """What reduces these arrays into those of `outs` whenever it is called."""
         arrays = [array for number in self._specs for array in columns[number]]
         targets = [self._writable(number, outs[number]) for number in self._specs]
         if not self._is_torch or None in targets or not self._tensors.are_plain(arrays):
             # Copies have to be made anew in each call, and other libraries' streams waited for.
-            return functools.partial(self.run, columns, outs)
+            return functools.partial(self.run, columns, outs, weights)
         written = [tensor for tensors in targets for tensor in tensors or ()]
         work = self._prepared_for(targets).work
-        addresses = self._tensors.addresses_of([*arrays, *written])
+        addresses = _bits_of(weights) + self._tensors.addresses_of([*arrays, *written])
 
         def launch() -> None:
             work.run(addresses, self._tensors.stream_of(self._place))
@@ -109,13 +120,14 @@ class GpuPasses(Passes):
         with self._tensors.working_on(self._place, handle):
             return work()
 
-    def _run(self, columns: Columns, outs: Outs) -> dict[int, tuple[Array, ...]]:
+    def _run(self, columns: Columns, outs: Outs, weights: Weights | None) -> dict[int, tuple[Array, ...]]:
         inputs = self._tensors.tensors_of([array for number in self._specs for array in columns[number]])
         targets = [self._writable(number, outs[number]) for number in self._specs]
         work, blocks, numbers = self._prepared_for(targets)
         given = [tensor for tensors in targets if tensors is not None for tensor in tensors]
         memory = blocks.blocks()
-        work.run(self._tensors.addresses_of([*inputs, *given, *memory]), self._tensors.stream_of(self._place))
+        addresses = self._tensors.addresses_of([*inputs, *given, *memory])
+        work.run(_bits_of(weights) + addresses, self._tensors.stream_of(self._place))
         if self._backend.is_immutable:
             self._tensors.hold_until_done(inputs)
         # The GPU is at work by now: results are cut from their blocks meanwhile.
@@ -153,11 +165,12 @@ class GpuPasses(Passes):
     def _prepare(self, are_given: Sequence[bool]) -> _Prepared:
         """The pass for leaves of which some are given tensors to write to.
 
-        Addresses come in this order: of the inputs, of the tensors given, of the blocks.
+        Addresses come in this order: of the inputs, of the tensors given, of the blocks. Before them are the
+        bits of the weights, if there are any, and of their divisor.
         """
         sources: dict[int, list[AddressOffset]] = {}
         targets: dict[int, list[AddressOffset]] = {}
-        position = 0
+        position = len(self._weights)
         for number, spec in self._specs.items():
             sources[number] = [AddressOffset(position + replica) for replica in range(len(spec.devices))]
             position += len(spec.devices)
@@ -181,6 +194,14 @@ class GpuPasses(Passes):
         ]
         return _Prepared(self._kernels.GpuPass(tasks, self._place), blocks, numbers)
 
+    @functools.cached_property
+    def _weights(self) -> tuple[AddressOffset, ...]:
+        """Where the weights and their divisor are among the addresses; all leaves have as many replicas."""
+        if all(recipe.weights is None for recipe in self._passes):
+            return ()
+        spec = next(iter(self._specs.values()))
+        return tuple(map(AddressOffset, range(len(spec.devices) + 1)))
+
     def _wanted(self, number: int) -> Wanted:
         spec = self._specs[number]
         count = 1 if self._shares else len(spec.destinations)
@@ -197,9 +218,10 @@ class GpuPasses(Passes):
         if not written:
             return
         read = [sources[position] for position in arrangement.positions or range(len(sources))]
+        moved = [place.moved(task.start * ITEM_BYTES[spec.dtype]) for place in read]
         yield KernelTask(
             arrangement.arithmetic,
-            tuple(place.moved(task.start * ITEM_BYTES[spec.dtype]) for place in read),
+            (*moved, *self._weights),
             tuple(place.moved(task.start * ITEM_BYTES[dtype]) for place in written),
             (task.stop - task.start) * parts_in(spec.dtype),
         )

@@ -16,6 +16,7 @@ from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.host.fused_pass import bound_batch, fused_batch, fused_pass
 from crossdevice.kernels.host.resources.pool import SMALLEST_POOLED_BYTES, result_pool
+from crossdevice.values.weights import Weights
 
 
 class HostPasses(Passes):
@@ -36,7 +37,9 @@ class HostPasses(Passes):
         self._reducing = Work("reduce", "fused passes", devices)
         self._unpacking = Work("unpack", "results as arrays", devices)
 
-    def run(self, columns: Columns, outs: Outs) -> dict[int, tuple[Array, ...]]:
+    def run(
+        self, columns: Columns, outs: Outs, weights: Weights | None = None
+    ) -> dict[int, tuple[Array, ...]]:
         """The results of each leaf, in new memory or in `outs`.
 
         These have passed the checks of this call: views of them are no copies, and can be written to.
@@ -48,7 +51,8 @@ class HostPasses(Passes):
         outputs = self._outputs(columns, outs, inputs)
         packed = now()
         for recipe, tasks in self._passes.items():
-            fused_batch([made for task in tasks for made in _arrays_of(task, inputs, outputs)], recipe)
+            arrays = [made for task in tasks for made in _arrays_of(task, inputs, outputs)]
+            fused_batch(arrays, recipe.with_weights(weights))
         reduced = now()
         adopted = {number: self._adopted(number, flats, outs[number]) for number, flats in outputs.items()}
         if self._specs:
@@ -64,10 +68,12 @@ class HostPasses(Passes):
         return len(self._specs) == 1 and [len(tasks) for tasks in self._passes.values()] == [1]
 
     def run_alone(
-        self, arrays: Sequence[Array], out: Sequence[Array] | None, *, are_flat: bool
+        self, arrays: Sequence[Array], out: Sequence[Array] | None, weights: Weights | None, *, are_flat: bool
     ) -> tuple[Array, ...]:
         """The short way for a single leaf in a single pass, where small calls spend their time."""
         ((recipe, (task,)),) = self._passes.items()
+        if weights is not None:
+            recipe = recipe.with_weights(weights)
         size, spec, dtype = task.stop, self._specs[0], self._dtypes[0]
         views = arrays if are_flat else list(map(spec.backend.host_view, arrays))
         if out is None:
@@ -89,7 +95,7 @@ class HostPasses(Passes):
         fused_pass(views, flats, recipe)
         return self._adopted(0, flats, out)
 
-    def bound(self, columns: Columns, outs: Columns) -> Callable[[], Any]:
+    def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], Any]:
         """What reduces these arrays into those of `outs` whenever it is called."""
         inputs = {n: list(map(spec.backend.host_view, columns[n])) for n, spec in self._specs.items()}
         outputs = {n: list(map(spec.backend.host_view, outs[n])) for n, spec in self._specs.items()}
@@ -99,12 +105,13 @@ class HostPasses(Passes):
             for view, array in zip(inputs[number], columns[number], strict=True)
         ):
             # Copies have to be made anew in each call.
-            return functools.partial(self.run, columns, outs)
+            return functools.partial(self.run, columns, outs, weights)
         works = [
             work
             for recipe, tasks in self._passes.items()
             for work in bound_batch(
-                [made for task in tasks for made in _arrays_of(task, inputs, outputs)], recipe
+                [made for task in tasks for made in _arrays_of(task, inputs, outputs)],
+                recipe.with_weights(weights),
             )
         ]
         counted: dict[Backend, list[Array]] = {}

@@ -53,15 +53,19 @@ class Planner:
         self._proved: set[tuple[tuple[Device, ...], tuple[Device, ...], int, bool]] = set()
 
     def prepared(
-        self, specs: tuple[LeafSpec, ...], op: ReduceOp, options: CommunicationOptions
+        self,
+        specs: tuple[LeafSpec, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        is_weighted: bool = False,
     ) -> PreparedReduction:
         """The prepared reduction of a batch; kept, so that a training loop prepares once."""
-        key = (specs, op, options)
+        key = (specs, op, options, is_weighted)
         known = self._prepared.get(key)
         if known is None:
             for spec in dict.fromkeys(specs):
                 self._remark(spec, op, options)
-            known = self._prepared[key] = PreparedReduction(specs, op, options, self)
+            known = self._prepared[key] = PreparedReduction(specs, op, options, self, is_weighted=is_weighted)
         return known
 
     def engine_lack(self, spec: LeafSpec, precision: Precision, op: ReduceOp) -> str | None:

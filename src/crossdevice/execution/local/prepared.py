@@ -18,6 +18,7 @@ from crossdevice.values.device import Device
 from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import UNKNOWN_WEIGHTS, Weights
 
 if TYPE_CHECKING:
     from crossdevice.execution.local.planning import Planner
@@ -36,10 +37,12 @@ class PreparedReduction:
         op: ReduceOp,
         options: CommunicationOptions,
         planner: Planner,
+        *,
+        is_weighted: bool = False,
     ) -> None:
         packing, via = planner.algorithm.packing, planner.algorithm.reduce_to_device
-        dtypes = {number: result_dtype(spec.dtype, op) for number, spec in enumerate(specs)}
-        recipes = [recipe_for(op, options, len(spec.devices)) for spec in specs]
+        dtypes = {number: result_dtype(spec.dtype, op, is_weighted) for number, spec in enumerate(specs)}
+        recipes = [recipe_for(op, options, len(spec.devices), is_weighted) for spec in specs]
         shared: dict[int, LeafSpec] = {}
         on_gpus: dict[tuple[Backend, Device], dict[int, LeafSpec]] = {}
         for number, spec in enumerate(specs):
@@ -80,7 +83,9 @@ class PreparedReduction:
                 passes[leaf].add_leaf(leaf, recipes[leaf])
         self._is_alone = len(specs) == 1 and self._passes.is_alone
 
-    def run(self, columns: Columns, outs: Outs, *, are_flat: bool = False) -> list[tuple[Array, ...]]:
+    def run(
+        self, columns: Columns, outs: Outs, weights: Weights | None = None, *, are_flat: bool = False
+    ) -> list[tuple[Array, ...]]:
         """For each leaf its result on each destination, written to `outs` where given.
 
         `are_flat` says that all columns are known to be what `Backend.are_flat` asks for.
@@ -89,9 +94,9 @@ class PreparedReduction:
         started = now()
         try:
             if self._is_alone:
-                results = {0: self._passes.run_alone(columns[0], outs[0], are_flat=are_flat)}
+                results = {0: self._passes.run_alone(columns[0], outs[0], weights, are_flat=are_flat)}
             else:
-                results = self._run(columns, outs)
+                results = self._run(columns, outs, weights)
         except Exception as error:
             flight_recorder.events.append((self._work, started, now(), 1))
             flight_recorder.dump_after(error)
@@ -99,25 +104,33 @@ class PreparedReduction:
         flight_recorder.events.append((self._work, started, now(), 1))
         return [results[number] for number in range(self._num_leaves)]
 
-    def _run(self, columns: Columns, outs: Outs) -> dict[int, tuple[Array, ...]]:
-        results = self._passes.run(columns, outs) if self._uses_host else {}
+    def _run(self, columns: Columns, outs: Outs, weights: Weights | None) -> dict[int, tuple[Array, ...]]:
+        results = self._passes.run(columns, outs, weights) if self._uses_host else {}
         for passes in self._gpu_passes:
-            results.update(passes.run(columns, outs))
+            results.update(passes.run(columns, outs, weights))
         if self._crosses_memories:
-            results.update(self._packs.run(columns, outs))
+            results.update(self._packs.run(columns, outs, weights))
         return results
 
-    def bound(self, columns: Columns, outs: Columns) -> Callable[[], None]:
+    def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], None]:
         """What reduces these very arrays into those of `outs`, however often it is called."""
-        works: list[Callable[[], Any]] = [self._passes.bound(columns, outs)] if self._uses_host else []
-        works += [passes.bound(columns, outs) for passes in self._gpu_passes]
+        works: list[Callable[[], Any]] = []
+        if self._uses_host:
+            works.append(self._passes.bound(columns, outs, weights))
+        works += [passes.bound(columns, outs, weights) for passes in self._gpu_passes]
         if self._crosses_memories:
-            works.append(functools.partial(self._packs.run, columns, outs))
+            works.append(functools.partial(self._packs.run, columns, outs, weights))
         return in_turn(works)
 
 
-def recipe_for(op: ReduceOp, options: CommunicationOptions, num_replicas: int) -> Recipe:
-    """What is computed of so many replicas, but for the order of a plan."""
+def recipe_for(
+    op: ReduceOp, options: CommunicationOptions, num_replicas: int, is_weighted: bool = False
+) -> Recipe:
+    """What is computed of so many replicas, but for the order of a plan, and for weights."""
+    if op.is_of_ranks:
+        op.ranks(num_replicas)  # raises if there are too few
+    if is_weighted:
+        return Recipe(ReduceOp.SUM, options.precision, weights=UNKNOWN_WEIGHTS)
     if op is ReduceOp.MEAN:
         return Recipe(ReduceOp.SUM, options.precision, num_replicas)
     return Recipe(op, options.precision)

@@ -29,6 +29,7 @@ from crossdevice.values.dtypes import INTEGERS, check_reducible, result_dtype
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import Precision
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,21 @@ class SparseReduction:
     precision: Precision
     dense_shape: tuple[int, ...] | None
     num_replicas: int
+
+    def with_weights(self, weights: Weights | None, first: int = 0) -> SparseReduction:
+        """The same with rows times their replica's weight, divided for a mean, each rounded once.
+
+        `first` is the number of the first replica here among those that have weights.
+        """
+        if weights is None:
+            return self
+        slices = []
+        for number, (part, device) in enumerate(zip(self.slices, self.devices, strict=True), first):
+            recipe = Recipe(ReduceOp.SUM, self.precision, weights=weights.of_one(number))
+            with recorded(Work("reduce", "multiply rows", (device,))):
+                values = self._scaled(part.values, recipe, device)
+            slices.append(type(part)(values, part.indices, part.dense_shape))
+        return dataclasses.replace(self, slices=tuple(slices), op=ReduceOp.SUM)
 
     def run(self, via: Device | None = None) -> list[Any]:
         """All rows on device `via`, else the first destination, divided for a mean, then copied to each."""
@@ -61,7 +77,7 @@ class SparseReduction:
                 values, indices = self._joined(parts, at)
             if self.op is ReduceOp.MEAN:
                 with recorded(Work("reduce", "divide rows", (at,))):
-                    values = self._divided(values, at)
+                    values = self._scaled(values, Recipe(ReduceOp.SUM, self.precision, self.num_replicas), at)
             copies = [self._copied(values, indices, at, device) for device in self.destinations]
             with recorded(Work("unpack", "results as slices", self.destinations)):
                 return [self.slices[0].with_parts(*pair, self.dense_shape) for pair in copies]
@@ -77,10 +93,9 @@ class SparseReduction:
             indices = [backend.cast(part, "int64") for part in indices]
         return backend.concat([part for part, _ in parts], 0, at), backend.concat(indices, 0, at)
 
-    def _divided(self, values: Array, at: Device) -> Array:
+    def _scaled(self, values: Array, recipe: Recipe, at: Device) -> Array:
         backend = self.backend
-        dtype = result_dtype(backend.dtype_of(values), self.op)
-        recipe = Recipe(ReduceOp.SUM, self.precision, self.num_replicas)
+        dtype = result_dtype(backend.dtype_of(values), self.op, recipe.weights is not None)
         flat = combine(backend, [backend.flat(values)], recipe, dtype, at)
         return backend.reshape(flat, backend.shape_of(values))
 

@@ -15,6 +15,7 @@ from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans.packing import Pack
 from crossdevice.plans.plan import Plan
 from crossdevice.values.device import Device
+from crossdevice.values.weights import Weights
 
 
 class SteppedPack(NamedTuple):
@@ -37,7 +38,9 @@ class SteppedPacks:
         """A pack of leaves that have everything but their elements in common."""
         self._packs.append(SteppedPack(pack, plan, recipe))
 
-    def run(self, columns: Columns, outs: Outs) -> dict[int, tuple[Array, ...]]:
+    def run(
+        self, columns: Columns, outs: Outs, weights: Weights | None = None
+    ) -> dict[int, tuple[Array, ...]]:
         """The results of each leaf, in new memory or in `outs`."""
         parts: dict[int, list[tuple[int, list[Array]]]] = {}
         for pack, plan, recipe in self._packs:
@@ -46,7 +49,7 @@ class SteppedPacks:
             inputs = _packed(pack, columns, spec)
             packing = Work("pack", f"pack of {len(pack)} values", spec.devices)
             flight_recorder.events.append((packing, started, now(), 1))
-            results = execute(plan, inputs, spec.backend, recipe, dtype)
+            results = execute(plan, inputs, spec.backend, recipe.with_weights(weights), dtype)
             offset = 0
             for item, start, stop in pack:
                 end = offset + stop - start

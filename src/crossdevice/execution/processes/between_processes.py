@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend
-from crossdevice.errors import ConversionError, OptionError
+from crossdevice.errors import ConversionError, MismatchError, OptionError, ReduceOpError
 from crossdevice.execution.local.batch import CheckedBatch, CheckedLeaf, Request
 from crossdevice.execution.local.copying import component_of
 from crossdevice.execution.local.gathering import Gathering, check_gather
@@ -33,6 +33,7 @@ from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import unflatten
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import Weights, weights_for
 
 
 class BetweenProcesses:
@@ -55,9 +56,10 @@ class BetweenProcesses:
         description = self._description(batch)
         with agreed_call(self._group, description, replicas, _seconds(batch.options)) as (call, of_ranks):
             counts = list(zip(*of_ranks, strict=True))
+            weights = _weights_of_all_ranks(call, batch, counts)
             # Rows first, which are copied: `out` of a dense leaf may be written to while that travels.
-            gathered = _gather_rows(call, batch.all_leaves, counts)
-            deliveries = self._exchange_dense(call, batch, counts)
+            gathered = _gather_rows(call, batch.all_leaves, counts, weights)
+            deliveries = self._exchange_dense(call, batch, counts, weights)
         results: dict[int, Any] = {number: leaf.run() for number, leaf in gathered.items()}
         for numbers, delivery in deliveries:  # inputs in `out` are written to when nothing can fail any more
             results.update(zip(numbers, delivery(), strict=True))
@@ -193,15 +195,21 @@ class BetweenProcesses:
         )
         packs = f", packs of {options.bytes_per_pack} bytes" if options.bytes_per_pack else ""
         structures = tuple(_text(request.value.structure) for request in requests)
-        key = (op, options.precision, packs, structures, described)
+        with_weights = ", with weights" if batch.is_weighted else ""
+        key = (op, options.precision, packs, with_weights, structures, described)
         known = self._descriptions.get(key)
         if known is None:
-            known = Description(f"reduce {op.name} ({options.precision}{packs})", structures, described)
+            operation = f"reduce {op.name} ({options.precision}{packs}{with_weights})"
+            known = Description(operation, structures, described)
             self._descriptions[key] = known
         return known
 
     def _exchange_dense(
-        self, call: GroupCall, batch: CheckedBatch, counts: Sequence[tuple[int, ...]]
+        self,
+        call: GroupCall,
+        batch: CheckedBatch,
+        counts: Sequence[tuple[int, ...]],
+        weights: Weights | None,
     ) -> list[tuple[Sequence[int], Delivery]]:
         """What brings dense leaves, given by their numbers, to their destinations."""
         op, options, group = batch.op, batch.options, self._group
@@ -216,15 +224,18 @@ class BetweenProcesses:
                 continue
             leaves = dense.values()
             specs, own_counts = tuple(leaf.spec for leaf in leaves), tuple(counts[number] for number in dense)
-            key = (specs, op, options, own_counts)
+            key = (specs, op, options, own_counts, batch.is_weighted)
             known = self._reductions.get(key)
             if known is None:
                 if on_device:
                     known = DeviceReduction(specs, op, options, own_counts, self._prepare)
                 else:
-                    known = ProcessReduction(specs, op, options, own_counts, group.rank)
+                    known = ProcessReduction(
+                        specs, op, options, own_counts, group.rank, is_weighted=batch.is_weighted
+                    )
                 self._reductions[key] = known
-            delivery = known.run(call, [leaf.arrays for leaf in leaves], [leaf.out for leaf in leaves])
+            arrays, outs = [leaf.arrays for leaf in leaves], [leaf.out for leaf in leaves]
+            delivery = known.run(call, arrays, outs, weights)
             deliveries.append((tuple(dense), delivery))
         return deliveries
 
@@ -255,11 +266,37 @@ def _index_dtype(leaf: SparseReduction) -> str:
     return dtypes.pop() if len(dtypes) == 1 else "int64"
 
 
+def _weights_of_all_ranks(
+    call: GroupCall, batch: CheckedBatch, counts: Sequence[tuple[int, ...]]
+) -> Weights | None:
+    """The weights of all replicas, in the order of ranks; refuses those, and operations, that do not fit."""
+    try:
+        if batch.op.is_of_ranks:
+            for count in counts:
+                batch.op.ranks(sum(count))
+        if batch.factors is None:
+            return None
+        records = call.all_gather_uneven(np.array(batch.factors).tobytes())
+        return weights_for(tuple(np.frombuffer(b"".join(records)).tolist()), batch.op)
+    except (OptionError, ReduceOpError) as error:
+        refusal = MismatchError(str(error))
+        refusal.is_on_all_ranks = True
+        raise refusal from None
+
+
 def _gather_rows(
-    call: GroupCall, leaves: Sequence[CheckedLeaf], counts: Sequence[tuple[int, ...]]
+    call: GroupCall,
+    leaves: Sequence[CheckedLeaf],
+    counts: Sequence[tuple[int, ...]],
+    weights: Weights | None,
 ) -> dict[int, SparseReduction]:
     """Sparse leaves, by their numbers, with the rows of all ranks in the order of ranks and replicas."""
-    sparse = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, SparseReduction)}
+    rank = call.group.rank
+    sparse = {
+        number: leaf.with_weights(weights, sum(counts[number][:rank]))
+        for number, leaf in enumerate(leaves)
+        if isinstance(leaf, SparseReduction)
+    }
     if not sparse:
         return {}
     flats: list[NDArray[Any]] = []

@@ -16,6 +16,7 @@ from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import Weights
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
 """What both NCCL and PyTorch have."""
@@ -59,8 +60,9 @@ class DeviceReduction:
         )
         self._local = prepare(to_first, self._op, options)
 
-    def run(self, call: GroupCall, columns: Columns, outs: Outs) -> Delivery:
+    def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
         """Reduces with the other ranks; `outs` are written to by whoever calls the delivery."""
+        assert weights is None, "weights are never `fast`"
         partials = self._local.run(columns, [None] * len(columns))
         if call.group.checks != "off":
             # The engine's own collectives have no tags: ranks meet under those of the call first.

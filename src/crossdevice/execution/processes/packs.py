@@ -16,6 +16,7 @@ from crossdevice.plans.packing import Item, Packing
 from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, result_dtype
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import UNKNOWN_WEIGHTS
 
 PACK_BYTES = 32 << 20
 """A pack is closed once it is larger, unless the options say otherwise."""
@@ -102,6 +103,7 @@ def process_packs(
     op: ReduceOp,
     options: CommunicationOptions,
     counts: Sequence[tuple[int, ...]],
+    is_weighted: bool = False,
 ) -> list[ProcessPack]:
     """The packs of a batch; `counts` has, for each leaf, the number of its replicas on each rank."""
     items = [
@@ -109,7 +111,7 @@ def process_packs(
         for spec, count in zip(specs, counts, strict=True)
     ]
     return [
-        _pack_of([segment.item for segment in pack], specs, op, options, counts[pack[0].item])
+        _pack_of([segment.item for segment in pack], specs, op, options, counts[pack[0].item], is_weighted)
         for pack in Packing().packs(items, options.bytes_per_pack or PACK_BYTES)
     ]
 
@@ -120,12 +122,17 @@ def _pack_of(
     op: ReduceOp,
     options: CommunicationOptions,
     counts: Sequence[int],
+    is_weighted: bool,
 ) -> ProcessPack:
     dtype = specs[leaves[0]].dtype
     over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
-    partial = partial_dtype(dtype, op, options.precision, max(counts))
-    divisor = sum(counts) if op is ReduceOp.MEAN else None
-    names = (dtype, partial, result_dtype(dtype, op))
+    # With weights the arrays travel themselves, so that bits do not depend on which process has which. Of
+    # values that are to be sorted there are no partial results.
+    partial = (
+        None if is_weighted or op.is_of_ranks else partial_dtype(dtype, op, options.precision, max(counts))
+    )
+    divisor = sum(counts) if op is ReduceOp.MEAN and not is_weighted else None
+    names = (dtype, partial, result_dtype(dtype, op, is_weighted))
     in_parts = dtype in COMPLEXES and op is not ReduceOp.PROD
     stored, partly, finished = (
         None if name is None else _part(dtype_named(name)) if in_parts else dtype_named(name)
@@ -152,7 +159,9 @@ def _pack_of(
         partly,
         finished,
         local_recipe=Recipe(over_replicas, options.precision),
-        final_recipe=Recipe(over_replicas, options.precision, divisor),
+        final_recipe=Recipe(
+            over_replicas, options.precision, divisor, weights=UNKNOWN_WEIGHTS if is_weighted else None
+        ),
     )
 
 

@@ -22,6 +22,7 @@ from crossdevice.process_groups.protocol import Message
 from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import Weights
 
 Flat = NDArray[Any]
 
@@ -43,12 +44,14 @@ class ProcessReduction:
         options: CommunicationOptions,
         counts: Sequence[tuple[int, ...]],
         rank: int,
+        *,
+        is_weighted: bool = False,
     ) -> None:
         self._specs = specs
         self._rank = rank
         self._shares = [options.share_results or spec.backend.is_immutable for spec in specs]
-        self._dtypes = [dtype_named(result_dtype(spec.dtype, op)) for spec in specs]
-        self._packs = process_packs(specs, op, options, counts)
+        self._dtypes = [dtype_named(result_dtype(spec.dtype, op, is_weighted)) for spec in specs]
+        self._packs = process_packs(specs, op, options, counts, is_weighted)
         devices = tuple(dict.fromkeys(device for spec in specs for device in spec.devices))
         num_bytes = sum(spec.num_bytes for spec in specs)
         self._packing = Work("pack", "share of this process", devices, num_bytes)
@@ -56,7 +59,7 @@ class ProcessReduction:
         self._reducing = Work("reduce", "shard of this process", devices, num_bytes // len(counts[0]))
         self._unpacking = Work("unpack", "results on each device", devices, num_bytes)
 
-    def run(self, call: GroupCall, columns: Columns, outs: Outs) -> Delivery:
+    def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
         """Exchanges everything with the other ranks; `outs` are written to by whoever calls the delivery.
 
         Only a large `out` that no input is in comes to hold its result before: should a rank be lost
@@ -68,7 +71,7 @@ class ProcessReduction:
             direct = self._direct_targets(pack, columns, outs[leaf])
             if direct:
                 flats[leaf] = []
-                self._run_pack(call, pack, columns, direct[0], {leaf: direct[1:]})
+                self._run_pack(call, pack, columns, direct[0], {leaf: direct[1:]}, weights)
                 continue
             total = result_pool.empty(pack.num_elements, pack.result)
             copies: dict[int, list[Flat]] = {}
@@ -76,7 +79,7 @@ class ProcessReduction:
                 whole = total[start:stop].view(self._dtypes[leaf])
                 flats[leaf] = [whole] if outs[leaf] is not None else self._flats(leaf, whole)
                 copies[leaf] = [flat.view(pack.result) for flat in flats[leaf] if flat is not whole]
-            self._run_pack(call, pack, columns, total, copies)
+            self._run_pack(call, pack, columns, total, copies, weights)
         return lambda: [
             self._adopted(leaf, flats[leaf]) if out is None else self._written(leaf, flats[leaf], out)
             for leaf, out in enumerate(outs)
@@ -108,6 +111,7 @@ class ProcessReduction:
         columns: Columns,
         total: Flat,
         copies: Mapping[int, Sequence[Flat]],
+        weights: Weights | None,
     ) -> None:
         """The pack's result in `total` and in the copies of its leaves.
 
@@ -134,7 +138,9 @@ class ProcessReduction:
             call.wait()
         with recorded(self._reducing):
             rooms[self._rank] = [array[mine.place] for array in share]
-            self._combine(pack, mine, [room for rank in sorted(rooms) for room in rooms[rank]], total, copies)
+            contributions = [room for rank in sorted(rooms) for room in rooms[rank]]
+            recipe = pack.final_recipe.with_weights(weights)
+            self._combine(recipe, mine, contributions, total, copies)
         if pack.is_small:
             return
         with recorded(self._moving):
@@ -195,7 +201,7 @@ class ProcessReduction:
 
     def _combine(
         self,
-        pack: ProcessPack,
+        recipe: Recipe,
         mine: Shard,
         contributions: Sequence[Flat],
         total: Flat,
@@ -208,7 +214,7 @@ class ProcessReduction:
             here = slice(piece.in_pack.start - first, piece.in_pack.stop - first)
             outputs = [total[piece.in_pack], *(copy[piece.in_leaf] for copy in copies[piece.leaf])]
             tasks.append(([array[here] for array in contributions], outputs))
-        fused_batch(tasks, pack.final_recipe)
+        fused_batch(tasks, recipe)
 
     # ---------------------------------------------------------------- results
 

@@ -29,6 +29,8 @@ COMPILED_FAMILIES = (
     "wrapping",
     "wrapping_mean",
     "true_mean",
+    "weighted",
+    "weighted_compensated",
 )
 
 
@@ -45,6 +47,11 @@ class Arithmetic(NamedTuple):
     divisor: float | None = None
     program: tuple[int, ...] = ()
     """Instructions for inputs that combine as a tree; empty if they combine from left to right."""
+
+    @property
+    def numbers_per_input(self) -> int:
+        """2 if the addresses of all inputs are followed by the bits of their weights and of the divisor."""
+        return 2 if self.family.startswith("weighted") else 1
 
 
 class Arrangement(NamedTuple):
@@ -71,6 +78,10 @@ def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
     family = family_of(recipe, element, result)
     if family not in COMPILED_FAMILIES:
         what = "exact sums and products" if element in FLOATS else "means without wrap-around"
+        if recipe.op.is_of_ranks:
+            what = "medians and trimmed means"
+        elif recipe.weights is not None:
+            what = "exact weighted sums" if element in FLOATS else "weighted sums"
         return f"{what} of {dtype} have no GPU kernel"
     into_dtype = BFLOAT16 if result == "bfloat16" else np.dtype(result)
     divisor = None if recipe.divisor is None else divisor_for(recipe, into_dtype)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from crossdevice.kernels.association import START, WITH_INPUT
 from crossdevice.kernels.cuda.families import Arithmetic
+from crossdevice.kernels.host.reference.rounding import LARGEST_PRODUCT, SMALLEST_PRODUCT
 
 _TYPES = {
     "bfloat16": tl.uint16,
@@ -29,6 +30,8 @@ _INFINITIES = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "fl
 
 _START = tl.constexpr(START)
 _WITH_INPUT = tl.constexpr(WITH_INPUT)
+_SMALLEST_PRODUCT = tl.constexpr(SMALLEST_PRODUCT)
+_LARGEST_PRODUCT = tl.constexpr(LARGEST_PRODUCT)
 
 
 class Way(NamedTuple):
@@ -42,6 +45,7 @@ class Way(NamedTuple):
     program: tuple[int, ...]
     levels: tuple[int, ...]
     """The accumulators that the program needs, by number."""
+    numbers_per_input: int
     divides: bool
     """False where a multiplication has the same bits: by a power of two."""
     read_as: Any
@@ -59,19 +63,19 @@ def way_of(arithmetic: Arithmetic) -> Way:
     divides = arithmetic.divisor is not None and math.frexp(arithmetic.divisor)[0] != 0.5
     if arithmetic.family != "extreme" or arithmetic.element not in _INFINITIES:
         types = _TYPES[arithmetic.element], _TYPES[arithmetic.result]
-        return Way(*arithmetic, levels, divides, *types, 0, 0, 0)
+        return Way(*arithmetic, levels, arithmetic.numbers_per_input, divides, *types, 0, 0, 0)
     read_as = _TYPES_OF_BITS[arithmetic.element]
     largest = (1 << (read_as.primitive_bitwidth - 1)) - 1
     beyond = -largest - 1 if arithmetic.op == "MIN" else largest
     infinity = _INFINITIES[arithmetic.element]
-    return Way(*arithmetic, levels, divides, read_as, read_as, largest, infinity, beyond)
+    return Way(*arithmetic, levels, 1, divides, read_as, read_as, largest, infinity, beyond)
 
 
 @triton.jit
 def widened(stored, WAY: tl.constexpr):
     """The form in which elements are combined."""
     value = stored
-    if WAY.family == "wide":
+    if WAY.family == "wide" or WAY.family == "weighted":
         if WAY.element != "float64":
             value = _as_single(stored, WAY).to(tl.float64)
     elif WAY.family == "rounded":
@@ -110,6 +114,38 @@ def error_of(total, element, grown):
 
 
 @triton.jit
+def number_of(bits):
+    """The float64 that has these bits."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def error_of_product(left, right, product):
+    """What rounding took from left * right, where that is known; as the reference's `two_product`."""
+    size = tl.abs(product)
+    is_known = (size >= _SMALLEST_PRODUCT) & (size <= _LARGEST_PRODUCT) & (tl.abs(left) <= _LARGEST_PRODUCT)
+    upper, first = _upper_half(left), _upper_half(right)
+    lower, second = left - upper, right - first
+    error = ((upper * first - product) + upper * second + lower * first) + lower * second
+    return tl.where(is_known, error, 0.0)
+
+
+@triton.jit
+def weighted_mean(total, errors, divisor):
+    """A sum with its errors added back, divided by the sum of the weights; as in the host's reference."""
+    infinity: tl.constexpr = float("inf")
+    counts = (tl.abs(errors) > 0) & (tl.abs(errors) < infinity)
+    near = tl.where(counts, total + errors, total)
+    rest = error_of(total, errors, near)
+    rest = tl.where(counts & (tl.abs(rest) < infinity), rest, 0.0)
+    first = near / divisor
+    product = first * divisor
+    remainder = (near - product) - error_of_product(first, divisor, product)
+    second = (remainder + rest) / divisor
+    return tl.where(tl.abs(second) > 0, first + second, first)
+
+
+@triton.jit
 def compensated(total, errors, WAY: tl.constexpr):
     """A sum with its errors added back, divided if it is a mean's; as in the host's `numpy_pass`."""
     infinity: tl.constexpr = float("inf")
@@ -144,7 +180,7 @@ def finished(total, WAY: tl.constexpr):
             total = tl.div_rn(total, number)
         else:
             total = total / number
-    if WAY.family == "wide" or WAY.family == "compensated":
+    if (WAY.family == "wide" or WAY.family == "compensated") or WAY.numbers_per_input == 2:
         total = _rounded_once(total, WAY)
     elif WAY.family == "rounded":
         total = _halves_of(total, WAY)
@@ -175,6 +211,12 @@ def stepped(levels, element, STEP: tl.constexpr, WAY: tl.constexpr):
         else:
             changed = changed + (levels[number],)
     return changed
+
+
+@triton.jit
+def _upper_half(values):
+    """The upper 26 of 53 bits, rounded, so that the rest has (signed) 26 too."""
+    return ((values.to(tl.int64, bitcast=True) + 0x4000000) & -0x8000000).to(tl.float64, bitcast=True)
 
 
 @triton.jit

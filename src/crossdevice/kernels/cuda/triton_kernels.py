@@ -16,8 +16,11 @@ from crossdevice.kernels.cuda.triton_arithmetic import (
     combined,
     compensated,
     error_of,
+    error_of_product,
     finished,
+    number_of,
     stepped,
+    weighted_mean,
     widened,
 )
 
@@ -26,7 +29,10 @@ _ROW_NUMBERS = tl.constexpr(3)
 
 @triton.jit(do_not_specialize=["inputs", "outputs", "num_elements"])
 def pass_by_arguments(inputs, outputs, num_elements, WAY: tl.constexpr, BLOCK: tl.constexpr):
-    """One array of every replica; `inputs` and `outputs` are tuples of addresses."""
+    """One array of every replica; `inputs` and `outputs` are tuples of addresses.
+
+    In a weighted sum the addresses of inputs are followed by the bits of their weights and of the divisor.
+    """
     _do_block(inputs, outputs, tl.program_id(0).to(tl.int64) * BLOCK, num_elements, WAY, BLOCK)
 
 
@@ -62,7 +68,7 @@ def _numbers_at(place, COUNT: tl.constexpr):
 @triton.jit
 def _do_block(inputs, outputs, start, num_elements, WAY: tl.constexpr, BLOCK: tl.constexpr):
     mixed = inputs[0]
-    for number in tl.static_range(1, len(inputs)):
+    for number in tl.static_range(1, len(inputs) // WAY.numbers_per_input):
         mixed = mixed | inputs[number]
     for number in tl.static_range(len(outputs)):
         mixed = mixed | outputs[number]
@@ -90,6 +96,8 @@ def _combination(inputs, start, left, WAY: tl.constexpr, BLOCK: tl.constexpr, IS
             element = _element(inputs[WAY.program[step] >> 16], start, left, WAY, BLOCK, IS_WHOLE)
             levels = stepped(levels, element, step, WAY)
         total = levels[0]
+    elif WAY.numbers_per_input == 2:
+        total = _weighted(inputs, total, start, left, WAY, BLOCK, IS_WHOLE)
     elif WAY.family == "compensated":
         errors = tl.zeros_like(total)
         for number in tl.static_range(1, len(inputs)):
@@ -101,6 +109,30 @@ def _combination(inputs, start, left, WAY: tl.constexpr, BLOCK: tl.constexpr, IS
     else:
         for number in tl.static_range(1, len(inputs)):
             total = combined(total, _element(inputs[number], start, left, WAY, BLOCK, IS_WHOLE), WAY)
+    return total
+
+
+@triton.jit
+def _weighted(inputs, element, start, left, WAY: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+    count: tl.constexpr = len(inputs) // 2
+    weight, divisor = number_of(inputs[count]), number_of(inputs[count + count])
+    total = element * weight
+    errors = tl.zeros_like(total)
+    if WAY.family == "weighted_compensated":
+        errors += error_of_product(element, weight, total)
+    for number in tl.static_range(1, count):
+        element = _element(inputs[number], start, left, WAY, BLOCK, IS_WHOLE)
+        weight = number_of(inputs[count + number])
+        product = element * weight
+        grown = total + product
+        if WAY.family == "weighted_compensated":
+            errors += error_of(total, product, grown)
+            errors += error_of_product(element, weight, product)
+        total = grown
+    if WAY.family == "weighted_compensated":
+        total = weighted_mean(total, errors, divisor)
+    else:
+        total = total / divisor
     return total
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,11 +15,14 @@ from numpy.typing import NDArray
 from crossdevice.errors import OptionError
 from crossdevice.kernels.association import positions_of, program_of
 from crossdevice.kernels.families import ORDERED_FAMILIES, family_of
+from crossdevice.kernels.host.ranked_pass import ranked_pass
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.host.resources.pool import pool_bytes
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.kernels.host.work_list import (
     EMPTY_ROOM,
+    MANY_INPUTS,
+    SCRATCH_BYTES,
     TUPLE_HEADER_BYTES,
     Pieces,
     Task,
@@ -53,6 +57,21 @@ MAX_INPUTS = 1 << 15
 """As many 16-bit integers are sure to have a sum of 32 bits."""
 
 
+class _Scratch(threading.local):
+    """Memory of each thread in which kernels keep accumulators while they read many inputs."""
+
+    memory: array[int] | None = None
+
+    def place(self) -> int:
+        """Its address."""
+        if self.memory is None:
+            self.memory = array("q", bytes(SCRATCH_BYTES))
+        return self.memory.buffer_info()[0]
+
+
+_scratch = _Scratch()
+
+
 class _Prepared(NamedTuple):
     """All that is known about a pass before its arrays are."""
 
@@ -63,8 +82,8 @@ class _Prepared(NamedTuple):
     """The dtype of which a complex one has two."""
     positions: tuple[int, ...] | None
     """The inputs as they combine from left to right, if that is not as they come."""
-    program: array[int]
-    """Instructions for inputs that combine as a tree."""
+    program: array[Any]
+    """Instructions for inputs that combine as a tree; the weights of a recipe that has some."""
 
 
 _kernels: str | None = None
@@ -77,11 +96,12 @@ def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
     Each input is read once and each output written once. An output may be one of the inputs; it may
     not overlap one otherwise. The bits are those of `numpy_pass`.
     """
-    first = inputs[0]
-    prepared = _prepared_for(recipe, first.dtype, outputs[0].dtype)
+    prepared = _prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
     if prepared is None or len(inputs) > MAX_INPUTS:
-        numpy_pass(inputs, outputs, recipe)
+        _pass_without_kernel(inputs, outputs, recipe)
         return
+    if recipe.weights is not None:
+        prepared = _with_weights(prepared, recipe)
     arrays, results = _as_read(inputs, prepared), _as_written(outputs, prepared)
     if traffic_bytes(arrays, results) >= THREADED_BYTES:
         _Passes([(arrays, results)], prepared, recipe)()
@@ -92,6 +112,7 @@ def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
         *(0, 0, 0, prepared.divisor, id(arrays) + TUPLE_HEADER_BYTES, len(arrays)),
         *(id(results) + TUPLE_HEADER_BYTES, len(results), 0, size, 0, room.buffer_info()[0]),
         *prepared.program.buffer_info(),
+        _scratch.place() if len(arrays) >= MANY_INPUTS else 0,
     )
     if room and room[0]:
         _run_pieces(arrays, results, pieces_in(room, size), recipe)
@@ -113,11 +134,21 @@ def bound_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe) -> list[
     for inputs, outputs in tasks:
         prepared = _prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
         if prepared is None or len(inputs) > MAX_INPUTS:
-            works.append(functools.partial(numpy_pass, inputs, outputs, recipe))
+            works.append(functools.partial(_pass_without_kernel, inputs, outputs, recipe))
         else:
             _, group = groups.setdefault(id(prepared), (prepared, []))
             group.append((_as_read(inputs, prepared), _as_written(outputs, prepared)))
-    return works + [_Passes(group, prepared, recipe) for prepared, group in groups.values()]
+    return works + [
+        _Passes(group, _with_weights(prepared, recipe), recipe) for prepared, group in groups.values()
+    ]
+
+
+def _pass_without_kernel(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
+    """What no kernel does by itself."""
+    if recipe.op.is_of_ranks and selected_kernels() == "numba":
+        ranked_pass(inputs, outputs, recipe, fused_pass)
+    else:
+        numpy_pass(inputs, outputs, recipe)
 
 
 def select_kernels(name: str | None) -> None:
@@ -155,6 +186,8 @@ def _checked_kernels(given: str | None, source: str) -> str:
 
 
 def _prepared_for(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prepared | None:
+    if recipe.weights is not None:
+        recipe = recipe.key
     try:
         return _prepared[recipe, dtype, into]
     except KeyError:
@@ -185,7 +218,7 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prep
     if family == "wrapping":  # which does not know signs, so one kernel does for both
         element = element.removeprefix("u")
     kernel = numba_pass.compiled_kernel(f"{shape} {family} {recipe.op.name} {element}")
-    is_exact = family in ("exact", "enclosed")
+    is_exact = family in ("exact", "enclosed", "weighted_exact")
     return _Prepared(kernel, divisor_for(recipe, into), is_exact, part, positions, array("q", program or ()))
 
 
@@ -198,6 +231,13 @@ def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
     if family == "wide" and dtype == "bfloat16" and recipe.op is ReduceOp.SUM:
         return "exact_in_single"
     return family
+
+
+def _with_weights(prepared: _Prepared, recipe: Recipe) -> _Prepared:
+    weights = recipe.weights
+    if weights is None:
+        return prepared
+    return prepared._replace(divisor=weights.divisor, program=weights.words)
 
 
 def divisor_for(recipe: Recipe, into: np.dtype[Any]) -> float:
@@ -241,6 +281,7 @@ class _Passes:
         program = prepared.program.buffer_info()
         # Bound to this object, so that its arrays live for as long as any thread works on them.
         self._arguments = (*self._work_list.place, prepared.divisor, *([0] * 8), *program)
+        self._has_many_inputs = any(len(inputs) >= MANY_INPUTS for inputs, _ in tasks)
         self._prepared = prepared
         self._kernel = prepared.kernel
 
@@ -248,7 +289,7 @@ class _Passes:
         """Does all the work, and what the kernel is not certain of in NumPy."""
         self._work_list.restart()
         if self._participants == 1:
-            self._kernel(*self._arguments)
+            self._work()
         else:
             run_together(self._work, self._participants)
         if self._is_exact:
@@ -256,7 +297,7 @@ class _Passes:
                 _run_pieces(inputs, outputs, pieces, self._recipe)
 
     def _work(self) -> None:
-        self._kernel(*self._arguments)
+        self._kernel(*self._arguments, _scratch.place() if self._has_many_inputs else 0)
 
 
 def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe) -> None:

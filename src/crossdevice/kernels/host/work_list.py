@@ -26,6 +26,12 @@ ROOM_WORDS = 2 + 2 * MAX_PIECES_LEFT
 
 EMPTY_ROOM = array("q", [0, -1, *([0] * 2 * MAX_PIECES_LEFT)])
 
+MANY_INPUTS, BLOCK_INPUTS = 12, 8
+"""From so many inputs on, kernels read so many at a time."""
+
+SCRATCH_BYTES = 1 << 18
+"""The accumulators of the elements over which they do: they stay in a second-level cache."""
+
 Pieces: TypeAlias = "list[tuple[int, int]]"
 """Ranges of elements, from start to stop."""
 

@@ -13,7 +13,7 @@ import numpy as np
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce, group_of
 from crossdevice.backends.protocol import Array, Backend, dtype_named
-from crossdevice.errors import ConversionError
+from crossdevice.errors import ConversionError, ReduceOpError
 from crossdevice.execution.reading.values import Leaf, one_backend, read_value, replica_at
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import PerReplica
@@ -38,6 +38,10 @@ def reduce_along_axis(
     Replicas may differ in length along the axes, and be empty there: a mean divides by the number of
     elements there really are. Floats are added up in float64 and rounded once.
     """
+    if op not in _ARRAY_FUNCTIONS:
+        raise ReduceOpError(
+            f"{op.name} along an axis; gather the values and sort them, or reduce with axis=None"
+        )
     read = read_value(value)
     leaves = [_reduced(op, leaf, read.devices, axis, to, ops) for leaf in read.leaves]
     return leaves[0] if read.structure is None else unflatten(read.structure, leaves)

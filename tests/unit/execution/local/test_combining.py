@@ -62,7 +62,7 @@ def test_array_functions_give_the_bits_of_the_host_pass(library, dtype):
         PREPARE[library]()
     backend = backend_named(library)
     for (op, precision), count in itertools.product(OPERATIONS, (1, 2, 3, 7)):
-        if dtype in COMPLEXES and op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD):
+        if dtype in COMPLEXES and op not in (ReduceOp.SUM, ReduceOp.MEAN):
             continue
         is_mean = op is ReduceOp.MEAN
         recipe = Recipe(ReduceOp.SUM if is_mean else op, precision, count if is_mean else None)

@@ -17,6 +17,7 @@ from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_t
 from crossdevice.kernels.cuda.triton_launching import ANY_ADDRESS, NUM_WARPS
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import UNKNOWN_WEIGHTS
 
 SUM, MEAN = Recipe(ReduceOp.SUM, "accurate"), Recipe(ReduceOp.SUM, "accurate", 3)
 KINDS = {
@@ -32,6 +33,8 @@ KINDS = {
     "wrapping": (SUM, "uint8", "uint8"),
     "wrapping mean": (Recipe(ReduceOp.SUM, "fast", 3), "int64", "float64"),
     "true mean": (MEAN, "int16", "float32"),
+    "weighted": (SUM._replace(weights=UNKNOWN_WEIGHTS), "bfloat16", "bfloat16"),
+    "weighted compensated": (SUM._replace(weights=UNKNOWN_WEIGHTS), "float64", "float64"),
 }
 
 
@@ -67,10 +70,11 @@ def test_kernels_compile_with_wide_accesses_and_without_contraction(kind):
     arithmetic = arranged(*KINDS[kind]).arithmetic
     way, block = way_of(arithmetic), block_elements(arithmetic)
     options = {"grid": (1,), "num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    addresses = (ANY_ADDRESS,) * 3
+    num_inputs = 3 if way.numbers_per_input == 1 else 7
+    inputs, outputs = (ANY_ADDRESS,) * num_inputs, (ANY_ADDRESS,) * 3
     for compiled in (
-        pass_by_arguments.warmup(addresses, addresses, ANY_ADDRESS, way, block, **options),
-        pass_by_table.warmup(ANY_ADDRESS, ANY_ADDRESS, 3, 3, way, block, **options),
+        pass_by_arguments.warmup(inputs, outputs, ANY_ADDRESS, way, block, **options),
+        pass_by_table.warmup(ANY_ADDRESS, ANY_ADDRESS, num_inputs, 3, way, block, **options),
     ):
         code = compiled.asm["ptx"]
         assert re.search(r"ld\.global\.v(4\.b32|2\.b64)", code)

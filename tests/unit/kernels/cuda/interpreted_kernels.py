@@ -5,6 +5,8 @@ Collected only by test_triton_kernels.py, in a process in which TRITON_INTERPRET
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, result_dtype
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import weights_for
 from unit.kernels.host.adversarial import adversarial, dtype_named, misaligned, same_bits
 
 # The interpreter computes in NumPy, which has something to say about infinities.
@@ -25,7 +28,7 @@ CHAINS = (None, (6, 2, 1, 0, 3, 4, 5))
 
 def recipes(dtype, count, precision):
     """Every operation, with the dtype of its result."""
-    for op in ReduceOp:
+    for op in (op for op in ReduceOp if not op.is_of_ranks):
         if dtype in COMPLEXES and op in (ReduceOp.MIN, ReduceOp.MAX):
             continue
         recipe = Recipe(ReduceOp.SUM, precision, count) if op is ReduceOp.MEAN else Recipe(op, precision)
@@ -36,6 +39,15 @@ def recipes(dtype, count, precision):
 
 def addresses(arrays):
     return tuple(array.ctypes.data for array in arrays)
+
+
+def bits_of_weights(recipe):
+    weights = recipe.weights
+    return (
+        ()
+        if weights is None
+        else tuple(np.array([*weights.factors, weights.divisor]).view(np.int64).tolist())
+    )
 
 
 def check(recipe, dtype, into, count, size, offset=0):
@@ -51,8 +63,9 @@ def check(recipe, dtype, into, count, size, offset=0):
     read = [inputs[position] for position in arrangement.positions or range(count)]
     num_elements = size * parts_in(dtype)
     num_programs = -(-num_elements // block_elements(arrangement.arithmetic))
-    launch = launch_by_arguments(arrangement.arithmetic, count, 2, num_programs)
-    launch(0, addresses(read), addresses(outputs), num_elements)
+    num_numbers = count + len(bits_of_weights(recipe))
+    launch = launch_by_arguments(arrangement.arithmetic, num_numbers, 2, num_programs)
+    launch(0, addresses(read) + bits_of_weights(recipe), addresses(outputs), num_elements)
     for output in outputs:
         assert same_bits(output, expected, any_nan=recipe.precision == "fast"), (recipe, into, count)
     return True
@@ -95,6 +108,16 @@ def test_divisors_are_those_of_the_result():
             for divisor in (3, 4, 257, 70_001):
                 recipe = Recipe(ReduceOp.SUM, precision, divisor)
                 assert check(recipe, dtype, result_dtype(dtype, ReduceOp.MEAN), 2, size=300)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_weighted_kernels_have_the_bits_of_the_host(dtype):
+    for op, factors in itertools.product(
+        (ReduceOp.SUM, ReduceOp.MEAN), ((0.1, 0.0, 7.0), (1.0, 1.0, 1.0), (3.0,))
+    ):
+        recipe = Recipe(ReduceOp.SUM, "accurate", weights=weights_for(factors, op))
+        assert check(recipe, dtype, dtype, len(factors), size=300)
+        assert not check(recipe._replace(precision="exact"), dtype, dtype, len(factors), size=300)
 
 
 def test_a_table_serves_many_arrays_in_one_launch():

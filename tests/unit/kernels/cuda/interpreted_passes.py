@@ -22,6 +22,7 @@ from crossdevice.plans.packing import Packing
 from crossdevice.values.device import host_device
 from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import weights_for
 
 SHAPES = ((5,), (3, 4), (), (0, 2), (3, 4), (3000,))
 COUNT = 3
@@ -33,7 +34,7 @@ def columns_of(shapes=SHAPES, dtype="float32"):
     return [tuple(tensor.to(getattr(torch, dtype)) for tensor in column) for column in made]
 
 
-def passes_for(columns, options, op="mean", name="direct", num_packs=0):
+def passes_for(columns, options, op="mean", name="direct", num_packs=0, is_weighted=False):
     """Prepared as `PreparedReduction` does it, on a device that holds all replicas."""
     devices = (host_device(0),) * COUNT
     backend = backend_named("torch")
@@ -43,7 +44,7 @@ def passes_for(columns, options, op="mean", name="direct", num_packs=0):
     ]
     dtypes = {number: result_dtype(spec.dtype, ReduceOp(op)) for number, spec in enumerate(specs)}
     work = GpuPasses(dict(enumerate(specs)), dtypes, host_device(0), shares_results=options.share_results)
-    recipe = recipe_for(ReduceOp(op), options, COUNT)
+    recipe = recipe_for(ReduceOp(op), options, COUNT, is_weighted)
     planner = Planner(ALGORITHMS.load(name)())
     if options.precision != "fast":
         for number in range(len(specs)):
@@ -121,6 +122,16 @@ def test_inputs_may_have_gaps_and_be_views_as_conjugates():
     results = passes_for(columns, options).run(columns, [None, None])
     for number, column in enumerate(columns):
         assert all(torch.equal(result, right_for(column, options)) for result in results[number])
+
+
+def test_weights_may_change_from_call_to_call():
+    columns = columns_of() + columns_of(((7,), (9,)), "float64")
+    work = passes_for(columns, cd.CommunicationOptions(), is_weighted=True)
+    for factors in ((3.0, 0.0, 0.5), (0.1, 0.2, 0.3)):
+        results = work.run(columns, [None] * len(columns), weights_for(factors, ReduceOp.MEAN))
+        for number, column in enumerate(columns):
+            right = cd.reduce(cd.PerReplica(column, devices=["cpu:0"] * COUNT), "mean", weights=factors)
+            assert all(torch.equal(result, right) for result in results[number])
 
 
 def test_dtypes_of_a_batch_may_differ():

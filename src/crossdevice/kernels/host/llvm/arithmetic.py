@@ -33,9 +33,16 @@ class Arithmetic:
     bytes_per_lane: int | None = None
     """What one element of the accumulator takes of the registers; None: as much as in memory."""
 
+    is_weighted: bool = False
+    """Whether it takes a weight with each element, by `with_term`, and then what weights are divided by."""
+
     def widened(self, lanes: Lanes, stored: Value) -> Value:
         """The form in which elements are combined."""
         return stored
+
+    def with_term(self, lanes: Lanes, state: State | None, element: Value, weight: Value) -> State:
+        """The accumulator (None: a new one) with one more element, times its weight, in it."""
+        raise NotImplementedError
 
     def started(self, lanes: Lanes, element: Value) -> State:
         """The accumulator that holds the first element."""
@@ -139,13 +146,16 @@ class Compensated(Arithmetic):
         def quotient() -> State:
             number = lanes.spread(divisor)
             first = build.fdiv(near, number)
-            remainder = lanes.fused_multiply_add(build.fneg(first), number, near)
+            remainder = self._remainder(lanes, near, first, number)
             left = build.select(build.and_(counts, lanes.is_finite(rest)), rest, zero)
             second = build.fdiv(build.fadd(remainder, left), number)
             is_more = build.fcmp_ordered("!=", second, zero)
             return (build.select(is_more, build.fadd(first, second), first),)
 
         return lanes.unless_one(divisor, (near,), quotient)[0]
+
+    def _remainder(self, lanes: Lanes, dividend: Value, quotient: Value, number: Value) -> Value:
+        return lanes.fused_multiply_add(lanes.build.fneg(quotient), number, dividend)
 
 
 class Narrowed(Compensated):

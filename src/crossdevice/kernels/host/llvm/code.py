@@ -10,7 +10,8 @@ only when the code runs, so one kernel serves all of them.
 from __future__ import annotations
 
 import platform
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -20,7 +21,18 @@ from numba.extending import intrinsic
 from crossdevice.kernels.association import MAX_DEPTH, START, WITH_LEVEL
 from crossdevice.kernels.host.llvm.arithmetic import Arithmetic
 from crossdevice.kernels.host.llvm.families import arithmetic_named
-from crossdevice.kernels.host.llvm.lanes import FORMATS, INT32, INT64, Builder, Lanes, State, Value
+from crossdevice.kernels.host.llvm.lanes import (
+    DOUBLE,
+    FORMATS,
+    HALF,
+    INT32,
+    INT64,
+    SINGLE,
+    Builder,
+    Lanes,
+    State,
+    Value,
+)
 from crossdevice.kernels.host.work_list import WORD_BYTES
 
 STREAMED_LINE_BYTES = 64
@@ -43,70 +55,154 @@ def combine_lanes(
     is_nontemporal: Any,
     program: Any,
     program_length: Any,
+    first: Any,
+    last: Any,
+    scratch: Any,
 ) -> Any:
     """Combines `lanes` elements of all inputs from `position` on and writes them to all outputs.
 
+    Of inputs from left to right it may be given those from `first` to `last` only: then what they have come
+    to is kept at `scratch`, and written when the last ones have been added.
+
     `inputs` and `outputs` are addresses of pointers to ndarrays. 0 is returned if all is well; 1 if the
     arithmetic is not certain of its results: then nothing is written. A program (0: none) says in which
-    order the inputs combine, if not from left to right.
+    order the inputs combine, if not from left to right; for a weighted arithmetic it has the weights.
     """
-    words = (inputs, num_inputs, outputs, num_outputs, position)
-    signature = types.int64(name, lanes, *words, divisor, is_nontemporal, program, program_length)
+    words = (inputs, num_inputs, outputs, num_outputs, position, divisor, is_nontemporal)
+    signature = types.int64(name, lanes, *words, program, program_length, first, last, scratch)
     shape, _, arithmetic_name = name.literal_value.partition(" ")
     count = lanes.literal_value
 
     def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         arithmetic = arithmetic_named(arithmetic_name)
-        reader = _Reader(Lanes(builder, count), arithmetic.dtype, arguments[2], arguments[6])
+        column = _Column(Lanes(builder, count), arithmetic.dtype, _Work(*arguments[2:]))
         if shape == "tree":
-            state = reader.combined_by_program(arithmetic, arguments[9], arguments[10])
-        else:
-            state = reader.combined_in_order(arithmetic, arguments[3])
-        divisor, writes = arguments[7], (*arguments[4:7], arguments[8])
-        result = arithmetic.finished(reader.lanes, state, divisor)
-        doubted = arithmetic.doubted(reader.lanes, state, divisor, arguments[3])
-        if doubted is None:
-            _write(reader.lanes, arithmetic, result, *writes)
-            return ir.Constant(INT64, 0)
-        place = cgutils.alloca_once_value(builder, result)
-        doubt = cgutils.alloca_once_value(builder, reader.lanes.is_any(doubted))
-        second = arithmetic.fallback()
-        if second is not None:
-            with builder.if_then(builder.load(doubt), likely=False):
-                state = reader.combined_in_order(second, arguments[3])
-                builder.store(second.finished(reader.lanes, state, divisor), place)
-                doubted = second.doubted(reader.lanes, state, divisor, arguments[3])
-                is_any = ir.Constant(ir.IntType(1), 0) if doubted is None else reader.lanes.is_any(doubted)
-                builder.store(is_any, doubt)
-        with builder.if_then(builder.not_(builder.load(doubt)), likely=True):
-            _write(reader.lanes, arithmetic, builder.load(place), *writes)
-        return builder.zext(builder.load(doubt), INT64)
+            return _finish(column, arithmetic, column.combined_by_program(arithmetic))
+        work, doubt = column.work, cgutils.alloca_once_value(builder, ir.Constant(INT64, 0))
+        state = column.combined_in_order(arithmetic, work.first, work.last)
+        with builder.if_else(builder.icmp_signed("==", work.last, work.num_inputs), likely=True) as (
+            ends,
+            goes_on,
+        ):
+            with ends:
+                builder.store(_finish(column, arithmetic, state), doubt)
+            with goes_on:
+                column.keep(state)
+        return builder.load(doubt)
 
     return signature, emit
 
 
-class _Reader:
+class _Work(NamedTuple):
+    """What `combine_lanes` is given, as values of the code it emits."""
+
+    inputs: Value
+    num_inputs: Value
+    outputs: Value
+    num_outputs: Value
+    position: Value
+    divisor: Value
+    is_nontemporal: Value
+    program: Value
+    program_length: Value
+    first: Value
+    last: Value
+    scratch: Value
+
+
+def _finish(column: _Column, arithmetic: Arithmetic, state: State) -> Value:
+    """Writes results unless they are in doubt; 1 if they are."""
+    lanes, work = column.lanes, column.work
+    builder, divisor = lanes.build, work.divisor
+    state = column.with_divisor(arithmetic, state)
+    result = arithmetic.finished(lanes, state, divisor)
+    doubted = arithmetic.doubted(lanes, state, divisor, work.num_inputs)
+    if doubted is None:
+        _write(lanes, arithmetic, result, work)
+        return ir.Constant(INT64, 0)
+    place = cgutils.alloca_once_value(builder, result)
+    doubt = cgutils.alloca_once_value(builder, lanes.is_any(doubted))
+    second = arithmetic.fallback()
+    if second is not None:
+        with builder.if_then(builder.load(doubt), likely=False):
+            state = column.combined_in_order(second, None, work.num_inputs)
+            builder.store(second.finished(lanes, state, divisor), place)
+            doubted = second.doubted(lanes, state, divisor, work.num_inputs)
+            is_any = ir.Constant(ir.IntType(1), 0) if doubted is None else lanes.is_any(doubted)
+            builder.store(is_any, doubt)
+    with builder.if_then(builder.not_(builder.load(doubt)), likely=True):
+        _write(lanes, arithmetic, builder.load(place), work)
+    return builder.zext(builder.load(doubt), INT64)
+
+
+class _Column:
     """Reads vectors at one position of all inputs, and combines them."""
 
-    def __init__(self, lanes: Lanes, dtype: str, inputs: Value, position: Value) -> None:
-        self.lanes = lanes
+    def __init__(self, lanes: Lanes, dtype: str, work: _Work) -> None:
+        self.lanes, self.work = lanes, work
         self._dtype = dtype
-        self._inputs = inputs
-        self._offset = _offset(lanes.build, position, dtype)
+        self._offset = _offset(lanes.build, work.position, dtype)
 
-    def combined_in_order(self, arithmetic: Arithmetic, num_inputs: Value) -> State:
-        build = self.lanes.build
-        first = arithmetic.started(self.lanes, self._element(arithmetic, ir.Constant(INT64, 0)))
-        places = [cgutils.alloca_once_value(build, part) for part in first]
-        with cgutils.for_range(build, num_inputs, start=ir.Constant(INT64, 1)) as loop:
+    def combined_in_order(self, arithmetic: Arithmetic, first: Value | None, last: Value) -> State:
+        """The inputs up to `last`; from `first` on, if that is not 0, with what was kept of those before."""
+        build, zero, one = self.lanes.build, ir.Constant(INT64, 0), ir.Constant(INT64, 1)
+        if first is None:
+            places = self._placed(self._grown(arithmetic, None, zero))
+            start = one
+        else:
+            is_new = build.icmp_signed("==", first, zero)
+            with build.if_else(is_new, likely=True) as (begins, resumes):
+                with begins:
+                    places = self._placed(self._grown(arithmetic, None, zero))
+                with resumes:
+                    for place, kept in zip(places, self._kept([p.type.pointee for p in places]), strict=True):
+                        build.store(build.load(kept, align=1), place)
+            start = build.select(is_new, one, first)
+        with cgutils.for_range(build, last, start=start) as loop:
             state = tuple(build.load(place) for place in places)
-            grown = arithmetic.combined(self.lanes, state, self._element(arithmetic, loop.index))
-            for part, place in zip(grown, places, strict=True):
+            for part, place in zip(self._grown(arithmetic, state, loop.index), places, strict=True):
                 build.store(part, place)
         return tuple(build.load(place) for place in places)
 
-    def combined_by_program(self, arithmetic: Arithmetic, program: Value, length: Value) -> State:
+    def keep(self, state: State) -> None:
+        """Puts what some inputs have come to where `combined_in_order` finds it again."""
+        for part, kept in zip(state, self._kept([part.type for part in state]), strict=True):
+            self.lanes.build.store(part, kept, align=1)
+
+    def with_divisor(self, arithmetic: Arithmetic, state: State) -> State:
+        """For weights, what their sum lacks, and what that may be wrong by, beside the accumulator."""
+        if not arithmetic.is_weighted:
+            return state
+        behind = self.lanes.build.add(self.work.num_inputs, ir.Constant(INT64, 1))
+        return *state, self._weight(self.work.num_inputs), self._weight(behind)
+
+    def _grown(self, arithmetic: Arithmetic, state: State | None, index: Value) -> State:
+        element = self._element(arithmetic, index)
+        if arithmetic.is_weighted:
+            return arithmetic.with_term(self.lanes, state, element, self._weight(index))
+        if state is None:
+            return arithmetic.started(self.lanes, element)
+        return arithmetic.combined(self.lanes, state, element)
+
+    def _weight(self, index: Value) -> Value:
+        build = self.lanes.build
+        return self.lanes.spread(build.bitcast(_word_at(build, self.work.program, index), DOUBLE))
+
+    def _placed(self, state: State) -> list[Value]:
+        return [cgutils.alloca_once_value(self.lanes.build, part) for part in state]
+
+    def _kept(self, kinds: Sequence[Any]) -> Iterator[Value]:
+        """Pointers into the scratch memory, one part of the accumulator after the other."""
+        build, address = self.lanes.build, self.work.scratch
+        for kind in kinds:
+            yield build.inttoptr(address, kind.as_pointer())
+            num_bytes = kind.count * _element_bytes(kind.element)
+            address = build.add(address, ir.Constant(INT64, num_bytes))
+
+    def combined_by_program(self, arithmetic: Arithmetic) -> State:
+        """The inputs as the program of a tree combines them."""
         build, lanes = self.lanes.build, self.lanes
+        program, length = self.work.program, self.work.program_length
         first = self._element(arithmetic, ir.Constant(INT64, 0))
         with build.goto_entry_block():
             levels = build.alloca(first.type, MAX_DEPTH + 1)
@@ -133,27 +229,19 @@ class _Reader:
         return (build.load(levels),)
 
     def _element(self, arithmetic: Arithmetic, index: Value) -> Value:
-        address = self.lanes.build.add(_data_of(self.lanes.build, self._inputs, index), self._offset)
+        address = self.lanes.build.add(_data_of(self.lanes.build, self.work.inputs, index), self._offset)
         stored = self.lanes.load(address, FORMATS[self._dtype].stored)
         return arithmetic.widened(self.lanes, stored)
 
 
-def _write(
-    lanes: Lanes,
-    arithmetic: Arithmetic,
-    result: Value,
-    outputs: Value,
-    num_outputs: Value,
-    position: Value,
-    is_nontemporal: Value,
-) -> None:
+def _write(lanes: Lanes, arithmetic: Arithmetic, result: Value, work: _Work) -> None:
     build = lanes.build
     item_bytes = FORMATS[arithmetic.result_dtype].item_bytes
-    offset = _offset(build, position, arithmetic.result_dtype)
+    offset = _offset(build, work.position, arithmetic.result_dtype)
 
     def write_all(alignment: int) -> None:
-        with cgutils.for_range(build, num_outputs) as loop:
-            address = build.add(_data_of(build, outputs, loop.index), offset)
+        with cgutils.for_range(build, work.num_outputs) as loop:
+            address = build.add(_data_of(build, work.outputs, loop.index), offset)
             stored = build.store(result, build.inttoptr(address, result.type.as_pointer()))
             stored.align = alignment
             if alignment == STREAMED_LINE_BYTES:
@@ -162,11 +250,16 @@ def _write(
     if lanes.count * item_bytes % STREAMED_LINE_BYTES:
         write_all(1)
         return
-    with build.if_else(build.icmp_signed("!=", is_nontemporal, ir.Constant(INT64, 0))) as (streams, caches):
+    streams_results = build.icmp_signed("!=", work.is_nontemporal, ir.Constant(INT64, 0))
+    with build.if_else(streams_results) as (streams, caches):
         with streams:
             write_all(STREAMED_LINE_BYTES)
         with caches:
             write_all(1)
+
+
+def _element_bytes(kind: Any) -> int:
+    return kind.width // 8 if isinstance(kind, ir.IntType) else {HALF: 2, SINGLE: 4, DOUBLE: 8}[kind]
 
 
 def _offset(build: Builder, position: Value, dtype: str) -> Value:

@@ -168,10 +168,15 @@ class Enclosed(Arithmetic):
             is_settled = build.and_(is_settled, build.fcmp_ordered(">", size_of_rest, margin))
         is_exact = build.fcmp_ordered("==", doubt, lanes.constant(DOUBLE, 0.0))
         is_open = build.not_(build.or_(is_settled, is_exact))
-        if self.dtype != "float64":
+        if not self._may_overflow:
             return build.and_(is_open, lanes.is_finite(state[0]))
         # An infinite total may be an overflow on the way to a finite sum.
         return build.or_(is_open, build.not_(lanes.is_finite(near)))
+
+    @property
+    def _may_overflow(self) -> bool:
+        """Whether a sum of finite elements may leave the range of float64."""
+        return self.dtype == "float64"
 
     def _enclosure(self, lanes: Lanes, state: State, divisor: Value) -> State:
         total, errors, lost = state

@@ -15,6 +15,7 @@ from crossdevice.kernels.host.llvm.arithmetic import (
     WrappingMean,
 )
 from crossdevice.kernels.host.llvm.exact import Enclosed, Exact, ExactInSingle
+from crossdevice.kernels.host.llvm.weighted import Weighted, WeightedCompensated, WeightedExact
 
 FAMILIES: dict[str, type[Arithmetic]] = {
     "native": Arithmetic,
@@ -30,6 +31,9 @@ FAMILIES: dict[str, type[Arithmetic]] = {
     "exact": Exact,
     "exact_in_single": ExactInSingle,
     "enclosed": Enclosed,
+    "weighted": Weighted,
+    "weighted_compensated": WeightedCompensated,
+    "weighted_exact": WeightedExact,
 }
 
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
+from crossdevice.kernels.host.reference.rounding import LARGEST_PRODUCT, SMALLEST_PRODUCT
+
 Value = Any
 """A value of llvmlite's intermediate representation."""
 
@@ -78,6 +80,24 @@ class Lanes:
         of_left = build.fsub(total, of_right)
         return total, build.fadd(build.fsub(left, of_left), build.fsub(right, of_right))
 
+    def two_product(self, left: Value, right: Value) -> tuple[Value, Value, Value]:
+        """The rounded product, its error, and where that is known: elsewhere it is 0.
+
+        As in the reference's `two_product`, which knows of no other places.
+        """
+        build = self.build
+        product = build.fmul(left, right)
+        size = self.magnitude(product)
+        is_known = build.and_(
+            build.fcmp_ordered(">=", size, self.constant(DOUBLE, SMALLEST_PRODUCT)),
+            build.and_(
+                build.fcmp_ordered("<=", size, self.constant(DOUBLE, LARGEST_PRODUCT)),
+                build.fcmp_ordered("<=", self.magnitude(left), self.constant(DOUBLE, LARGEST_PRODUCT)),
+            ),
+        )
+        error = self.fused_multiply_add(left, right, build.fneg(product))
+        return product, build.select(is_known, error, self.constant(DOUBLE, 0.0)), is_known
+
     def is_finite(self, value: Value) -> Value:
         """Neither infinite nor NaN."""
         infinity = self.constant(value.type.element, float("inf"))
@@ -100,10 +120,15 @@ class Lanes:
 
     def unless_one(self, divisor: Value, values: State, quotients: Callable[[], State]) -> State:
         """`values` if the divisor is 1, else the quotients."""
+        is_one = self.build.fcmp_unordered("==", divisor, ir.Constant(divisor.type, 1.0))
+        return self.unless(is_one, values, quotients)
+
+    def unless(self, condition: Value, values: State, others: Callable[[], State]) -> State:
+        """`values` under the condition, a scalar, else the others."""
         places = [cgutils.alloca_once_value(self.build, value) for value in values]
-        with self.build.if_then(self.build.fcmp_ordered("!=", divisor, ir.Constant(divisor.type, 1.0))):
-            for quotient, place in zip(quotients(), places, strict=True):
-                self.build.store(quotient, place)
+        with self.build.if_then(self.build.not_(condition)):
+            for other, place in zip(others(), places, strict=True):
+                self.build.store(other, place)
         return tuple(self.build.load(place) for place in places)
 
     def rounded_to_odd(self, value: Value, rest: Value) -> Value:

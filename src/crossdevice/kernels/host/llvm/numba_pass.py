@@ -28,9 +28,17 @@ from crossdevice.kernels.host.llvm.code import (
 )
 from crossdevice.kernels.host.llvm.families import arithmetic_named
 from crossdevice.kernels.host.llvm.lanes import FORMATS
-from crossdevice.kernels.host.work_list import MAX_PIECES_LEFT, ROW_WORDS, TUPLE_HEADER_BYTES, WORD_BYTES
+from crossdevice.kernels.host.work_list import (
+    BLOCK_INPUTS,
+    MANY_INPUTS,
+    MAX_PIECES_LEFT,
+    ROW_WORDS,
+    SCRATCH_BYTES,
+    TUPLE_HEADER_BYTES,
+    WORD_BYTES,
+)
 
-SIGNATURE = "void(int64,int64,int64,float64,int64,int64,int64,int64,int64,int64,int64,int64,int64,int64)"
+SIGNATURE = f"void(int64,int64,int64,float64,{','.join(['int64'] * 11)})"
 
 Kernel = Callable[..., None]
 
@@ -67,7 +75,7 @@ def _warn_once(text: str) -> None:
 
 
 @functools.cache
-def _keeps_kernels() -> bool:
+def keeps_kernels() -> bool:
     """Whether compiled kernels are kept; the log says once where."""
     folder = cache_folder()
     if folder is None:
@@ -106,13 +114,14 @@ def compiled_kernel(name: str) -> Kernel:
 
     Called with (rows, number of rows, counter, divisor, ...) it takes rows until none is left; with 0
     rows it does the one piece of work that the other arguments describe, in the order of a row's words,
-    followed by the address and length of the program of a "tree".
+    followed by the address and length of the program of a "tree", or of weights, and by the address of
+    scratch memory (`SCRATCH_BYTES`), which may be 0 if there are fewer than `MANY_INPUTS`.
     """
     function = _kernel_function(name)
     # numba numbers the files of one name, and processes that compile different closures of one function
     # at once may take the same number for both. So every kernel gets a name, and files, of its own.
     function.__qualname__ = f"{name.replace(' ', '_')}_{_code_version():08x}"
-    if _keeps_kernels():
+    if keeps_kernels():
         try:
             return njit(SIGNATURE, nogil=True, cache=True)(function)
         except OSError as error:  # the disk is full, or the files there belong to somebody else
@@ -146,7 +155,11 @@ def _register_bytes() -> int:
 
 def _kernel_function(name: str) -> Kernel:
     lanes = lanes_of(name)
-    result_bytes = FORMATS[arithmetic_named(name.partition(" ")[2]).result_dtype].item_bytes
+    arithmetic = arithmetic_named(name.partition(" ")[2])
+    is_chain = name.startswith("chain ")
+    element_bytes = arithmetic.bytes_per_lane or FORMATS[arithmetic.dtype].item_bytes
+    tile = SCRATCH_BYTES // element_bytes - lanes
+    result_bytes = FORMATS[arithmetic.result_dtype].item_bytes
 
     def kernel(
         rows: int,
@@ -163,6 +176,7 @@ def _kernel_function(name: str) -> Kernel:
         room: int,
         program: int,
         program_length: int,
+        scratch: int,
     ) -> None:
         while True:
             if num_rows:
@@ -186,47 +200,66 @@ def _kernel_function(name: str) -> Kernel:
                     is_nontemporal = 0
                 if is_nontemporal:
                     head = min(start + missing // result_bytes, stop)
-            position = start
+            # Many inputs are read in blocks of a few over tiles that stay in cache: more streams at once are
+            # more than processors prefetch.
+            block, tile_stop, position = num_inputs, stop, start
+            if is_chain and num_inputs >= MANY_INPUTS:
+                block = -(-num_inputs // -(-num_inputs // BLOCK_INPUTS))
             while position < stop:
-                if position >= head and position + lanes <= stop:
-                    length = lanes
-                    doubt = combine_lanes(
-                        name,
-                        lanes,
-                        inputs,
-                        num_inputs,
-                        outputs,
-                        num_outputs,
-                        position,
-                        divisor,
-                        is_nontemporal,
-                        program,
-                        program_length,
-                    )
-                else:
-                    length = 1
-                    doubt = combine_lanes(
-                        name,
-                        1,
-                        inputs,
-                        num_inputs,
-                        outputs,
-                        num_outputs,
-                        position,
-                        divisor,
-                        0,
-                        program,
-                        program_length,
-                    )
-                if doubt:
-                    left = word_at(room, 0)
-                    if left == MAX_PIECES_LEFT:
-                        set_word(room, 1, position)
-                        break
-                    set_word(room, 2 + 2 * left, position)
-                    set_word(room, 3 + 2 * left, length)
-                    set_word(room, 0, left + 1)
-                position += length
+                tile_start, first = position, 0
+                if block < num_inputs:
+                    tile_stop = min(tile_start + tile, stop)
+                while first < num_inputs:
+                    last, position = min(first + block, num_inputs), tile_start
+                    while position < tile_stop:
+                        kept = scratch + (position - tile_start) * element_bytes
+                        if position >= head and position + lanes <= stop:
+                            length = lanes
+                            doubt = combine_lanes(
+                                name,
+                                lanes,
+                                inputs,
+                                num_inputs,
+                                outputs,
+                                num_outputs,
+                                position,
+                                divisor,
+                                is_nontemporal,
+                                program,
+                                program_length,
+                                first,
+                                last,
+                                kept,
+                            )
+                        else:
+                            length = 1
+                            doubt = combine_lanes(
+                                name,
+                                1,
+                                inputs,
+                                num_inputs,
+                                outputs,
+                                num_outputs,
+                                position,
+                                divisor,
+                                0,
+                                program,
+                                program_length,
+                                first,
+                                last,
+                                kept,
+                            )
+                        if doubt:
+                            left = word_at(room, 0)
+                            if left == MAX_PIECES_LEFT:
+                                set_word(room, 1, position)
+                                tile_stop = stop = position
+                                break
+                            set_word(room, 2 + 2 * left, position)
+                            set_word(room, 3 + 2 * left, length)
+                            set_word(room, 0, left + 1)
+                        position += length
+                    first = last
             if is_nontemporal:
                 finish_streaming()
             if not num_rows:

@@ -57,8 +57,8 @@ def exact_sum(inputs: Sequence[NDArray[Any]], divisor: int | None, dtype: np.dty
         enclosure = _enclosed_sum(inputs)
         if divisor is not None:
             enclosure = _enclosed_quotient(enclosure, divisor)
-        result = _rounded_enclosure(enclosure, dtype)
-        undecided = np.flatnonzero(~_is_decided(enclosure))
+        result = rounded_enclosure(enclosure, dtype)
+        undecided = np.flatnonzero(~is_decided(enclosure))
         if undecided.size:
             columns = np.stack([array[undecided].astype(np.float64) for array in inputs])
             result[undecided] = _decided(columns, divisor, dtype)
@@ -75,12 +75,12 @@ def _enclosed_sum(inputs: Sequence[NDArray[Any]]) -> Enclosure:
         if error.any():
             low, lost = two_sum(low, error)
             doubt += np.abs(lost)
-    near, rest = _two_sum_keeping_zero(total, low)
+    near, rest = two_sum_keeping_zero(total, low)
     # Twice, because adding N of them up may have lost (N - 1) * 2**-53 of it.
     return Enclosure(near, rest, 2 * doubt)
 
 
-def _two_sum_keeping_zero(high: Floats, low: Floats) -> tuple[Floats, Floats]:
+def two_sum_keeping_zero(high: Floats, low: Floats) -> tuple[Floats, Floats]:
     """Like two_sum, but -0.0 stays what it is: the +0.0 of an absent error was never an input."""
     total, error = two_sum(high, low)
     return np.where(low == 0, high, total), error
@@ -94,7 +94,7 @@ def _enclosed_quotient(dividend: Enclosure, divisor: int) -> Enclosure:
     first = dividend.near / number
     remainder, lost = two_sum(exact_remainder(dividend.near, first, number), dividend.rest)
     second = remainder / number
-    near, rest = _two_sum_keeping_zero(first, second)
+    near, rest = two_sum_keeping_zero(first, second)
     # A quotient of at most 21 bits times the divisor is exact, and ties have such short second parts.
     is_short = (second.view(np.int64) & ((1 << 32) - 1)) == 0
     is_exact = is_short & (second * number == remainder) & (lost == 0) & (dividend.doubt == 0)
@@ -103,7 +103,7 @@ def _enclosed_quotient(dividend: Enclosure, divisor: int) -> Enclosure:
     return Enclosure(near, rest, np.where(is_exact, 0.0, doubt))
 
 
-def _is_decided(enclosure: Enclosure) -> Mask:
+def is_decided(enclosure: Enclosure) -> Mask:
     """Where all that is enclosed is finite and lies strictly between near and one tie beside it, or is exact.
 
     Then near is the rounded float64, and the sign of rest says on which side of it the number lies.
@@ -118,7 +118,7 @@ def _is_decided(enclosure: Enclosure) -> Mask:
     return decided & np.isfinite(near)
 
 
-def _rounded_enclosure(enclosure: Enclosure, dtype: np.dtype[Any]) -> NDArray[Any]:
+def rounded_enclosure(enclosure: Enclosure, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Rounds decided numbers once: float64 is near itself, narrower dtypes round near rounded to odd.
 
     Rounding to odd (towards zero, then setting the last bit if inexact) and then to a format with at
@@ -167,7 +167,7 @@ def _real_product(columns: Floats, dtype: np.dtype[Any]) -> NDArray[Any]:
     mantissas, exponents = scaled_integers(columns)
     negative = np.signbit(columns).sum(axis=0) % 2 == 1
     product = mantissas.astype(object).prod(axis=0)
-    result[whole] = _rounded_integers(product, exponents.sum(axis=0), negative, dtype)
+    result[whole] = rounded_integers(product, exponents.sum(axis=0), negative, dtype)
     return with_one_nan(result)
 
 
@@ -184,7 +184,7 @@ def _complex_product(inputs: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> ND
     *products, exponents = _gaussian_products(columns)
     for position, (product, zeros) in enumerate(zip(products, _zero_signs(columns), strict=True)):
         negative = (product < 0).astype(np.bool_) | ((product == 0).astype(np.bool_) & zeros)
-        parts[whole, position] = _rounded_integers(abs(product), exponents, negative, parts.dtype)
+        parts[whole, position] = rounded_integers(abs(product), exponents, negative, parts.dtype)
     with_one_nan(parts)
     return result
 
@@ -219,7 +219,7 @@ def _zero_signs(columns: NDArray[np.complex128]) -> tuple[Mask, Mask]:
     return real < 0, imaginary < 0
 
 
-def _rounded_integers(
+def rounded_integers(
     integers: Unbounded, exponents: Integers, negative: Mask, dtype: np.dtype[Any]
 ) -> NDArray[Any]:
     """integers * 2**exponents, none of them negative, with the signs given, rounded once."""

@@ -10,12 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.kernels.host.reference.exact import exact_product, exact_sum
+from crossdevice.kernels.host.reference.ranks import ranked
 from crossdevice.kernels.host.reference.rounding import (
     exact_remainder,
     rounded,
     two_sum,
+    with_errors,
     with_one_nan,
 )
+from crossdevice.kernels.host.reference.weighted import weighted_combination
 from crossdevice.kernels.recipe import Order, Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -43,8 +46,13 @@ def numpy_pass(inputs: Sequence[Block], outputs: Sequence[Block], recipe: Recipe
 
 
 def _combined(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:
+    if recipe.op.is_of_ranks:
+        count = len(inputs)
+        return _combined(ranked(inputs, *recipe.op.ranks(count)), recipe.of_ranks(count), dtype)
     if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
         return _extreme(inputs, recipe.op)
+    if recipe.weights is not None:
+        return weighted_combination(inputs, recipe.weights, recipe.precision, dtype)
     if inputs[0].dtype.kind in "iu":
         return _combined_integers(inputs, recipe, dtype)
     match recipe.precision:
@@ -103,18 +111,7 @@ def _compensated(inputs: Sequence[Block], divisor: int | None) -> Block:
     for array in inputs[1:]:
         total, error = two_sum(total, array)
         errors += error
-    # Errors that are 0 would turn -0 into +0. Those of infinities are NaN, and next to the largest numbers
-    # two_sum overflows on the way to an error: neither counts.
-    counts = (np.abs(errors) > 0) & np.isfinite(errors)
-    near, rest = two_sum(total, errors)
-    near = np.where(counts, near, total)
-    if divisor is None:
-        return near
-    # The quotient of near, and what is left of it and of the sum, divided too.
-    first = near / divisor
-    rest = np.where(counts & np.isfinite(rest), rest, 0.0)
-    second = (exact_remainder(near, first, float(divisor)) + rest) / divisor
-    return np.where(np.abs(second) > 0, first + second, first)
+    return with_errors(total, errors, None if divisor is None else float(divisor), exact_remainder)
 
 
 def _combined_integers(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:

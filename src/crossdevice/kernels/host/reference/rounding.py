@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -35,6 +36,28 @@ def two_sum(left: Floats, right: Floats) -> tuple[Floats, Floats]:
     return total, (left - (total - of_right)) + (right - of_right)
 
 
+SMALLEST_PRODUCT, LARGEST_PRODUCT = 2.0**-900, 2.0**1020
+"""Between these, the error of a rounded product is a float64, and nothing on the way to it overflows."""
+
+
+def two_product(left: Floats, right: float) -> tuple[Floats, Floats]:
+    """The rounded product and its error (Dekker), which counts as 0 where it may be no float64.
+
+    Factors are cut by their bits into 26 and (signed) 26: all partial products are then exact.
+    """
+    product = left * right
+    size = np.abs(product)
+    is_known = (size >= SMALLEST_PRODUCT) & (size <= LARGEST_PRODUCT) & (np.abs(left) <= LARGEST_PRODUCT)
+    (upper, lower), (first, second) = _halves(left), _halves(np.float64(right))
+    error = ((upper * first - product) + upper * second + lower * first) + lower * second
+    return product, np.where(is_known, error, 0.0)
+
+
+def _halves(values: Any) -> tuple[Any, Any]:
+    upper = ((values.view(np.int64) + (1 << 26)) & ~((1 << 27) - 1)).view(np.float64)
+    return upper, values - upper
+
+
 def exact_remainder(dividend: Floats, quotient: Floats, number: float) -> Floats:
     """dividend - quotient * number, without rounding, for the rounded quotient and whole numbers up to 2**26.
 
@@ -44,6 +67,24 @@ def exact_remainder(dividend: Floats, quotient: Floats, number: float) -> Floats
     """
     upper = (quotient.view(np.int64) & ~((1 << 26) - 1)).view(np.float64)
     return (dividend - upper * number) - (quotient - upper) * number
+
+
+def with_errors(
+    total: Floats, errors: Floats, divisor: float | None, remainder: Callable[[Floats, Floats, float], Floats]
+) -> Floats:
+    """A sum with its rounding errors added back, divided unless there is no divisor."""
+    # Errors that are 0 would turn -0 into +0. Those of infinities are NaN, and next to the largest numbers
+    # two_sum overflows on the way to an error: neither counts.
+    counts = (np.abs(errors) > 0) & np.isfinite(errors)
+    near, rest = two_sum(total, errors)
+    near = np.where(counts, near, total)
+    if divisor is None:
+        return near
+    # The quotient of near, and what is left of it and of the sum, divided too.
+    first = near / divisor
+    rest = np.where(counts & np.isfinite(rest), rest, 0.0)
+    second = (remainder(near, first, divisor) + rest) / divisor
+    return np.where(np.abs(second) > 0, first + second, first)
 
 
 def _bfloat16_of(wide: NDArray[np.float64]) -> NDArray[Any]:

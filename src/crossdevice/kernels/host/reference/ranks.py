@@ -1,0 +1,53 @@
+"""Which elements of each column have certain ranks, in NumPy: what medians and trimmed means are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.kernels.host.reference.long_accumulator import FORMATS
+
+
+def ranked(inputs: Sequence[NDArray[Any]], start: int, stop: int) -> list[NDArray[Any]]:
+    """For each rank from `start` to `stop` the elements that have it; NaN everywhere in a column with a NaN.
+
+    >>> ranked([np.array([3, 1]), np.array([2, 5]), np.array([9, 0])], 1, 2)
+    [array([3, 1])]
+    """
+    dtype = inputs[0].dtype
+    keys = np.stack([array.view(key_dtype(dtype)) for array in inputs])
+    infinity = infinity_of(dtype)
+    if infinity is None:
+        keys.sort(axis=0)
+        return list(keys[start:stop])
+    largest = keys.dtype.type(np.iinfo(keys.dtype).max)
+    is_nan = (keys & largest > infinity).any(axis=0)
+    # Negative numbers with all bits but the sign turned over sort like floats, -0 before +0.
+    signs = keys.dtype.type(8 * dtype.itemsize - 1)
+    keys ^= (keys >> signs) & largest
+    keys.sort(axis=0)
+    middle = keys[start:stop]
+    middle ^= (middle >> signs) & largest
+    middle[:, is_nan] = quiet_nan(infinity)
+    return list(middle.view(dtype))
+
+
+def key_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The integers in whose bits elements are sorted."""
+    return np.dtype(f"i{dtype.itemsize}") if dtype.name in FORMATS else dtype
+
+
+def infinity_of(dtype: np.dtype[Any]) -> int | None:
+    """The bits of infinity, beyond which are those of NaN; None for integers."""
+    if dtype.name not in FORMATS:
+        return None
+    significand = 1 << (FORMATS[dtype.name].precision - 1)
+    return (1 << (8 * dtype.itemsize - 1)) - significand
+
+
+def quiet_nan(infinity: int) -> int:
+    """The bits of the positive quiet NaN."""
+    return infinity | (infinity & -infinity) >> 1

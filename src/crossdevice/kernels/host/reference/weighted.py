@@ -1,0 +1,157 @@
+"""Sums and means of weights times values in NumPy: wide, compensated, or correctly rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.kernels.host.reference.exact import (
+    Enclosure,
+    is_decided,
+    rounded_enclosure,
+    rounded_integers,
+    two_sum_keeping_zero,
+)
+from crossdevice.kernels.host.reference.long_accumulator import Floats, Integers, scaled_integers
+from crossdevice.kernels.host.reference.rounding import (
+    LARGEST_PRODUCT,
+    SMALLEST_PRODUCT,
+    rounded,
+    two_product,
+    two_sum,
+    with_errors,
+    with_one_nan,
+)
+from crossdevice.values.options import Precision
+from crossdevice.values.weights import Weights
+
+QUOTIENT_BITS = 66
+"""Bits of a quotient of whole numbers that are computed; whether any follow is one more."""
+
+
+def weighted_combination(
+    inputs: Sequence[NDArray[Any]], weights: Weights, precision: Precision, dtype: np.dtype[Any]
+) -> NDArray[Any]:
+    """The sum of weights times inputs over the weights' divisor, rounded once; `fast` is `accurate` here."""
+    if inputs[0].dtype in (np.int64, np.uint64):
+        # float64 does not hold them all.
+        columns = np.stack([array.astype(object) for array in inputs])
+        return _by_integers(columns, np.zeros(columns.shape, np.int64), weights, dtype)
+    wide = [array.astype(np.float64) for array in inputs]
+    if precision == "exact":
+        return _exact(wide, weights, dtype)
+    divisor = weights.divisor if weights.divisor != 1 else None
+    if inputs[0].dtype == np.float64:
+        return rounded(_compensated(wide, weights, divisor), dtype)
+    products = (array * factor for array, factor in zip(wide, weights.factors, strict=True))
+    total = next(products)
+    for product in products:
+        total = total + product
+    return rounded(total if divisor is None else total / divisor, dtype)
+
+
+def _compensated(inputs: Sequence[Floats], weights: Weights, divisor: float | None) -> Floats:
+    total, errors = two_product(inputs[0], weights.factors[0])
+    # As kernels do, which add it to none.
+    errors = 0.0 + errors
+    for array, factor in zip(inputs[1:], weights.factors[1:], strict=True):
+        product, of_product = two_product(array, factor)
+        total, error = two_sum(total, product)
+        errors = (errors + error) + of_product
+    return with_errors(total, errors, divisor, _remainder)
+
+
+def _remainder(dividend: Floats, quotient: Floats, number: float) -> Floats:
+    """dividend - quotient * number, without rounding, for the rounded quotient."""
+    product, error = two_product(quotient, number)
+    return (dividend - product) - error
+
+
+def _exact(inputs: Sequence[Floats], weights: Weights, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The true sum or mean: enclosed in float64 arithmetic, in whole numbers where that decides nothing."""
+    enclosure = _enclosed_sum(inputs, weights.factors)
+    if weights.divisor != 1 or weights.rest != 0:
+        enclosure = _enclosed_quotient(enclosure, weights)
+    result = rounded_enclosure(enclosure, dtype)
+    undecided = np.flatnonzero(~is_decided(enclosure))
+    if undecided.size:
+        result[undecided] = _decided(np.stack([array[undecided] for array in inputs]), weights, dtype)
+    return with_one_nan(result)
+
+
+def _enclosed_sum(inputs: Sequence[Floats], factors: Sequence[float]) -> Enclosure:
+    total = np.full_like(inputs[0], -0.0)
+    low, doubt = np.zeros_like(total), np.zeros_like(total)
+    for array, factor in zip(inputs, factors, strict=True):
+        product, of_product = two_product(array, factor)
+        total, error = two_sum(total, product)
+        low, lost = two_sum(low, error)
+        low, more = two_sum(low, of_product)
+        size = np.abs(product)
+        is_known = (size >= SMALLEST_PRODUCT) & (size <= LARGEST_PRODUCT) & (np.abs(array) <= LARGEST_PRODUCT)
+        unknown = ~is_known & (array != 0) if factor else ~np.isfinite(array)
+        doubt += np.abs(lost) + np.abs(more) + np.where(unknown, np.inf, 0.0)
+    near, rest = two_sum_keeping_zero(total, low)
+    return Enclosure(near, rest, 2 * doubt)
+
+
+def _enclosed_quotient(dividend: Enclosure, weights: Weights) -> Enclosure:
+    """One step of long division by a divisor of two parts."""
+    number, (*_, divisor_rest, divisor_doubt) = weights.divisor, weights.words
+    first = dividend.near / number
+    taken, of_taken = two_product(first, divisor_rest)
+    remainder, lost = two_sum(_remainder(dividend.near, first, number), dividend.rest)
+    remainder, more = two_sum(remainder, -taken)
+    second = remainder / number
+    near, rest = two_sum_keeping_zero(first, second)
+    wrong = np.abs(lost) + np.abs(more) + np.abs(of_taken) + dividend.doubt + np.abs(first) * divisor_doubt
+    left = np.abs(_remainder(remainder, second, number)) + np.abs(second * divisor_rest)
+    sizes = np.abs(first), np.abs(dividend.near)
+    is_extreme = (np.minimum(*sizes) < 2.0**-600) | (np.maximum(*sizes) > 2.0**1000)
+    is_extreme &= dividend.near != 0
+    # A second part that is tiny may be inexact without a trace.
+    is_exact = (wrong + left == 0) & ((second == 0) | (np.abs(second) > 2.0**-600))
+    doubt = 2 * wrong / number + np.abs(second) * 2.0**-51 + 2.0**-1000
+    return Enclosure(near, rest, np.where(is_extreme, np.inf, np.where(is_exact, 0.0, doubt)))
+
+
+def _decided(columns: Floats, weights: Weights, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The result for each column, whatever is in it."""
+    finite = np.isfinite(columns)
+    factors = np.array(weights.factors)[:, None]
+    # Finite values next to an infinity do not count, and might overflow to the other one.
+    result = np.where(finite, 0.0, columns * factors).sum(axis=0).astype(dtype)
+    whole = finite.all(axis=0)
+    columns = columns.compress(whole, axis=1)
+    mantissas, exponents = scaled_integers(columns)
+    signed = np.where(np.signbit(columns), -mantissas, mantissas).astype(object)
+    decided = _by_integers(signed, exponents, weights, dtype)
+    # A sum of nothing but -0.0 is -0.0; any other zero is positive.
+    decided[np.signbit(columns * factors).all(axis=0) & (decided == 0)] = -0.0
+    result[whole] = decided
+    return result
+
+
+def _by_integers(
+    columns: NDArray[np.object_], exponents: Integers, weights: Weights, dtype: np.dtype[Any]
+) -> NDArray[Any]:
+    """The result for columns of integers * 2**exponents, in Python's integers."""
+    unit = max(Fraction(factor).denominator for factor in weights.factors)
+    factors = [int(Fraction(factor) * unit) for factor in weights.factors]
+    divisor = weights.exact_divisor * unit
+    assert divisor.denominator == 1
+    lowest = exponents.min(axis=0)
+    shifted = columns << (exponents - lowest).astype(object)
+    totals = sum(row * factor for row, factor in zip(shifted, factors, strict=True))
+    quotients = np.empty(lowest.shape, object)
+    places = np.empty(lowest.shape, np.int64)
+    for element, total in enumerate(totals):
+        shift = max(0, divisor.numerator.bit_length() + QUOTIENT_BITS - abs(total).bit_length())
+        quotient, left = divmod(abs(total) << shift, divisor.numerator)
+        quotients[element], places[element] = quotient << 1 | (left != 0), -shift - 1
+    negative = np.array([total < 0 for total in totals], np.bool_)
+    return rounded_integers(quotients, lowest + places, negative, dtype)

@@ -1,0 +1,107 @@
+"""Numbers by which replicas count in a sum or a mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import numbers
+from array import array
+from fractions import Fraction
+from typing import Any
+
+from crossdevice.errors import OptionError, ReduceOpError
+from crossdevice.values.distributed import DistributedValues
+from crossdevice.values.reduce_op import ReduceOp
+
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-200, 2.0**200
+"""Between these (about 6e-61 and 2e60), the rounding error of a weight times a value is a number itself."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+    """What each input is multiplied by, and what the sum of the products is divided by.
+
+    That is `divisor`, 1 for a sum; for a mean it is the sum of the factors, of which float64 lacks `rest`.
+    """
+
+    factors: tuple[float, ...]
+    all_factors: tuple[float, ...] | None = None
+    """Those whose sum is the divisor; None for a sum."""
+
+    @functools.cached_property
+    def divisor(self) -> float:
+        """The sum of the factors, rounded once; 1 for a sum."""
+        return 1.0 if self.all_factors is None else math.fsum(self.all_factors)
+
+    @functools.cached_property
+    def rest(self) -> float:
+        """The true sum of the factors less `divisor`, rounded once; 0 for a sum."""
+        return 0.0 if self.all_factors is None else math.fsum((*self.all_factors, -self.divisor))
+
+    @functools.cached_property
+    def exact_divisor(self) -> Fraction:
+        """The true sum of the factors; 1 for a sum."""
+        return Fraction(1) if self.all_factors is None else sum(map(Fraction, self.all_factors), Fraction())
+
+    def of_one(self, number: int) -> Weights:
+        """For the values of one replica alone, which are divided by the weights of all."""
+        return Weights(self.factors[number : number + 1], self.all_factors)
+
+    @functools.cached_property
+    def words(self) -> array[float]:
+        """The factors, `rest`, and what that may be wrong by: as kernels read them."""
+        is_exact = self.exact_divisor == Fraction(self.divisor) + Fraction(self.rest)
+        return array("d", [*self.factors, self.rest, 0.0 if is_exact else abs(self.rest) * 2.0**-52])
+
+
+UNKNOWN_WEIGHTS = Weights(())
+"""Stands for any weights where reductions with weights are prepared before these are known."""
+
+
+def factors_of(given: Any, op: ReduceOp) -> tuple[float, ...]:
+    """The weights of a call, one float64 per replica; what is wrong with them is refused by name.
+
+    >>> factors_of([3, 1], ReduceOp.MEAN)
+    (3.0, 1.0)
+    """
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise ReduceOpError(f"{op.name} takes no weights; only SUM and MEAN do")
+    if isinstance(given, DistributedValues):
+        given = given.values
+    elif hasattr(given, "tolist"):
+        given = given.tolist()
+    if not isinstance(given, (list, tuple)):
+        raise OptionError(f"weights is a {type(given).__name__}; expected a list with one number per replica")
+    return tuple([_factor(item, number, op) for number, item in enumerate(given)])
+
+
+def _factor(given: Any, number: int, op: ReduceOp) -> float:
+    item = given.item() if hasattr(given, "item") else given
+    expected = f"expected a {'finite' if op is ReduceOp.SUM else 'positive'} real number, or 0"
+    if isinstance(item, bool) or not isinstance(item, numbers.Real):
+        raise OptionError(f"weights[{number}] is {given!r}, a {type(given).__name__}; {expected}")
+    try:
+        factor = float(item)
+    except OverflowError:
+        factor = math.inf
+    if not math.isfinite(factor):
+        raise OptionError(f"weights[{number}] is {given!r}; {expected}")
+    if factor < 0 and op is ReduceOp.MEAN:
+        raise OptionError(
+            f"weights[{number}] is {given!r}; {expected}: a mean with negative weights is a sum, "
+            "so divide them yourself and use SUM"
+        )
+    if factor and not SMALLEST_WEIGHT <= abs(factor) <= LARGEST_WEIGHT:
+        raise OptionError(
+            f"weights[{number}] is {given!r}; expected 0 or a magnitude from {SMALLEST_WEIGHT:.0e} to "
+            f"{LARGEST_WEIGHT:.0e}"
+        )
+    return factor
+
+
+def weights_for(factors: tuple[float, ...], op: ReduceOp) -> Weights:
+    """The weights of all replicas, which must not be all 0 for a mean."""
+    if op is ReduceOp.MEAN and not any(factors):
+        raise OptionError("weights of a mean are all 0; expected at least one that is positive")
+    return Weights(factors, factors if op is ReduceOp.MEAN else None)
