@@ -100,7 +100,7 @@ def weighted_results_have_the_bits_of_one_process(group, form_another):
     for precision in ("fast", "accurate", "exact"):
         options = cd.CommunicationOptions(precision=precision)
         for dtype in DTYPES:
-            for op, size in (("MEAN", 30_000), ("SUM", 100)):
+            for op, size in (("MEAN", 3000 if dtype.kind != "i" else 100), ("SUM", 100)):
                 values = replicas(dtype, size)
                 expected = cd.reduce(values, op, options=options, weights=weights)
                 own = share_of(group, values)
@@ -123,9 +123,23 @@ def weights_are_those_of_all_ranks(group, form_another):
         assert float(ops.reduce("mean", np.float32(1), "cpu:0", weights=weights)) == 1.0
         given = {} if group.rank else {"weights": [1]}
         text = refusal(
-            group, cd.errors.MismatchError, lambda: ops.reduce("mean", np.float32(1), "cpu:0", **given)
+            group, cd.errors.MismatchError, lambda: ops.reduce("mean", np.ones(77), "cpu:0", **given)
         )
         assert "with weights" in text
+
+
+def medians_are_those_of_one_process(group, form_another):
+    ops = cd.CollectiveAllReduce(group=group)
+    for dtype in (DTYPES[1], np.dtype("float32"), np.dtype("int64")):
+        for op, size in (("median", 100), (cd.trimmed_mean(2), 3000)):
+            values = replicas(dtype, size)
+            expected = cd.reduce(values, op)
+            own = share_of(group, values)
+            for array in components(ops.reduce(op, own, own)):
+                assert array.tobytes() == expected.tobytes(), (dtype, op)
+    own = share_of(group, replicas(np.dtype("float32"), 5))
+    text = refusal(group, cd.errors.MismatchError, lambda: ops.reduce("trimmed_mean(4)", own, own))
+    assert "there are 8 replicas" in text
 
 
 def accurate_sums_are_wide_and_rounded_once(group, form_another):
@@ -288,6 +302,7 @@ REDUCTION_LAWS = {
         accurate_sums_are_wide_and_rounded_once,
         weighted_results_have_the_bits_of_one_process,
         weights_are_those_of_all_ranks,
+        medians_are_those_of_one_process,
         every_precision_gives_all_ranks_the_same_bits,
         fast_sums_are_sums,
         batches_of_structures_come_back_in_place,

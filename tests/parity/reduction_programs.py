@@ -206,7 +206,7 @@ PROGRAMS = {
     **{f"broadcast/{where}": functools.partial(broadcast, where) for where in DESTINATIONS},
     **{
         f"wrong operation/{op}": functools.partial(wrong_operation, op)
-        for op in ("sum", "MEAN", "median", None, 0)
+        for op in ("sum", "MEAN", "mode", None, 0)
     },
     **{
         f"wrong destination/{where!r}": functools.partial(wrong_destination, where)

@@ -297,7 +297,7 @@ PROGRAMS = {
         f"all_reduce/{op}/{structure}": functools.partial(all_reduce, op, structure)
         for op, structure in itertools.product(("SUM", "mean"), ("array", "list", "dict"))
     },
-    "all_reduce/median": functools.partial(all_reduce, "median", "array"),
+    "all_reduce/mode": functools.partial(all_reduce, "mode", "array"),
     "all_reduce/None": functools.partial(all_reduce, None, "array"),
     "all_reduce/constant": all_reduce_of_a_constant,
     "all_reduce/outside": all_reduce_outside,
@@ -318,7 +318,7 @@ PROGRAMS = {
         f"reduce_to/{op}/{kind}": functools.partial(reduce_to, op, kind, "/cpu:0")
         for op, kind in itertools.product(("SUM", "mean"), ("per replica", "mirrored", "array", "structure"))
     },
-    "reduce_to/median": functools.partial(reduce_to, "median", "per replica", "/cpu:0"),
+    "reduce_to/mode": functools.partial(reduce_to, "mode", "per replica", "/cpu:0"),
     "reduce_to/a list": functools.partial(reduce_to, "SUM", "per replica", ["/cpu:0"]),
     "batch_reduce_to": batch_reduce_to,
     **{

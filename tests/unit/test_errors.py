@@ -124,7 +124,7 @@ refuses(
 
 # ---------------------------------------------------------------- operations
 
-for each in ("median", "", " sum", None, 1, cd.VariableAggregation.MEAN, object, ["sum"]):
+for each in ("mode", "", " sum", None, 1, cd.VariableAggregation.MEAN, object, ["sum"]):
     words = (repr(each), "expected one of SUM, MEAN, MIN, MAX, PROD")
     for name, call in {
         "reduce": lambda ops, each=each: ops.reduce(each, PAIR, "cpu:0"),

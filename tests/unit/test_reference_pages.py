@@ -261,7 +261,7 @@ def test_hooks_called_directly_convert_the_operation_and_do_without_options():
             with pytest.raises(ValueError, match="expected an iterable of"):
                 ops.batch_reduce_implementation("sum", pairs, None)
         with pytest.raises(ValueError, match="not a reduce operation"):
-            ops.reduce_implementation("median", value, "cpu:0", None)
+            ops.reduce_implementation("mode", value, "cpu:0", None)
 
 
 def test_an_accumulation_function_stands_for_no_operation_but_the_sum_and_the_mean():

@@ -160,4 +160,4 @@ def test_what_a_graph_cannot_do_is_refused():
     with pytest.raises(ShapeMismatchError, match="replica 1"):
         plain.reduce("SUM", PerReplica([tf.zeros(2), tf.zeros(3)]), "/cpu:0")
     with pytest.raises(ReduceOpError):
-        plain.reduce("median", PerReplica(value), "/cpu:0")
+        plain.reduce("mode", PerReplica(value), "/cpu:0")

@@ -83,7 +83,7 @@ def test_a_variable_that_is_synchronized_on_reading_is_reduced(strategy, extende
     assert float(extended.reduce_to("sum", counter, "cpu:0")) == 2
 
 
-@pytest.mark.parametrize("op", ["median", None, cd.VariableAggregation.SUM])
+@pytest.mark.parametrize("op", ["mode", None, cd.VariableAggregation.SUM])
 def test_unknown_operations_are_refused(extended, op):
     with pytest.raises(ReduceOpError):
         extended.reduce_to(op, 1.0, "cpu:0")

@@ -64,7 +64,7 @@ def test_anything_but_options_is_refused():
 def test_operations_are_read_in_any_case():
     assert ReduceOp("sum") is ReduceOp.SUM
     assert ReduceOp("Prod") is ReduceOp.PROD
-    for wrong in ("median", None, 1, VariableAggregation.SUM):
+    for wrong in ("mode", None, 1, VariableAggregation.SUM):
         with pytest.raises(ReduceOpError, match="SUM, MEAN, MIN, MAX, PROD"):
             ReduceOp(wrong)
 

@@ -127,7 +127,7 @@ def test_all_operations_are_there(strategy, op, right):
 
 def test_an_unknown_operation_is_refused_in_the_replica(strategy):
     with pytest.raises(ReduceOpError):
-        strategy.run(lambda: context().all_reduce("median", 1.0))
+        strategy.run(lambda: context().all_reduce("mode", 1.0))
 
 
 def test_distributed_values_and_variables_stand_for_the_replicas_own(strategy):

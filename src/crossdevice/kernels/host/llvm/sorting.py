@@ -29,30 +29,32 @@ def _sort_columns(
 
     `network` has pairs of rows to compare. `infinity` has its bits, 0 for integers.
     """
-    count = keys.shape[0]
     signs, largest = 8 * keys.itemsize - 1, (1 << (8 * keys.itemsize - 1)) - 1
-    has_nan = np.empty(TILE_ELEMENTS, np.bool_)
+    # Rows as slices that are counted from 0: so LLVM makes vectors of these loops.
     for tile in range(0, num_elements, TILE_ELEMENTS):
         end = min(tile + TILE_ELEMENTS, num_elements)
         if infinity:
-            has_nan[:] = False
-            for row in range(count):
-                for element in range(tile, end):
-                    bits = keys[row, element]
-                    has_nan[element - tile] |= bits & largest > infinity
-                    keys[row, element] = bits ^ ((bits >> signs) & largest)
+            for number in range(keys.shape[0]):
+                row = keys[number, tile:end]
+                for element in range(end - tile):
+                    bits = row[element]
+                    turned = bits ^ ((bits >> signs) & largest)
+                    row[element] = largest if bits & largest > infinity else turned
         for pair in range(network.shape[0]):
-            low, high = network[pair, 0], network[pair, 1]
-            for element in range(tile, end):
-                left, right = keys[low, element], keys[high, element]
-                keys[low, element] = min(left, right)
-                keys[high, element] = max(left, right)
+            low, high = keys[network[pair, 0], tile:end], keys[network[pair, 1], tile:end]
+            for element in range(end - tile):
+                left, right = low[element], high[element]
+                low[element] = left if left < right else right
+                high[element] = right if left < right else left
         if infinity:
-            for row in range(start, stop):
-                for element in range(tile, end):
-                    bits = keys[row, element]
-                    bits = bits ^ ((bits >> signs) & largest)
-                    keys[row, element] = nan if has_nan[element - tile] else bits
+            last = keys[keys.shape[0] - 1, tile:end]
+            for number in range(start, stop):
+                row = keys[number, tile:end]
+                # The last row is the last to be turned back, if it is one of these.
+                for element in range(end - tile):
+                    bits = row[element]
+                    turned = bits ^ ((bits >> signs) & largest)
+                    row[element] = nan if last[element] == largest else turned
 
 
 @functools.cache
