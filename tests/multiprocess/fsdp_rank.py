@@ -1,14 +1,20 @@
-"""One of four ranks that train sharded models with our reduce-scatter, and report the bits of gradients."""
+"""Four ranks that train sharded models with our reduce-scatter, and report the bits of their gradients.
+
+They are forked from one process: to import FSDP takes a process longer than everything it does here.
+"""
 
 import contextlib
 import hashlib
 import io
+import multiprocessing
+import os
 import runpy
 import sys
 from pathlib import Path
 from unittest import mock
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -18,6 +24,7 @@ from crossdevice.integrations.torch import ReproducibleReduceScatter
 from crossdevice.process_groups.torch_group import form_group
 from multiprocess.launching import report
 
+SIZE = 4
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2_reproducible.py"
 
 
@@ -62,12 +69,11 @@ def reduced(comm, dtype, mesh, share, *, layer_by_layer=True, over=None):
     return [gradient.full_tensor() for gradient in gradients(model, batch(share, dtype))]
 
 
-def main():
-    torch.set_num_threads(1)
+def main(rank):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(SIZE))
     dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    ops = cd.CollectiveAllReduce(group=form_group(rank, size, name="test"))
-    line = init_device_mesh("cpu", (size,))
+    ops = cd.CollectiveAllReduce(group=form_group(rank, SIZE, name="test"))
+    line = init_device_mesh("cpu", (SIZE,))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     accurate, exact = ReproducibleReduceScatter(), ReproducibleReduceScatter(precision="exact")
     facts = {"example": output_of_example()}
@@ -87,7 +93,7 @@ def main():
             ),
             "means over replicas as HSDP's": digest(hooked) == digest(squares[0]),
             "the order of ranks makes no difference to exact": digest(reduced(exact, dtype, line, rank))
-            == digest(reduced(exact, dtype, line, (rank + 1) % size)),
+            == digest(reduced(exact, dtype, line, (rank + 1) % SIZE)),
         }
     facts["asynchronous"] = is_done_at_once(accurate, rank)
     facts["divided"] = error_of_a_factor(line, accurate)
@@ -129,4 +135,11 @@ def error_of_a_factor(mesh, comm):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    torch.set_num_threads(1)
+    forking = multiprocessing.get_context("fork")
+    processes = [forking.Process(target=main, args=(rank,)) for rank in range(SIZE)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))

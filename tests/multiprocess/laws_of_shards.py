@@ -31,11 +31,10 @@ def same_bits(results, rights):
 
 def parts_have_the_bits_of_reduce(group, form_another):
     ops = cd.CollectiveAllReduce(group=group)
-    for number, (precision, (dtype, op)) in enumerate(
-        itertools.product(("fast", "accurate", "exact"), cases())
-    ):
+    precisions = itertools.cycle(("fast", "accurate", "exact"))
+    for number, ((dtype, op), precision) in enumerate(zip(cases(), precisions, strict=False)):
         options = cd.CommunicationOptions(precision=precision)
-        own = share_of(group, replicas(dtype, (3, 1001, 9000)[number % 3]))
+        own = share_of(group, replicas(dtype, (3, 1001, 9000, 100)[number % 4]))
         whole = components(ops.reduce(op, own, own, options))[0]
         parts = ops.reduce_scatter(op, own, 0, options)
         same_bits(parts, own_parts(group, np.array_split(whole, NUM_REPLICAS)))
@@ -44,7 +43,7 @@ def parts_have_the_bits_of_reduce(group, form_another):
 
 def exact_parts_have_the_bits_of_one_process(group, form_another):
     ops, options = cd.CollectiveAllReduce(group=group), cd.CommunicationOptions(precision="exact")
-    for dtype, op in cases():
+    for dtype, op in list(cases())[::3]:
         values = replicas(dtype, 700)
         rights = cd.reduce_scatter(values, op, options=options)
         same_bits(ops.reduce_scatter(op, share_of(group, values), 0, options), own_parts(group, rights))
@@ -52,7 +51,7 @@ def exact_parts_have_the_bits_of_one_process(group, form_another):
 
 def accurate_parts_of_one_replica_each_have_the_bits_of_one_process(group, form_another):
     ops = cd.CollectiveAllReduce(group=group)
-    for dtype, op in cases():
+    for dtype, op in list(cases())[1::3]:
         values = replicas(dtype, 701, number=group.size)
         rights = cd.reduce_scatter(values, op)
         same_bits(ops.reduce_scatter(op, values[group.rank]), [rights[group.rank]])

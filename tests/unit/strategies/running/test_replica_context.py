@@ -145,16 +145,12 @@ def test_each_replica_gets_its_part_of_the_reduction_and_of_everyones_values(str
     def step():
         value = {"x": np.arange(5, dtype=np.float32) + 10 * own_replica()}
         part = context().reduce_scatter("mean", value)["x"]
-        return (
-            part.tolist(),
-            context().all_gather(part, axis=0).tolist(),
-            context().all_to_all(value)["x"].tolist(),
-        )
+        return part, context().all_gather(part, axis=0), context().all_to_all(value)["x"]
 
-    parts, wholes, moved = zip(*strategy.run(step).values, strict=True)
-    assert parts == ([10, 11], [12, 13], [14])
-    assert wholes == ([10, 11, 12, 13, 14],) * 3
-    assert moved == ([0, 1, 10, 11, 20, 21], [2, 3, 12, 13, 22, 23], [4, 14, 24])
+    parts, wholes, moved = ([array.tolist() for array in result.values] for result in strategy.run(step))
+    assert parts == [[10, 11], [12, 13], [14]]
+    assert wholes == [[10, 11, 12, 13, 14]] * 3
+    assert moved == [[0, 1, 10, 11, 20, 21], [2, 3, 12, 13, 22, 23], [4, 14, 24]]
 
 
 def test_replicas_that_cut_other_axes_are_told(strategy):
