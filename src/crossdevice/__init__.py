@@ -26,7 +26,17 @@ from crossdevice.costs.topology_files import read_topology
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.pending import Pending
 from crossdevice.execution.tracing import flight_record, trace
-from crossdevice.functions import all_reduce, bind, broadcast, gather, reduce, to_dense
+from crossdevice.functions import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    bind,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    to_dense,
+)
 from crossdevice.kernels.host.resources.pool import pool_bytes, release_memory, set_pool_bytes
 from crossdevice.kernels.host.resources.threads import num_threads, set_num_threads
 from crossdevice.process_groups.cluster import Cluster, cluster_from_env
@@ -97,7 +107,9 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "all_gather",
     "all_reduce",
+    "all_to_all",
     "bind",
     "broadcast",
     "choose_algorithm",
@@ -113,6 +125,7 @@ __all__ = [
     "pool_bytes",
     "read_topology",
     "reduce",
+    "reduce_scatter",
     "release_memory",
     "set_num_threads",
     "set_pool_bytes",

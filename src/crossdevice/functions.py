@@ -11,7 +11,7 @@ from crossdevice.errors import ConversionError, DestinationError
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.local.sparse import to_dense as _to_dense
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.distributed import DistributedValues, PerReplica, components_of
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
@@ -40,7 +40,7 @@ def all_reduce(
     result = _ops(algorithm).reduce(
         op, value, value, options, out=_only(out, len(value.values)), weights=weights
     )
-    return list(result.values) if len(value.values) > 1 else [result]
+    return _listed(result)
 
 
 def reduce(
@@ -119,6 +119,58 @@ def gather(values: Sequence[Any] | DistributedValues, destinations: Any = "cpu:0
     return _unwrapped(result, destinations)
 
 
+def reduce_scatter(
+    values: Sequence[Any] | DistributedValues,
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    axis: int = 0,
+    sizes: Sequence[int] | None = None,
+    algorithm: str | CrossDeviceOps = DEFAULT_ALGORITHM,
+    options: CommunicationOptions | None = None,
+    out: Any = None,
+) -> list[Any]:
+    """Combines one array or tree per replica; each replica gets its own part of the result along `axis`.
+
+    Parts are as equal as may be, the longer ones first, unless `sizes` has their lengths.
+
+    >>> reduce_scatter([[1, 2, 3], [10, 20, 30]])
+    [array([11, 22], dtype=int32), array([33], dtype=int32)]
+    """
+    value = _per_replica(values)
+    out = _only(out, len(value.values))
+    return _listed(_ops(algorithm).reduce_scatter(op, value, axis, options, sizes=sizes, out=out))
+
+
+def all_gather(values: Sequence[Any] | DistributedValues, *, axis: int = 0, out: Any = None) -> list[Any]:
+    """Concatenates one array or tree per replica along `axis`; every replica gets all, in its own memory.
+
+    >>> all_gather([[1, 2], [3]])
+    [array([1, 2, 3], dtype=int32), array([1, 2, 3], dtype=int32)]
+    """
+    value = _per_replica(values)
+    return _listed(_ops(DEFAULT_ALGORITHM).all_gather(value, axis, out=_only(out, len(value.values))))
+
+
+def all_to_all(
+    values: Sequence[Any] | DistributedValues,
+    *,
+    axis: int = 0,
+    sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    out: Any = None,
+) -> list[Any]:
+    """Cuts each replica's array or tree along `axis` into a part for each replica, which gets these in order.
+
+    Parts are as equal as may be, the longer ones first, unless `sizes` has their lengths: one list for all
+    replicas, or one for each.
+
+    >>> all_to_all([[1, 2], [3, 4]])
+    [array([1, 3], dtype=int32), array([2, 4], dtype=int32)]
+    """
+    value = _per_replica(values)
+    out = _only(out, len(value.values))
+    return _listed(_ops(DEFAULT_ALGORITHM).all_to_all(value, axis, sizes=sizes, out=out))
+
+
 def to_dense(slices: IndexedSlices) -> Any:
     """Converts IndexedSlices to a dense array; rows with the same index are added.
 
@@ -167,6 +219,8 @@ def _only(out: Any, num_results: int) -> Any:
 
 
 def _unwrapped(result: Any, destinations: Any) -> Any:
-    if not isinstance(destinations, (list, tuple)):
-        return result
-    return list(result.values) if isinstance(result, DistributedValues) else [result]
+    return _listed(result) if isinstance(destinations, (list, tuple)) else result
+
+
+def _listed(result: Any) -> list[Any]:
+    return list(components_of(result))

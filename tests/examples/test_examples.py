@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-NEEDED = {"keras_digits": "tensorflow", "torch_training_loop": "torch", "reproducible_ddp": "torch"}
+NEEDED = {
+    "keras_digits": "tensorflow",
+    "torch_training_loop": "torch",
+    "reproducible_ddp": "torch",
+    "fsdp2_reproducible": "torch",
+}
 """Libraries that examples need and crossdevice does not."""
 
 DIGEST = re.compile(r"\b[0-9a-f]{16}\b")

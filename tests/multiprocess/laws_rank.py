@@ -8,6 +8,9 @@ from crossdevice.process_groups import cluster
 from multiprocess.launching import report
 from multiprocess.laws import GROUP_LAWS
 from multiprocess.laws_of_reductions import REDUCTION_LAWS
+from multiprocess.laws_of_shards import SHARD_LAWS
+
+LAWS = GROUP_LAWS | REDUCTION_LAWS | SHARD_LAWS
 
 
 def main(engine):
@@ -18,7 +21,7 @@ def main(engine):
         return here.form_group(engine, timeout_seconds=60.0)
 
     with form() as group:
-        fates = {name: fate(law, group, form) for name, law in (GROUP_LAWS | REDUCTION_LAWS).items()}
+        fates = {name: fate(law, group, form) for name, law in LAWS.items()}
     report(here.rank, {"recognised": here.recognised, "engine": group.engine_name, **fates})
 
 

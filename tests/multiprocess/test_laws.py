@@ -14,8 +14,9 @@ from multiprocess import launching
 from multiprocess.launching import needs_mpi
 from multiprocess.laws import GROUP_LAWS
 from multiprocess.laws_of_reductions import REDUCTION_LAWS
+from multiprocess.laws_of_shards import SHARD_LAWS
 
-LAWS = GROUP_LAWS | REDUCTION_LAWS
+LAWS = GROUP_LAWS | REDUCTION_LAWS | SHARD_LAWS
 ROWS = [("torch", 2), ("torch", 3), ("torch", 4), ("mpi", 2), ("mpi", 4)]
 LAUNCH_SECONDS = 240.0
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from crossdevice.algorithms.sharded_calls import ShardedCalls
 from crossdevice.costs.rounds import Round
 from crossdevice.costs.topology import Topology
 from crossdevice.errors import ConversionError, OptionError, ReduceOpError
@@ -14,13 +15,13 @@ from crossdevice.execution.explaining import explained
 from crossdevice.execution.known_calls import KnownCalls
 from crossdevice.execution.local.batch import CheckedBatch, Request, read_requests
 from crossdevice.execution.local.copying import copied_into, copied_to, shared_with
-from crossdevice.execution.local.gathering import gathered
+from crossdevice.execution.local.gathering import Placed, gathered
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.pending import THIS_PROCESS, Pending, start
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.outputs import wrapped
-from crossdevice.execution.reading.structures import checked_outs, checked_pairs, spread_pairs
+from crossdevice.execution.reading.structures import checked_outs, checked_pairs, spread_outs, spread_pairs
 from crossdevice.execution.reading.values import read_value
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
@@ -33,8 +34,10 @@ from crossdevice.values.replica_scope import check_cross_replica
 from crossdevice.values.weights import factors_of, weights_for
 
 
-class CrossDeviceOps:
+class CrossDeviceOps(ShardedCalls):
     """Combines values of several devices (reduce, batch_reduce, gather) and copies them (broadcast).
+
+    `reduce_scatter`, `all_gather` and `all_to_all` do the same with a part for each replica.
 
     Nested structures are accepted wherever a value is, and the result has the same structure: a
     PerReplica of dicts becomes a Mirrored of dicts, a dict of PerReplicas becomes a dict of Mirrored.
@@ -254,11 +257,17 @@ class CrossDeviceOps:
         destinations: Any,
         axis: int = 0,
         options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
     ) -> Any:
         """Concatenates the replicas of a value along `axis`, on each destination; sizes there may differ."""
         check_cross_replica("gather")
-        pairs, rebuilt = spread_pairs([(per_replica_value, destinations)])
-        placed = [(value, read_destinations(target)) for value, target in pairs]
+        pairs = [(per_replica_value, destinations)]
+        spread, rebuilt = spread_pairs(pairs)
+        placed = [
+            (value, read_destinations(target), into)
+            for (value, target), into in zip(spread, spread_outs(pairs, [out]), strict=True)
+        ]
         return rebuilt(self._gather(placed, axis, self._chosen_options(options)))[0]
 
     def explain(
@@ -397,11 +406,11 @@ class CrossDeviceOps:
 
     def _gather(
         self,
-        placed: Sequence[tuple[Any, tuple[Device, ...]]],
+        placed: Sequence[Placed],
         axis: int,
         options: CommunicationOptions,  # noqa: ARG002 - between processes they say how long to wait
     ) -> list[Any]:
-        return [gathered(value, devices, axis) for value, devices in placed]
+        return [gathered(value, devices, axis, out) for value, devices, out in placed]
 
     def _explain(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
         return explained(request, op, options, self._planner)

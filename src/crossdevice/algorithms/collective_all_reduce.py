@@ -8,7 +8,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import OptionError
+from crossdevice.execution.local.all_to_all import AllToAll
 from crossdevice.execution.local.batch import Request
+from crossdevice.execution.local.gathering import Placed
+from crossdevice.execution.local.scattering import Scatter
 from crossdevice.execution.pending import finish_started
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.plans.builder import PlanBuilder
@@ -85,6 +88,8 @@ class CollectiveAllReduce(CrossDeviceOps):
     reduce = _in_turn(CrossDeviceOps.reduce)
     batch_reduce = _in_turn(CrossDeviceOps.batch_reduce)
     gather = _in_turn(CrossDeviceOps.gather)
+    reduce_scatter = _in_turn(CrossDeviceOps.reduce_scatter)
+    all_to_all = _in_turn(CrossDeviceOps.all_to_all)
 
     @_in_turn
     def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions | None = None) -> Any:
@@ -145,13 +150,25 @@ class CollectiveAllReduce(CrossDeviceOps):
 
     def _gather(
         self,
-        placed: Sequence[tuple[Any, tuple[Device, ...]]],
+        placed: Sequence[Placed],
         axis: int,
         options: CommunicationOptions,
     ) -> list[Any]:
         if self._between is None:
             return super()._gather(placed, axis, options)
         return self._between.gather(placed, axis, options)
+
+    def _reduce_scatter(
+        self, op: ReduceOp, scatters: Sequence[Scatter], options: CommunicationOptions
+    ) -> list[Any]:
+        if self._between is None:
+            return super()._reduce_scatter(op, scatters, options)
+        return self._between.reduce_scatter(scatters, op, options)
+
+    def _all_to_all(self, moves: Sequence[AllToAll], options: CommunicationOptions) -> list[Any]:
+        if self._between is None:
+            return super()._all_to_all(moves, options)
+        return self._between.all_to_all(moves, options)
 
     def _explain(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
         if self._between is None:

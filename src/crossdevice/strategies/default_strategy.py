@@ -113,6 +113,20 @@ class LoneReplicaContext(ReplicaContext):
         """The value, untouched."""
         return value
 
+    def reduce_scatter(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int = 0,  # noqa: ARG002
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """The value, untouched."""
+        return self.all_reduce(reduce_op, value, options)
+
+    def all_to_all(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:  # noqa: ARG002
+        """The value, untouched."""
+        return value
+
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -1,6 +1,7 @@
 """Between processes as little is sent as a docstring says, and the constructor's numbers fit together."""
 
 import re
+import threading
 import time
 
 import numpy as np
@@ -11,13 +12,17 @@ from crossdevice.errors import DeadlineError, MismatchError, OptionError, Proces
 from crossdevice.process_groups.thread_group import run_ranks
 
 
-def sent_bytes(num_processes, num_devices, num_elements, **options):
+def all_reduced(ops, value):
+    return ops.reduce("sum", value, value)
+
+
+def sent_bytes(num_processes, num_devices, num_elements, call=all_reduced, **options):
     """What each process sends for one sum of float32."""
 
     def run(group):
         ops = cd.CollectiveAllReduce(group=group, options=cd.CommunicationOptions(**options))
         value = cd.PerReplica([np.ones(num_elements, np.float32)] * num_devices)
-        ops.reduce("sum", value, value)
+        call(ops, value)
         sent = []
         exchange = group._engine.exchange
 
@@ -26,7 +31,7 @@ def sent_bytes(num_processes, num_devices, num_elements, **options):
             exchange(sends, *rest)
 
         group._engine.exchange = counted
-        ops.reduce("sum", value, value)
+        call(ops, value)
         return sum(sent)
 
     return run_ranks(num_processes, run)
@@ -38,6 +43,16 @@ def test_one_replica_each_sends_the_bytes_of_a_ring(num_processes, precision):
     elements = 64 * num_processes * 300
     ring = 2 * (num_processes - 1) * 4 * elements // num_processes
     assert sent_bytes(num_processes, 1, elements, precision=precision) == [ring] * num_processes
+
+
+@pytest.mark.parametrize("num_processes", [2, 3, 5])
+def test_a_reduce_scatter_sends_half_the_bytes_of_a_ring(num_processes):
+    elements = 64 * num_processes * 300
+    half = (num_processes - 1) * 4 * elements // num_processes
+    assert (
+        sent_bytes(num_processes, 1, elements, lambda ops, value: ops.reduce_scatter("sum", value))
+        == [half] * num_processes
+    )
 
 
 def test_several_replicas_send_one_partial_sum_as_wide_as_the_accumulator():
@@ -162,16 +177,24 @@ def test_large_results_are_received_where_they_are_wanted(dtype):
 
 BAD = cd.PerReplica([np.ones(3, np.float32), np.ones(2, np.float32)])
 
+
+def greatest(parts):
+    """Of all elements, which is the same on all ranks, as the parts are not."""
+    return float(np.concatenate(parts.values, axis=-1).max())
+
+
 CALLS = {
     "reduce": lambda ops, value: ops.reduce("sum", value, "cpu:0").tolist(),
     "batch_reduce": lambda ops, value: ops.batch_reduce("sum", [(value, "cpu:0")])[0].tolist(),
     "gather": lambda ops, value: ops.gather(value, "cpu:0", axis=1).tolist(),
+    "reduce_scatter": lambda ops, value: greatest(ops.reduce_scatter("sum", value)),
+    "all_to_all": lambda ops, value: greatest(ops.all_to_all(value, axis=1)),
     "broadcast": lambda ops, value: ops.broadcast(value, "cpu:0", from_rank=1).tolist(),
 }
 
 
 def good(call, step):
-    array = np.full((1, 3) if call == "gather" else 3, step, np.float32)
+    array = np.full((1, 3) if call in ("gather", "all_to_all") else 3, step, np.float32)
     return array if call == "broadcast" else cd.PerReplica([array, array])
 
 
@@ -229,3 +252,28 @@ def test_a_rank_that_comes_late_to_a_call_is_told_that_another_refused_it():
 
     late, _ = run_ranks(2, run)
     assert "calls nothing (ShapeMismatchError" in late
+
+
+def test_calls_for_parts_keep_to_their_deadline_and_name_who_is_missing():
+    done = threading.Barrier(3)
+    calls = {
+        "reduce_scatter SUM": lambda ops, options: ops.reduce_scatter("sum", np.ones(6), 0, options),
+        "all_to_all": lambda ops, options: ops.all_to_all(np.ones(6), 0, options),
+    }
+
+    def run(group, call):
+        error = None
+        if group.rank != 1:
+            ops = cd.CollectiveAllReduce(group=group)
+            with pytest.raises(cd.errors.DeadlineError) as caught:
+                call(ops, cd.CommunicationOptions(timeout_seconds=0.3))
+            error = str(caught.value)
+        done.wait()
+        return error
+
+    for name, call in calls.items():
+        first, _, last = run_ranks(3, lambda group, call=call: run(group, call))
+        for error in (first, last):
+            assert re.search(
+                rf"call 1 \({name}.* was not done in 0.3 seconds .*: rank 1 \(.* has not arrived", error
+            )

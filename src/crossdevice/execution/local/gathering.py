@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from crossdevice.backends.protocol import Array, Backend
-from crossdevice.errors import ConversionError, DtypeMismatchError, ShapeMismatchError
+from crossdevice.errors import DtypeMismatchError, ShapeMismatchError
 from crossdevice.execution.reading.leaf_spec import bytes_of
-from crossdevice.execution.reading.outputs import wrapped
+from crossdevice.execution.reading.outputs import Expected, delivered, read_out_of_shapes, wrapped
+from crossdevice.execution.reading.shards import checked_axis
 from crossdevice.execution.reading.values import Leaf, check_agreement, one_backend, read_value
 from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded, transfer
 from crossdevice.values.device import Device
+
+Placed: TypeAlias = tuple[Any, tuple[Device, ...], Any]
+"""A value to be gathered, its destinations, and the `out` of the result."""
 
 
 class Gathering(NamedTuple):
@@ -26,6 +29,21 @@ class Gathering(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes of all replicas together."""
         return sum([bytes_of(self.backend, array) for array in self.arrays])
+
+    @property
+    def dtype(self) -> str:
+        """That of all arrays."""
+        return self.backend.dtype_of(self.arrays[0])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the result."""
+        return self.shape_with(sum(self.backend.shape_of(array)[self.axis] for array in self.arrays))
+
+    def shape_with(self, length: Any) -> tuple[Any, ...]:
+        """That of all arrays, but with this length along the axis."""
+        shape = self.backend.shape_of(self.arrays[0])
+        return (*shape[: self.axis], length, *shape[self.axis + 1 :])
 
     def run(self, devices: Sequence[Device], destinations: Sequence[Device]) -> list[Array]:
         """The arrays in replica order along the axis, in new memory on each destination."""
@@ -46,39 +64,42 @@ class Gathering(NamedTuple):
             return self.backend.copy(array, target)
 
 
-def gathered(value: Any, destinations: tuple[Device, ...], axis: int) -> Any:
-    """The value's replicas end to end on each destination, wrapped."""
+def gathered(value: Any, destinations: tuple[Device, ...], axis: int, out: Any = None) -> Any:
+    """The value's replicas end to end on each destination, wrapped; into `out` unless that is None."""
     started = now()
     read = read_value(value)
     gatherings = [check_gather(leaf, read.devices, destinations, axis) for leaf in read.leaves]
+    expected = [
+        Expected(gathering.backend, gathering.dtype, [gathering.shape] * len(destinations))
+        for gathering in gatherings
+    ]
+    outs = read_out_of_shapes(out, read, expected, destinations)
     flight_recorder.events.append((READING, started, now(), 1))
     devices = (*read.devices, *destinations)
     num_bytes = sum(gathering.num_bytes for gathering in gatherings)
     with recorded(Work("copy", "gather", devices, num_bytes, f"axis {axis}")):
         results = [gathering.run(read.devices, destinations) for gathering in gatherings]
-    return wrapped(results, read.structure, destinations)
+    into = [
+        delivered(arrays, own_out, gathering.backend)
+        for arrays, own_out, gathering in zip(results, outs, gatherings, strict=True)
+    ]
+    return wrapped(into, read.structure, destinations)
 
 
 def check_gather(
-    leaf: Leaf, devices: Sequence[Device], destinations: Sequence[Device], axis: int
+    leaf: Leaf, devices: Sequence[Device], destinations: Sequence[Device], axis: int, call: str = "gather"
 ) -> Gathering:
     """Refuses scalars, axes out of range and arrays that differ in more than the axis."""
     if leaf.is_sparse:
         raise NotImplementedError(
-            f"gather of IndexedSlices{leaf.at_path} is not defined; reduce them instead"
+            f"{call} of IndexedSlices{leaf.at_path} is not defined; reduce them instead"
         )
     arrays, path = leaf.arrays, leaf.path
     backend = one_backend(arrays, devices, path, destinations)
     shapes = [backend.shape_of(array) for array in arrays]
     ranks = [len(shape) for shape in shapes]
-    axis = operator.index(axis)
     check_agreement(ranks, devices, "number of dimensions", ShapeMismatchError, path)
-    rank = ranks[0]
-    if rank == 0:
-        raise ConversionError(f"gather needs at least one dimension{leaf.at_path}; replica 0 holds a scalar")
-    if not -rank <= axis < rank:
-        raise ConversionError(f"axis {axis} is out of range for {rank} dimensions{leaf.at_path}")
-    axis %= rank
+    axis = checked_axis(axis, ranks[0], call, leaf.at_path)
     check_agreement([backend.dtype_of(array) for array in arrays], devices, "dtype", DtypeMismatchError, path)
     rests = [shape[:axis] + shape[axis + 1 :] for shape in shapes]
     check_agreement(rests, devices, f"shape outside of axis {axis}", ShapeMismatchError, path)

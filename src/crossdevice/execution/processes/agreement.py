@@ -8,12 +8,13 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from crossdevice.errors import DtypeMismatchError, MismatchError, ShapeMismatchError, StructureMismatchError
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.disagreement import disagreement
+from crossdevice.values.options import CommunicationOptions
 
 COMPARING = b"comparing"
 """The signature of calls whose ranks do not know yet whether they agree."""
@@ -186,3 +187,14 @@ def _shape_text(shape: Sequence[int | None]) -> str:
     """A shape, with * where any length will do."""
     inside = ", ".join("*" if length is None else str(length) for length in shape)
     return f"({inside},)" if len(shape) == 1 else f"({inside})"
+
+
+def structure_text(structure: Any) -> str:
+    """A value's structure, as ranks compare it."""
+    return "a single array" if structure is None else f"structure {structure}"
+
+
+def seconds_of(options: CommunicationOptions) -> float | None:
+    """The deadline of a call; None for that of its group."""
+    seconds = options.timeout_seconds
+    return seconds if seconds is None or isinstance(seconds, (int, float)) else seconds.total_seconds()

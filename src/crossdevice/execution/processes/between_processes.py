@@ -12,17 +12,27 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import ConversionError, MismatchError, OptionError, ReduceOpError
+from crossdevice.execution.local.all_to_all import AllToAll
 from crossdevice.execution.local.batch import CheckedBatch, CheckedLeaf, Request
 from crossdevice.execution.local.copying import component_of
-from crossdevice.execution.local.gathering import Gathering, check_gather
+from crossdevice.execution.local.gathering import Gathering, Placed, check_gather
+from crossdevice.execution.local.scattering import Scatter
 from crossdevice.execution.local.sparse import SparseReduction
-from crossdevice.execution.processes.agreement import Description, LeafDescription, agreed_call
+from crossdevice.execution.processes.agreement import (
+    Description,
+    LeafDescription,
+    agreed_call,
+    seconds_of,
+    structure_text,
+)
+from crossdevice.execution.processes.all_to_all import exchanged_parts
 from crossdevice.execution.processes.device_reduction import DeviceReduction, Prepare, is_reduced_on_device
 from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank
 from crossdevice.execution.processes.reduction import ProcessReduction
+from crossdevice.execution.processes.scattering import ProcessReduceScatter, reduced_parts
 from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import Dense
-from crossdevice.execution.reading.outputs import wrapped
+from crossdevice.execution.reading.outputs import wrapped_into
 from crossdevice.execution.reading.values import Leaf, one_backend, read_value
 from crossdevice.execution.remarks import Remarks
 from crossdevice.execution.signature_cache import SignatureCache
@@ -46,6 +56,7 @@ class BetweenProcesses:
         self._remarks = Remarks()
         self._descriptions: SignatureCache[Description] = SignatureCache()
         self._reductions: SignatureCache[ProcessReduction | DeviceReduction] = SignatureCache()
+        self._scatterings: SignatureCache[ProcessReduceScatter] = SignatureCache()
 
     def reduce(self, batch: CheckedBatch) -> list[Any]:
         """The wrapped result of each request, over the replicas of all ranks."""
@@ -54,7 +65,7 @@ class BetweenProcesses:
             len(request.value.devices) for request in batch.requests for _ in request.value.leaves
         )
         description = self._description(batch)
-        with agreed_call(self._group, description, replicas, _seconds(batch.options)) as (call, of_ranks):
+        with agreed_call(self._group, description, replicas, seconds_of(batch.options)) as (call, of_ranks):
             counts = list(zip(*of_ranks, strict=True))
             weights = _weights_of_all_ranks(call, batch, counts)
             # Rows first, which are copied: `out` of a dense leaf may be written to while that travels.
@@ -87,17 +98,32 @@ class BetweenProcesses:
 
     def gather(
         self,
-        placed: Sequence[tuple[Any, tuple[Device, ...]]],
+        placed: Sequence[Placed],
         axis: int,
         options: CommunicationOptions,
     ) -> list[Any]:
         """The replicas of all ranks of each value, end to end along `axis`, on its destinations here."""
         # All are checked before the first travels: a value refused later would leave other ranks waiting.
-        ready = [self._checked_gather(value, destinations, axis, options) for value, destinations in placed]
+        ready = [self._checked_gather(*each, axis, options) for each in placed]
         return [gather() for gather in ready]
 
+    def reduce_scatter(
+        self, scatters: Sequence[Scatter], op: ReduceOp, options: CommunicationOptions
+    ) -> list[Any]:
+        """The parts of this rank's replicas, of values reduced over the replicas of all ranks."""
+        return reduced_parts(self._group, scatters, op, options, self._scatterings)
+
+    def all_to_all(self, moves: Sequence[AllToAll], options: CommunicationOptions) -> list[Any]:
+        """The parts that all ranks have for this rank's replicas."""
+        return exchanged_parts(self._group, moves, options)
+
     def _checked_gather(
-        self, value: Any, destinations: tuple[Device, ...], axis: int, options: CommunicationOptions
+        self,
+        value: Any,
+        destinations: tuple[Device, ...],
+        out: Any,
+        axis: int,
+        options: CommunicationOptions,
     ) -> Callable[[], Any]:
         read = read_value(value)
         gatherings = [check_gather(leaf, read.devices, destinations, axis) for leaf in read.leaves]
@@ -114,9 +140,13 @@ class BetweenProcesses:
         # As counted from the front, which is not the same for arrays of different ranks.
         axes = sorted({gathering.axis for gathering in gatherings}) or [axis]
         operation = f"gather along axis {' and '.join(map(str, axes))}"
-        description = Description(operation, (_text(read.structure),), described)
-        return lambda: wrapped(
-            self._gather(gatherings, pieces, destinations, description, options), read.structure, destinations
+        description = Description(operation, (structure_text(read.structure),), described)
+        return lambda: wrapped_into(
+            out,
+            self._gather(gatherings, pieces, destinations, description, options),
+            [gathering.backend for gathering in gatherings],
+            read,
+            destinations,
         )
 
     def _gather(
@@ -129,7 +159,7 @@ class BetweenProcesses:
     ) -> list[list[Array]]:
         # End to end they are one, so ranks may bring as many as they like.
         ones = (1,) * len(gatherings)
-        with agreed_call(self._group, description, ones, _seconds(options)) as (call, _):
+        with agreed_call(self._group, description, ones, seconds_of(options)) as (call, _):
             of_ranks = arrays_of_all_ranks(call, [piece.reshape(-1) for piece in pieces])
             lengths = _lengths_along_axes(
                 call, of_ranks, pieces, [gathering.axis for gathering in gatherings]
@@ -161,9 +191,9 @@ class BetweenProcesses:
             LeafDescription(leaf.path, "array", backend.dtype_of(array), shape)
             for leaf, backend, array, shape in zip(read.leaves, backends, arrays, shapes, strict=True)
         )
-        description = Description(f"broadcast from rank {rank}", (_text(read.structure),), described)
+        description = Description(f"broadcast from rank {rank}", (structure_text(read.structure),), described)
         flats = [backend.to_host(array) for backend, array in zip(backends, arrays, strict=True)]
-        with agreed_call(self._group, description, (1,) * len(flats), _seconds(options)) as (call, _):
+        with agreed_call(self._group, description, (1,) * len(flats), seconds_of(options)) as (call, _):
             received = arrays_of_rank(call, flats, rank)
         if self._group.rank == rank:
             return value
@@ -194,7 +224,7 @@ class BetweenProcesses:
             for leaf, reduction in zip(request.value.leaves, of_request, strict=True)
         )
         packs = f", packs of {options.bytes_per_pack} bytes" if options.bytes_per_pack else ""
-        structures = tuple(_text(request.value.structure) for request in requests)
+        structures = tuple(structure_text(request.value.structure) for request in requests)
         with_weights = ", with weights" if batch.is_weighted else ""
         key = (op, options.precision, packs, with_weights, structures, described)
         known = self._descriptions.get(key)
@@ -362,12 +392,3 @@ def _dense_backend(leaf: Leaf, devices: tuple[Device, ...]) -> Backend:
             "broadcast their values and indices"
         )
     return one_backend(leaf.arrays, devices, leaf.path)
-
-
-def _text(structure: Any) -> str:
-    return "a single array" if structure is None else f"structure {structure}"
-
-
-def _seconds(options: CommunicationOptions) -> float | None:
-    seconds = options.timeout_seconds
-    return seconds if seconds is None or isinstance(seconds, (int, float)) else seconds.total_seconds()

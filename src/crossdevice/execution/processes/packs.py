@@ -69,7 +69,7 @@ class ProcessPack(NamedTuple):
 
     `counts` has the replicas of each rank, `shards` what each combines; of a small pack all combine all.
     `partial` is the dtype of one partial result per process; None if the replicas' arrays travel.
-    Complex numbers are pairs of reals here, unless they are multiplied.
+    Complex numbers are pairs of reals here, unless they are multiplied: `per_element` is 2 then.
     """
 
     leaves: tuple[PackedLeaf, ...]
@@ -82,6 +82,7 @@ class ProcessPack(NamedTuple):
     result: np.dtype[Any]
     local_recipe: Recipe
     final_recipe: Recipe
+    per_element: int
 
     @property
     def travelling(self) -> np.dtype[Any]:
@@ -103,15 +104,23 @@ def process_packs(
     op: ReduceOp,
     options: CommunicationOptions,
     counts: Sequence[tuple[int, ...]],
+    *,
     is_weighted: bool = False,
+    edges: Sequence[Sequence[int]] | None = None,
 ) -> list[ProcessPack]:
-    """The packs of a batch; `counts` has, for each leaf, the number of its replicas on each rank."""
+    """The packs of a batch; `counts` has, for each leaf, the number of its replicas on each rank.
+
+    With `edges`, the elements of each leaf at which the parts of all replicas begin and end, a rank's shard
+    has the parts of its own replicas. Without them shards are as equal as may be.
+    """
     items = [
         Item(spec.num_elements, ITEM_BYTES[spec.dtype], (spec.dtype, count))
         for spec, count in zip(specs, counts, strict=True)
     ]
     return [
-        _pack_of([segment.item for segment in pack], specs, op, options, counts[pack[0].item], is_weighted)
+        _pack_of(
+            [segment.item for segment in pack], specs, op, options, counts[pack[0].item], is_weighted, edges
+        )
         for pack in Packing().packs(items, options.bytes_per_pack or PACK_BYTES)
     ]
 
@@ -123,6 +132,7 @@ def _pack_of(
     options: CommunicationOptions,
     counts: Sequence[int],
     is_weighted: bool,
+    edges: Sequence[Sequence[int]] | None,
 ) -> ProcessPack:
     dtype = specs[leaves[0]].dtype
     over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
@@ -138,21 +148,29 @@ def _pack_of(
         None if name is None else _part(dtype_named(name)) if in_parts else dtype_named(name)
         for name in names
     )
+    per_element = 2 if in_parts else 1
     packed, end = [], 0
     for leaf in leaves:
-        start = -(-end // LINE_ELEMENTS) * LINE_ELEMENTS
-        end = start + specs[leaf].num_elements * (2 if in_parts else 1)
+        start = _next_line(end)
+        end = start + specs[leaf].num_elements * per_element
         packed.append(PackedLeaf(leaf, start, end))
     assert stored is not None
     assert finished is not None
     sent_bytes = stored.itemsize * max(counts) if partly is None else partly.itemsize
-    is_small = end * sent_bytes <= SMALL_BYTES  # by the rank with most replicas, so that all choose alike
-    edges = [0, end] if is_small else shard_edges(end, len(counts))
-    shards = tuple(_shard(packed, start, stop) for start, stop in itertools.pairwise(edges))
+    # By the rank with most replicas, so that all choose alike.
+    is_small = edges is None and end * sent_bytes <= SMALL_BYTES
+    if edges is not None:
+        shards = _shards_of_replicas(leaves, edges, counts, per_element)
+        end = shards[-1].place.stop
+    elif is_small:
+        shards = (_shard(packed, 0, end),) * len(counts)
+    else:
+        pairs = itertools.pairwise(shard_edges(end, len(counts)))
+        shards = tuple(_shard(packed, start, stop) for start, stop in pairs)
     return ProcessPack(
         tuple(packed),
         counts,
-        shards * len(counts) if is_small else shards,
+        shards,
         is_small,
         end,
         stored,
@@ -162,6 +180,7 @@ def _pack_of(
         final_recipe=Recipe(
             over_replicas, options.precision, divisor, weights=UNKNOWN_WEIGHTS if is_weighted else None
         ),
+        per_element=per_element,
     )
 
 
@@ -172,6 +191,29 @@ def _shard(packed: Sequence[PackedLeaf], start: int, stop: int) -> Shard:
         if max(start, first) < min(stop, end)
     )
     return Shard(slice(start, stop), pieces)
+
+
+def _shards_of_replicas(
+    leaves: Sequence[int], edges: Sequence[Sequence[int]], counts: Sequence[int], per_element: int
+) -> tuple[Shard, ...]:
+    """For each rank the parts of its replicas; a lone leaf lies in its pack as it does in memory."""
+    shards, replica, end = [], 0, 0
+    for count in counts:
+        start, pieces = end, []
+        for leaf in leaves:
+            for number in range(replica, replica + count):
+                first, last = (edge * per_element for edge in edges[leaf][number : number + 2])
+                offset = end if len(leaves) == 1 else _next_line(end)
+                end = offset + last - first
+                if first < last:
+                    pieces.append(Piece(leaf, first, last, offset))
+        shards.append(Shard(slice(start, end), tuple(pieces)))
+        replica += count
+    return tuple(shards)
+
+
+def _next_line(element: int) -> int:
+    return -(-element // LINE_ELEMENTS) * LINE_ELEMENTS
 
 
 def _part(dtype: np.dtype[Any]) -> np.dtype[Any]:

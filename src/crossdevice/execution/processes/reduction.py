@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend, dtype_named
 from crossdevice.errors import OutError
-from crossdevice.execution.processes.packs import Piece, ProcessPack, Shard, process_packs
+from crossdevice.execution.processes.packs import Piece, ProcessPack, process_packs
 from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.tracing import Work, recorded
@@ -46,12 +46,13 @@ class ProcessReduction:
         rank: int,
         *,
         is_weighted: bool = False,
+        edges: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._specs = specs
         self._rank = rank
         self._shares = [options.share_results or spec.backend.is_immutable for spec in specs]
         self._dtypes = [dtype_named(result_dtype(spec.dtype, op, is_weighted)) for spec in specs]
-        self._packs = process_packs(specs, op, options, counts, is_weighted)
+        self._packs = process_packs(specs, op, options, counts, is_weighted=is_weighted, edges=edges)
         devices = tuple(dict.fromkeys(device for spec in specs for device in spec.devices))
         num_bytes = sum(spec.num_bytes for spec in specs)
         self._packing = Work("pack", "share of this process", devices, num_bytes)
@@ -113,7 +114,40 @@ class ProcessReduction:
         copies: Mapping[int, Sequence[Flat]],
         weights: Weights | None,
     ) -> None:
-        """The pack's result in `total` and in the copies of its leaves.
+        """The pack's result in `total` and in copies of its leaves, by a reduce-scatter and an all-gather."""
+        mine, others = pack.shards[self._rank], call.others()
+        self._reduce_shard(
+            call,
+            pack,
+            columns,
+            lambda piece: [total[piece.in_pack], *(copy[piece.in_leaf] for copy in copies[piece.leaf])],
+            weights,
+        )
+        if pack.is_small:
+            return
+        with recorded(self._moving):
+            call.exchange(
+                [Message(peer, total[mine.place]) for peer in others],
+                [Message(peer, total[pack.shards[peer].place]) for peer in others],
+            )
+        with recorded(self._unpacking):
+            received = [piece for peer in others for piece in pack.shards[peer].pieces]
+            tasks = [
+                ([total[piece.in_pack]], [copy[piece.in_leaf] for copy in copies[piece.leaf]])
+                for piece in received
+                if copies[piece.leaf]
+            ]
+            fused_batch(tasks, COPYING)
+
+    def _reduce_shard(
+        self,
+        call: GroupCall,
+        pack: ProcessPack,
+        columns: Columns,
+        targets_of: Callable[[Piece], list[Flat]],
+        weights: Weights | None = None,
+    ) -> None:
+        """This rank's shard of the pack, each piece of it written to its targets.
 
         What others combine is made ready first, and is on its way while the rest is.
         """
@@ -139,23 +173,12 @@ class ProcessReduction:
         with recorded(self._reducing):
             rooms[self._rank] = [array[mine.place] for array in share]
             contributions = [room for rank in sorted(rooms) for room in rooms[rank]]
-            recipe = pack.final_recipe.with_weights(weights)
-            self._combine(recipe, mine, contributions, total, copies)
-        if pack.is_small:
-            return
-        with recorded(self._moving):
-            call.exchange(
-                [Message(peer, total[mine.place]) for peer in others],
-                [Message(peer, total[pack.shards[peer].place]) for peer in others],
-            )
-        with recorded(self._unpacking):
-            received = [piece for peer in others for piece in pack.shards[peer].pieces]
-            tasks = [
-                ([total[piece.in_pack]], [copy[piece.in_leaf] for copy in copies[piece.leaf]])
-                for piece in received
-                if copies[piece.leaf]
-            ]
-            fused_batch(tasks, COPYING)
+            first = mine.place.start
+            tasks = []
+            for piece in mine.pieces:
+                here = slice(piece.in_pack.start - first, piece.in_pack.stop - first)
+                tasks.append(([array[here] for array in contributions], targets_of(piece)))
+            fused_batch(tasks, pack.final_recipe.with_weights(weights))
 
     def _views(self, leaf: int, arrays: Sequence[Array], dtype: np.dtype[Any]) -> list[Flat]:
         """The leaf's replicas on the host."""
@@ -198,23 +221,6 @@ class ProcessReduction:
             for piece in pieces
         ]
         fused_batch(tasks, pack.local_recipe)
-
-    def _combine(
-        self,
-        recipe: Recipe,
-        mine: Shard,
-        contributions: Sequence[Flat],
-        total: Flat,
-        copies: Mapping[int, Sequence[Flat]],
-    ) -> None:
-        """This rank's shard from what all ranks contribute, in their order, to wherever it is wanted."""
-        first = mine.place.start
-        tasks = []
-        for piece in mine.pieces:
-            here = slice(piece.in_pack.start - first, piece.in_pack.stop - first)
-            outputs = [total[piece.in_pack], *(copy[piece.in_leaf] for copy in copies[piece.leaf])]
-            tasks.append(([array[here] for array in contributions], outputs))
-        fused_batch(tasks, recipe)
 
     # ---------------------------------------------------------------- results
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import OutError
-from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec, Outs
 from crossdevice.execution.reading.overlaps import check_overlaps
 from crossdevice.execution.reading.values import Value, at
 from crossdevice.values.device import Device, misplaced
@@ -17,13 +17,18 @@ from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.nesting import flatten, unflatten
 
 
-def wrapped(results: Sequence[Sequence[Any]], structure: Any, destinations: tuple[Device, ...]) -> Any:
-    """Results, given per leaf and destination: bare for one destination, Mirrored for several."""
+def wrapped(
+    results: Sequence[Sequence[Any]],
+    structure: Any,
+    destinations: tuple[Device, ...],
+    container: type[DistributedValues] = Mirrored,
+) -> Any:
+    """Results, given per leaf and destination: bare for one destination, in a container for several."""
     components = [
         column[0] if structure is None else unflatten(structure, list(column))
         for column in (zip(*results, strict=True) if results else [()] * len(destinations))
     ]
-    return components[0] if len(destinations) == 1 else Mirrored.of(tuple(components), destinations)
+    return components[0] if len(destinations) == 1 else container.of(tuple(components), destinations)
 
 
 def read_out(out: Any, value: Value, destinations: tuple[Device, ...]) -> list[tuple[Array, ...]]:
@@ -38,6 +43,52 @@ def read_out(out: Any, value: Value, destinations: tuple[Device, ...]) -> list[t
             raise OutError(f"out for {device} has another structure than the value: {structure}")
         columns.append(leaves)
     return list(zip(*columns, strict=True))
+
+
+class Expected(NamedTuple):
+    """Of one leaf the arrays that `out` must have: their library, their dtype, and a shape for each."""
+
+    backend: Backend
+    dtype: str
+    shapes: Sequence[tuple[int, ...]]
+
+
+def read_out_of_shapes(
+    out: Any, value: Value, expected: Sequence[Expected], destinations: tuple[Device, ...]
+) -> Outs:
+    """The arrays of `out` for each leaf, checked, of results that are made before these are written to.
+
+    So they may overlap what is read, but not each other.
+    """
+    if out is None:
+        return [None] * len(expected)
+    outs = read_out(out, value, destinations)
+    written: list[Dense] = []
+    for leaf, arrays, (backend, dtype, shapes) in zip(value.leaves, outs, expected, strict=True):
+        specs = [LeafSpec(backend, dtype, shape, destinations, destinations) for shape in shapes]
+        for position, (array, spec) in enumerate(zip(arrays, specs, strict=True)):
+            check_array(array, position, spec, dtype, leaf.path)
+        written.append(Dense((), specs[0], arrays))
+    check_overlaps(written)
+    return outs
+
+
+def wrapped_into(
+    out: Any,
+    results: Sequence[Sequence[Array]],
+    backends: Sequence[Backend],
+    value: Value,
+    destinations: tuple[Device, ...],
+    container: type[DistributedValues] = Mirrored,
+) -> Any:
+    """Results of a value's leaves, wrapped, and written to `out` if it fits them, unless that is None."""
+    expected = [
+        Expected(backend, backend.dtype_of(arrays[0]), [backend.shape_of(array) for array in arrays])
+        for backend, arrays in zip(backends, results, strict=True)
+    ]
+    outs = read_out_of_shapes(out, value, expected, destinations)
+    into = list(map(delivered, results, outs, backends))
+    return wrapped(into, value.structure, destinations, container)
 
 
 def out_components(out: Any, destinations: tuple[Device, ...]) -> Sequence[Any]:
@@ -87,10 +138,16 @@ def _is_in_place(leaf: Dense, dtype: str) -> bool:
 
 def check_out(out: Sequence[Array], spec: LeafSpec, dtype: str, path: str) -> None:
     """Refuses arrays of another shape, dtype, library or device, and memory that cannot be written."""
-    for position, (array, device) in enumerate(zip(out, spec.destinations, strict=True)):
-        problem = _problem_of(array, spec, dtype, device)
-        if problem is not None:
-            raise OutError(f"out[{position}] ({device}){at(path)} {problem}")
+    for position, array in enumerate(out):
+        check_array(array, position, spec, dtype, path)
+
+
+def check_array(array: Array, position: int, spec: LeafSpec, dtype: str, path: str) -> None:
+    """Refuses one array of `out` that does not fit the result on the destination of its position."""
+    device = spec.destinations[position]
+    problem = _problem_of(array, spec, dtype, device)
+    if problem is not None:
+        raise OutError(f"out[{position}] ({device}){at(path)} {problem}")
 
 
 def _problem_of(array: Any, spec: LeafSpec, dtype: str, device: Device) -> str | None:

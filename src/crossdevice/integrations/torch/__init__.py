@@ -2,7 +2,7 @@
 
 `DataParallel` takes the place of `torch.nn.DataParallel`. `MirroredModule` is for training steps that run as
 replicas of a strategy, backward pass and optimizer included. `reproducible_hook` is for
-`torch.nn.parallel.DistributedDataParallel`.
+`torch.nn.parallel.DistributedDataParallel`, `ReproducibleReduceScatter` for FSDP2's `fully_shard`.
 """
 
 from crossdevice.values.libraries import missing_library
@@ -12,7 +12,15 @@ try:
     from crossdevice.integrations.torch.containers import register_container
     from crossdevice.integrations.torch.data_parallel import DataParallel
     from crossdevice.integrations.torch.mirrored_module import MirroredModule
+    from crossdevice.integrations.torch.sharded_gradients import ReproducibleReduceScatter
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{__name__} needs {missing_library(error)}", name=error.name) from None
 
-__all__ = ["DataParallel", "MirroredModule", "ReproducibleMean", "register_container", "reproducible_hook"]
+__all__ = [
+    "DataParallel",
+    "MirroredModule",
+    "ReproducibleMean",
+    "ReproducibleReduceScatter",
+    "register_container",
+    "reproducible_hook",
+]

@@ -89,8 +89,7 @@ class ReproducibleMean:
         if self._given is not None:
             return self._given
         assert self._ranks is not None
-        name = f"communication hook of ranks {', '.join(map(str, self._ranks))}"
-        return form_group(self._ranks.index(dist.get_rank()), len(self._ranks), name=name)
+        return formed_group(self._ranks, "communication hook")
 
     def _check_model_of(self, parameters: list[torch.Tensor]) -> None:
         """Refuses buckets of a model on other processes; each model is looked for once."""
@@ -119,6 +118,12 @@ class ReproducibleMean:
                 f"a bucket is from a model on ranks {ranks}, and this ReproducibleMean is for ranks "
                 f"{self._ranks}: make one for each group of processes"
             )
+
+
+def formed_group(ranks: list[int], purpose: str) -> ProcessGroup:
+    """A group of these ranks of torch.distributed, all of which form it for the same purpose."""
+    name = f"{purpose} of ranks {', '.join(map(str, ranks))}"
+    return form_group(ranks.index(dist.get_rank()), len(ranks), name=name)
 
 
 def _models_with(parameter: torch.Tensor, state: object) -> list[DistributedDataParallel]:

@@ -97,10 +97,37 @@ class ReplicaContext:
         chosen = as_options(options)
 
         def merge(trees: list[Any]) -> Sequence[Any]:
-            whole = self._together(trees)
-            return components_of(self._ops.gather(whole, whole, axis, chosen))
+            return components_of(self._ops.all_gather(self._together(trees), axis, chosen))
 
         return self.meet("all_gather", (f"axis={axis}",), own_component(self._replica, value), merge, chosen)
+
+    def reduce_scatter(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combines an array or tree with those of all other replicas; each gets its own part along `axis`.
+
+        Parts are as equal as may be, the longer ones first. `all_gather` of them is an all-reduce.
+        """
+        op, chosen = ReduceOp(reduce_op), as_options(options)
+
+        def merge(trees: list[Any]) -> Sequence[Any]:
+            return components_of(self._ops.reduce_scatter(op, self._together(trees), axis, chosen))
+
+        details = (op.name, f"axis={axis}")
+        return self.meet("reduce_scatter", details, own_component(self._replica, value), merge, chosen)
+
+    def all_to_all(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
+        """Cuts an array or tree along `axis` into a part for each replica; each gets its parts, in order."""
+        chosen = as_options(options)
+
+        def merge(trees: list[Any]) -> Sequence[Any]:
+            return components_of(self._ops.all_to_all(self._together(trees), axis, chosen))
+
+        return self.meet("all_to_all", (f"axis={axis}",), own_component(self._replica, value), merge, chosen)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

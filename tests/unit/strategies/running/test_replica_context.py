@@ -141,6 +141,23 @@ def test_an_empty_tree_is_its_own_sum(strategy):
     assert strategy.run(lambda: context().all_reduce("sum", {})) == {}
 
 
+def test_each_replica_gets_its_part_of_the_reduction_and_of_everyones_values(strategy):
+    def step():
+        value = {"x": np.arange(5, dtype=np.float32) + 10 * own_replica()}
+        part = context().reduce_scatter("mean", value)["x"]
+        return part, context().all_gather(part, axis=0), context().all_to_all(value)["x"]
+
+    parts, wholes, moved = ([array.tolist() for array in result.values] for result in strategy.run(step))
+    assert parts == [[10, 11], [12, 13], [14]]
+    assert wholes == [[10, 11, 12, 13, 14]] * 3
+    assert moved == [[0, 1, 10, 11, 20, 21], [2, 3, 12, 13, 22, 23], [4, 14, 24]]
+
+
+def test_replicas_that_cut_other_axes_are_told(strategy):
+    with pytest.raises(cd.errors.MismatchError, match=r"reduce_scatter\(SUM, axis=1\)"):
+        strategy.run(lambda: context().reduce_scatter("sum", np.ones((3, 3)), axis=min(own_replica(), 1)))
+
+
 def test_all_gather_takes_uneven_parts(strategy):
     result = strategy.run(lambda: context().all_gather(np.full(own_replica(), own_replica()), axis=0))
     assert [component.tolist() for component in result.values] == [[1, 2, 2]] * NUM_REPLICAS
@@ -243,6 +260,8 @@ def test_without_a_strategy_code_is_one_replica():
     value = np.ones(2)
     assert alone.all_reduce("sum", value) is value
     assert alone.all_gather(value, axis=0) is value
+    assert alone.reduce_scatter("sum", value) is value
+    assert alone.all_to_all(value) is value
     assert alone.merge_call(lambda s, x: (s is strategy, x, cd.in_cross_replica_context()), (1,)) == (
         True,
         1,

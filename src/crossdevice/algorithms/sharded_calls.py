@@ -1,0 +1,134 @@
+"""The public calls in which each replica gets, or gives, a part: reduce-scatter, all-gather, all-to-all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from crossdevice.execution.local.all_to_all import AllToAll, read_all_to_all
+from crossdevice.execution.local.scattering import Scatter, per_replica, read_scatter
+from crossdevice.execution.reading.structures import spread_outs, spread_pairs
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.replica_scope import check_cross_replica
+
+
+class ShardedCalls:
+    """What `CrossDeviceOps` does with a part for each replica, by its own reductions and gathers."""
+
+    if TYPE_CHECKING:  # of CrossDeviceOps
+        batch_reduce: Callable[..., list[Any]]
+        gather: Callable[..., Any]
+        _checked_op: Callable[[ReduceOp | str], ReduceOp]
+        _chosen_options: Callable[[CommunicationOptions | None], CommunicationOptions]
+
+    def reduce_scatter(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Any = None,
+    ) -> Any:
+        """Combines the replicas of a value, of which each replica gets its own part along `axis`.
+
+        Under `accurate` and `exact` a part has the bits that `reduce` gives it. Under `fast` each part is
+        added in the order of its own plan.
+
+        Args:
+            sizes: the length of each replica's part. Without it parts are as equal as may be, the longer ones
+                first, as those of `numpy.array_split`.
+            out: an array for the part of each replica instead of new ones. Between processes, it is checked
+                when the number of all replicas, and so the length of the parts, is known.
+
+        Returns:
+            A PerReplica on the devices of the value; the bare part if the value has one replica here.
+
+        >>> import numpy as np
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> value = PerReplica([np.float32([1, 2, 3]), np.float32([10, 20, 30])])
+        >>> DirectAllReduce().reduce_scatter("sum", value).values
+        (array([11., 22.], dtype=float32), array([33.], dtype=float32))
+        """
+        check_cross_replica("reduce_scatter")
+        op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
+        values, outs, rebuilt = _spread(per_replica_value, out)
+        scatters = [
+            read_scatter(value, op, axis, sizes, into) for value, into in zip(values, outs, strict=True)
+        ]
+        return rebuilt(self._reduce_scatter(op, scatters, chosen))[0]
+
+    def all_gather(
+        self,
+        per_replica_value: Any,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """Concatenates the replicas of a value along `axis`, on the device of each; sizes there may differ.
+
+        It is the inverse of `reduce_scatter`: together they are an all-reduce.
+        """
+        check_cross_replica("all_gather")
+        return self.gather(per_replica_value, per_replica_value, axis, options, out=out)
+
+    def all_to_all(
+        self,
+        per_replica_value: Any,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+        *,
+        sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        out: Any = None,
+    ) -> Any:
+        """Cuts each replica's arrays along `axis` into a part for each replica, which gets all of its parts.
+
+        A replica's parts are put end to end along `axis`, in the order of the replicas they come from.
+
+        Args:
+            sizes: the lengths of the parts, one for each replica they go to: a list for all replicas, or a
+                list of lists, one for each replica they come from. Without it, as in `reduce_scatter`.
+            out: an array for each replica instead of new ones; between processes it is checked afterwards.
+
+        Returns:
+            A PerReplica on the devices of the value; the bare array if the value has one replica here.
+
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> DirectAllReduce().all_to_all(PerReplica([[1, 2], [3, 4]])).values
+        (array([1, 3], dtype=int32), array([2, 4], dtype=int32))
+        """
+        check_cross_replica("all_to_all")
+        values, outs, rebuilt = _spread(per_replica_value, out)
+        moves = [read_all_to_all(value, axis, sizes, into) for value, into in zip(values, outs, strict=True)]
+        return rebuilt(self._all_to_all(moves, self._chosen_options(options)))[0]
+
+    # ---------------------------------------------------------------- inside one process, unless overridden
+
+    def _reduce_scatter(
+        self, op: ReduceOp, scatters: Sequence[Scatter], options: CommunicationOptions
+    ) -> list[Any]:
+        """One batch of reductions, each of one part to one device: the ledger proves every one of them."""
+        pairs = [pair for scatter in scatters for pair in scatter.pairs()]
+        outs = [out for scatter in scatters for out in scatter.outs]
+        parts = iter(self.batch_reduce(op, pairs, options, out=outs))
+        return [
+            per_replica([next(parts) for _ in scatter.value.devices], scatter.value.devices)
+            for scatter in scatters
+        ]
+
+    def _all_to_all(
+        self,
+        moves: Sequence[AllToAll],
+        options: CommunicationOptions,  # noqa: ARG002 - between processes they say how long to wait
+    ) -> list[Any]:
+        return [move.run() for move in moves]
+
+
+def _spread(value: Any, out: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], list[Any]]]:
+    """The distributed values of a structure, the `out` of each, and what puts results in their places."""
+    pairs = [(value, None)]
+    spread, rebuilt = spread_pairs(pairs)
+    return [each for each, _ in spread], spread_outs(pairs, [out]), rebuilt

@@ -1,0 +1,92 @@
+"""Reduce-scatter: a reduction of which each replica gets one part, planned as a reduction of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from crossdevice.errors import ConversionError
+from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.outputs import out_components
+from crossdevice.execution.reading.shards import check_sum, checked_axis, cut, part_lengths, read_sizes
+from crossdevice.execution.reading.values import Leaf, Value, checked_spec, read_value
+from crossdevice.values.device import Device
+from crossdevice.values.distributed import PerReplica
+from crossdevice.values.nesting import unflatten
+from crossdevice.values.reduce_op import ReduceOp
+
+
+class ScatteredLeaf(NamedTuple):
+    """A checked leaf, and the axis along which its reduction is cut."""
+
+    leaf: Leaf
+    spec: LeafSpec
+    axis: int
+
+
+class Scatter(NamedTuple):
+    """A checked value whose reduction is cut into a part for each replica, into `out` unless that is None."""
+
+    value: Value
+    leaves: list[ScatteredLeaf]
+    sizes: tuple[int, ...] | None
+    out: Any
+
+    @property
+    def outs(self) -> Sequence[Any]:
+        """What `out` has for each replica."""
+        devices = self.value.devices
+        return [None] * len(devices) if self.out is None else out_components(self.out, devices)
+
+    def pairs(self) -> list[tuple[PerReplica, Device]]:
+        """For each replica, what is reduced to its device: its own part of all replicas' arrays."""
+        devices = self.value.devices
+        of_leaves = [
+            [
+                cut(array, axis, self._lengths(spec.shape[axis], leaf), spec.backend, device)
+                for array, device in zip(leaf.arrays, devices, strict=True)
+            ]
+            for leaf, spec, axis in self.leaves
+        ]
+        return [
+            (
+                PerReplica.of(
+                    tuple(
+                        self._component([parts[replica][number] for parts in of_leaves])
+                        for replica in range(len(devices))
+                    ),
+                    devices,
+                ),
+                device,
+            )
+            for number, device in enumerate(devices)
+        ]
+
+    def _lengths(self, length: int, leaf: Leaf) -> list[int]:
+        return part_lengths(length, len(self.value.devices), self.sizes, leaf.at_path)
+
+    def _component(self, leaves: list[Any]) -> Any:
+        structure = self.value.structure
+        return leaves[0] if structure is None else unflatten(structure, leaves)
+
+
+def read_scatter(value: Any, op: ReduceOp, axis: int, sizes: Any, out: Any) -> Scatter:
+    """Reads and checks a value whose reduction is to be scattered."""
+    read, given = read_value(value), read_sizes(sizes)
+    leaves = []
+    for leaf in read.leaves:
+        if leaf.is_sparse:
+            raise ConversionError(
+                f"reduce_scatter takes arrays, and there are IndexedSlices{leaf.at_path}; "
+                "reduce them, or convert them with to_dense"
+            )
+        spec = checked_spec(leaf, read.devices, read.devices, op)
+        own_axis = checked_axis(axis, len(spec.shape), "reduce_scatter", leaf.at_path)
+        check_sum(given, spec.shape[own_axis], leaf.at_path)
+        leaves.append(ScatteredLeaf(leaf, spec, own_axis))
+    return Scatter(read, leaves, given, out)
+
+
+def per_replica(components: Sequence[Any], devices: tuple[Device, ...]) -> Any:
+    """What each replica gets: a PerReplica, or the bare component of a lone replica."""
+    return components[0] if len(devices) == 1 else PerReplica.of(tuple(components), devices)

@@ -1,0 +1,172 @@
+"""Reduce-scatter between processes: the first half of an all-reduce, in shards that the caller wants."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from crossdevice.backends.protocol import Array
+from crossdevice.execution.local.scattering import Scatter, ScatteredLeaf
+from crossdevice.execution.processes.agreement import (
+    Description,
+    LeafDescription,
+    agreed_call,
+    seconds_of,
+    structure_text,
+)
+from crossdevice.execution.processes.packs import Piece
+from crossdevice.execution.processes.reduction import Flat, ProcessReduction
+from crossdevice.execution.processes.rows import array_of_rows, wrong_number
+from crossdevice.execution.reading.leaf_spec import Columns
+from crossdevice.execution.reading.outputs import wrapped_into
+from crossdevice.execution.reading.shards import part_lengths
+from crossdevice.execution.signature_cache import SignatureCache
+from crossdevice.kernels.host.resources.pool import result_pool
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.values.distributed import PerReplica
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+
+
+class ProcessReduceScatter(ProcessReduction):
+    """A reduction of dense leaves of which every replica of every rank gets its own part.
+
+    Elements are in the order of rows along the axis, so that each part is a range of them.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[ScatteredLeaf],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        counts: Sequence[tuple[int, ...]],
+        rank: int,
+        sizes: Sequence[int] | None,
+    ) -> None:
+        self._axes = [leaf.axis for leaf in leaves]
+        lengths = [
+            _lengths(leaf.spec.shape[leaf.axis], sum(count), sizes)
+            for leaf, count in zip(leaves, counts, strict=True)
+        ]
+        units = [_row_elements(leaf.spec.shape, leaf.axis) for leaf in leaves]
+        edges = [
+            [unit * row for row in itertools.accumulate(of_leaf, initial=0)]
+            for of_leaf, unit in zip(lengths, units, strict=True)
+        ]
+        super().__init__([leaf.spec for leaf in leaves], op, options, counts, rank, edges=edges)
+        own = [slice(sum(count[:rank]), sum(count[: rank + 1])) for count in counts]
+        self._own_lengths = [of_leaf[place] for of_leaf, place in zip(lengths, own, strict=True)]
+        self._own_starts = [of_leaf[place] for of_leaf, place in zip(edges, own, strict=True)]
+        self._units = units
+
+    def exchange(self, call: GroupCall, columns: Columns) -> list[list[Flat]]:
+        """For each leaf the parts of this rank's replicas, as rows along its axis."""
+        parts = [
+            [result_pool.empty(length * unit, dtype) for length in lengths]
+            for lengths, unit, dtype in zip(self._own_lengths, self._units, self._dtypes, strict=True)
+        ]
+        for pack in self._packs:
+            # By their first elements, which tell parts apart: those without elements are in no piece.
+            targets = {
+                (leaf, start * pack.per_element): part.view(pack.result)
+                for leaf, _, _ in pack.leaves
+                for start, part in zip(self._own_starts[leaf], parts[leaf], strict=True)
+                if part.size
+            }
+
+            def target_of(piece: Piece, targets: dict[tuple[int, int], Flat] = targets) -> list[Flat]:
+                return [targets[piece.leaf, piece.start]]
+
+            self._reduce_shard(call, pack, columns, target_of)
+        return parts
+
+    def placed(self, parts: Sequence[Sequence[Flat]]) -> list[list[Array]]:
+        """The parts as arrays on the devices of their replicas."""
+        return [
+            [
+                array_of_rows(part, (length, *_rest(spec.shape, axis)), axis, spec.backend, device)
+                for part, length, device in zip(of_leaf, lengths, spec.destinations, strict=True)
+            ]
+            for of_leaf, lengths, spec, axis in zip(
+                parts, self._own_lengths, self._specs, self._axes, strict=True
+            )
+        ]
+
+    def _views(self, leaf: int, arrays: Sequence[Array], dtype: np.dtype[Any]) -> list[Flat]:
+        views, axis = super()._views(leaf, arrays, dtype), self._axes[leaf]
+        if axis == 0:
+            return views
+        shape = self._specs[leaf].shape
+        # One or, of a complex number, two of the pack's elements stand for one of the array's.
+        shape = (*shape, views[0].size // max(math.prod(shape), 1))
+        return [np.moveaxis(view.reshape(shape), axis, 0).reshape(-1) for view in views]
+
+
+def reduced_parts(
+    group: ProcessGroup,
+    scatters: Sequence[Scatter],
+    op: ReduceOp,
+    options: CommunicationOptions,
+    known: SignatureCache[ProcessReduceScatter],
+) -> list[Any]:
+    """For each value the parts of this rank's replicas, wrapped; what was prepared for them is `known`."""
+    leaves = [leaf for scatter in scatters for leaf in scatter.leaves]
+    replicas = tuple(len(leaf.spec.devices) for leaf in leaves)
+    description = _description(scatters, leaves, op, options)
+    sizes = scatters[0].sizes
+    place: Callable[[], list[list[Array]]] = list  # of no leaves
+    with agreed_call(group, description, replicas, seconds_of(options)) as (call, of_ranks):
+        if leaves:
+            counts = tuple(zip(*of_ranks, strict=True))
+            key = (tuple((leaf.spec, leaf.axis) for leaf in leaves), op, options, counts, sizes)
+            prepared = known.get(key)
+            if prepared is None:
+                prepared = ProcessReduceScatter(leaves, op, options, counts, group.rank, sizes)
+                known[key] = prepared
+            parts = prepared.exchange(call, [leaf.leaf.arrays for leaf in leaves])
+            place = functools.partial(prepared.placed, parts)
+    left = iter(place())
+    return [
+        wrapped_into(
+            scatter.out,
+            [next(left) for _ in scatter.leaves],
+            [leaf.spec.backend for leaf in scatter.leaves],
+            scatter.value,
+            scatter.value.devices,
+            PerReplica,
+        )
+        for scatter in scatters
+    ]
+
+
+def _description(
+    scatters: Sequence[Scatter], leaves: Sequence[ScatteredLeaf], op: ReduceOp, options: CommunicationOptions
+) -> Description:
+    axes = " and ".join(map(str, sorted({leaf.axis for leaf in leaves})))
+    packs = f", packs of {options.bytes_per_pack} bytes" if options.bytes_per_pack else ""
+    sizes = "" if scatters[0].sizes is None else f", sizes {list(scatters[0].sizes)}"
+    return Description(
+        f"reduce_scatter {op.name} ({options.precision}{packs}) along axis {axes}{sizes}",
+        tuple(structure_text(scatter.value.structure) for scatter in scatters),
+        tuple(LeafDescription(leaf.path, "array", spec.dtype, spec.shape) for leaf, spec, _ in leaves),
+    )
+
+
+def _lengths(length: int, num_replicas: int, sizes: Sequence[int] | None) -> list[int]:
+    if sizes is not None and len(sizes) != num_replicas:
+        raise wrong_number(sizes, num_replicas)
+    return part_lengths(length, num_replicas, sizes)
+
+
+def _rest(shape: Sequence[int], axis: int) -> tuple[int, ...]:
+    return (*shape[:axis], *shape[axis + 1 :])
+
+
+def _row_elements(shape: Sequence[int], axis: int) -> int:
+    return math.prod(_rest(shape, axis))

@@ -1,0 +1,66 @@
+"""Shards: an axis cut into one part for each replica."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from crossdevice.backends.protocol import Array, Backend
+from crossdevice.errors import ConversionError, OptionError
+from crossdevice.values.device import Device
+
+
+def checked_axis(axis: int, num_dimensions: int, call: str, at_path: str) -> int:
+    """The axis counted from the front; scalars have none."""
+    axis = operator.index(axis)
+    if num_dimensions == 0:
+        raise ConversionError(f"{call} needs at least one dimension{at_path}; replica 0 holds a scalar")
+    if not -num_dimensions <= axis < num_dimensions:
+        raise ConversionError(f"axis {axis} is out of range for {num_dimensions} dimensions{at_path}")
+    return axis % num_dimensions
+
+
+def read_sizes(sizes: Any) -> tuple[int, ...] | None:
+    """The lengths of parts as a tuple; None if they are left to the rule."""
+    if sizes is None:
+        return None
+    try:
+        read = tuple(map(operator.index, sizes))
+    except TypeError:
+        read = (-1,)
+    if min(read, default=0) < 0:
+        raise OptionError(f"sizes must be lengths, 0 or more, one for each replica; got {sizes!r}")
+    return read
+
+
+def part_lengths(
+    length: int, num_parts: int, sizes: Sequence[int] | None = None, where: str = ""
+) -> list[int]:
+    """The lengths that were given; else as equal as may be, the longer ones first, as numpy.array_split's.
+
+    >>> part_lengths(7, 3)
+    [3, 2, 2]
+    """
+    if sizes is None:
+        size, longer = divmod(length, num_parts)
+        return [size + (part < longer) for part in range(num_parts)]
+    if len(sizes) != num_parts:
+        raise OptionError(f"sizes has {len(sizes)} lengths; expected {num_parts}, one for each replica")
+    check_sum(sizes, length, where)
+    return list(sizes)
+
+
+def check_sum(sizes: Sequence[int] | None, length: int, where: str) -> None:
+    """Refuses lengths of parts that are not those of the whole."""
+    if sizes is not None and sum(sizes) != length:
+        raise OptionError(f"sizes {list(sizes)} add up to {sum(sizes)}{where}; the axis has length {length}")
+
+
+def cut(array: Array, axis: int, lengths: Sequence[int], backend: Backend, device: Device) -> list[Array]:
+    """Consecutive parts of an array on a device along an axis: views, where the library has them."""
+    before = (slice(None),) * axis
+    edges = itertools.pairwise(itertools.accumulate(lengths, initial=0))
+    with backend.working_on(device):
+        return [array[(*before, slice(start, stop), ...)] for start, stop in edges]

@@ -1,0 +1,105 @@
+"""A reduce-scatter for FSDP2: sharded gradients whose bits do not depend on how a model is wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
+from crossdevice.errors import OptionError, ReduceOpError
+from crossdevice.integrations.torch.communication_hook import formed_group
+from crossdevice.values.options import CommunicationOptions, Precision
+from crossdevice.values.reduce_op import ReduceOp
+
+
+class ReproducibleReduceScatter:
+    """The reduce-scatter of modules that `torch.distributed.fsdp.fully_shard` has wrapped.
+
+    Gradients become means over the processes of a module's mesh, added by `CollectiveAllReduce` in a wider
+    type and rounded once. Their bits do not depend on which modules are wrapped, and so travel together.
+    `module.set_custom_reduce_scatter` takes it for one module, `use_in(model)` sets it for all modules
+    of a model. One may serve several models and meshes. The backward pass waits for each reduce-scatter.
+
+    Args:
+        precision: `"accurate"` adds in a wider type in the order of ranks and rounds once; `"exact"` rounds
+            the true mean, so the order of ranks does not matter.
+
+    >>> ReproducibleReduceScatter(precision="exact").use_in(torch.nn.Linear(2, 2))
+    Traceback (most recent call last):
+    crossdevice.errors.OptionError: no module of this Linear is sharded; call fully_shard first
+    """
+
+    def __init__(self, precision: Precision = "accurate") -> None:
+        self._options = CommunicationOptions(precision=precision)
+        self._ops: dict[tuple[int, ...], CollectiveAllReduce] = {}
+
+    def use_in(self, model: torch.nn.Module) -> None:
+        """Has all sharded modules of a model use it."""
+        # Older releases of PyTorch, which the package also supports, have no FSDPModule to ask for.
+        modules = [module for module in model.modules() if hasattr(module, "set_custom_reduce_scatter")]
+        if not modules:
+            raise OptionError(f"no module of this {type(model).__name__} is sharded; call fully_shard first")
+        for module in modules:
+            module.set_custom_reduce_scatter(self)
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for gradients, as PyTorch gives it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Writes this process's part of the reduced input to the output, before it returns."""
+        self._ops_of(group).reduce_scatter(_read(op), input_tensor, out=output_tensor)
+        return _Done() if async_op else None
+
+    def mean_over(self, group: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
+        """For `module.set_all_reduce_hook`: replaces sharded gradients by their means over a group.
+
+        With it, modules that are sharded over one axis of a mesh are replicated over another one.
+        """
+
+        def replace(gradients: torch.Tensor) -> None:
+            self._ops_of(group).reduce(ReduceOp.MEAN, gradients, gradients, out=gradients)
+
+        return replace
+
+    def _ops_of(self, group: dist.ProcessGroup) -> CollectiveAllReduce:
+        """What works on the processes of a group, formed when all of them first need it."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in self._ops:
+            formed = formed_group(list(ranks), "sharded gradients")
+            self._ops[ranks] = CollectiveAllReduce(options=self._options, group=formed)
+        return self._ops[ranks]
+
+
+class _Done(dist.Work):
+    """What has been done already."""
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
+        """At once."""
+        return True
+
+
+def _read(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> ReduceOp:
+    try:
+        return ReduceOp(op)
+    except ReduceOpError:
+        raise ReduceOpError(
+            f"{op} is not a reduction that can be reproduced; with set_gradient_divide_factor, also call "
+            "set_force_sum_reduction_for_comms(True), so that gradients are summed and then divided"
+        ) from None
