@@ -349,7 +349,9 @@ class ProcessGroup:
         """Puts up the last note of this rank, which makes no more calls."""
         if self.size > 1:
             number = self._number if self._lock.locked() else self._num_calls
-            text = self._seal.closed(Note(number, 0, "nothing more", "", 0, why).written(), self.rank)
+            # With the call it refused last, for which others may still be waiting.
+            note = Note(number, 0, "nothing more", "", 0, why, *self._last_refused)
+            text = self._seal.closed(note.written(), self.rank)
             self._noting.send(lambda: self._engine.post(text)).wait(GRACE_SECONDS)
 
     def _note(self, note: Note) -> dict[int, Note] | None:

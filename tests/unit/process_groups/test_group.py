@@ -133,6 +133,18 @@ def test_a_rank_that_is_gone_with_the_board_it_kept_is_named_whoever_hung_up_fir
     assert members[2] not in str(error)
 
 
+def test_a_rank_that_refuses_a_call_and_leaves_at_once_is_not_waited_for():
+    def refuse(group):
+        if group.rank == 1:
+            with group.turn():
+                raise ZeroDivisionError("no examples")
+        return gather(group)
+
+    errors = run_ranks(2, lambda group: refused(refuse, group), timeout_seconds=5.0)
+    assert isinstance(errors[0], MismatchError)
+    assert "calls nothing (ZeroDivisionError: no examples)" in str(errors[0])
+
+
 def test_a_rank_that_closes_its_group_is_noticed_long_before_the_deadline():
     def close(group):
         return group.close() if group.rank == 1 else refused(gather, group)
