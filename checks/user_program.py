@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ def classes() -> None:
     assert text
     options = cd.CommunicationOptions(bytes_per_pack=1 << 20, timeout_seconds=30.0, precision="fast")
     ops.reduce("sum", placed, placed, options=options)
+    by_name = cd.CommunicationOptions(implementation="ring", timeout_seconds=timedelta(seconds=30))
+    assert by_name.merge(options).implementation is cd.CommunicationImplementation.RING
     bound: cd.BoundReduction = ops.bind("sum", placed, placed)
     assert bound().values[1].tolist() == [3]
     assert cd.bind([floats(1), floats(2)], "mean")()[0].tolist() == [1.5]

@@ -67,7 +67,7 @@ class OutError(CrossDeviceError, ValueError):
 
 
 class BoundError(CrossDeviceError, RuntimeError):
-    """A bound reduction whose arrays have moved in memory since it was bound."""
+    """A bound reduction whose arrays have moved in memory, or become read-only, since it was bound."""
 
 
 class ContextError(CrossDeviceError, RuntimeError):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import crossdevice as cd
+from crossdevice import testing
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.values.device import host_device
 from unit.algorithms.planning import planned
@@ -56,6 +57,7 @@ def test_decisions_are_numbered_without_gaps_and_listed_by_their_titles():
 def public_names():
     """Every public name with its module: exports, and what the integrations define."""
     names = [("crossdevice", name) for name in cd.__all__]
+    names += [("crossdevice.testing", name) for name in testing.__all__]
     for path in sorted((ROOT / "src/crossdevice/integrations").glob("[!_]*")):
         tree = ast.parse((path / "__init__.py" if path.is_dir() else path).read_text())
         offered = [

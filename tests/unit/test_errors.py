@@ -233,6 +233,31 @@ refuses(
     "outside of its 4 rows",
 )
 
+refuses(
+    "an array made dense",
+    ConversionError,
+    ValueError,
+    lambda _: cd.to_dense(PAIR.values[0]),
+    "to_dense takes IndexedSlices, got a ndarray",
+)
+WITHOUT_AXES = cd.IndexedSlices(kept(np.float32(1)), kept(np.array(0)), (4,))
+refuses(
+    "slices without axes made dense",
+    ShapeMismatchError,
+    ValueError,
+    lambda _: cd.to_dense(WITHOUT_AXES),
+    "indices of shape ()",
+    "expected one index for each row",
+)
+reduces(
+    "slices without axes",
+    ShapeMismatchError,
+    ValueError,
+    cd.PerReplica([WITHOUT_AXES, WITHOUT_AXES]),
+    "replica 0 (cpu:0)",
+    "expected one index for each row",
+)
+
 # ---------------------------------------------------------------- malformed pairs
 
 for name, pairs in {

@@ -40,6 +40,16 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         self._algorithm()
 
     @property
+    def agg_small_grads_max_bytes(self) -> int:
+        """Below which consecutive values share a pack."""
+        return self.packing.small_max_bytes
+
+    @property
+    def agg_small_grads_max_group(self) -> int:
+        """How many values share a pack at most."""
+        return self.packing.small_max_group
+
+    @property
     def uses_engine(self) -> bool:  # type: ignore[override]
         """Whether the named algorithm does."""
         return self._algorithm().uses_engine

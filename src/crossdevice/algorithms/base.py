@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,7 +30,7 @@ from crossdevice.plans.packing import Packing
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, as_distributed, components_of
-from crossdevice.values.options import CommunicationOptions, as_options, either
+from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions, as_options, either
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
 from crossdevice.values.weights import factors_of, weights_for
@@ -61,6 +63,25 @@ class CrossDeviceOps(ShardedCalls):
         """The class's own setting counts again."""
         object.__delattr__(self, name)
         self._forget(name)
+
+    def __repr__(self) -> str:
+        """Its class with the settings that are not the defaults."""
+        settings = [
+            f"{name}={value!r}"
+            for name, parameter in inspect.signature(type(self)).parameters.items()
+            if (value := getattr(self, name, parameter.default)) is not DEFAULT_OPTIONS
+            and repr(value) != repr(parameter.default)
+        ]
+        return f"{type(self).__name__}({', '.join(settings)})"
+
+    @property
+    def num_packs(self) -> int:
+        """The number of packs into which a batch is split; 0 if something else decides."""
+        return self.packing.num_packs
+
+    @num_packs.setter
+    def num_packs(self, num_packs: int) -> None:
+        self.packing = dataclasses.replace(self.packing, num_packs=num_packs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Its settings; what was prepared is prepared again."""

@@ -124,7 +124,9 @@ class TorchBackend(NcclBackend):
         return torch.cat([array.detach() for array in arrays], dim=axis)
 
     def writable_view(self, array: torch.Tensor) -> NDArray[Any] | None:
-        """Contiguous host tensors share their memory."""
+        """Contiguous host tensors share their memory; what was made for inference is not written."""
+        if array.is_inference() and not torch.is_inference_mode_enabled():
+            return None
         if array.device.type != "cpu" or not array.is_contiguous() or array.is_conj() or array.is_neg():
             return None
         return self.host_view(array)
@@ -177,9 +179,13 @@ class TorchBackend(NcclBackend):
         """So that a backward pass that saved the old values refuses the new ones."""
         try:
             torch.autograd.graph.increment_version(outs)
-        except (RuntimeError, TypeError):  # older releases take them one by one
+        except (
+            RuntimeError,
+            TypeError,
+        ):  # older releases take them one by one, none those made for inference
             for out in outs:
-                torch.autograd.graph.increment_version(out)
+                if not out.is_inference():
+                    torch.autograd.graph.increment_version(out)
 
     def write(self, out: torch.Tensor, value: torch.Tensor) -> None:
         """In place, past automatic differentiation."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 
 from crossdevice.choosing.by_cost import choice_by_cost
@@ -11,6 +11,7 @@ from crossdevice.choosing.choice import Choice
 from crossdevice.costs.topology import Topology
 from crossdevice.errors import OptionError
 from crossdevice.values.device import Device
+from crossdevice.values.options import whole_number
 
 
 def choose_algorithm(
@@ -44,10 +45,10 @@ def choose_algorithm(
             has this number of devices and a size within a factor of 2, it decides instead of the model.
     """
     if topology is not None:
-        count = devices if isinstance(devices, int) else len(devices)
+        count = len(devices) if isinstance(devices, Sized) else whole_number("devices", devices)
         return choice_by_cost(count, topology, num_bytes, precision=precision, measured=measured)
     if num_bytes is not None or measured is not None:
         raise OptionError("num_bytes and measured are for a choice by cost, which needs a topology too")
-    if isinstance(devices, int) or not devices:
+    if not isinstance(devices, Sized) or not devices:
         raise OptionError(f"without a topology, expected a list of one device or more; got {devices!r}")
     return choice_by_devices([Device.parse(device) for device in devices])

@@ -26,7 +26,8 @@ class BoundReduction:
 
     It keeps references to its arrays. Results are in `out`, or in memory that it owns and overwrites in
     each call: copy what you need after the next call. An array that has moved in memory
-    (`ndarray.resize`, `Tensor.set_`) raises BoundError before anything is written. Each call returns new
+    (`ndarray.resize`, `Tensor.set_`), or is to be written and has become read-only (`setflags`), raises
+    BoundError before anything is written. Each call returns new
     results if the library's arrays cannot be written to, if values are sparse, if the algorithm overrides
     `reduce_implementation` or has an `accumulation_fn`, and between processes.
 
@@ -97,6 +98,12 @@ class BoundReduction:
                 return self._run()
             finally:
                 self._running = None
+
+    def __reduce__(self) -> Any:
+        raise BoundError(
+            "a bound reduction cannot be pickled or copied: it keeps addresses of memory of this process; "
+            "pickle its arrays, and bind them where they arrive"
+        )
 
     def with_results(self, convert: Callable[[Any], Any]) -> BoundReduction:
         """The same reduction, whose results are handed over in another form."""
@@ -170,6 +177,7 @@ class _Memory:
 
     def __init__(self, leaves: Sequence[Dense], outs: Columns) -> None:
         names: dict[Backend, dict[int, tuple[Array, str]]] = {}
+        written = {id(array) for out in outs for array in out}
         for number, (leaf, out) in enumerate(zip(leaves, outs, strict=True)):
             of_backend = names.setdefault(leaf.spec.backend, {})
             for k, (array, device) in enumerate(zip(leaf.arrays, leaf.spec.devices, strict=True)):
@@ -180,7 +188,9 @@ class _Memory:
         self._arrays = {backend: [array for array, _ in found.values()] for backend, found in names.items()}
         self._names = {backend: [name for _, name in found.values()] for backend, found in names.items()}
         self._fixed = {
-            backend: FixedArrays(arrays) if backend.name == "numpy" else backend.addresses_of(arrays)
+            backend: FixedArrays(arrays, [id(array) in written for array in arrays])
+            if backend.name == "numpy"
+            else backend.addresses_of(arrays)
             for backend, arrays in self._arrays.items()
         }
 
@@ -199,5 +209,5 @@ class _Memory:
             if moved is not None:
                 raise BoundError(
                     f"{self._names[backend][moved]} has another address or shape than when the reduction was "
-                    "bound; bind again"
+                    "bound, or has become read-only; bind again"
                 )

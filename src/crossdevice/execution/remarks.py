@@ -13,8 +13,8 @@ class Remarks:
     def __init__(self) -> None:
         self._made: set[str] = set()
 
-    def make(self, text: str) -> None:
-        """Puts a warning into the log, unless it is there."""
-        if text not in self._made:
-            self._made.add(text)
+    def make(self, text: str, about: str | None = None) -> None:
+        """Puts a warning into the log, unless it, or one about the same, is there."""
+        if (about or text) not in self._made:
+            self._made.add(about or text)
             logger.warning("%s", text)

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from crossdevice.errors import OptionError
+from crossdevice.values.options import whole_number
 
 
 class Item(NamedTuple):
@@ -47,10 +47,11 @@ class Packing:
     small_max_group: int = 10
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_packs, bool) or not isinstance(self.num_packs, int):
-            raise OptionError(f"num_packs must be a whole number, got {self.num_packs!r}")
-        if self.num_packs < 0:
-            raise OptionError(f"num_packs must be 0 or more, got {self.num_packs}")
+        for field in dataclasses.fields(self):
+            name = field.name.replace(
+                "small_", "agg_small_grads_"
+            )  # what TensorFlow and we call them outside
+            object.__setattr__(self, field.name, whole_number(name, getattr(self, field.name)))
 
     def packs(self, items: Sequence[Item], bytes_per_pack: int = 0) -> list[Pack]:
         """The packs of a batch; `bytes_per_pack`, asked for by the caller, comes first if not zero."""

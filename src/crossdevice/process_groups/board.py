@@ -85,6 +85,7 @@ def roll_call(
     lost: int | None = None,
     awaited: Collection[int] = (),
     is_complete: bool = True,
+    keeper: int | None = None,
 ) -> str:
     """Which ranks are at a call, and where the others are.
 
@@ -92,24 +93,30 @@ def roll_call(
         lost: the rank whose connection has ended, if that is why it is asked.
         awaited: the ranks whose messages may not have come, if that is known.
         is_complete: whether ranks without a note have put up none.
+        keeper: the rank that keeps the board, if one of them does. If the board cannot be reached it is named
+            first: others may have hung up because of it, and could not say so.
 
     >>> roll_call({0: Note(2, 1, "reduce", "a", 4)}, {0: True}, ["rank 0 (here)", "rank 1 (there)"], 2)
     'rank 1 (there) has not arrived; rank 0 is there'
     """
+    unreachable = None if is_complete or keeper == lost else keeper
     missing, present = [], []
     for rank, member in enumerate(members):
         note = notes.get(rank)
+        told = member if unreachable is None else f"rank {rank}"
         is_final = note is not None and note.exchange == 0 and note.call <= call
         if note is not None and note.gave_up and (is_final or rank == lost):
             missing.append(f"{member} gave up: {note.gave_up}")
         elif note is not None and note.gave_up and note.call != call:
             missing.append(f"{member} gave up at call {note.call} ({note.gave_up})")
+        elif rank == unreachable:
+            missing.insert(0, f"{member}, which keeps the board of notes, cannot be reached")
         elif rank == lost:
-            missing.insert(0, f"the connection to {member} has ended")
+            missing.insert(0 if unreachable is None else 1, f"the connection to {told} has ended")
         elif note is not None and note.call == call and (is_fresh.get(rank) or note.gave_up):
             present.append(rank)
         elif rank in awaited and not is_complete:
-            missing.append(f"nothing is known to have come from {member}")
+            missing.append(f"nothing is known to have come from {told}")
         elif lost is not None or (awaited and not is_complete):
             continue  # it may be on its way, and is not what this is about
         elif note is not None and note.call == call:
@@ -118,7 +125,7 @@ def roll_call(
             missing.append(f"{member} is already at call {note.call} ({note.what})")
         else:
             missing.append(f"{member} has not arrived")
-    if not is_complete:
+    if not is_complete and unreachable is None:
         missing.append("the board of notes cannot be reached")
     there = f"{numbered('rank', present)} {'is' if len(present) == 1 else 'are'} there"
     return "; ".join([*missing, there if present else "nobody is there"])

@@ -272,7 +272,7 @@ class ProcessGroup:
 
     def _wait_watching(self, call: GroupCall, errand: Errand) -> None:
         """Waits with a note on the board, and an eye on what others put there."""
-        watch = Watch(self._note, call, self.members, self.rank, self._last_refused)
+        watch = self._watch(call)
         while True:
             if self._broken is not None:
                 raise _GaveUpError
@@ -308,7 +308,7 @@ class ProcessGroup:
         if self._broken is not None:
             self._engine.abandon()
             return self._not_done(call)
-        watch = Watch(self._note, call, self.members, self.rank, self._last_refused)
+        watch = self._watch(call)
         watch.lost = error.rank if isinstance(error, RankLostError) else None
         watch.gave_up = "it lost contact" + ("" if watch.lost is None else f" to rank {watch.lost}")
         watch.look_for(GRACE_SECONDS)
@@ -322,6 +322,10 @@ class ProcessGroup:
             text += f" ({self.engine_name}: {str(error).strip().partition(chr(10))[0]})"
         self._break(text)
         return ProcessGroupError(text)
+
+    def _watch(self, call: GroupCall) -> Watch:
+        keeper = getattr(self._engine, "board_keeper", None)  # engines of others need not tell
+        return Watch(self._note, call, self.members, self.rank, self._last_refused, keeper)
 
     def _not_done(self, call: GroupCall) -> ProcessGroupError:
         """For a call that goes on when another thread has ended the group."""
@@ -345,7 +349,9 @@ class ProcessGroup:
         """Puts up the last note of this rank, which makes no more calls."""
         if self.size > 1:
             number = self._number if self._lock.locked() else self._num_calls
-            text = self._seal.closed(Note(number, 0, "nothing more", "", 0, why).written(), self.rank)
+            # With the call it refused last, for which others may still be waiting.
+            note = Note(number, 0, "nothing more", "", 0, why, *self._last_refused)
+            text = self._seal.closed(note.written(), self.rank)
             self._noting.send(lambda: self._engine.post(text)).wait(GRACE_SECONDS)
 
     def _note(self, note: Note) -> dict[int, Note] | None:

@@ -61,6 +61,7 @@ def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> Mp
 class MpiEngine:
     """One rank of MPI, on two copies of a communicator: one for data, one for notes."""
 
+    board_keeper: int | None = None
     awaited_ranks: Collection[int] = ()
     device_all_reduces: Mapping[str, AllReduceOf] = MappingProxyType({})
 

@@ -39,6 +39,9 @@ class Engine(Protocol):
     rank: int
     size: int
 
+    board_keeper: int | None
+    """The rank in whose process the board of notes is; None if it is in none, or that is not known."""
+
     largest_tag: int
     """Tags are whole numbers from 0 to this one, at least 32767."""
 

@@ -32,6 +32,7 @@ class ThreadEngine:
     """One rank in a room. Bytes are copied, so that no rank sees another's memory change."""
 
     name = "threads"
+    board_keeper: int | None = None
     largest_tag = (1 << 31) - 1
     awaited_ranks: Collection[int] = ()
     device_all_reduces: Mapping[str, AllReduceOf] = MappingProxyType({})

@@ -48,28 +48,33 @@ def form_group(
         timeout_seconds: for forming the group, and then for each of its calls.
     """
     deadline = TimedCalls(timeout_seconds)
+    keeper = None
     if store is None:
         store = default_store()
     if store is None:
+        keeper = 0
         if address is None or port is None:
             raise OptionError("ranks meet at an address and port of rank 0, or in a store; got neither")
         store = store_at(address, port, is_keeper=rank == 0, timeout_seconds=timeout_seconds)
     left = max(deadline.seconds_left(), 0.0)
-    engine = TorchEngine(store, rank, size, address=address, name=name, timeout_seconds=left)
+    engine = TorchEngine(
+        store, rank, size, address=address, name=name, timeout_seconds=left, board_keeper=keeper
+    )
     return ProcessGroup(engine, timeout_seconds=timeout_seconds, checks=checks)
 
 
 def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> TorchEngine:
     """The engine of this process of a launch."""
     deadline = TimedCalls(timeout_seconds)
-    store = default_store()
+    store, keeper = default_store(), None
     if store is None:
+        keeper = None if cluster.has_store else 0
         if cluster.address is None or cluster.port is None:
             raise OptionError(
                 f"torch.distributed needs an address of rank 0: set MASTER_ADDR and MASTER_PORT; "
                 f"recognised {cluster.recognised}"
             )
-        is_keeper = cluster.rank == 0 and not cluster.has_store
+        is_keeper = cluster.rank == keeper
         store = store_at(cluster.address, cluster.port, is_keeper=is_keeper, timeout_seconds=timeout_seconds)
     return TorchEngine(
         dist.PrefixStore(f"restart {cluster.restart}", store),
@@ -78,6 +83,7 @@ def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> To
         address=cluster.address,
         name=name,
         timeout_seconds=max(deadline.seconds_left(), 0.0),
+        board_keeper=keeper,
     )
 
 
@@ -99,6 +105,7 @@ class TorchEngine:
         address: str | None = None,
         name: str = "",
         timeout_seconds: float = TIMEOUT_SECONDS,
+        board_keeper: int | None = None,
     ) -> None:
         if not 0 <= rank < size:
             raise OptionError(f"a rank is a number from 0 to size - 1; got rank {rank} of {size}")
@@ -106,6 +113,7 @@ class TorchEngine:
             raise OptionError("this PyTorch was built without torch.distributed's gloo")
         self.rank = rank
         self.size = size
+        self.board_keeper = board_keeper
         deadline = TimedCalls(timeout_seconds)
         meeting = Meeting(store, rank, size, name, deadline)
         host = meeting.hold(way_to(address))

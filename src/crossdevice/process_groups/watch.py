@@ -34,13 +34,20 @@ class Watch:
     """One rank's view of the board while it waits."""
 
     def __init__(
-        self, visit: Visit, call: NumberedCall, members: Sequence[str], rank: int, last_refused: Refused
+        self,
+        visit: Visit,
+        call: NumberedCall,
+        members: Sequence[str],
+        rank: int,
+        last_refused: Refused,
+        keeper: int | None = None,
     ) -> None:
         self._visit = visit
         self._call = call
         self._members = members
         self._rank = rank
         self._last_refused = last_refused
+        self._keeper = keeper
         self._beat = 0
         self._notes: dict[int, Note] = {}
         self._fresh: dict[int, bool] = {}
@@ -131,4 +138,5 @@ class Watch:
             lost=self.lost,
             awaited=self.awaited,
             is_complete=self._is_reachable,
+            keeper=self._keeper,
         )

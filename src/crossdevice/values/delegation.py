@@ -31,6 +31,9 @@ class DelegatesToArray:
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return as_array(self.current(), dtype, copy)
 
+    def __bool__(self) -> bool:
+        return bool(self.operand())
+
     def __pos__(self) -> Any:
         return +self.current()  # which PyTorch returns as it is
 

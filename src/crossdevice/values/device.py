@@ -19,7 +19,7 @@ def _counted(part: str, number: int) -> int:
         count = operator.index(number)  # takes NumPy's integers, refuses floats
     except TypeError:
         count = -1
-    if count < 0:
+    if count < 0 or isinstance(number, bool):
         raise DeviceError(f"the {part} of a device must be an integer of 0 or more; got {number!r}")
     return count
 

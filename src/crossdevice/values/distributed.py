@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Self
 
 from crossdevice.errors import ConversionError, DeviceMismatchError, StructureMismatchError
@@ -26,6 +27,11 @@ class DistributedValues:
     __slots__ = ("__weakref__", "_devices", "_given_devices", "_values")
 
     def __init__(self, values: Iterable[Any], devices: Sequence[Device | str] | None = None) -> None:
+        if isinstance(values, (Mapping, AbstractSet, str, bytes)):
+            raise ConversionError(
+                f"a {type(self).__name__} takes a list of components, one for each replica; got a "
+                f"{type(values).__name__} (if that is what one replica has, put it into a list)"
+            )
         self._values = tuple(values)
         self._given_devices: tuple[Device, ...] | None = None
         self._devices: tuple[Device, ...] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from crossdevice.errors import ConversionError
 from crossdevice.values.device import Device, device_of
 
 
@@ -23,7 +24,7 @@ class IndexedSlices:
     def __init__(self, values: Any, indices: Any, dense_shape: Any = None) -> None:
         self.values = values
         self.indices = indices
-        self.dense_shape = None if dense_shape is None else tuple(int(size) for size in dense_shape)
+        self.dense_shape = None if dense_shape is None else _checked_shape(dense_shape)
 
     def with_parts(self, values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> Any:
         """Sparse rows of the same kind: what came as another library's type goes back as that."""
@@ -43,3 +44,15 @@ class IndexedSlices:
         return (
             f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape})"
         )
+
+
+def _checked_shape(given: Any) -> tuple[int, ...]:
+    try:
+        shape = tuple(map(int, given))
+    except (TypeError, ValueError):
+        shape = ()
+    if not shape or min(shape) < 0:
+        raise ConversionError(
+            f"dense_shape must be the shape of an array with rows, such as (4, 2); got {given!r}"
+        )
+    return shape

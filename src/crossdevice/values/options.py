@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import math
+import numbers
+import operator
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -52,17 +53,21 @@ class CommunicationOptions:
 
     bytes_per_pack: int = 0
     timeout_seconds: float | timedelta | None = None
-    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
     precision: Precision = "accurate"
     lowering: Lowering = "auto"
     share_results: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bytes_per_pack", _checked_bytes(self.bytes_per_pack))
+        given: Any = self.bytes_per_pack
+        whole = int(given) if isinstance(given, float) and given.is_integer() else given  # 50e6
+        object.__setattr__(self, "bytes_per_pack", whole_number("bytes_per_pack", whole))
         object.__setattr__(self, "timeout_seconds", _checked_seconds(self.timeout_seconds))
         object.__setattr__(self, "implementation", _checked_implementation(self.implementation))
         _check_word("precision", self.precision, PRECISIONS)
         _check_word("lowering", self.lowering, LOWERINGS)
+        if not isinstance(self.share_results, bool):
+            raise OptionError(f"share_results must be True or False, got {self.share_results!r}")
         object.__setattr__(self, "_hash", hash(dataclasses.astuple(self)))
 
     def __hash__(self) -> int:
@@ -107,10 +112,21 @@ def either(options: Any, experimental_hints: Any) -> Any:
     return experimental_hints if options is None else options
 
 
-def _checked_bytes(given: object) -> int:
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < math.inf:
-        raise OptionError(f"bytes_per_pack must be a number of bytes, 0 or more; got {given!r}")
-    return int(given)
+def whole_number(name: str, given: object, least: int = 0) -> int:
+    """An argument that counts something, of any integer type; OptionError, naming it, for anything else.
+
+    >>> whole_number("num_packs", 3)
+    3
+    """
+    try:
+        number = operator.index(given)  # type: ignore[arg-type] # which is what is asked here
+    except TypeError:
+        number = None
+    if number is None or isinstance(given, bool):
+        raise OptionError(f"{name} must be a whole number, got {given!r}")
+    if number < least:
+        raise OptionError(f"{name} must be {least} or more, got {given}")
+    return number
 
 
 def _checked_seconds(given: object) -> float | None:
@@ -118,9 +134,9 @@ def _checked_seconds(given: object) -> float | None:
         return None
     if isinstance(given, timedelta):
         given = given.total_seconds()
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given >= 0:
+    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not float(given) >= 0:
         raise OptionError(f"timeout_seconds must be None, seconds (0 or more) or a timedelta; got {given!r}")
-    return given or None
+    return float(given) or None
 
 
 def _checked_implementation(given: object) -> CommunicationImplementation:

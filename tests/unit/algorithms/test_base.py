@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from crossdevice import (
+    AllReduceCrossDeviceOps,
+    CollectiveAllReduce,
     CommunicationOptions,
     CrossDeviceOps,
     DirectAllReduce,
@@ -14,7 +16,7 @@ from crossdevice import (
     ReductionToOneDevice,
     RingAllReduce,
 )
-from crossdevice.errors import ContextError
+from crossdevice.errors import ContextError, OptionError
 from crossdevice.values.replica_scope import replica_scope
 
 
@@ -182,3 +184,36 @@ def test_out_that_changed_its_memory_is_looked_at_again():
     out[1].resize((4,), refcheck=False)
     with pytest.raises(ValueError, match=r"out\[1\] \(cpu:1\) has shape \(4,\)"):
         ops.reduce("sum", value, value, out=out)
+
+
+def test_the_number_of_packs_can_be_read_and_set():
+    value = PerReplica([np.ones(8, np.float32)] * 2)
+    for ops in (RingAllReduce(num_packs=np.int64(2)), AllReduceCrossDeviceOps("tree", num_packs=2)):
+        ops.reduce("sum", value, value)
+        assert ops.num_packs == 2
+        ops.num_packs = np.int32(4)
+        assert ops.num_packs == 4
+        text = ops.explain(value, value, CommunicationOptions(lowering="off"))
+        assert sum(line.startswith("pack ") for line in text.splitlines()) == 4
+        with pytest.raises(OptionError, match="num_packs must be 0 or more"):
+            ops.num_packs = -1
+        assert ops.num_packs == 4
+
+
+@pytest.mark.parametrize(
+    ("ops", "text"),
+    [
+        (RingAllReduce(), "RingAllReduce()"),
+        (RingAllReduce(num_packs=3), "RingAllReduce(num_packs=3)"),
+        (ReductionToOneDevice("cpu:2"), "ReductionToOneDevice(reduce_to_device=Device('cpu:2'))"),
+        (
+            AllReduceCrossDeviceOps("ring", 0, 64, 3),
+            "AllReduceCrossDeviceOps(all_reduce_alg='ring', num_packs=0, agg_small_grads_max_bytes=64, "
+            "agg_small_grads_max_group=3)",
+        ),
+        (CollectiveAllReduce(), "CollectiveAllReduce()"),
+        (CrossDeviceOps(), "CrossDeviceOps()"),
+    ],
+)
+def test_an_algorithm_shows_the_settings_that_are_not_the_defaults(ops, text):
+    assert repr(ops) == text

@@ -39,6 +39,14 @@ def test_without_gpus_there_is_one_fallback_with_its_reason_in_the_log_and_in_ex
     assert "sums on the first destination instead: NCCL works on GPUs only" in ops.explain(value, value)
 
 
+def test_the_same_reason_is_told_once_whatever_the_devices(caplog):
+    ops = NcclAllReduce()
+    with caplog.at_level(logging.WARNING, logger="crossdevice"):
+        for count in (2, 3, 4):
+            ops.reduce("sum", PerReplica([np.float32([1])] * count), "cpu:0")
+    assert len(caplog.records) == 1
+
+
 def test_several_replicas_on_one_gpu_are_the_other_reason():
     reason = NcclAllReduce().fallback_reason([GPUS[0], GPUS[0], GPUS[1]])
     assert reason == "NCCL takes one replica per GPU, and several are on cuda:0"

@@ -208,3 +208,17 @@ def test_rows_of_wide_unsigned_integers_beside_dense_ones(dtype):
     total = cd.reduce([cd.IndexedSlices(ones, torch.tensor([1, 1]), (2, 1)), ones])
     assert total.dtype == ones.dtype
     assert total.tolist() == [[1], [3]]
+
+
+def test_what_was_made_for_inference_is_written_in_inference_mode_only():
+    with torch.inference_mode():
+        out = torch.zeros(2)
+        cd.reduce([torch.ones(2), torch.ones(2)], "sum", "cpu:0", out=out)
+        assert out.tolist() == [2, 2]
+        cd.all_reduce([out, out.clone()], "sum", out=[out, torch.empty(2)])
+        assert out.tolist() == [4, 4]
+    for values in ([torch.ones(2), torch.ones(2)], [out, torch.ones(2)]):
+        with pytest.raises(OutError, match="made for inference"):
+            cd.reduce(values, "sum", "cpu:0", out=out)
+    assert out.tolist() == [4, 4]
+    assert cd.reduce([out, out], "sum").tolist() == [8, 8]

@@ -6,6 +6,7 @@ import concurrent.futures
 import gc
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 import weakref
@@ -324,3 +325,27 @@ def test_batches_may_mix_libraries_and_destinations():
             for results in (bound(), plain)
         )
         assert [np.asarray(a).tobytes() for a in found] == [np.asarray(a).tobytes() for a in right]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_memory_that_has_become_read_only_is_not_written():
+    arrays = [np.float32([1, 2]), np.float32([3, 4])]
+    out, in_place = np.zeros(2, np.float32), cd.PerReplica(arrays)
+    bound = cd.bind(arrays, "sum", "cpu:0", out=out)
+    itself = cd.DirectAllReduce().bind("sum", in_place, in_place, out=in_place)
+    arrays[1].setflags(write=False)
+    assert bound().tolist() == [4, 6]  # an input
+    with pytest.raises(BoundError, match=r"replica 1 .* has become read-only"):
+        itself()
+    assert arrays[0].tolist() == [1, 2]
+    out.setflags(write=False)
+    with pytest.raises(BoundError, match=r"out.0. .* has become read-only; bind again"):
+        bound()
+    out.setflags(write=True)
+    assert bound().tolist() == [4, 6]
+
+
+def test_a_bound_reduction_that_cannot_be_pickled_says_what_to_do():
+    bound = cd.bind([np.ones(2), np.ones(2)])
+    with pytest.raises(BoundError, match=r"cannot be pickled or copied.*pickle its arrays"):
+        pickle.dumps(bound)

@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,6 +80,17 @@ def test_every_element_is_in_exactly_one_pack(sizes, keys, num_packs, small, byt
 def test_num_packs_is_a_whole_number_from_zero(wrong):
     with pytest.raises(OptionError, match="num_packs"):
         Packing(wrong)
+
+
+@pytest.mark.parametrize("field", ["small_max_bytes", "small_max_group"])
+@pytest.mark.parametrize("wrong", [-1, 1.5, "64", None, True])
+def test_limits_of_small_values_are_whole_numbers_from_zero(field, wrong):
+    with pytest.raises(OptionError, match=f"agg_{field.replace('small', 'small_grads')} must be"):
+        Packing(**{field: wrong})
+
+
+def test_numbers_may_be_those_of_numpy():
+    assert Packing(np.int64(2), np.uint8(64), np.int32(3)) == Packing(2, 64, 3)
 
 
 def test_no_items_no_packs():

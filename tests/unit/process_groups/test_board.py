@@ -63,6 +63,22 @@ def test_only_the_rank_whose_message_has_not_come_is_named_where_notes_cannot_be
     assert "rank 3 (host-3) has not arrived" in roll_call(notes, {1: True}, MEMBERS, 5, is_complete=False)
 
 
+def test_where_the_board_is_gone_its_keeper_is_named_and_who_hung_up_because_of_it_is_not_blamed():
+    notes = {1: Note(5, 1, "reduce", "a", 1)}
+    assert roll_call(notes, {1: True}, MEMBERS, 5, lost=2, is_complete=False, keeper=0) == (
+        "rank 0 (host-0), which keeps the board of notes, cannot be reached; "
+        "the connection to rank 2 has ended; rank 1 is there"
+    )
+    assert roll_call(notes, {1: True}, MEMBERS, 5, awaited={0, 3}, is_complete=False, keeper=0) == (
+        "rank 0 (host-0), which keeps the board of notes, cannot be reached; "
+        "nothing is known to have come from rank 3; rank 1 is there"
+    )
+    assert roll_call(notes, {1: True}, MEMBERS, 5, lost=0, is_complete=False, keeper=0) == (
+        "the connection to rank 0 (host-0) has ended; the board of notes cannot be reached; rank 1 is there"
+    )
+    assert "keeps" not in roll_call(notes, {1: True}, MEMBERS, 5, lost=2, keeper=0)
+
+
 def test_a_rank_that_hung_up_because_of_another_says_of_which():
     notes = {1: Note(5, 1, "reduce", "a", 1, "it lost contact to rank 0"), 2: Note(5, 1, "reduce", "a", 1)}
     assert roll_call(notes, {1: True, 2: True}, MEMBERS, 5, lost=1) == (

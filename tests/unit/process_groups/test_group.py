@@ -15,7 +15,7 @@ from crossdevice.process_groups import group as group_module
 from crossdevice.process_groups import introduction
 from crossdevice.process_groups.board import Note
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.protocol import Message
+from crossdevice.process_groups.protocol import Message, RankLostError
 from crossdevice.process_groups.seal import CODE_BYTES, Seal
 from crossdevice.process_groups.thread_group import Room, ThreadEngine, run_ranks
 
@@ -111,6 +111,38 @@ def test_a_rank_that_gives_up_is_named_by_one_error_without_others_behind_it():
     assert isinstance(error, ProcessGroupError)
     assert "gave up: KeyError: 'w'; rank 0 is there" in str(error)
     assert error.__cause__ is None
+
+
+def test_a_rank_that_is_gone_with_the_board_it_kept_is_named_whoever_hung_up_first():
+    def lose(rank):
+        def fail(*arguments):
+            raise RankLostError(rank, "Connection closed by peer")
+
+        return fail
+
+    def cut_off(group):
+        if group.rank == 1:
+            engine = group._engine
+            engine.exchange, engine.post, engine.board_keeper = lose(2), lose(0), 0
+            return group.members, refused(gather, group)
+        return None
+
+    members, error = run_ranks(3, cut_off)[1]
+    assert isinstance(error, ProcessGroupError)
+    assert f"lost contact: {members[0]}, which keeps the board of notes, cannot be reached; the" in str(error)
+    assert members[2] not in str(error)
+
+
+def test_a_rank_that_refuses_a_call_and_leaves_at_once_is_not_waited_for():
+    def refuse(group):
+        if group.rank == 1:
+            with group.turn():
+                raise ZeroDivisionError("no examples")
+        return gather(group)
+
+    errors = run_ranks(2, lambda group: refused(refuse, group), timeout_seconds=5.0)
+    assert isinstance(errors[0], MismatchError)
+    assert "calls nothing (ZeroDivisionError: no examples)" in str(errors[0])
 
 
 def test_a_rank_that_closes_its_group_is_noticed_long_before_the_deadline():

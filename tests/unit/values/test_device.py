@@ -150,6 +150,7 @@ def test_a_device_is_what_its_repr_and_its_pickle_say(device):
         (["cpu"],),
         ("cuda", -1),
         ("cuda", 1.0),
+        ("cuda", True),
         ("cuda", "1"),
         ("cuda", None),
         ("cuda:-1",),

@@ -97,6 +97,30 @@ def test_a_mirrored_is_the_running_replicas_component():
         assert value + 1 == 3
 
 
+@pytest.mark.parametrize("number", [0, 1, 0.0, np.float32(2), np.zeros(1), np.array(True), [], [0]])
+def test_a_mirrored_is_as_true_as_its_component(number):
+    assert bool(Mirrored([number, number])) is bool(number)
+
+
+def test_an_array_of_several_elements_is_neither_true_nor_false():
+    with pytest.raises(ValueError, match="ambiguous"):
+        bool(Mirrored([np.zeros(2), np.zeros(2)]))
+
+
+@pytest.mark.parametrize("given", [{"a": 1.0, "b": 2.0}, {1.0, 2.0}, "ab", b"ab"])
+def test_components_come_in_a_list(given):
+    for kind in (PerReplica, Mirrored):
+        with pytest.raises(ConversionError, match=f"a {kind.__name__} takes a list of components"):
+            kind(given)
+    assert PerReplica([given]).values == (given,)
+
+
+@pytest.mark.parametrize("shape", [(), 5, (2, -1), "ab", [None, 2]])
+def test_slices_belong_to_an_array_with_rows(shape):
+    with pytest.raises(ConversionError, match="dense_shape must be the shape of an array with rows"):
+        IndexedSlices(np.zeros((1, 2)), np.array([0]), dense_shape=shape)
+
+
 def test_float_of_a_mirrored_is_refused_as_in_tensorflow():
     with pytest.raises(TypeError):
         float(Mirrored([1.0, 1.0]))

@@ -1,5 +1,6 @@
 from datetime import timedelta
 
+import numpy as np
 import pytest
 
 from crossdevice import CommunicationImplementation, CommunicationOptions, ReduceOp, VariableAggregation
@@ -28,18 +29,32 @@ def test_fields_are_read_generously():
     [
         {"bytes_per_pack": -1},
         {"bytes_per_pack": "many"},
+        {"bytes_per_pack": 1.7},
+        {"bytes_per_pack": float("inf")},
+        {"bytes_per_pack": True},
         {"timeout_seconds": -5},
         {"timeout_seconds": "soon"},
         {"implementation": "pigeon"},
         {"implementation": 3},
         {"precision": "good"},
         {"lowering": "on"},
+        {"share_results": "yes"},
+        {"share_results": 1},
+        {"timeout_seconds": True},
+        {"timeout_seconds": float("nan")},
     ],
 )
 def test_fields_out_of_range_are_refused_by_name(wrong):
     (name,) = wrong
     with pytest.raises(OptionError, match=name):
         CommunicationOptions(**wrong)
+
+
+def test_numbers_may_be_those_of_numpy():
+    options = CommunicationOptions(bytes_per_pack=np.int64(8), timeout_seconds=np.float32(1.5))
+    assert options == CommunicationOptions(8, 1.5)
+    assert (type(options.bytes_per_pack), type(options.timeout_seconds)) == (int, float)
+    assert CommunicationOptions(timeout_seconds=np.int32(3)) == CommunicationOptions(timeout_seconds=3)
 
 
 def test_merge_takes_what_differs_from_the_defaults():

@@ -8,17 +8,28 @@ import platform
 
 import crossdevice
 from crossdevice.cli.doctor.diagnosis import diagnosis
+from crossdevice.cli.doctor.verification import verification
 from crossdevice.cli.terminal import Section, show
+
+SELF_TEST = "self-test"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """For people or for programs."""
+    """For people or for programs, with or without a self-test."""
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="also reduce every dtype in every precision, on the host, on GPUs and between the processes of "
+        "a launch, compare all results with exact arithmetic, and exit with 1 if any is wrong; takes up to "
+        "a minute",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints all findings, and what one could do about them."""
-    found = diagnosis()
+    """Prints all findings, and what one could do about them; 1 if a result is wrong."""
+    found = diagnosis({SELF_TEST: verification} if arguments.verify else {})
+    code = 0 if all(finding.is_well for finding in found.get(SELF_TEST, ())) else 1
     here = {
         "crossdevice": crossdevice.__version__,
         "python": platform.python_version(),
@@ -27,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sections = {title: [finding._asdict() for finding in findings] for title, findings in found.items()}
         print(json.dumps({**here, "sections": sections}, indent=2))
-        return 0
+        return code
     tables = [
         Section(title, ("", "", ""), [("" if well else "!", what, said) for what, said, well, _ in findings])
         for title, findings in found.items()
@@ -40,4 +51,4 @@ def run(arguments: argparse.Namespace) -> int:
     show(
         [" ".join(f"{name} {said}" for name, said in here.items())], tables, "what one could do", list(lines)
     )
-    return 0
+    return code

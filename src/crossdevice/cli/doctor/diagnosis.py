@@ -7,9 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 from crossdevice.backends.nccl_engines import NCCL_ENGINES, NcclEngine, engine_named, name_of_engine
 from crossdevice.choosing.choose_algorithm import choose_algorithm
@@ -87,16 +88,20 @@ SMALL_SHARED_MEMORY_BYTES = 1 << 30
 """Containers get 64 MiB unless told otherwise, which processes that share arrays fill at once."""
 
 
-def diagnosis() -> dict[str, list[Finding]]:
-    """All findings, by section; a section that fails says so and the others go on."""
+Look: TypeAlias = "Callable[[Gpus], Iterator[Finding]]"
+"""What finds out about one section."""
+
+
+def diagnosis(more: Mapping[str, Look] = MappingProxyType({})) -> dict[str, list[Finding]]:
+    """All findings, by section, `more` last; a section that fails says so and the others go on."""
     facts = managed()
     # Importing libraries takes seconds: where there certainly is no GPU they are not asked.
     is_certain = isinstance(facts, Managed) and not facts.gpus
     gpus = Gpus(facts, {} if is_certain else seen_by_libraries())
-    return {title: list(_guarded(title, look, gpus)) for title, look in SECTIONS.items()}
+    return {title: list(_guarded(title, look, gpus)) for title, look in {**SECTIONS, **more}.items()}
 
 
-def _guarded(title: str, look: Callable[[Gpus], Iterator[Finding]], gpus: Gpus) -> Iterator[Finding]:
+def _guarded(title: str, look: Look, gpus: Gpus) -> Iterator[Finding]:
     try:
         yield from look(gpus)
     except Exception as failure:  # a report that stops at the first surprise is of no use
@@ -274,7 +279,7 @@ def _algorithms(gpus: Gpus) -> Iterator[Finding]:
             yield Finding(names, f"{type(choice.cross_device_ops).__name__}: {choice.reason}")
 
 
-SECTIONS: dict[str, Callable[[Gpus], Iterator[Finding]]] = {
+SECTIONS: dict[str, Look] = {
     "devices": _devices,
     "libraries": _libraries,
     "NCCL": _nccl,

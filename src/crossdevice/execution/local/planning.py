@@ -121,7 +121,9 @@ class Planner:
         """Says once in the log if the algorithm does not do what its name promises."""
         reason = self.algorithm.fallback_reason(spec.devices)
         if reason is not None:
-            self._remarks.make(f"{self.name} sums on the first destination instead: {reason}")
+            # Once for each reason, not for each set of devices, which come behind a comma.
+            about = reason.partition(",")[0]
+            self._remarks.make(f"{self.name} sums on the first destination instead: {reason}", about)
         elif self.algorithm.uses_engine and options.precision == "fast" and len(spec.devices) > 1:
             lack = self.engine_lack(spec, options.precision, op)
             if lack is not None:

@@ -155,6 +155,8 @@ def to_dense(slices: IndexedSlices, where: str = "IndexedSlices", precision: Pre
 
     Repeated rows add up to one of the array's dtype, with the given precision.
     """
+    if not isinstance(slices, IndexedSlices):
+        raise ConversionError(f"to_dense takes IndexedSlices, got a {type(slices).__name__}")
     if slices.dense_shape is None:
         raise ConversionError(f"{where} has no dense_shape, so it cannot be made dense")
     device = Device.parse(slices.device)
@@ -222,8 +224,9 @@ def _check_parts(
         if index_dtype not in ("int32", "int64"):
             raise ConversionError(f"{where} has indices of dtype {index_dtype}; expected int32 or int64")
         rows, numbers = backend.shape_of(part.values)[:1], backend.shape_of(part.indices)
-        if rows != numbers:
+        if rows != numbers or len(numbers) != 1:
             raise ShapeMismatchError(
-                f"{where} has values with leading shape {rows} and indices of shape {numbers}"
+                f"{where} has values with leading shape {rows} and indices of shape {numbers}; expected one "
+                "index for each row"
             )
     return backend

@@ -41,7 +41,7 @@ from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import unflatten
-from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
+from crossdevice.values.options import CommunicationImplementation, CommunicationOptions, whole_number
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights, weights_for
 
@@ -181,7 +181,7 @@ class BetweenProcesses:
 
     def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions) -> Any:
         """One rank's value, on every rank; all bring one of the same structure, shapes and dtypes."""
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self._group.size:
+        if whole_number("from_rank", rank) >= self._group.size:
             raise OptionError(f"from_rank must be a rank from 0 to {self._group.size - 1}, got {rank!r}")
         read = read_value(component_of(value))
         backends = [_dense_backend(leaf, read.devices) for leaf in read.leaves]

@@ -164,5 +164,7 @@ def _problem_of(array: Any, spec: LeafSpec, dtype: str, device: Device) -> str |
     if elsewhere is not None:
         return f"is on {elsewhere}"
     if backend.memory_of(device) == HOST_MEMORY and backend.writable_view(array) is None:
-        return "is read-only, not contiguous or not native; copy the result into it instead"
+        return (
+            "is read-only, not contiguous, not native or made for inference; copy the result into it instead"
+        )
     return None

@@ -14,6 +14,7 @@ from crossdevice.errors import ConversionError, OptionError, ShapeMismatchError
 from crossdevice.strategies.data.regrouping import regroup
 from crossdevice.values.device import Device, misplaced
 from crossdevice.values.nesting import NUMBERS, flatten, leaf_paths, unflatten
+from crossdevice.values.options import whole_number
 
 
 class InputContext(NamedTuple):
@@ -126,10 +127,8 @@ class ArrayBatches:
     """Arrays, or a structure of them, in batches along their first axis; the last may be shorter."""
 
     def __init__(self, arrays: Any, batch_size: int) -> None:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise OptionError(f"batch_size must be a number of examples, 1 or more; got {batch_size!r}")
         self._arrays = arrays
-        self._batch_size = batch_size
+        self._batch_size = whole_number("batch_size", batch_size, least=1)
         self._num_examples = _num_examples(arrays, "dataset")
 
     def __iter__(self) -> Iterator[Any]:

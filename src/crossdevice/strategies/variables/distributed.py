@@ -211,6 +211,12 @@ class DistributedVariable(ReadsAsArray, DelegatingValues):
         memo[id(self)] = made = type(self)(self._strategy, copies)
         return made
 
+    def __reduce__(self) -> Any:
+        raise ConversionError(
+            f"variable {self.name!r} cannot be pickled, nor copied by copy.copy: its copies are on the "
+            "devices of its strategy; pickle its numpy(), and assign that to a variable made where it arrives"
+        )
+
     def __repr__(self) -> str:
         copies = "".join(f"\n  {copy.device}: {copy.operand()!r}," for copy in self._values)
         return f"{type(self).__name__}({self.name!r}, {self.aggregation.name}{copies}\n)"

@@ -62,9 +62,6 @@ class ReadsAsArray(DelegatesToArray):
     def __int__(self) -> int:
         return int(self.operand())
 
-    def __bool__(self) -> bool:
-        return bool(self.operand())
-
     def __dlpack__(self, **arguments: Any) -> Any:
         return self._copied().__dlpack__(**arguments)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 
 import numpy as np
@@ -334,3 +335,14 @@ def test_one_replica_has_variables_too():
     counter.assign([4.0])
     assert counter.value().tolist() == [4]
     assert "MirroredVariable('Variable', SUM" in repr(variable)
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "on read"])
+def test_a_variable_that_cannot_be_pickled_says_what_to_do(strategy, kind):
+    if kind == "mirrored":
+        variable = strategy.create_variable(1.0, "w")
+    else:
+        variable = on_read(strategy, 1.0, cd.VariableAggregation.SUM, name="w")
+    for copied in (pickle.dumps, copy.copy):
+        with pytest.raises(ConversionError, match=r"variable 'w' cannot be pickled.*numpy\(\)"):
+            copied(variable)

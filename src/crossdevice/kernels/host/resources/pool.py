@@ -74,8 +74,9 @@ class _Lease:
 class _Block(weakref.ref[_Lease]):
     """A piece of memory of `num_bytes` and a page more; a reference to its lease, dead when it is idle."""
 
-    __slots__ = ("idle_since", "memory", "num_bytes")
+    __slots__ = ("idle_since", "key", "memory", "num_bytes")
 
+    key: int
     num_bytes: int
     memory: NDArray[np.uint8]
     idle_since: float | None
@@ -146,7 +147,7 @@ class Pool:
 
     def clear(self) -> int:
         """Gives all idle memory back to the system; returns how many bytes that were."""
-        return sum(self._dropped(key, block) for key, block in self._idle())
+        return sum(map(self._dropped, self._idle()))
 
     @property
     def limit_bytes(self) -> int:
@@ -168,17 +169,17 @@ class Pool:
         """What is idle and leased now, and how often a block could be used again."""
         self._keep_within_limit()
         blocks = list(self._blocks.values())
-        idle = sum(block.num_bytes for block in blocks if block() is None)
+        idle = sum(block.num_bytes for block in _idle_among(blocks))
         leased = sum(block.num_bytes for block in blocks) - idle
         return Statistics(idle, leased, self.limit_bytes, self._hits, self._misses)
 
     def give_back_unused(self, now: float) -> bool:
         """Drops what has been idle for IDLE_SECONDS; returns whether there is anything left."""
-        for key, block in self._idle():
+        for block in self._idle():
             if block.idle_since is None:
                 block.idle_since = now
             elif now - block.idle_since >= IDLE_SECONDS:
-                self._dropped(key, block)
+                self._dropped(block)
         self._keep_within_limit()
         return bool(self._blocks)
 
@@ -190,8 +191,8 @@ class Pool:
             memory = np.empty(rounded + PAGE_BYTES, np.uint8)
         lease = _Lease(memory, num_bytes)
         block = _Block(lease)
-        block.num_bytes, block.memory, block.idle_since = rounded, memory, None
-        self._blocks[next(self._keys)] = block
+        block.key, block.num_bytes, block.memory, block.idle_since = next(self._keys), rounded, memory, None
+        self._blocks[block.key] = block
         if self._keeper is None or not self._keeper.is_alive():
             self._keeper = threading.Thread(target=_keep, args=(self,), name="crossdevice-pool", daemon=True)
             self._keeper.start()
@@ -199,8 +200,8 @@ class Pool:
 
     def _taken(self, num_bytes: int) -> NDArray[np.uint8] | None:
         # The last used first: it is the most likely to be in cache, and others grow old and are given back.
-        for key, block in reversed(self._idle()):
-            if block.num_bytes == num_bytes and self._blocks.pop(key, None) is not None:
+        for block in reversed(self._idle()):
+            if block.num_bytes == num_bytes and self._dropped(block):
                 self._hits += 1
                 return block.memory
         self._misses += 1
@@ -208,19 +209,27 @@ class Pool:
 
     def _keep_within_limit(self) -> None:
         idle = self._idle()
-        surplus = sum(block.num_bytes for _, block in idle) - self.limit_bytes
-        for key, block in idle:
+        surplus = sum(block.num_bytes for block in idle) - self.limit_bytes
+        for block in idle:
             if surplus <= 0:
                 break
-            surplus -= self._dropped(key, block)
+            surplus -= self._dropped(block)
 
-    def _idle(self) -> list[tuple[int, _Block]]:
+    def _idle(self) -> list[_Block]:
         """The blocks that nobody uses, in the order in which they were last handed out."""
         # A list at once: the dictionary may change at any moment.
-        return [(key, block) for key, block in list(self._blocks.items()) if block() is None]
+        return _idle_among(list(self._blocks.values()))
 
-    def _dropped(self, key: int, block: _Block) -> int:
-        return 0 if self._blocks.pop(key, None) is None else block.num_bytes
+    def _dropped(self, block: _Block) -> int:
+        """How many bytes the pool has less; 0 if somebody else was faster."""
+        return 0 if self._blocks.pop(block.key, None) is None else block.num_bytes
+
+
+def _idle_among(blocks: Sequence[_Block]) -> list[_Block]:
+    """Those whose lease is gone."""
+    # In C throughout: between a call of the reference and a test of what it gave, another thread may run, and
+    # would find the block leased by nobody but this one.
+    return list(itertools.filterfalse(_Block.__call__, blocks))
 
 
 def release_memory() -> int:

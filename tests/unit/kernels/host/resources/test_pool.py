@@ -195,6 +195,21 @@ def test_a_signal_handler_may_use_the_pool_while_it_is_in_use():
     assert pool.statistics().leased_bytes == 0
 
 
+@pytest.mark.parametrize("look", [lambda pool: pool.give_back_unused(0.0), Pool.statistics, Pool.clear])
+def test_whoever_looks_at_the_pool_never_keeps_a_block_leased(look):
+    pool = Pool()
+    held = [pool.empty(LARGE, np.float32)]
+    seen = []
+
+    def drop_and_count():
+        held.clear()
+        seen.append(pool.statistics().leased_bytes)
+        held.append(pool.empty(LARGE, np.float32))
+
+    assert len(list(called_at_each_step(lambda: look(pool), drop_and_count))) > 5
+    assert not any(seen)
+
+
 def test_memory_that_nobody_uses_is_given_back():
     pool = Pool()
     kept, dropped = pool.empty(LARGE, np.float32), pool.empty(LARGE, np.float32)

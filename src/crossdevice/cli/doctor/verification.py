@@ -1,0 +1,201 @@
+"""`crossdevice doctor --verify`: reductions on this machine against what they must give."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
+from crossdevice.algorithms.registry import ALGORITHMS
+from crossdevice.backends.protocol import Backend
+from crossdevice.backends.registry import backend_named
+from crossdevice.cli.doctor.diagnosis import Finding, Gpus
+from crossdevice.cli.doctor.true_values import first_wrong, random_replicas, right_ranges
+from crossdevice.process_groups.cluster import cluster_from_env
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.values.device import Device, host_device
+from crossdevice.values.distributed import PerReplica
+from crossdevice.values.dtypes import COMPLEXES, FLOATS, INTEGERS, result_dtype
+from crossdevice.values.options import LOWERINGS, PRECISIONS, CommunicationOptions, Precision
+from crossdevice.values.reduce_op import ReduceOp
+
+SECONDS = 45.0
+"""For all that runs in this process; what has not been reached by then is left out, and named."""
+
+GROUP_SECONDS = 15.0
+"""The deadline of each call between processes."""
+
+NUM_ELEMENTS = 300
+"""So many that every vector loop runs more than once and leaves a rest."""
+
+LARGE_ELEMENTS = 3 << 20
+"""So many that threads share the work and results bypass the cache."""
+
+REPLICA_COUNTS = (2, 3, 8)
+ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+WIDE_UNSIGNED = ("uint16", "uint32", "uint64")
+"""Which PyTorch can store, but not compute with on a GPU."""
+
+
+class Place(NamedTuple):
+    """Where arrays of a library are reduced."""
+
+    name: str
+    backend: Backend
+    devices: tuple[Device, ...]
+    dtypes: tuple[str, ...]
+
+    def devices_of(self, count: int) -> tuple[Device, ...]:
+        """As many, in turn."""
+        return tuple(itertools.islice(itertools.cycle(self.devices), count))
+
+
+def verification(gpus: Gpus, seconds: float = SECONDS) -> Iterator[Finding]:
+    """One finding for each place and dtype, and one for the processes of a launch."""
+    end = time.monotonic() + seconds
+    for place in _places(gpus):
+        for dtype in place.dtypes:
+            yield _of_dtype(place, dtype, end)
+        yield _of_large_arrays(place)
+    yield _of_processes()
+
+
+def _places(gpus: Gpus) -> Iterator[Place]:
+    everything = (
+        "float32",
+        *(name for name in (*FLOATS, *COMPLEXES, *INTEGERS, "bool") if name != "float32"),
+    )
+    yield Place("the host", backend_named("numpy"), tuple(map(host_device, range(8))), everything)
+    count = gpus.seen.get("torch")
+    if isinstance(count, int) and count:
+        dtypes = tuple(name for name in everything if name not in WIDE_UNSIGNED)
+        each = [Device("cuda", index) for index in range(count)]
+        for devices in dict.fromkeys(((each[0],), tuple(each))):
+            name = str(devices[0]) if len(devices) == 1 else f"{count} GPUs"
+            yield Place(name, backend_named("torch"), devices, dtypes)
+
+
+def _of_dtype(place: Place, dtype: str, end: float) -> Finding:
+    """Every operation, precision and way of running, over several algorithms and replica counts."""
+    algorithms = itertools.cycle(ALGORITHMS)
+    tried = 0
+    wrong: list[str] = []
+    for op, precision, count in itertools.product(_operations(dtype), PRECISIONS, REPLICA_COUNTS):
+        replicas, right = _case(dtype, op, precision, count)
+        for lowering in LOWERINGS:
+            if time.monotonic() > end:
+                return _finding(place.name, dtype, tried, wrong, is_whole=False)
+            tried += 1
+            algorithm = next(name for name in algorithms if _can_run(name, place.devices_of(count)))
+            options = CommunicationOptions(precision=precision, lowering=lowering)
+            try:
+                found = _reduced(place, algorithm, replicas, op, options)
+                said = first_wrong(right, found, result_dtype(dtype, op))
+            except Exception as failure:  # whatever it is, it is what one wants to know
+                said = f"{type(failure).__name__}: {failure}"
+            if said is not None:
+                way = "in one pass" if lowering == "auto" else "step by step"
+                wrong.append(f"{op.name} under {precision} of {count} replicas by {algorithm}, {way}: {said}")
+    return _finding(place.name, dtype, tried, wrong)
+
+
+def _case(dtype: str, op: ReduceOp, precision: Precision, count: int) -> tuple[list[NDArray[Any]], Any]:
+    """The arrays of so many replicas, the same everywhere, and what their reduction must give."""
+    random = np.random.default_rng([count, *map(ord, dtype + op.name)])
+    replicas = random_replicas(random, dtype, op, precision, count, NUM_ELEMENTS)
+    return replicas, right_ranges(op, replicas, precision)
+
+
+def _can_run(algorithm: str, devices: Sequence[Device]) -> bool:
+    return ALGORITHMS.load(algorithm)().fallback_reason(devices) is None
+
+
+def _operations(dtype: str) -> Sequence[ReduceOp]:
+    if dtype in COMPLEXES:
+        return [op for op in ReduceOp if op not in ORDERED]
+    return ORDERED if dtype == "bool" else list(ReduceOp)
+
+
+def _reduced(
+    place: Place,
+    algorithm: str,
+    replicas: Sequence[NDArray[Any]],
+    op: ReduceOp,
+    options: CommunicationOptions,
+) -> NDArray[Any]:
+    devices = place.devices_of(len(replicas))
+    arrays = [
+        place.backend.from_host(array.copy(), array.shape, device)
+        for array, device in zip(replicas, devices, strict=True)
+    ]
+    ops = ALGORITHMS.load(algorithm)()
+    result = ops.reduce(op, PerReplica.of(tuple(arrays), devices), devices[0], options)
+    return place.backend.to_host(result)
+
+
+def _of_large_arrays(place: Place) -> Finding:
+    """Whole numbers, whose sums are exact in any order: NumPy's own sums of integers are compared."""
+    random = np.random.default_rng(1)
+    whole = random.integers(-1000, 1000, (4, LARGE_ELEMENTS))
+    wrong = []
+    for precision in PRECISIONS:
+        options = CommunicationOptions(precision=precision)
+        found = _reduced(place, "direct", list(whole.astype(np.float32)), ReduceOp.SUM, options)
+        different = np.flatnonzero(found != whole.sum(axis=0))
+        if different.size:
+            wrong.append(f"{different.size} elements under {precision}, the first is number {different[0]}")
+    return _finding(place.name, f"{LARGE_ELEMENTS} elements", len(PRECISIONS), wrong)
+
+
+def _of_processes() -> Finding:
+    """What all processes of the launch reduce together; each of them knows what each brings."""
+    cluster = cluster_from_env()
+    if cluster.size == 1:
+        return Finding("processes", "one; under a launcher its processes are verified together")
+    try:
+        with cluster.form_group(timeout_seconds=GROUP_SECONDS) as group:
+            tried, wrong = _reduced_together(group)
+            ops = CollectiveAllReduce(group=group)
+            total = int(ops.reduce("sum", np.int64(len(wrong)), "cpu:0"))
+    except Exception as failure:
+        return Finding("processes", f"{type(failure).__name__}: {failure}", False)
+    if total and not wrong:
+        wrong = [f"{total} results of other processes"]
+    return _finding(f"{group.size} processes on {group.engine_name}", "all dtypes", tried, wrong)
+
+
+def _reduced_together(group: ProcessGroup) -> tuple[int, list[str]]:
+    tried, wrong = 0, []
+    ops, count = CollectiveAllReduce(group=group), 2 * group.size
+    own = slice(2 * group.rank, 2 * group.rank + 2)
+    for dtype in (*FLOATS, *COMPLEXES, *INTEGERS):
+        for op, precision in itertools.product(_operations(dtype), PRECISIONS):
+            tried += 1
+            replicas, right = _case(dtype, op, precision, count)
+            options = CommunicationOptions(precision=precision)
+            found = ops.reduce(op, PerReplica(replicas[own]), "cpu:0", options)
+            said = first_wrong(right, found, result_dtype(dtype, op))
+            if said is not None:
+                wrong.append(f"{op.name} of {dtype} under {precision}: {said}")
+    return tried, wrong
+
+
+def _finding(where: str, what: str, tried: int, wrong: Sequence[str], *, is_whole: bool = True) -> Finding:
+    name = f"{what} on {where}"
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        advice = "do not trust results of this machine; please report this with all that doctor prints"
+        return Finding(name, f"{len(wrong)} of {tried} reductions are WRONG: {wrong[0]}{more}", False, advice)
+    if not is_whole:
+        return Finding(
+            name,
+            f"{tried} reductions are right, others were not reached",
+            True,
+            "run it again: kernels that were compiled meanwhile are kept",
+        )
+    return Finding(name, f"{tried} reductions are right")

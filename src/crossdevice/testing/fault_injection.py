@@ -1,0 +1,288 @@
+"""Faults on purpose: delays, errors, wrong numbers and losses, of which replica and in which calls."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+import numbers
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.collective_all_reduce import group_of
+from crossdevice.errors import OptionError
+from crossdevice.execution.bound import BoundReduction
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.process_groups.protocol import Message
+from crossdevice.strategies.base import Strategy
+from crossdevice.strategies.running.place import current_context
+from crossdevice.testing.components import with_component_changed, without_component
+from crossdevice.values.options import whole_number
+
+
+@dataclasses.dataclass
+class Injected:
+    """What `faults` gives to its block: how often the fault has happened, in this process.
+
+    >>> import crossdevice as cd
+    >>> with faults(cd.RingAllReduce(), delay=0.0, raises=TimeoutError) as injected:
+    ...     injected.count
+    0
+    """
+
+    count: int = 0
+
+
+def faults(
+    target: Strategy | CrossDeviceOps | ProcessGroup,
+    *,
+    replica: int | None = None,
+    rank: int | None = None,
+    delay: float = 0.0,
+    raises: BaseException | type[BaseException] | None = None,
+    corrupt: Callable[[Any], Any] | None = None,
+    drop: bool = False,
+    calls: Iterable[int] | None = None,
+) -> contextlib.AbstractContextManager[Injected]:
+    """Makes a strategy, an algorithm or a group faulty for a `with` block.
+
+    On a strategy, calls are those of `run`, each with the reductions up to the next, and `replica` is a
+    number among the replicas of all processes. On an algorithm, calls are reductions and gathers, and
+    `replica` is a component of this process's values. On a group, all ranks enter the block with the same
+    arguments, calls are those of the group, and `rank` says which of the ranks is to fail.
+
+    Args:
+        delay: seconds by which the replica's function, the reduction, or the rank is late.
+        raises: what is raised there, after the delay.
+        corrupt: gets a copy of each array that the replica brings to a reduction or gather, and returns the
+            one that is to take its place; on a group, of all bytes that the rank sends.
+        drop: the replica's function is not called, the replica does not count in the reduction, or
+            nothing that the rank sends arrives.
+        calls: the numbers of the calls that go wrong, counted from 0 in the block; all by default.
+
+    >>> import numpy as np, crossdevice as cd
+    >>> ops, value = cd.DirectAllReduce(), cd.PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+    >>> with faults(ops, replica=1, corrupt=lambda array: array * np.nan, calls=[1]) as injected:
+    ...     [ops.reduce("sum", value, "cpu:0").tolist() for _ in range(3)]
+    [[4.0, 6.0], [nan, nan], [4.0, 6.0]]
+    >>> injected.count
+    1
+    """
+    if corrupt is not None and not callable(corrupt):
+        raise OptionError(f"corrupt must be a function of an array, got {corrupt!r}")
+    fault = _Fault(_checked_delay(delay), _checked_error(raises), corrupt, drop, _checked_calls(calls))
+    if not (fault.strikes or corrupt or drop):
+        raise OptionError("no fault was named; expected delay, raises, corrupt or drop")
+    if isinstance(target, Strategy):
+        _check_absent("rank", rank, "a strategy has replicas, numbered over all processes")
+        return _in_strategy(target, _checked("replica", replica, target.num_replicas_in_sync), fault)
+    if isinstance(target, CrossDeviceOps):
+        group = group_of(target)
+        is_meant = rank is None or group is None or group.rank == _checked("rank", rank, group.size)
+        number = whole_number("replica", replica) if corrupt or drop else 0
+        return _in_algorithm(target, number, fault) if is_meant else _nowhere()
+    if isinstance(target, ProcessGroup):
+        _check_absent("replica", replica, "a group has ranks")
+        is_meant = target.rank == _checked("rank", rank, target.size)
+        return _in_group(target, fault) if is_meant else _nowhere()
+    raise OptionError(f"faults happen in a strategy, an algorithm or a group; got a {type(target).__name__}")
+
+
+@dataclasses.dataclass
+class _Fault:
+    """What goes wrong, and in which calls."""
+
+    delay: float
+    raises: BaseException | type[BaseException] | None
+    corrupt: Callable[[Any], Any] | None
+    drop: bool
+    calls: frozenset[int] | None
+    injected: Injected = dataclasses.field(default_factory=Injected)
+
+    @property
+    def strikes(self) -> bool:
+        """Whether something happens before the call."""
+        return self.delay > 0 or self.raises is not None
+
+    def is_due(self, call: int) -> bool:
+        """Whether a call goes wrong."""
+        return self.calls is None or call in self.calls
+
+    def strike(self) -> None:
+        """Counts, is late, and raises."""
+        self.injected.count += 1
+        time.sleep(self.delay)
+        if self.raises is not None:
+            raise self.raises
+
+    def brought(self, value: Any, replica: int) -> Any:
+        """What a faulty replica makes of a value."""
+        if self.corrupt is not None:
+            value = with_component_changed(value, replica, self.corrupt)
+        return without_component(value, replica) if self.drop else value
+
+
+@contextlib.contextmanager
+def _nowhere() -> Iterator[Injected]:
+    """For ranks to which nothing happens."""
+    yield Injected()
+
+
+@contextlib.contextmanager
+def _in_strategy(strategy: Strategy, replica: int, fault: _Fault) -> Iterator[Injected]:
+    run, call = strategy.run, -1
+
+    def faulty_run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal call
+        call += 1
+
+        @functools.wraps(fn)
+        def as_replica(*own_args: Any, **own_kwargs: Any) -> Any:
+            context = current_context()
+            is_meant = context is not None and context.replica_id_in_sync_group == replica
+            if is_meant and fault.is_due(call) and (fault.strikes or fault.drop):
+                fault.strike()
+                if fault.drop:
+                    return None
+            return fn(*own_args, **own_kwargs)
+
+        return run(as_replica, *args, **kwargs)
+
+    methods: Mapping[str, Callable[..., Any]] = {}
+    own = replica - strategy.first_replica
+    ops = strategy.extended.cross_device_ops
+    if fault.corrupt is not None and 0 <= own < len(strategy.extended.worker_devices):
+        in_reductions = dataclasses.replace(fault, delay=0.0, raises=None, drop=False)  # counts with it
+        methods = _faulty_calls(ops, own, in_reductions, lambda: call >= 0 and fault.is_due(call))
+    with _replaced(strategy, run=faulty_run), _replaced(ops, **methods):
+        yield fault.injected
+
+
+@contextlib.contextmanager
+def _in_algorithm(ops: CrossDeviceOps, replica: int, fault: _Fault) -> Iterator[Injected]:
+    calls = itertools.count()
+    with _replaced(ops, **_faulty_calls(ops, replica, fault, lambda: fault.is_due(next(calls)))):
+        yield fault.injected
+
+
+def _faulty_calls(
+    ops: CrossDeviceOps, replica: int, fault: _Fault, is_due: Callable[[], bool]
+) -> Mapping[str, Callable[..., Any]]:
+    """The calls of an algorithm as one with a faulty replica makes them."""
+
+    def faulty(method: Callable[..., Any], place: int, brought: Callable[[Any], Any]) -> Callable[..., Any]:
+        """A method whose argument at a place is what replicas bring."""
+        name = list(inspect.signature(method).parameters)[place]
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_due():
+                fault.strike()
+                if name in kwargs:
+                    kwargs[name] = brought(kwargs[name])
+                else:
+                    args = (*args[:place], brought(args[place]), *args[place + 1 :])
+            return method(*args, **kwargs)
+
+        return call
+
+    def of_value(value: Any) -> Any:
+        return fault.brought(value, replica)
+
+    def of_pairs(pairs: Any) -> Any:
+        return [(of_value(value), destinations) for value, destinations in pairs]
+
+    def bind(
+        reduce_op: Any, value: Any, destinations: Any = None, options: Any = None, *, out: Any = None
+    ) -> Any:
+        if destinations is None:
+            return BoundReduction(lambda: ops.batch_reduce(reduce_op, value, options, out=out))
+        return BoundReduction(lambda: ops.reduce(reduce_op, value, destinations, options, out=out))
+
+    return {
+        "reduce": faulty(ops.reduce, 1, of_value),
+        "batch_reduce": faulty(ops.batch_reduce, 1, of_pairs),
+        "gather": faulty(ops.gather, 0, of_value),
+        "bind": bind,
+    }
+
+
+@contextlib.contextmanager
+def _in_group(group: ProcessGroup, fault: _Fault) -> Iterator[Injected]:
+    make_call, calls = group.call, itertools.count()
+
+    @contextlib.contextmanager
+    def faulty_call(*args: Any, **kwargs: Any) -> Iterator[GroupCall]:
+        is_due = fault.is_due(next(calls))
+        if is_due:
+            fault.strike()
+        with make_call(*args, **kwargs) as call:
+            if is_due and (fault.corrupt or fault.drop):
+                start_exchange = call.start_exchange
+
+                def start_faulty_exchange(sends: Sequence[Message], receives: Sequence[Message]) -> None:
+                    start_exchange([] if fault.drop else [*map(changed, sends)], receives)
+
+                vars(call)["start_exchange"] = start_faulty_exchange
+            yield call
+
+    def changed(message: Message) -> Message:
+        if fault.corrupt is None:
+            return message
+        sent = message.memory.reshape(-1).view(np.uint8).copy()
+        return message._replace(memory=np.asarray(fault.corrupt(sent), np.uint8).reshape(sent.shape))
+
+    with _replaced(group, call=faulty_call):
+        yield fault.injected
+
+
+@contextlib.contextmanager
+def _replaced(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Gives an object other methods for a block."""
+    attributes = vars(target)  # past `__setattr__`, for which they would be settings
+    before = {name: attributes[name] for name in methods if name in attributes}
+    attributes.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del attributes[name]
+        attributes.update(before)
+
+
+def _checked(name: str, given: int | None, count: int) -> int:
+    number = whole_number(name, given)
+    if number >= count:
+        raise OptionError(f"{name} {number} does not exist: there are {count}")
+    return number
+
+
+def _check_absent(name: str, given: int | None, why: str) -> None:
+    if given is not None:
+        raise OptionError(f"{name} was given, but {why}")
+
+
+def _checked_delay(given: object) -> float:
+    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 <= float(given) < math.inf:
+        raise OptionError(f"delay must be a number of seconds, 0 or more; got {given!r}")
+    return float(given)
+
+
+def _checked_error(given: Any) -> Any:
+    if given is None or isinstance(given, BaseException):
+        return given
+    if not (isinstance(given, type) and issubclass(given, BaseException)):
+        raise OptionError(f"raises must be an exception or a class of exceptions, got {given!r}")
+    return given
+
+
+def _checked_calls(given: Iterable[int] | None) -> frozenset[int] | None:
+    return None if given is None else frozenset(whole_number("each of calls", call) for call in given)
