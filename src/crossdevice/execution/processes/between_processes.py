@@ -252,9 +252,9 @@ def _own_gpu(batch: CheckedBatch) -> Device | None:
 
 def way_of(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, group: ProcessGroup) -> Way:
     """How a dense leaf is reduced between the processes of a group."""
-    if is_reduced_on_device(spec, options, group):
-        return "engine"
-    return "peer memory" if is_on_peers(spec, op, options, group) else "host"
+    if is_on_peers(spec, op, options, group):
+        return "peer memory"
+    return "engine" if is_reduced_on_device(spec, options, group) else "host"
 
 
 def _place(leaf: Leaf, entry: int, requests: Sequence[Request]) -> str:
