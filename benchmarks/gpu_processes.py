@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_processes.py [--processes N] [--rounds N]
 
-The processes may share one GPU. Both ways take turns, round after round; a round's time is that of the slowest
+They may share one GPU. Both ways take turns, round after round; a round's time is that of the slowest
 process, and medians are compared. NCCL is measured too if there is a GPU for each process. GB/s count what
 all processes read and write: twice their number times the size.
 """
@@ -10,6 +10,7 @@ all processes read and write: twice their number times the size.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import subprocess
@@ -63,14 +64,14 @@ def measure(rounds: int) -> None:
         ways[name] = ours(ops, gpu)
     dist.init_process_group("nccl" if here.size <= torch.cuda.device_count() else "gloo")
     if dist.get_backend() == "nccl":
-        ways["NCCL, its own bits"] = lambda tensor, out: dist.all_reduce(out)
+        ways["NCCL, its own bits"] = lambda _, out: dist.all_reduce(out)
     for size in SIZES:
         tensor = torch.full((size // FLOAT_BYTES,), float(here.rank + 1), device="cuda")
         out = torch.empty_like(tensor)
         times = {name: [] for name in ways}
         for _ in range(rounds + 2):
             for name, way in ways.items():
-                times[name].append(slowest(lambda way=way: way(tensor, out)))
+                times[name].append(slowest(functools.partial(way, tensor, out)))
         if here.rank == 0:
             row = []
             for name, seconds in times.items():
