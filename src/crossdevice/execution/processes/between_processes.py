@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +28,12 @@ from crossdevice.execution.processes.agreement import (
 from crossdevice.execution.processes.all_to_all import exchanged_parts
 from crossdevice.execution.processes.device_reduction import DeviceReduction, Prepare, is_reduced_on_device
 from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank
+from crossdevice.execution.processes.peer_reduction import PeerReduction, has_bits_of_the_host, is_on_peers
+from crossdevice.execution.processes.peers import find_peers, why_no_peers
 from crossdevice.execution.processes.reduction import ProcessReduction
 from crossdevice.execution.processes.scattering import ProcessReduceScatter, reduced_parts
 from crossdevice.execution.processes.travelling import Delivery
-from crossdevice.execution.reading.leaf_spec import Dense
+from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.outputs import wrapped_into
 from crossdevice.execution.reading.values import Leaf, one_backend, read_value
 from crossdevice.execution.remarks import Remarks
@@ -45,6 +47,8 @@ from crossdevice.values.options import CommunicationImplementation, Communicatio
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights, weights_for
 
+Way: TypeAlias = Literal["engine", "host", "peer memory"]
+
 
 class BetweenProcesses:
     """The calls of one algorithm on one group; what was prepared for a signature is kept."""
@@ -55,7 +59,9 @@ class BetweenProcesses:
         self._prepare = prepare
         self._remarks = Remarks()
         self._descriptions: SignatureCache[Description] = SignatureCache()
-        self._reductions: SignatureCache[ProcessReduction | DeviceReduction] = SignatureCache()
+        self._reductions: SignatureCache[ProcessReduction | DeviceReduction | PeerReduction] = (
+            SignatureCache()
+        )
         self._scatterings: SignatureCache[ProcessReduceScatter] = SignatureCache()
 
     def reduce(self, batch: CheckedBatch) -> list[Any]:
@@ -67,6 +73,7 @@ class BetweenProcesses:
         description = self._description(batch)
         with agreed_call(self._group, description, replicas, seconds_of(batch.options)) as (call, of_ranks):
             counts = list(zip(*of_ranks, strict=True))
+            find_peers(call, _own_gpu(batch))
             weights = _weights_of_all_ranks(call, batch, counts)
             # Rows first, which are copied: `out` of a dense leaf may be written to while that travels.
             gathered = _gather_rows(call, batch.all_leaves, counts, weights)
@@ -81,8 +88,8 @@ class BetweenProcesses:
         group, here = self._group, len(request.value.devices)
         (checked,) = CheckedBatch([request], op, options).leaves
         specs = [leaf.spec for leaf in checked if isinstance(leaf, Dense)]
-        on_device = [is_reduced_on_device(spec, options, group) for spec in specs]
-        by_host = [spec for spec, is_there in zip(specs, on_device, strict=True) if not is_there]
+        ways = [way_of(spec, op, options, group) for spec in specs]
+        by_host = [spec for spec, way in zip(specs, ways, strict=True) if way == "host"]
         counts = [(here,) * group.size] * len(by_host)
         lines = [
             f"{op.name} of {here} replicas in each of {group.size} processes on {group.engine_name}, "
@@ -90,8 +97,14 @@ class BetweenProcesses:
         ]
         if len(specs) < len(checked):
             lines.append(f"{len(checked) - len(specs)} sparse: all rows go to every process")
-        if any(on_device):
-            lines.append(f"{sum(on_device)} values: the engine's own all-reduce, on the devices they are on")
+        if "engine" in ways:
+            number = ways.count("engine")
+            lines.append(f"{number} values: the engine's own all-reduce, on the devices they are on")
+        if "peer memory" in ways:
+            number = ways.count("peer memory")
+            lines.append(f"{number} values: each process sums its shard from the GPU memory of all")
+        elif any(spec.shared_gpu is not None for spec in by_host):
+            lines.append(f"no GPU memory of other processes is used: {why_no_peers(group)}")
         if by_host:
             lines += ProcessReduction(by_host, op, options, counts, group.rank).explained()
         return "\n".join(lines)
@@ -219,7 +232,7 @@ class BetweenProcesses:
     def _description(self, batch: CheckedBatch) -> Description:
         requests, op, options = batch.requests, batch.op, batch.options
         described = tuple(
-            _described(_place(leaf, entry, requests), reduction, options, self._group)
+            _described(_place(leaf, entry, requests), reduction, op, options, self._group)
             for entry, (request, of_request) in enumerate(zip(requests, batch.leaves, strict=True))
             for leaf, reduction in zip(request.value.leaves, of_request, strict=True)
         )
@@ -244,21 +257,24 @@ class BetweenProcesses:
         """What brings dense leaves, given by their numbers, to their destinations."""
         op, options, group = batch.op, batch.options, self._group
         deliveries: list[tuple[Sequence[int], Delivery]] = []
-        for on_device in (False, True):
-            dense = {
-                number: leaf
-                for number, leaf in enumerate(batch.all_leaves)
-                if isinstance(leaf, Dense) and is_reduced_on_device(leaf.spec, options, group) is on_device
-            }
-            if not dense:
-                continue
+        ways: dict[Way, dict[int, Dense]] = {}
+        for number, leaf in enumerate(batch.all_leaves):
+            if isinstance(leaf, Dense):
+                way = way_of(leaf.spec, op, options, group)
+                fits = weights is None and has_bits_of_the_host(leaf.spec, op, options, counts[number])
+                if way == "peer memory" and not fits:
+                    way = "host"
+                ways.setdefault(way, {})[number] = leaf
+        for way, dense in sorted(ways.items()):
             leaves = dense.values()
             specs, own_counts = tuple(leaf.spec for leaf in leaves), tuple(counts[number] for number in dense)
             key = (specs, op, options, own_counts, batch.is_weighted)
             known = self._reductions.get(key)
             if known is None:
-                if on_device:
+                if way == "engine":
                     known = DeviceReduction(specs, op, options, own_counts, self._prepare)
+                elif way == "peer memory":
+                    known = PeerReduction(specs, op, options, own_counts, group)
                 else:
                     known = ProcessReduction(
                         specs, op, options, own_counts, group.rank, is_weighted=batch.is_weighted
@@ -270,6 +286,19 @@ class BetweenProcesses:
         return deliveries
 
 
+def _own_gpu(batch: CheckedBatch) -> Device | None:
+    """The GPU of a batch, if all of its arrays there are on one."""
+    gpus = {leaf.spec.shared_gpu for leaf in batch.dense} - {None}
+    return gpus.pop() if len(gpus) == 1 else None
+
+
+def way_of(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, group: ProcessGroup) -> Way:
+    """How a dense leaf is reduced between the processes of a group."""
+    if is_on_peers(spec, op, options, group):
+        return "peer memory"
+    return "engine" if is_reduced_on_device(spec, options, group) else "host"
+
+
 def _place(leaf: Leaf, entry: int, requests: Sequence[Request]) -> str:
     """How an error names a leaf: by its path, and by its entry if there are several."""
     if len(requests) == 1:
@@ -278,11 +307,11 @@ def _place(leaf: Leaf, entry: int, requests: Sequence[Request]) -> str:
 
 
 def _described(
-    path: str, leaf: CheckedLeaf, options: CommunicationOptions, group: ProcessGroup
+    path: str, leaf: CheckedLeaf, op: ReduceOp, options: CommunicationOptions, group: ProcessGroup
 ) -> LeafDescription:
     if isinstance(leaf, Dense):
-        on_device = is_reduced_on_device(leaf.spec, options, group)
-        kind = f"array on {leaf.spec.devices[0].type}" if on_device else "array"
+        through_host = way_of(leaf.spec, op, options, group) == "host"
+        kind = "array" if through_host else f"array on {leaf.spec.devices[0].type}"
         return LeafDescription(path, kind, leaf.spec.dtype, leaf.spec.shape)
     backend, first = leaf.backend, leaf.slices[0]
     indices = _index_dtype(leaf)

@@ -22,7 +22,12 @@ ROOT = HERE.parents[3]
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 @pytest.mark.parametrize(
     ("part", "interprets"),
-    [("interpreted_kernels.py", "1"), ("interpreted_passes.py", "1"), ("compiled_kernels.py", "0")],
+    [
+        ("interpreted_kernels.py", "1"),
+        ("interpreted_passes.py", "1"),
+        ("interpreted_peers.py", "1"),
+        ("compiled_kernels.py", "0"),
+    ],
 )
 def test_in_a_process_of_its_own(part, interprets):
     paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]

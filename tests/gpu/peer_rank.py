@@ -1,0 +1,122 @@
+"""One of several processes on a GPU: peer memory gives the bits that tensors on the host give."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+
+import torch
+
+import crossdevice as cd
+from crossdevice.process_groups import cluster
+from multiprocess.launching import report
+
+DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8", "complex64")
+LENGTHS = (1, 7, 64, 1000, 100_003)
+
+
+def values_of(rank, dtype, shape, seed):
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64) * 50
+    if dtype == "complex64":
+        numbers = torch.complex(numbers, -numbers)
+    elif dtype == "uint8":
+        numbers = numbers.abs()
+    return numbers.to(getattr(torch, dtype))
+
+
+def same(result, expected):
+    return torch.equal(result.cpu().contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def laws(group, facts):
+    ops = cd.CollectiveAllReduce(group=group)
+    torch.cuda.set_device(0)
+    torch.zeros(1, device="cuda")
+    ops.reduce("sum", torch.ones(3, device="cuda"), "cuda:0")  # in which ranks find out about each other
+    facts["explained"] = ops.explain(torch.ones(3, device="cuda"), "cuda:0").splitlines()[-1]
+    wrong = []
+    cases = 0
+    for seed, (dtype, op, precision) in enumerate(
+        itertools.product(DTYPES, ("sum", "mean", "max", "min"), ("fast", "accurate", "exact"))
+    ):
+        if dtype == "complex64" and op in ("max", "min"):
+            continue
+        options = cd.CommunicationOptions(precision=precision)
+        for length in LENGTHS:
+            mine = values_of(group.rank, dtype, (length,), seed)
+            expected = ops.reduce(op, mine, "cpu:0", options)
+            found = ops.reduce(op, mine.cuda(), "cuda:0", options)
+            cases += 1
+            if not found.is_cuda or not same(found, expected):
+                wrong.append([dtype, op, precision, length])
+    facts["cases"], facts["wrong"] = cases, wrong
+
+
+def shapes_and_outs(group, facts):
+    ops = cd.CollectiveAllReduce(group=group)
+    replicas = [values_of(10 * group.rank + k, "float32", (33, 31), 5) for k in range(2)]
+    host = cd.PerReplica(replicas)
+    gpu = cd.PerReplica([array.cuda() for array in replicas], ["cuda:0"] * 2)
+    expected = ops.reduce("mean", host, host).values[0]
+    facts["two replicas"] = [same(array, expected) for array in ops.reduce("mean", gpu, gpu).values]
+    out = cd.PerReplica([torch.zeros(33, 31, device="cuda") for _ in range(2)], ["cuda:0"] * 2)
+    ops.reduce("mean", gpu, gpu, out=out)
+    facts["out"] = [same(array, expected) for array in out.values]
+    transposed = replicas[0].cuda().t()
+    expected_t = ops.reduce("sum", replicas[0].t().contiguous(), "cpu:0")
+    facts["transposed"] = same(ops.reduce("sum", transposed, "cuda:0"), expected_t)
+    ops.reduce("mean", gpu, gpu, out=gpu)
+    facts["in place"] = [same(array, expected) for array in gpu.values]
+    tree = {"a": replicas[0], "b": [replicas[1], torch.arange(5) + group.rank]}
+    placed = {"a": replicas[0].cuda(), "b": [replicas[1].cuda(), (torch.arange(5) + group.rank).cuda()]}
+    on_host, on_gpu = ops.reduce("sum", tree, "cpu:0"), ops.reduce("sum", placed, "cuda:0")
+    facts["tree"] = [same(on_gpu["a"], on_host["a"]), *map(same, on_gpu["b"], on_host["b"])]
+    repeated = []
+    for turn in range(30):  # new memory in each call, some of it freed
+        mine = values_of(group.rank, "float32", (1 + 9973 * turn,), turn)
+        repeated.append(same(ops.reduce("sum", mine.cuda(), "cuda:0"), ops.reduce("sum", mine, "cpu:0")))
+    torch.cuda.empty_cache()
+    facts["repeated"] = all(repeated)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        late = torch.zeros(1 << 20, device="cuda")
+        torch.cuda._sleep(50_000_000)
+        late += group.rank + 1
+        total = ops.reduce("sum", late, "cuda:0") + 0
+    facts["late"] = bool((total == sum(range(1, group.size + 1))).all())
+
+
+def speed(group, facts):
+    ops = cd.CollectiveAllReduce(group=group)
+    for mebibytes, repeats in ((0.0625, 50), (16, 20), (256, 10)):
+        tensor = torch.ones(int(mebibytes * (1 << 18)), device="cuda")
+        out = torch.empty_like(tensor)
+        for _ in range(3):
+            ops.reduce("sum", tensor, "cuda:0", out=out)
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            ops.reduce("sum", tensor, "cuda:0", out=out)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        seconds = sorted(times)[len(times) // 2]
+        gigabytes = 2 * group.size * tensor.numel() * 4 / seconds / 1e9
+        facts[f"{mebibytes} MiB"] = f"{seconds * 1e3:.3f} ms, {gigabytes:.0f} GB/s"
+
+
+def main(what):
+    here = cluster.cluster_from_env()
+    facts = {}
+    with here.form_group("torch", timeout_seconds=100.0) as group:
+        torch.zeros(1, device="cuda")
+        laws(group, facts)
+        shapes_and_outs(group, facts)
+        if what == "speed":
+            speed(group, facts)
+    report(here.rank, facts)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
