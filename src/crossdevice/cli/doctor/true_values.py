@@ -134,11 +134,12 @@ def _true_value(op: ReduceOp, numbers: Sequence[Any]) -> Fraction:
             return Fraction(max(numbers))
         case ReduceOp.PROD:
             return math.prod(map(Fraction, numbers), start=Fraction(1))
-        case ReduceOp.SUM | ReduceOp.MEAN:
-            ratios = [number.as_integer_ratio() for number in numbers]
-            common = max(denominator for _, denominator in ratios)  # they are powers of 2
-            total = sum(numerator * (common // denominator) for numerator, denominator in ratios)
-            return Fraction(total, common * (len(numbers) if op is ReduceOp.MEAN else 1))
+    if op.is_of_ranks:
+        numbers = sorted(numbers)[slice(*op.ranks(len(numbers)))]
+    ratios = [number.as_integer_ratio() for number in numbers]
+    common = max(denominator for _, denominator in ratios)  # they are powers of 2
+    total = sum(numerator * (common // denominator) for numerator, denominator in ratios)
+    return Fraction(total, common * (1 if op is ReduceOp.SUM else len(numbers)))
 
 
 def _wrapped(number: int, dtype: str) -> int | bool:
