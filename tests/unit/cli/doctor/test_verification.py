@@ -56,7 +56,7 @@ def test_tensors_go_the_way_of_those_on_gpus():
     pytest.importorskip("torch")
     place = verification.Place("tensors", backend_named("torch"), (host_device(0),), ("bfloat16",))
     assert verification._of_dtype(place, "bfloat16", float("inf")) == Finding(
-        "bfloat16 on tensors", "30 reductions are right"
+        "bfloat16 on tensors", "36 reductions are right"
     )
     assert verification._of_large_arrays(place).is_well
 
