@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/costs tests/unit/choosing tests/unit/algorithms tests/unit/execution \
-	tests/unit/test_architecture.py tests/unit/test_documentation.py tests/unit/test_release.py
+FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/costs tests/unit/choosing tests/unit/test_architecture.py \
+	tests/unit/test_documentation.py tests/unit/test_release.py
 
 .PHONY: test check quick-checks demo docs format clean fuzz
 .DEFAULT_GOAL := test
