@@ -215,6 +215,8 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prep
             if program is None:
                 return None
     element = into.name if family == "narrowed" else dtype.name
+    if family in ("wide", "weighted") and dtype != into:
+        element += f" {into.name}"
     if family == "wrapping":  # which does not know signs, so one kernel does for both
         element = element.removeprefix("u")
     kernel = numba_pass.compiled_kernel(f"{shape} {family} {recipe.op.name} {element}")
@@ -228,7 +230,7 @@ def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
     if family == "exact" and dtype == "float64":
         return "enclosed"
     # float32 holds sums of bfloat16 exactly where exponents lie close together, at half the cost.
-    if family == "wide" and dtype == "bfloat16" and recipe.op is ReduceOp.SUM:
+    if family == "wide" and dtype == into == "bfloat16" and recipe.op is ReduceOp.SUM:
         return "exact_in_single"
     return family
 
