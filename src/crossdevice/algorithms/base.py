@@ -135,7 +135,7 @@ class CrossDeviceOps(ShardedCalls):
         pairs = [(per_replica_value, destinations)]
         if weights is not None:
             return self._reduce_weighted(reduce_op, pairs, chosen, [out], weights)[0]
-        found = self._known_calls.find(reduce_op, pairs, chosen)
+        found = self._known_calls.find(reduce_op, pairs, chosen, [out])
         if found.call is not None:
             return found.call.run(found.columns, [out])[0]
         return self._reduce(reduce_op, pairs, chosen, [out], found.key, is_batch=False)[0]
@@ -160,7 +160,7 @@ class CrossDeviceOps(ShardedCalls):
         outs = checked_outs(out, len(pairs))
         if weights is not None:
             return self._reduce_weighted(reduce_op, pairs, chosen, outs, weights)
-        found = self._known_calls.find(reduce_op, pairs, chosen)
+        found = self._known_calls.find(reduce_op, pairs, chosen, outs)
         if found.call is not None:
             return found.call.run(found.columns, outs)
         return self._reduce(reduce_op, pairs, chosen, outs, found.key, is_batch=True)
@@ -392,7 +392,7 @@ class CrossDeviceOps(ShardedCalls):
         """A call with weights, known or not."""
         op = self._checked_op(reduce_op)
         factors = self._checked_factors(weights, op)
-        found = self._known_calls.find(op, pairs, options, len(factors))
+        found = self._known_calls.find(op, pairs, options, outs, len(factors))
         if found.call is not None:
             return found.call.run(found.columns, outs, weights_for(factors, op))
         return self._reduce(op, pairs, options, outs, found.key, is_batch=True, factors=factors)

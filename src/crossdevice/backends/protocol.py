@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.values.device import Device, Track
+from crossdevice.values.dtypes import SHORT_FLOATS
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -247,9 +248,9 @@ class Streams(Protocol):
 
 @functools.cache
 def dtype_named(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of that name, bfloat16 included."""
-    if name == "bfloat16":
+    """The NumPy dtype of that name, those that NumPy itself lacks included."""
+    if name == "bfloat16" or name in SHORT_FLOATS:
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)

@@ -18,7 +18,13 @@ from crossdevice.backends.nccl_engines import NcclBackend, Share
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
+from crossdevice.values.dtypes import SHORT_FLOATS
 from crossdevice.values.indexed_slices import IndexedSlices
+
+_CARRIERS = {"bfloat16": "int16", **dict.fromkeys(SHORT_FLOATS, "uint8")}
+"""Dtypes that NumPy itself lacks, and the integers as which PyTorch hands them over."""
+
+_LACKING = {getattr(torch, name): name for name in _CARRIERS}
 
 
 class _Memory:
@@ -39,7 +45,7 @@ class _Memory:
 @functools.cache
 def _type_text(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
-    return np.dtype("int16" if name == "bfloat16" else name).str
+    return np.dtype(_CARRIERS.get(name, name)).str
 
 
 class TorchBackend(NcclBackend):
@@ -97,12 +103,13 @@ class TorchBackend(NcclBackend):
             raise DeviceError(f"{device} does not exist here; the devices that do are {found}")
 
     def host_view(self, array: torch.Tensor) -> NDArray[Any]:
-        """The tensor's memory, flat; bfloat16, which NumPy lacks, by way of 16-bit integers."""
+        """The tensor's memory, flat; dtypes that NumPy lacks by way of integers."""
         # Every step here is taken for thousands of gradients: those that change nothing are left out.
         if array.is_conj() or array.is_neg() or not array.is_contiguous():
             array = self.flat(array)
         view = np.asarray(_Memory(array))
-        return view.view(dtype_named("bfloat16")) if array.dtype == torch.bfloat16 else view
+        lacking = _LACKING.get(array.dtype)
+        return view if lacking is None else view.view(dtype_named(lacking))
 
     def to_host(self, array: torch.Tensor) -> NDArray[Any]:
         """The elements, copied from the tensor's device."""
@@ -134,8 +141,9 @@ class TorchBackend(NcclBackend):
     def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> torch.Tensor:
         """Adopts the memory on the host; copies it to any other device."""
         shaped = flat.reshape(shape)
-        if shaped.dtype == dtype_named("bfloat16"):
-            tensor = torch.from_numpy(shaped.view("int16")).view(torch.bfloat16)
+        name = shaped.dtype.name if shaped.dtype.kind not in "iufcb" or shaped.dtype.itemsize == 1 else ""
+        if name in _CARRIERS:
+            tensor = torch.from_numpy(shaped.view(_CARRIERS[name])).view(getattr(torch, name))
         else:
             tensor = torch.from_numpy(shaped)
         return tensor if device.is_host else tensor.to(torch_device(device))

@@ -8,7 +8,7 @@ from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import recipe_for
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec, items_of
 from crossdevice.plans.rendering import render_plan
-from crossdevice.values.dtypes import ITEM_BYTES, result_dtype
+from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -45,8 +45,8 @@ def _on_one_gpu(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions) -> 
     where = f"all {spec.dtype} values are in the memory of {spec.shared_gpu}"
     reason = "lowering is off"
     if options.lowering == "auto":
-        recipe = recipe_for(op, options, len(spec.devices))
-        unfit = why_stepped(spec, recipe, result_dtype(spec.dtype, op))
+        recipe = recipe_for(spec.own_op or op, options, len(spec.devices))
+        unfit = why_stepped(spec, recipe, spec.result_dtype(op))
         if unfit is None:
             return f"{where}: {_in_one_pass(options)}"
         reason = unfit

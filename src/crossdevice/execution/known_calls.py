@@ -74,7 +74,12 @@ class KnownCalls:
         self.hits = 0
 
     def find(
-        self, op: Any, pairs: Sequence[tuple[Any, Any]], options: Any, num_weights: int | None = None
+        self,
+        op: Any,
+        pairs: Sequence[tuple[Any, Any]],
+        options: Any,
+        outs: Sequence[Any] = (),
+        num_weights: int | None = None,
     ) -> Found:
         """The key of a call, and what runs it if it was made before, with whatever weights."""
         if not (
@@ -98,6 +103,8 @@ class KnownCalls:
                 key += map(backend.signature, value.values)
             except (AttributeError, RuntimeError):  # not all are arrays of that library
                 return Found()
+        # Memory of another dtype makes it another call.
+        key += [_dtype_of(out) for out in outs if out is not None]
         signature = tuple(key)
         known = self._calls.get(signature)
         if known is not None:
@@ -111,6 +118,14 @@ class KnownCalls:
         specs = tuple([leaf.spec for leaf in batch.dense])
         prepared = planner.prepared(specs, batch.op, batch.options, batch.is_weighted)
         self._calls[key] = KnownCall(prepared, batch.dense, batch.result_dtypes)
+
+
+def _dtype_of(out: Any) -> Any:
+    if isinstance(out, DistributedValues):
+        out = out.values
+    if isinstance(out, (list, tuple)) and out:
+        out = out[0]
+    return getattr(out, "dtype", None)
 
 
 def _where(destinations: Any, value: DistributedValues) -> Hashable | None:

@@ -51,18 +51,18 @@ def family_of(recipe: Recipe, dtype: str, into: str) -> str | None:
 
 
 def _family_with_weights(recipe: Recipe, dtype: str, into: str) -> str | None:
-    if dtype not in FLOATS or into != dtype:
+    if not {dtype, into} <= set(FLOATS) or (dtype != into and "float64" in (dtype, into)):
         return None
     if recipe.precision == "exact":
-        return "weighted_exact"
+        return "weighted_exact" if dtype == into else None
     return "weighted_compensated" if dtype == "float64" else "weighted"
 
 
 def _family_between_widths(recipe: Recipe, dtype: str, into: str) -> str | None:
-    """Partial sums of narrow floats in float64, and sums of such partial sums."""
+    """Partial sums of narrow floats in float64, sums of those, and sums in another narrow dtype."""
     if recipe.precision != "accurate" or recipe.op is not ReduceOp.SUM or not {dtype, into} <= set(FLOATS):
         return None
-    return {into: "widened", dtype: "narrowed"}.get("float64")
+    return {into: "widened", dtype: "narrowed"}.get("float64", "wide")
 
 
 def _family_of_integers(recipe: Recipe, dtype: str) -> str | None:

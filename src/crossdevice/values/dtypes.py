@@ -2,7 +2,7 @@
 
 | dtype | summed wide in | mean becomes |
 | --- | --- | --- |
-| float16, bfloat16, float32 | float64 | itself |
+| float16, bfloat16, float32, float8_e4m3fn, float8_e5m2 | float64 | itself |
 | float64 | a compensated pair of float64 | itself |
 | complex64, complex128 | as their parts | itself |
 | integers of 8 and 16 bits | itself (sums wrap) | float32 |
@@ -12,10 +12,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from crossdevice.errors import DtypeError, ReduceOpError
 from crossdevice.values.reduce_op import ReduceOp
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+SHORT_FLOATS = ("float8_e4m3fn", "float8_e5m2")
+"""Those of 8 bits: added up in NumPy, as no kernel is compiled for them."""
+
 PARTS = {"complex64": "float32", "complex128": "float64"}
 """The dtype of a complex number's real and imaginary parts."""
 
@@ -23,6 +28,7 @@ COMPLEXES = tuple(PARTS)
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 ITEM_BYTES = {
+    **dict.fromkeys(SHORT_FLOATS, 1),
     "float16": 2,
     "bfloat16": 2,
     "float32": 4,
@@ -59,13 +65,30 @@ def result_dtype(dtype: str, op: ReduceOp, is_weighted: bool = False) -> str:
     return dtype
 
 
+def widest_float(dtypes: Iterable[str]) -> str | None:
+    """The least float dtype that holds numbers of all of these; None if not all are floats.
+
+    >>> widest_float(["float16", "bfloat16"]), widest_float(["float16", "int8"])
+    ('float32', None)
+    """
+    found = set(dtypes)
+    if not found <= {*FLOATS, *SHORT_FLOATS}:
+        return None
+    if len(found) == 1:
+        return found.pop()
+    if "float64" in found:
+        return "float64"
+    half = {"float16": {"float16", *SHORT_FLOATS}, "bfloat16": {"bfloat16", *SHORT_FLOATS}}
+    return next((name for name, narrower in half.items() if name in found <= narrower), "float32")
+
+
 def check_reducible(dtype: str, op: ReduceOp, where: str) -> None:
     """Refuses dtypes that cannot be added, and an order (MIN, MAX) on complex numbers.
 
     Booleans have no sum; their MIN is whether all are true, their MAX whether any is.
     """
     if dtype not in ITEM_BYTES or (dtype == "bool" and op not in (ReduceOp.MIN, ReduceOp.MAX)):
-        known = ", ".join((*FLOATS, *COMPLEXES, *INTEGERS))
+        known = ", ".join((*FLOATS, *SHORT_FLOATS, *COMPLEXES, *INTEGERS))
         raise DtypeError(
             f"{where} has dtype {dtype}, which cannot be reduced by {op.name}; expected one of {known}"
         )

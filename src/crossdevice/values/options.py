@@ -15,8 +15,11 @@ from crossdevice.errors import OptionError
 Precision = Literal["fast", "accurate", "exact"]
 Lowering = Literal["auto", "off"]
 
+Integers = Literal["mean", "max", "min"]
+
 PRECISIONS: tuple[Precision, ...] = ("fast", "accurate", "exact")
 LOWERINGS: tuple[Lowering, ...] = ("auto", "off")
+INTEGER_POLICIES: tuple[Integers, ...] = ("mean", "max", "min")
 
 
 class CommunicationImplementation(enum.Enum):
@@ -46,6 +49,9 @@ class CommunicationOptions:
         lowering: `"off"` runs a plan step by step even where all devices share one memory.
         share_results: destinations that share one memory may get the same array, read-only if the library
             supports it, instead of one each.
+        integers: what MEAN, MEDIAN and weights make of integers, such as the counters of a model: floats
+            (`"mean"`), or the `"max"` or `"min"` of all replicas, which stays an integer.
+        widen_inputs: replicas may have different float dtypes, and are widened to the widest of them.
 
     >>> CommunicationOptions(precision="fast").merge(CommunicationOptions(bytes_per_pack=64)).precision
     'fast'
@@ -57,6 +63,8 @@ class CommunicationOptions:
     precision: Precision = "accurate"
     lowering: Lowering = "auto"
     share_results: bool = False
+    integers: Integers = "mean"
+    widen_inputs: bool = False
 
     def __post_init__(self) -> None:
         given: Any = self.bytes_per_pack
@@ -66,8 +74,10 @@ class CommunicationOptions:
         object.__setattr__(self, "implementation", _checked_implementation(self.implementation))
         _check_word("precision", self.precision, PRECISIONS)
         _check_word("lowering", self.lowering, LOWERINGS)
-        if not isinstance(self.share_results, bool):
-            raise OptionError(f"share_results must be True or False, got {self.share_results!r}")
+        _check_word("integers", self.integers, INTEGER_POLICIES)
+        for name in ("share_results", "widen_inputs"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
         object.__setattr__(self, "_hash", hash(dataclasses.astuple(self)))
 
     def __hash__(self) -> int:

@@ -225,3 +225,22 @@ def test_it_is_a_short_walk_to_the_kernels():
     ops = cd.DirectAllReduce()
     ops.reduce("sum", value, value)
     assert frames_to_the_kernels(lambda: ops.reduce("sum", value, value)) <= 5
+
+
+@pytest.mark.parametrize("shape", [(), (3, 50)])
+def test_known_arrays_of_any_shape_have_the_results_of_a_first_call(shape):
+    chosen = np.random.default_rng(0)
+    wide = [chosen.standard_normal(shape) * 10.0 ** chosen.integers(-200, 200, shape) for _ in range(3)]
+    exact = cd.CommunicationOptions(precision="exact")
+    for arrays, op, options in (
+        (wide, "median", None),
+        (wide, "mean", exact),  # of which kernels leave some elements to NumPy
+        ([np.asarray(array + 1j * array) for array in wide], "sum", exact),
+        ([np.asarray(array + 1j * array) for array in wide], "prod", None),
+        ([np.asarray(chosen.integers(-(2**62), 2**62, shape)) for _ in range(3)], "mean", None),
+    ):
+        ops, value = cd.DirectAllReduce(), cd.PerReplica([np.asarray(array) for array in arrays])
+        first, second = (ops.reduce(op, value, "cpu:0", options) for _ in range(2))
+        assert ops._known_calls.hits == 1
+        assert first.shape == second.shape == shape
+        assert first.tobytes() == second.tobytes(), (op, options)

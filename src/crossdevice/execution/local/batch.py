@@ -16,12 +16,18 @@ from crossdevice.execution.local.sparse import SparseReduction, check_sparse, de
 from crossdevice.execution.reading.axis_orders import in_memory_order, shared_axis_order
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.leaf_spec import Dense
-from crossdevice.execution.reading.outputs import check_out, check_outs, delivered, read_out, wrapped
+from crossdevice.execution.reading.outputs import (
+    check_out,
+    check_outs,
+    delivered,
+    dtype_of_out,
+    read_out,
+    wrapped,
+)
 from crossdevice.execution.reading.structures import spread_outs, spread_pairs
-from crossdevice.execution.reading.values import Leaf, Value, checked_spec, read_value
+from crossdevice.execution.reading.values import Leaf, Value, checked_spec, read_value, widened
 from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded
 from crossdevice.values.device import Device
-from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
@@ -55,8 +61,8 @@ class CheckedBatch:
 
     Args:
         in_any_order: whether axes may be left as they lie in memory, if all arrays of a leaf agree on that.
-        factors: the weights of the replicas of every request. With them, and for operations of ranks, `fast`
-            is `accurate`: partial results would not be of use.
+        factors: the weights of the replicas of every request. With them, for operations of ranks, and where
+            results have another dtype, `fast` is `accurate`: partial results would not be of use.
     """
 
     def __init__(
@@ -78,7 +84,9 @@ class CheckedBatch:
         self.leaves = [self._checked_leaves(request) for request in requests]
         self.all_leaves = [leaf for leaves in self.leaves for leaf in leaves]
         self.dense = [leaf for leaf in self.all_leaves if isinstance(leaf, Dense)]
-        self.result_dtypes = [result_dtype(leaf.spec.dtype, op, self.is_weighted) for leaf in self.dense]
+        self.result_dtypes = [leaf.spec.result_dtype(op, self.is_weighted) for leaf in self.dense]
+        if self.options.precision == "fast" and any(leaf.spec.into for leaf in self.dense):
+            self.options = dataclasses.replace(self.options, precision="accurate")
         if any(leaf.out is not None for leaf in self.dense):
             check_outs(self.dense, self.result_dtypes)
         flight_recorder.events.append((READING, started, now(), 1))
@@ -163,11 +171,20 @@ class CheckedBatch:
                     )
                 return check_sparse(leaf, devices, destinations, self.op, self.options.precision)
             leaf = densified(leaf, devices, self.op, self.options.precision)
+        if self.options.widen_inputs:
+            leaf = widened(leaf)
         order = shared_axis_order(leaf.arrays, out) if self._in_any_order else None
         if order is not None:
             arrays, out = in_memory_order(order, leaf.arrays)
             leaf = Leaf(arrays, leaf.path)
-        return Dense(leaf.arrays, checked_spec(leaf, devices, destinations, self.op), out, order, leaf.path)
+        into = None if out is None else dtype_of_out(out)
+        spec = checked_spec(leaf, devices, destinations, self.op, into, self._integer_op)
+        return Dense(leaf.arrays, spec, out, order, leaf.path)
+
+    @property
+    def _integer_op(self) -> ReduceOp | None:
+        is_rounded = self.op is ReduceOp.MEAN or self.op.is_of_ranks or self.is_weighted
+        return ReduceOp(self.options.integers) if is_rounded and self.options.integers != "mean" else None
 
 
 def accumulated(

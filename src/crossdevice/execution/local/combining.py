@@ -12,7 +12,7 @@ from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend, dtype_nam
 from crossdevice.kernels.host.fused_pass import fused_pass
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import Device
-from crossdevice.values.dtypes import COMPLEXES, INTEGERS, PARTS
+from crossdevice.values.dtypes import COMPLEXES, INTEGERS, PARTS, SHORT_FLOATS
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -47,7 +47,8 @@ def combine_with_array_functions(
     if len(arrays) == 1:
         arrays = [backend.copy(arrays[0], device)]
     if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
-        return functools.reduce(function, arrays)
+        best = functools.reduce(function, arrays)
+        return best if source == dtype else backend.round_once(backend.cast(best, "float64"), dtype)
     if source in INTEGERS and recipe.weights is None:
         if is_mean and recipe.precision != "fast":
             arrays = [backend.cast(array, "int64") for array in arrays]
@@ -80,10 +81,10 @@ def _needs_host(recipe: Recipe, source: str) -> bool:
 
     Products of complex numbers they have, but fuse some of its steps, or not, as they see fit.
     """
+    if recipe.op.is_of_ranks or source in SHORT_FLOATS:
+        return True
     if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
         return False
-    if recipe.op.is_of_ranks:
-        return True
     if recipe.weights is not None:
         return recipe.precision == "exact" or source in ("float64", "int64", "uint64")
     if source in INTEGERS:

@@ -15,7 +15,6 @@ from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs, ite
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import Device
-from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import UNKNOWN_WEIGHTS, Weights
@@ -41,8 +40,11 @@ class PreparedReduction:
         is_weighted: bool = False,
     ) -> None:
         packing, via = planner.algorithm.packing, planner.algorithm.reduce_to_device
-        dtypes = {number: result_dtype(spec.dtype, op, is_weighted) for number, spec in enumerate(specs)}
-        recipes = [recipe_for(op, options, len(spec.devices), is_weighted) for spec in specs]
+        dtypes = {number: spec.result_dtype(op, is_weighted) for number, spec in enumerate(specs)}
+        recipes = [
+            recipe_for(spec.own_op or op, options, len(spec.devices), is_weighted and spec.own_op is None)
+            for spec in specs
+        ]
         shared: dict[int, LeafSpec] = {}
         on_gpus: dict[tuple[Backend, Device], dict[int, LeafSpec]] = {}
         for number, spec in enumerate(specs):
@@ -69,10 +71,11 @@ class PreparedReduction:
             leaf = pack[0].item
             if options.precision != "fast" and leaf not in apart:
                 if number < MAX_PROVED_PACKS:
-                    planner.prove(specs[leaf], number, options.precision, op)
+                    planner.prove(specs[leaf], number, options.precision, specs[leaf].own_op or op)
                 continue
             num_elements = sum(stop - start for _, start, stop in pack)
-            plan = planner.plan_pack(specs[leaf], num_elements, number, options.precision, op)
+            own_op = specs[leaf].own_op or op
+            plan = planner.plan_pack(specs[leaf], num_elements, number, options.precision, own_op)
             if leaf in apart:
                 self._packs.add_pack(pack, plan, recipes[leaf])
             else:

@@ -238,11 +238,12 @@ class BetweenProcesses:
         )
         packs = f", packs of {options.bytes_per_pack} bytes" if options.bytes_per_pack else ""
         structures = tuple(structure_text(request.value.structure) for request in requests)
-        with_weights = ", with weights" if batch.is_weighted else ""
-        key = (op, options.precision, packs, with_weights, structures, described)
+        more = ", with weights" if batch.is_weighted else ""
+        more += f", integers by {options.integers}" if options.integers != "mean" else ""
+        key = (op, options.precision, packs, more, structures, described)
         known = self._descriptions.get(key)
         if known is None:
-            operation = f"reduce {op.name} ({options.precision}{packs}{with_weights})"
+            operation = f"reduce {op.name} ({options.precision}{packs}{more})"
             known = Description(operation, structures, described)
             self._descriptions[key] = known
         return known
@@ -312,6 +313,7 @@ def _described(
     if isinstance(leaf, Dense):
         through_host = way_of(leaf.spec, op, options, group) == "host"
         kind = "array" if through_host else f"array on {leaf.spec.devices[0].type}"
+        kind += f" into {leaf.spec.into}" if leaf.spec.into else ""
         return LeafDescription(path, kind, leaf.spec.dtype, leaf.spec.shape)
     backend, first = leaf.backend, leaf.slices[0]
     indices = _index_dtype(leaf)

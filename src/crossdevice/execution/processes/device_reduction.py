@@ -36,6 +36,7 @@ def is_reduced_on_device(spec: LeafSpec, options: CommunicationOptions, group: P
         and spec.backend.name == "torch"
         and spec.dtype in DTYPES
         and spec.num_elements > 0
+        and spec.own_op is None
         and group.reduces_on(spec.devices[0].type)
     )
 

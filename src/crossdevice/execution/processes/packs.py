@@ -13,7 +13,7 @@ from crossdevice.execution.processes.travelling import LINE_ELEMENTS, partial_dt
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans.packing import Item, Packing
-from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, result_dtype
+from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import UNKNOWN_WEIGHTS
@@ -114,7 +114,7 @@ def process_packs(
     has the parts of its own replicas. Without them shards are as equal as may be.
     """
     items = [
-        Item(spec.num_elements, ITEM_BYTES[spec.dtype], (spec.dtype, count))
+        Item(spec.num_elements, ITEM_BYTES[spec.dtype], (spec.dtype, spec.into, count))
         for spec, count in zip(specs, counts, strict=True)
     ]
     return [
@@ -134,7 +134,10 @@ def _pack_of(
     is_weighted: bool,
     edges: Sequence[Sequence[int]] | None,
 ) -> ProcessPack:
-    dtype = specs[leaves[0]].dtype
+    spec = specs[leaves[0]]
+    dtype, result = spec.dtype, spec.result_dtype(op, is_weighted)
+    if spec.own_op is not None:
+        op, is_weighted = spec.own_op, False
     over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
     # With weights the arrays travel themselves, so that bits do not depend on which process has which. Of
     # values that are to be sorted there are no partial results.
@@ -142,7 +145,7 @@ def _pack_of(
         None if is_weighted or op.is_of_ranks else partial_dtype(dtype, op, options.precision, max(counts))
     )
     divisor = sum(counts) if op is ReduceOp.MEAN and not is_weighted else None
-    names = (dtype, partial, result_dtype(dtype, op, is_weighted))
+    names = (dtype, partial, result)
     in_parts = dtype in COMPLEXES and op is not ReduceOp.PROD
     stored, partly, finished = (
         None if name is None else _part(dtype_named(name)) if in_parts else dtype_named(name)

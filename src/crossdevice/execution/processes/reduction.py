@@ -19,7 +19,6 @@ from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
-from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
@@ -51,7 +50,7 @@ class ProcessReduction:
         self._specs = specs
         self._rank = rank
         self._shares = [options.share_results or spec.backend.is_immutable for spec in specs]
-        self._dtypes = [dtype_named(result_dtype(spec.dtype, op, is_weighted)) for spec in specs]
+        self._dtypes = [dtype_named(spec.result_dtype(op, is_weighted)) for spec in specs]
         self._packs = process_packs(specs, op, options, counts, is_weighted=is_weighted, edges=edges)
         devices = tuple(dict.fromkeys(device for spec in specs for device in spec.devices))
         num_bytes = sum(spec.num_bytes for spec in specs)

@@ -15,7 +15,8 @@ from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend
 from crossdevice.execution.reading.axis_orders import AxisOrder
 from crossdevice.plans.packing import Item
 from crossdevice.values.device import Device
-from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.dtypes import ITEM_BYTES, result_dtype
+from crossdevice.values.reduce_op import ReduceOp
 
 Columns: TypeAlias = "Sequence[Sequence[Array]]"
 """Of each leaf its arrays: those of its replicas, or one for each destination."""
@@ -37,6 +38,16 @@ class LeafSpec:
     shape: tuple[int, ...]
     devices: tuple[Device, ...]
     destinations: tuple[Device, ...]
+    into: str | None = None
+    """The dtype of results that were asked for in another than the operation's own."""
+    own_op: ReduceOp | None = None
+    """The operation, if it is not that of the whole batch."""
+
+    def result_dtype(self, op: ReduceOp, is_weighted: bool = False) -> str:
+        """The dtype of the results of a batch's operation."""
+        if self.own_op is not None:
+            return result_dtype(self.dtype, self.own_op)
+        return self.into or result_dtype(self.dtype, op, is_weighted)
 
     @functools.cached_property
     def num_elements(self) -> int:
@@ -100,7 +111,7 @@ def items_of(specs: Sequence[LeafSpec]) -> list[Item]:
         Item(
             spec.num_elements,
             ITEM_BYTES[spec.dtype],
-            (spec.backend, spec.dtype, spec.devices, spec.destinations),
+            (spec.backend, spec.dtype, spec.devices, spec.destinations, spec.into),
         )
         for spec in specs
     ]

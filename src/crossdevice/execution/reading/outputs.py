@@ -91,6 +91,14 @@ def wrapped_into(
     return wrapped(into, value.structure, destinations, container)
 
 
+def dtype_of_out(components: Sequence[Any]) -> str | None:
+    """The name of the first component's dtype; None if it is not an array."""
+    backend = backend_of_type(type(components[0])) if components else None
+    if backend is None or not hasattr(components[0], "dtype"):
+        return None
+    return backend.dtype_of(components[0])
+
+
 def out_components(out: Any, destinations: tuple[Device, ...]) -> Sequence[Any]:
     """What `out` has for each destination."""
     if isinstance(out, DistributedValues):

@@ -22,7 +22,7 @@ from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.values.device import Device, device_of, host_device, misplaced
 from crossdevice.values.disagreement import disagreement
 from crossdevice.values.distributed import DistributedValues, as_distributed
-from crossdevice.values.dtypes import check_reducible
+from crossdevice.values.dtypes import INTEGERS, check_reducible, widest_float
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import NUMBERS, first_leaf, flatten, is_number, is_number_list, leaf_paths
 from crossdevice.values.reduce_op import ReduceOp
@@ -96,19 +96,29 @@ def read_value(value: Any, what: str = "value") -> Value:
 
 
 def checked_spec(
-    leaf: Leaf, devices: tuple[Device, ...], destinations: tuple[Device, ...], op: ReduceOp
+    leaf: Leaf,
+    devices: tuple[Device, ...],
+    destinations: tuple[Device, ...],
+    op: ReduceOp,
+    into: str | None = None,
+    integer_op: ReduceOp | None = None,
 ) -> LeafSpec:
-    """What a dense leaf is, after every check; arrays with known signatures have passed them before."""
+    """What a dense leaf is, after every check; arrays with known signatures have passed them before.
+
+    Args:
+        into: the dtype of memory for the results, if there is any.
+        integer_op: what is done with integers in place of `op`.
+    """
     backend = backend_of(leaf.arrays[0], 0, leaf.path)
     try:
-        key = (op, devices, destinations, *map(backend.signature, leaf.arrays))
+        key = (op, into, integer_op, devices, destinations, *map(backend.signature, leaf.arrays))
     except (AttributeError, RuntimeError):  # an array of another library, or one without a shape
         key = None
     if key is None:  # out of the handler, lest the error that names it seem to come of this one
-        return _checked_spec(leaf, devices, destinations, op)
+        return _checked_spec(leaf, devices, destinations, op, into, integer_op)
     known = _known_specs.get(key)
     if known is None:
-        known = _known_specs[key] = _checked_spec(leaf, devices, destinations, op)
+        known = _known_specs[key] = _checked_spec(leaf, devices, destinations, op, into, integer_op)
     return known
 
 
@@ -116,15 +126,37 @@ _known_specs: SignatureCache[LeafSpec] = SignatureCache(most=1 << 14)
 
 
 def _checked_spec(
-    leaf: Leaf, devices: tuple[Device, ...], destinations: tuple[Device, ...], op: ReduceOp
+    leaf: Leaf,
+    devices: tuple[Device, ...],
+    destinations: tuple[Device, ...],
+    op: ReduceOp,
+    into: str | None,
+    integer_op: ReduceOp | None,
 ) -> LeafSpec:
     arrays, path = leaf.arrays, leaf.path
     backend = one_backend(arrays, devices, path, destinations)
     check_agreement([backend.dtype_of(a) for a in arrays], devices, "dtype", DtypeMismatchError, path)
     check_agreement([backend.shape_of(a) for a in arrays], devices, "shape", ShapeMismatchError, path)
     dtype = backend.dtype_of(arrays[0])
-    check_reducible(dtype, op, replica_at(0, devices[0], path))
-    return LeafSpec(backend, dtype, backend.shape_of(arrays[0]), devices, destinations)
+    own_op = integer_op if dtype in INTEGERS else None
+    check_reducible(dtype, own_op or op, replica_at(0, devices[0], path))
+    if into == dtype or widest_float([dtype, into or "none"]) is None:
+        into = None  # what is not a float is refused where memory for results is checked
+    return LeafSpec(backend, dtype, backend.shape_of(arrays[0]), devices, destinations, into, own_op)
+
+
+def widened(leaf: Leaf) -> Leaf:
+    """Replicas with different float dtypes, all in the widest of them; anything else as it is."""
+    backends = {backend_of_type(type(array)) for array in leaf.arrays}
+    backend = backends.pop()
+    if backend is None or backends:
+        return leaf
+    dtypes = [backend.dtype_of(array) for array in leaf.arrays]
+    widest = widest_float(dtypes)
+    if widest is None or len(set(dtypes)) == 1:
+        return leaf
+    pairs = zip(leaf.arrays, dtypes, strict=True)
+    return Leaf(tuple(x if dtype == widest else backend.cast(x, widest) for x, dtype in pairs), leaf.path)
 
 
 def one_backend(

@@ -91,7 +91,7 @@ _prepared: dict[tuple[Recipe, np.dtype[Any], np.dtype[Any]], _Prepared | None] =
 
 
 def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
-    """Combines flat, contiguous, native `inputs` of one dtype and size into every output.
+    """Combines contiguous, native `inputs` of one dtype and size, and any shape, into every output.
 
     Each input is read once and each output written once. An output may be one of the inputs; it may
     not overlap one otherwise. The bits are those of `numpy_pass`.
@@ -145,6 +145,7 @@ def bound_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe) -> list[
 
 def _pass_without_kernel(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
     """What no kernel does by itself."""
+    inputs, outputs = _flat(inputs), _flat(outputs)
     if recipe.op.is_of_ranks and selected_kernels() == "numba":
         ranked_pass(inputs, outputs, recipe, fused_pass)
     else:
@@ -215,6 +216,8 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prep
             if program is None:
                 return None
     element = into.name if family == "narrowed" else dtype.name
+    if family in ("wide", "weighted") and dtype != into:
+        element += f" {into.name}"
     if family == "wrapping":  # which does not know signs, so one kernel does for both
         element = element.removeprefix("u")
     kernel = numba_pass.compiled_kernel(f"{shape} {family} {recipe.op.name} {element}")
@@ -228,7 +231,7 @@ def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
     if family == "exact" and dtype == "float64":
         return "enclosed"
     # float32 holds sums of bfloat16 exactly where exponents lie close together, at half the cost.
-    if family == "wide" and dtype == "bfloat16" and recipe.op is ReduceOp.SUM:
+    if family == "wide" and dtype == into == "bfloat16" and recipe.op is ReduceOp.SUM:
         return "exact_in_single"
     return family
 
@@ -259,7 +262,12 @@ def _as_read(inputs: Arrays, prepared: _Prepared) -> tuple[NDArray[Any], ...]:
 def _as_written(outputs: Arrays, prepared: _Prepared) -> tuple[NDArray[Any], ...]:
     if prepared.part is None:
         return tuple(outputs)
-    return tuple(array.view(prepared.part) for array in outputs)
+    return tuple(array.view(prepared.part) for array in _flat(outputs))
+
+
+def _flat(arrays: Arrays) -> list[NDArray[Any]]:
+    """Views without axes, for those who look at more than an address: kernels do not."""
+    return [array.reshape(-1) for array in arrays]
 
 
 class _Passes:
@@ -302,6 +310,7 @@ class _Passes:
 
 def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe) -> None:
     """Gathers pieces of the inputs, combines them in NumPy and scatters the results."""
+    inputs, outputs = _flat(inputs), _flat(outputs)
     gathered = [np.concatenate([item[start:stop] for start, stop in pieces]) for item in inputs]
     result = np.empty(gathered[0].size, outputs[0].dtype)
     numpy_pass(gathered, [result], recipe)

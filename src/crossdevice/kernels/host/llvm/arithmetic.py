@@ -94,7 +94,7 @@ class RoundedHalves(Arithmetic):
 
 
 class Wide(Arithmetic):
-    """Accumulates in float64 and rounds once."""
+    """Accumulates in float64 and rounds once, to its own dtype or to another one."""
 
     bytes_per_lane = 8
 
@@ -103,7 +103,11 @@ class Wide(Arithmetic):
 
     def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
         (total,) = state
-        return from_double(lanes, lanes.divided(total, divisor), self.dtype)
+        quotient = lanes.divided(total, divisor)
+        if self.result_dtype != self.dtype:
+            quotient = in_memory_order(lanes, quotient, self.dtype)
+            quotient = in_widened_order(lanes, quotient, self.result_dtype)
+        return from_double(lanes, quotient, self.result_dtype)
 
 
 class Widened(Wide):

@@ -38,10 +38,15 @@ FAMILIES: dict[str, type[Arithmetic]] = {
 
 
 def arithmetic_named(name: str) -> Arithmetic:
-    """The arithmetic that a name of family, operation and dtype stands for.
+    """The arithmetic that a name of family, operation, dtype and perhaps the result's dtype stands for.
 
     >>> arithmetic_named("wide SUM float32").result_dtype
     'float32'
+    >>> arithmetic_named("wide SUM bfloat16 float32").result_dtype
+    'float32'
     """
-    family, op, dtype = name.split(" ")
-    return FAMILIES[family](op, dtype)
+    family, op, dtype, *into = name.split(" ")
+    arithmetic = FAMILIES[family](op, dtype)
+    if into:
+        arithmetic.result_dtype = into[0]
+    return arithmetic

@@ -7,61 +7,60 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from crossdevice.kernels.host.llvm.numba_pass import keeps_kernels
+from crossdevice.kernels.host.llvm.numba_pass import compiled
 
 TILE_ELEMENTS = 512
 """Elements over which the whole network is run: with some dozens of inputs they stay in cache."""
 
 
-def _sort_columns(
-    keys: NDArray[Any],
-    num_elements: int,
-    network: NDArray[np.int64],
-    start: int,
-    stop: int,
-    infinity: int,
-    nan: int,
-) -> None:
-    """Puts the ranks from `start` to `stop` of each of the first columns into these rows.
-
-    `network` has pairs of rows to compare. `infinity` has its bits, 0 for integers.
-    """
-    signs, largest = 8 * keys.itemsize - 1, (1 << (8 * keys.itemsize - 1)) - 1
-    # Rows as slices that are counted from 0: so LLVM makes vectors of these loops.
-    for tile in range(0, num_elements, TILE_ELEMENTS):
-        end = min(tile + TILE_ELEMENTS, num_elements)
-        if infinity:
-            for number in range(keys.shape[0]):
-                row = keys[number, tile:end]
-                for element in range(end - tile):
-                    bits = row[element]
-                    turned = bits ^ ((bits >> signs) & largest)
-                    row[element] = largest if bits & largest > infinity else turned
-        for pair in range(network.shape[0]):
-            low, high = keys[network[pair, 0], tile:end], keys[network[pair, 1], tile:end]
-            for element in range(end - tile):
-                left, right = low[element], high[element]
-                low[element] = left if left < right else right
-                high[element] = right if left < right else left
-        if infinity:
-            last = keys[keys.shape[0] - 1, tile:end]
-            for number in range(start, stop):
-                row = keys[number, tile:end]
-                # The last row is the last to be turned back, if it is one of these.
-                for element in range(end - tile):
-                    bits = row[element]
-                    turned = bits ^ ((bits >> signs) & largest)
-                    row[element] = nan if last[element] == largest else turned
-
-
 @functools.cache
 def compiled_sort(dtype: str) -> Callable[..., None]:
     """The sort for keys of one integer dtype, compiled or loaded from disk."""
+
+    def sort(
+        keys: NDArray[Any],
+        num_elements: int,
+        network: NDArray[np.int64],
+        start: int,
+        stop: int,
+        infinity: int,
+        nan: int,
+    ) -> None:
+        """Puts the ranks from `start` to `stop` of each of the first columns into these rows.
+
+        `network` has pairs of rows to compare. `infinity` has its bits, 0 for integers.
+        """
+        signs, largest = 8 * keys.itemsize - 1, (1 << (8 * keys.itemsize - 1)) - 1
+        # Rows as slices that are counted from 0: so LLVM makes vectors of these loops.
+        for tile in range(0, num_elements, TILE_ELEMENTS):
+            end = min(tile + TILE_ELEMENTS, num_elements)
+            if infinity:
+                for number in range(keys.shape[0]):
+                    row = keys[number, tile:end]
+                    for element in range(end - tile):
+                        bits = row[element]
+                        turned = bits ^ ((bits >> signs) & largest)
+                        row[element] = largest if bits & largest > infinity else turned
+            for pair in range(network.shape[0]):
+                low, high = keys[network[pair, 0], tile:end], keys[network[pair, 1], tile:end]
+                for element in range(end - tile):
+                    left, right = low[element], high[element]
+                    low[element] = left if left < right else right
+                    high[element] = right if left < right else left
+            if infinity:
+                last = keys[keys.shape[0] - 1, tile:end]
+                for number in range(start, stop):
+                    row = keys[number, tile:end]
+                    # The last row is the last to be turned back, if it is one of these.
+                    for element in range(end - tile):
+                        bits = row[element]
+                        turned = bits ^ ((bits >> signs) & largest)
+                        row[element] = nan if last[element] == largest else turned
+
     signature = f"void({dtype}[:,::1],int64,int64[:,::1],int64,int64,int64,int64)"
-    return njit(signature, nogil=True, cache=keeps_kernels())(_sort_columns)
+    return compiled(sort, f"sort {dtype}", signature)
 
 
 @functools.cache

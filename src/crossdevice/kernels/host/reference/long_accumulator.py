@@ -35,6 +35,8 @@ FORMATS = {
     "bfloat16": FloatFormat(8, -133),
     "float32": FloatFormat(24, -149),
     "float64": FloatFormat(53, SMALLEST_EXPONENT),
+    "float8_e4m3fn": FloatFormat(4, -9),
+    "float8_e5m2": FloatFormat(3, -16),
 }
 
 

@@ -44,6 +44,8 @@ def infinity_of(dtype: np.dtype[Any]) -> int | None:
     """The bits of infinity, beyond which are those of NaN; None for integers."""
     if dtype.name not in FORMATS:
         return None
+    if dtype.name == "float8_e4m3fn":  # which has none: of the largest number
+        return 0x7E
     significand = 1 << (FORMATS[dtype.name].precision - 1)
     return (1 << (8 * dtype.itemsize - 1)) - significand
 
