@@ -27,6 +27,7 @@ from crossdevice.execution.processes.agreement import (
 )
 from crossdevice.execution.processes.all_to_all import exchanged_parts
 from crossdevice.execution.processes.device_reduction import DeviceReduction, Prepare, is_reduced_on_device
+from crossdevice.execution.processes.device_shards import DeviceShards, may_stay_on_device
 from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank
 from crossdevice.execution.processes.peer_reduction import PeerReduction, has_bits_of_the_host, is_on_peers
 from crossdevice.execution.processes.peers import find_peers, why_no_peers
@@ -47,7 +48,7 @@ from crossdevice.values.options import CommunicationImplementation, Communicatio
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights, weights_for
 
-Way: TypeAlias = Literal["engine", "host", "peer memory"]
+Way: TypeAlias = Literal["engine", "host", "peer memory", "shards"]
 
 
 class BetweenProcesses:
@@ -59,9 +60,9 @@ class BetweenProcesses:
         self._prepare = prepare
         self._remarks = Remarks()
         self._descriptions: SignatureCache[Description] = SignatureCache()
-        self._reductions: SignatureCache[ProcessReduction | DeviceReduction | PeerReduction] = (
-            SignatureCache()
-        )
+        self._reductions: SignatureCache[
+            ProcessReduction | DeviceReduction | DeviceShards | PeerReduction
+        ] = SignatureCache()
         self._scatterings: SignatureCache[ProcessReduceScatter] = SignatureCache()
 
     def reduce(self, batch: CheckedBatch) -> list[Any]:
@@ -89,6 +90,7 @@ class BetweenProcesses:
         (checked,) = CheckedBatch([request], op, options).leaves
         specs = [leaf.spec for leaf in checked if isinstance(leaf, Dense)]
         ways = [way_of(spec, op, options, group) for spec in specs]
+        ways = ["host" if way == "shards" and here > 1 else way for way in ways]
         by_host = [spec for spec, way in zip(specs, ways, strict=True) if way == "host"]
         counts = [(here,) * group.size] * len(by_host)
         lines = [
@@ -100,6 +102,12 @@ class BetweenProcesses:
         if "engine" in ways:
             number = ways.count("engine")
             lines.append(f"{number} values: the engine's own all-reduce, on the devices they are on")
+        if "shards" in ways:
+            number = ways.count("shards")
+            lines.append(
+                f"{number} values: the engine's all-to-all of shards, one fused pass on the devices they are "
+                "on, and the engine's all-gather"
+            )
         if "peer memory" in ways:
             number = ways.count("peer memory")
             lines.append(f"{number} values: each process sums its shard from the GPU memory of all")
@@ -221,12 +229,12 @@ class BetweenProcesses:
         if batch.options.implementation is not CommunicationImplementation.NCCL:
             return
         if not all(
-            isinstance(leaf, Dense) and is_reduced_on_device(leaf.spec, batch.options, self._group)
+            isinstance(leaf, Dense) and way_of(leaf.spec, batch.op, batch.options, self._group) != "host"
             for leaf in batch.all_leaves
         ):
             self._remarks.make(
-                "NCCL reduces PyTorch's dense tensors on GPUs, under precision 'fast'; everything else goes "
-                f"through {self._group.engine_name}"
+                "NCCL takes PyTorch's dense tensors on GPUs, and unless precision is 'fast' one replica per "
+                f"process; everything else goes through {self._group.engine_name}"
             )
 
     def _description(self, batch: CheckedBatch) -> Description:
@@ -262,7 +270,8 @@ class BetweenProcesses:
             if isinstance(leaf, Dense):
                 way = way_of(leaf.spec, op, options, group)
                 fits = weights is None and has_bits_of_the_host(leaf.spec, op, options, counts[number])
-                if way == "peer memory" and not fits:
+                is_lone = weights is None and set(counts[number]) == {1}
+                if (way == "peer memory" and not fits) or (way == "shards" and not is_lone):
                     way = "host"
                 ways.setdefault(way, {})[number] = leaf
         for way, dense in sorted(ways.items()):
@@ -275,6 +284,8 @@ class BetweenProcesses:
                     known = DeviceReduction(specs, op, options, own_counts, self._prepare)
                 elif way == "peer memory":
                     known = PeerReduction(specs, op, options, own_counts, group)
+                elif way == "shards":
+                    known = DeviceShards(specs, op, options, group.size, self._prepare)
                 else:
                     known = ProcessReduction(
                         specs, op, options, own_counts, group.rank, is_weighted=batch.is_weighted
@@ -296,7 +307,9 @@ def way_of(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, group: P
     """How a dense leaf is reduced between the processes of a group."""
     if is_on_peers(spec, op, options, group):
         return "peer memory"
-    return "engine" if is_reduced_on_device(spec, options, group) else "host"
+    if is_reduced_on_device(spec, options, group):
+        return "engine"
+    return "shards" if may_stay_on_device(spec, options, group) else "host"
 
 
 def _place(leaf: Leaf, entry: int, requests: Sequence[Request]) -> str:
