@@ -30,6 +30,8 @@ def main():
             dist.PrefixStore("device", engine._store), group.rank, group.size, dist.ProcessGroupGloo
         )
         engine.device_collectives = {"cpu": gloo}
+        moves, all_to_all_of = [], gloo.all_to_all_of
+        gloo.all_to_all_of = lambda *tensors: moves.append(tensors) or all_to_all_of(*tensors)
         ops = cd.CollectiveAllReduce(group=group, options=cd.CommunicationOptions(precision="fast"))
         own = cd.PerReplica([torch.full((3, 2), group.rank * 2.0 + number) for number in range(2)])
         whole = cd.PerReplica([torch.tensor([group.rank, 7], dtype=torch.int32)] * 2)
@@ -44,13 +46,13 @@ def main():
             "explained": ops.explain(own, own).splitlines()[-1],
             "ring": ops.explain(own, own, cd.CommunicationOptions(implementation="ring")).splitlines()[-1],
         }
-        facts["shards"] = shards(group)
+        facts["shards"] = {**shards(group), "all-to-alls": len(moves)}
     report(here.rank, facts)
 
 
 def shards(group):
     """Whether tensors that are combined on their devices get the bits of those that go through the host."""
-    ops, host = cd.CollectiveAllReduce(group=group), cd.CollectiveAllReduce(group=group)
+    ops = cd.CollectiveAllReduce(group=group)
     same = []
     for precision in ("accurate", "exact"):
         options = cd.CommunicationOptions(precision=precision, implementation="nccl")
@@ -61,11 +63,14 @@ def shards(group):
             torch.manual_seed(group.rank)
             tree = [(torch.randn(size) * 40).to(dtype) for size in (1, 7, 1000)]
             tree.append((torch.randn(3, 5).t() * 40).to(dtype))
-            ours, theirs = ops.reduce(op, tree, "cpu:0", options), host.reduce(op, tree, "cpu:0", ring)
+            ours, theirs = ops.reduce(op, tree, "cpu:0", options), ops.reduce(op, tree, "cpu:0", ring)
             same += [
                 torch.equal(one, other) and one.dtype == other.dtype
                 for one, other in zip(ours, theirs, strict=True)
             ]
+            even = [torch.cat([tensor] * group.size) for tensor in tree]
+            ours, theirs = (ops.reduce_scatter(op, even, 0, each) for each in (options, ring))
+            same += list(map(torch.equal, ours, theirs))
     whole, out = torch.arange(5.0) + group.rank, torch.zeros(5)
     options = cd.CommunicationOptions(implementation="nccl")
     is_out = ops.reduce("sum", whole, "cpu:0", options, out=out) is out

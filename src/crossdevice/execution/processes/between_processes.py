@@ -27,7 +27,11 @@ from crossdevice.execution.processes.agreement import (
 )
 from crossdevice.execution.processes.all_to_all import exchanged_parts
 from crossdevice.execution.processes.device_reduction import DeviceReduction, Prepare, is_reduced_on_device
-from crossdevice.execution.processes.device_shards import DeviceShards, may_stay_on_device
+from crossdevice.execution.processes.device_shards import (
+    DeviceReduceScatter,
+    DeviceShards,
+    may_stay_on_device,
+)
 from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank
 from crossdevice.execution.processes.peer_reduction import PeerReduction, has_bits_of_the_host, is_on_peers
 from crossdevice.execution.processes.peers import find_peers, why_no_peers
@@ -63,7 +67,7 @@ class BetweenProcesses:
         self._reductions: SignatureCache[
             ProcessReduction | DeviceReduction | DeviceShards | PeerReduction
         ] = SignatureCache()
-        self._scatterings: SignatureCache[ProcessReduceScatter] = SignatureCache()
+        self._scatterings: SignatureCache[ProcessReduceScatter | DeviceReduceScatter] = SignatureCache()
 
     def reduce(self, batch: CheckedBatch) -> list[Any]:
         """The wrapped result of each request, over the replicas of all ranks."""
@@ -132,7 +136,7 @@ class BetweenProcesses:
         self, scatters: Sequence[Scatter], op: ReduceOp, options: CommunicationOptions
     ) -> list[Any]:
         """The parts of this rank's replicas, of values reduced over the replicas of all ranks."""
-        return reduced_parts(self._group, scatters, op, options, self._scatterings)
+        return reduced_parts(self._group, scatters, op, options, self._scatterings, self._prepare)
 
     def all_to_all(self, moves: Sequence[AllToAll], options: CommunicationOptions) -> list[Any]:
         """The parts that all ranks have for this rank's replicas."""

@@ -64,16 +64,14 @@ class DeviceShards:
         for leaves in alike.values():
             first = specs[leaves[0]]
             length = -(-sum(specs[leaf].num_elements for leaf in leaves) // size)
-            devices = first.devices * size
-            shard = LeafSpec(first.backend, first.dtype, (length,), devices, first.devices)
-            self._packs.append(_Pack(leaves, length, prepare((shard,), op, options)))
+            self._packs.append(
+                _Pack(leaves, length, prepare((_shards_of(first, length, size),), op, options))
+            )
 
     def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
         """Reduces with the other ranks; `outs` are written to by whoever calls the delivery."""
         assert weights is None, "weighted values go through the host's memory"
-        if call.group.checks != "off":
-            # The engine's own collectives have no tags: ranks meet under those of the call first.
-            call.all_gather(b"ready")
+        _meet(call)
         results: dict[int, Array] = {}
         for pack in self._packs:
             whole = self._reduced(call, pack, [columns[leaf][0] for leaf in pack.leaves])
@@ -99,12 +97,61 @@ class DeviceShards:
         if missing:
             flats.append(xp.zeros((missing,), dtype=flats[0].dtype, device=flats[0].device))
         sent = flats[0] if len(flats) == 1 else backend.concat(flats, 0, at)
-        received = xp.empty_like(sent)
-        call.all_to_all(received, sent, at.type)
-        contributions = [
-            backend.part_of(received, rank * length, (rank + 1) * length) for rank in range(self._size)
-        ]
-        ((shard,),) = pack.reduction.run([contributions], [None])
+        shard = _combined(call, sent, spec, pack.reduction)
         whole = xp.empty((self._size * length,), dtype=shard.dtype, device=shard.device)
         call.all_gather_arrays(whole, shard, at.type)
         return whole
+
+
+class DeviceReduceScatter:
+    """The first half of it, for leaves that are cut along their first axis into equal parts."""
+
+    def __init__(
+        self,
+        specs: Sequence[LeafSpec],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        size: int,
+        prepare: Prepare,
+    ) -> None:
+        self._specs, self._size = specs, size
+        self._reductions = [
+            prepare((_shards_of(spec, spec.num_elements // size, size),), op, options) for spec in specs
+        ]
+
+    def exchange(self, call: GroupCall, columns: Columns) -> list[list[Array]]:
+        """For each leaf the part of this rank's replica, flat."""
+        _meet(call)
+        return [
+            [_combined(call, spec.backend.flat(arrays[0]), spec, reduction)]
+            for spec, arrays, reduction in zip(self._specs, columns, self._reductions, strict=True)
+        ]
+
+    def placed(self, parts: Sequence[Sequence[Array]]) -> list[list[Array]]:
+        """The parts in their shapes, on their device already."""
+        return [
+            [spec.backend.reshape(part, (spec.shape[0] // self._size, *spec.shape[1:]))]
+            for spec, (part,) in zip(self._specs, parts, strict=True)
+        ]
+
+
+def _shards_of(spec: LeafSpec, length: int, size: int) -> LeafSpec:
+    """One rank's shard of the arrays of all ranks, which is on the leaf's device."""
+    return LeafSpec(spec.backend, spec.dtype, (length,), spec.devices * size, spec.devices)
+
+
+def _meet(call: GroupCall) -> None:
+    """The engine's own collectives have no tags: ranks meet under those of the call first."""
+    if call.group.checks != "off":
+        call.all_gather(b"ready")
+
+
+def _combined(call: GroupCall, sent: Array, spec: LeafSpec, reduction: PreparedReduction) -> Array:
+    """This rank's shard of what all ranks send, combined in their order."""
+    backend, size = spec.backend, call.group.size
+    received = backend.namespace().empty_like(sent)
+    call.all_to_all(received, sent, spec.devices[0].type)
+    length = sent.shape[0] // size
+    contributions = [backend.part_of(received, rank * length, (rank + 1) * length) for rank in range(size)]
+    ((shard,),) = reduction.run([contributions], [None])
+    return shard
