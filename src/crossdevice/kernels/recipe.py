@@ -42,3 +42,7 @@ class Recipe(NamedTuple):
     def with_weights(self, weights: Weights | None) -> Recipe:
         """The same with weights that were unknown when it was made."""
         return self if weights is None else self._replace(weights=weights)
+
+
+COPYING = Recipe(ReduceOp.SUM, "fast")
+"""Of a single input: the input itself."""
