@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend
-from crossdevice.errors import ConversionError, MismatchError, OptionError, ReduceOpError
+from crossdevice.errors import ConversionError, OptionError
 from crossdevice.execution.local.all_to_all import AllToAll
 from crossdevice.execution.local.batch import CheckedBatch, CheckedLeaf, Request
 from crossdevice.execution.local.copying import component_of
@@ -22,6 +22,7 @@ from crossdevice.execution.processes.agreement import (
     Description,
     LeafDescription,
     agreed_call,
+    refused_by_all,
     seconds_of,
     structure_text,
 )
@@ -33,6 +34,7 @@ from crossdevice.execution.processes.device_shards import (
     may_stay_on_device,
 )
 from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank
+from crossdevice.execution.processes.packs import check_ranks
 from crossdevice.execution.processes.peer_reduction import PeerReduction, has_bits_of_the_host, is_on_peers
 from crossdevice.execution.processes.peers import find_peers, why_no_peers
 from crossdevice.execution.processes.reduction import ProcessReduction
@@ -346,18 +348,12 @@ def _weights_of_all_ranks(
     call: GroupCall, batch: CheckedBatch, counts: Sequence[tuple[int, ...]]
 ) -> Weights | None:
     """The weights of all replicas, in the order of ranks; refuses those, and operations, that do not fit."""
-    try:
-        if batch.op.is_of_ranks:
-            for count in counts:
-                batch.op.ranks(sum(count))
+    with refused_by_all():
+        check_ranks(batch.op, counts)
         if batch.factors is None:
             return None
         records = call.all_gather_uneven(np.array(batch.factors).tobytes())
         return weights_for(tuple(np.frombuffer(b"".join(records)).tolist()), batch.op)
-    except (OptionError, ReduceOpError) as error:
-        refusal = MismatchError(str(error))
-        refusal.is_on_all_ranks = True
-        raise refusal from None
 
 
 def _gather_rows(

@@ -16,14 +16,15 @@ from crossdevice.execution.processes.agreement import (
     Description,
     LeafDescription,
     agreed_call,
+    refused_by_all,
     seconds_of,
     structure_text,
 )
 from crossdevice.execution.processes.device_reduction import Prepare
 from crossdevice.execution.processes.device_shards import DeviceReduceScatter, may_stay_on_device
-from crossdevice.execution.processes.packs import Piece
+from crossdevice.execution.processes.packs import Piece, check_ranks
 from crossdevice.execution.processes.reduction import Flat, ProcessReduction
-from crossdevice.execution.processes.rows import array_of_rows, wrong_number
+from crossdevice.execution.processes.rows import array_of_rows
 from crossdevice.execution.reading.leaf_spec import Columns
 from crossdevice.execution.reading.outputs import wrapped_into
 from crossdevice.execution.reading.shards import part_lengths
@@ -49,13 +50,10 @@ class ProcessReduceScatter(ProcessReduction):
         options: CommunicationOptions,
         counts: Sequence[tuple[int, ...]],
         rank: int,
-        sizes: Sequence[int] | None,
+        lengths: Sequence[Sequence[int]],
     ) -> None:
+        """`lengths` has, for each leaf, the length of the part of each replica there is."""
         self._axes = [leaf.axis for leaf in leaves]
-        lengths = [
-            _lengths(leaf.spec.shape[leaf.axis], sum(count), sizes)
-            for leaf, count in zip(leaves, counts, strict=True)
-        ]
         units = [_row_elements(leaf.spec.shape, leaf.axis) for leaf in leaves]
         edges = [
             [unit * row for row in itertools.accumulate(of_leaf, initial=0)]
@@ -131,6 +129,12 @@ def reduced_parts(
             prepared = known.get(key)
             if prepared is None:
                 specs = [leaf.spec for leaf in leaves]
+                with refused_by_all():
+                    check_ranks(op, counts)
+                    lengths = [
+                        part_lengths(leaf.spec.shape[leaf.axis], sum(count), sizes)
+                        for leaf, count in zip(leaves, counts, strict=True)
+                    ]
                 if all(
                     set(count) == {1}
                     and may_stay_on_device(leaf.spec, options, group)
@@ -139,7 +143,7 @@ def reduced_parts(
                 ):
                     prepared = DeviceReduceScatter(specs, op, options, group.size, prepare)
                 else:
-                    prepared = ProcessReduceScatter(leaves, op, options, counts, group.rank, sizes)
+                    prepared = ProcessReduceScatter(leaves, op, options, counts, group.rank, lengths)
                 known[key] = prepared
             parts = prepared.exchange(call, [leaf.leaf.arrays for leaf in leaves])
             place = functools.partial(prepared.placed, parts)
@@ -185,12 +189,6 @@ def _description(
 def _is_even(leaf: ScatteredLeaf, group: ProcessGroup, sizes: Sequence[int] | None) -> bool:
     """Whether it is cut along its first axis into equal parts."""
     return leaf.axis == 0 and leaf.spec.shape[0] % group.size == 0 and len(set(sizes or ())) <= 1
-
-
-def _lengths(length: int, num_replicas: int, sizes: Sequence[int] | None) -> list[int]:
-    if sizes is not None and len(sizes) != num_replicas:
-        raise wrong_number(sizes, num_replicas)
-    return part_lengths(length, num_replicas, sizes)
 
 
 def _rest(shape: Sequence[int], axis: int) -> tuple[int, ...]:
