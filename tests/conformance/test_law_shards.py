@@ -168,6 +168,30 @@ def test_a_reduce_scatter_may_be_in_place_and_a_gather_may_overlap():
     assert [array.tolist() for array in arrays] == [[11, 22, 33, 44]] * 2
 
 
+@each_backend("shards")
+def test_large_values_are_joined_like_small_ones(backend):
+    source = np.random.default_rng(5)
+    for dtype in ("float32", "bool", "complex64"):
+        arrays = [source.integers(0, 2, (number, 3)).astype(dtype) for number in (50_001, 40_000)]
+        value = backend.per_replica(arrays)
+        rights = [np.concatenate(each) for each in zip(*(np.array_split(a, 2) for a in arrays), strict=True)]
+        check_parts(cd.DirectAllReduce().all_gather(value), [np.concatenate(arrays)] * 2, backend, value)
+        check_parts(cd.DirectAllReduce().all_to_all(value), rights, backend, value)
+        if not backend.is_immutable:
+            whole = backend.per_replica([np.zeros((90_001, 3), dtype)] * 2)
+            assert cd.all_gather(value, out=whole)[1] is whole.values[1]
+            check_parts(whole, [np.concatenate(arrays)] * 2, backend, value)
+
+
+def test_large_values_may_be_moved_in_their_own_memory():
+    arrays = [np.arange(100_000.0) + 1e6 * replica for replica in range(2)]
+    rights = [
+        np.concatenate([array[place] for array in arrays]) for place in (slice(50_000), slice(50_000, None))
+    ]
+    cd.all_to_all(arrays, out=arrays)
+    assert [array.tolist() for array in arrays] == [right.tolist() for right in rights]
+
+
 def test_wrong_arguments_are_refused_before_anything_is_done():
     value = cd.PerReplica([np.zeros((4, 2)), np.zeros((4, 2))])
     for call in (cd.reduce_scatter, cd.all_to_all):

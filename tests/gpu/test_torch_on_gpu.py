@@ -58,6 +58,23 @@ def test_a_gpu_gives_the_bits_of_the_host(name, dtype):
                 assert same(part, expected), (placement, precision, op)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_on_a_gpu_have_the_bits_of_the_host(dtype):
+    for placement, precision in itertools.product(PLACEMENTS, ("accurate", "exact")):
+        options = cd.CommunicationOptions(precision=precision)
+        on_host = tensors(dtype, len(placement))
+        placed = [tensor.to(device.split(":")[0]) for tensor, device in zip(on_host, placement, strict=True)]
+        value = cd.PerReplica(placed, devices=placement)
+        for call in (
+            lambda each, options=options: cd.reduce_scatter(each, "mean", options=options),
+            cd.all_gather,
+            cd.all_to_all,
+        ):
+            for part, right, device in zip(call(value), call(on_host), placement, strict=True):
+                assert part.device.type == device.split(":")[0]
+                assert same(part, right), (placement, precision)
+
+
 def test_results_and_copies_are_where_they_were_asked_for():
     value = cd.PerReplica([torch.ones(4, device="cuda"), torch.ones(4, device="cuda")])
     assert value.devices == (cd.Device("cuda", 0),) * 2

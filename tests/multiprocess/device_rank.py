@@ -1,5 +1,6 @@
 """One rank whose engine reduces tensors on their devices, gloo on the host standing in for NCCL on GPUs."""
 
+import itertools
 import sys
 
 import torch
@@ -7,18 +8,30 @@ import torch.distributed as dist
 
 import crossdevice as cd
 from crossdevice.process_groups import cluster
-from crossdevice.process_groups.torch_collectives import DeviceCollectives
+from crossdevice.process_groups.torch_collectives import TorchCollectives
 from multiprocess.launching import report
+
+DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.int32,
+    torch.uint8,
+)
 
 
 def main():
     here = cluster.cluster_from_env()
     with here.form_group("torch", timeout_seconds=60.0) as group:
         engine = group._engine
-        gloo = DeviceCollectives(
+        gloo = TorchCollectives(
             dist.PrefixStore("device", engine._store), group.rank, group.size, dist.ProcessGroupGloo
         )
-        engine.device_all_reduces = {"cpu": gloo.all_reduce_of}
+        engine.device_collectives = {"cpu": gloo}
+        moves, all_to_all_of = [], gloo.all_to_all_of
+        gloo.all_to_all_of = lambda *tensors: moves.append(tensors) or all_to_all_of(*tensors)
         ops = cd.CollectiveAllReduce(group=group, options=cd.CommunicationOptions(precision="fast"))
         own = cd.PerReplica([torch.full((3, 2), group.rank * 2.0 + number) for number in range(2)])
         whole = cd.PerReplica([torch.tensor([group.rank, 7], dtype=torch.int32)] * 2)
@@ -33,7 +46,42 @@ def main():
             "explained": ops.explain(own, own).splitlines()[-1],
             "ring": ops.explain(own, own, cd.CommunicationOptions(implementation="ring")).splitlines()[-1],
         }
+        facts["shards"] = {**shards(group), "all-to-alls": len(moves)}
     report(here.rank, facts)
+
+
+def shards(group):
+    """Whether tensors that are combined on their devices get the bits of those that go through the host."""
+    ops = cd.CollectiveAllReduce(group=group)
+    same = []
+    for precision in ("accurate", "exact"):
+        options = cd.CommunicationOptions(precision=precision, implementation="nccl")
+        ring = cd.CommunicationOptions(precision=precision)
+        for op, dtype in itertools.product(("sum", "mean", "max", "prod"), DTYPES):
+            if op == "max" and dtype.is_complex:
+                continue
+            torch.manual_seed(group.rank)
+            tree = [(torch.randn(size) * 40).to(dtype) for size in (1, 7, 1000)]
+            tree.append((torch.randn(3, 5).t() * 40).to(dtype))
+            ours, theirs = ops.reduce(op, tree, "cpu:0", options), ops.reduce(op, tree, "cpu:0", ring)
+            same += [
+                torch.equal(one, other) and one.dtype == other.dtype
+                for one, other in zip(ours, theirs, strict=True)
+            ]
+            even = [torch.cat([tensor] * group.size) for tensor in tree]
+            ours, theirs = (ops.reduce_scatter(op, even, 0, each) for each in (options, ring))
+            same += list(map(torch.equal, ours, theirs))
+    whole, out = torch.arange(5.0) + group.rank, torch.zeros(5)
+    options = cd.CommunicationOptions(implementation="nccl")
+    is_out = ops.reduce("sum", whole, "cpu:0", options, out=out) is out
+    several = cd.PerReplica([whole, whole])
+    return {
+        "same bits": all(same),
+        "compared": len(same),
+        "in out": [is_out, out.tolist()],
+        "several replicas": ops.reduce("sum", several, "cpu:0", options).tolist(),
+        "explained": ops.explain(whole, "cpu:0", options).splitlines()[-1],
+    }
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def parts_have_the_bits_of_reduce(group, form_another):
 
 def exact_parts_have_the_bits_of_one_process(group, form_another):
     ops, options = cd.CollectiveAllReduce(group=group), cd.CommunicationOptions(precision="exact")
-    for dtype, op in list(cases())[::3]:
+    medians = ((np.dtype("f4"), "MEDIAN"), (np.dtype("f2"), cd.trimmed_mean(2)))
+    for dtype, op in (*list(cases())[::3], *medians):
         values = replicas(dtype, 700)
         rights = cd.reduce_scatter(values, op, options=options)
         same_bits(ops.reduce_scatter(op, share_of(group, values), 0, options), own_parts(group, rights))
@@ -172,8 +173,10 @@ def differences_are_named_on_every_rank(group, form_another):
         lambda: ops.reduce_scatter("sum", array, sizes=[4]),
         lambda: ops.all_to_all(array, sizes=[4]),
     ):
-        message = refusal(group, cd.errors.StructureMismatchError, call)
-        assert f"sizes has 1 lengths; expected {group.size}, one for each replica of all processes" in message
+        message = refusal(group, cd.errors.MismatchError, call)
+        assert f"sizes has 1 lengths; expected {group.size}, one for each replica" in message
+    few = refusal(group, cd.errors.MismatchError, lambda: ops.reduce_scatter(cd.trimmed_mean(9), array))
+    assert f"there are {group.size} replicas; expected at least 19" in few
     assert ops.reduce_scatter("sum", np.ones(group.size)).tolist() == [group.size]
 
 

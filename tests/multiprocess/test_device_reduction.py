@@ -15,5 +15,14 @@ def test_the_engines_own_all_reduce_gives_the_same_results(tmp_path):
         "explained": "1 values: the engine's own all-reduce, on the devices they are on",
         "ring": "pack 0 (1 values of float32): sends one partial result in float32 to every other process, "
         "24 bytes",
+        "shards": {
+            "same bits": True,
+            "compared": 2 * (4 * 7 - 1) * 8,
+            "in out": [True, [1.0, 3.0, 5.0, 7.0, 9.0]],
+            "several replicas": [2.0, 6.0, 10.0, 14.0, 18.0],
+            "all-to-alls": 2 * (4 * 7 - 1) * (1 + 4) + 1,
+            "explained": "1 values: the engine's all-to-all of shards, one fused pass on the devices they "
+            "are on, and the engine's all-gather",
+        },
     }
     assert found.reports == {0: expected, 1: expected}

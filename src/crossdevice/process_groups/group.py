@@ -113,7 +113,7 @@ class ProcessGroup:
 
     def reduces_on(self, device_type: str) -> bool:
         """Whether the engine all-reduces PyTorch's tensors on such devices where they are."""
-        return device_type in self._engine.device_all_reduces
+        return device_type in self._engine.device_collectives
 
     def compare_always(self) -> None:
         """From now on every call is compared, unless checks are off.

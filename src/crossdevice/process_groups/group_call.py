@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from crossdevice.process_groups.courier import Errand
-from crossdevice.process_groups.protocol import Message
+from crossdevice.process_groups.protocol import Message, Started
 
 if TYPE_CHECKING:
     from crossdevice.process_groups.group import ProcessGroup
@@ -67,9 +67,20 @@ class GroupCall:
 
     def all_reduce(self, array: Any, device_type: str, op: str) -> None:
         """The engine's own all-reduce of an array in place, on a device it `reduces_on`."""
+        self._run(self.group._engine.device_collectives[device_type].all_reduce_of(array, op))
+
+    def all_to_all(self, output: Any, array: Any, device_type: str) -> None:
+        """The engine's own all-to-all of equal parts, in the same places."""
+        self._run(self.group._engine.device_collectives[device_type].all_to_all_of(output, array))
+
+    def all_gather_arrays(self, output: Any, array: Any, device_type: str) -> None:
+        """The engine's own all-gather of arrays of one length, in the same places."""
+        self._run(self.group._engine.device_collectives[device_type].all_gather_of(output, array))
+
+    def _run(self, collective: Started) -> None:
         self.num_exchanges += 1
         self.has_heard = True
-        self._errand = self.group._carry(self, self.group._engine.device_all_reduces[device_type](array, op))
+        self._errand = self.group._carry(self, collective)
         self.wait()
 
     def all_gather(self, record: bytes) -> list[bytes]:

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from crossdevice.errors import DeadlineError, OptionError
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
-from crossdevice.process_groups.protocol import AllReduceOf, Message
+from crossdevice.process_groups.protocol import DeviceCollectives, Message
 from crossdevice.values.launchers import Launch
 
 EAGER_SECONDS = 0.002
@@ -63,7 +63,7 @@ class MpiEngine:
 
     board_keeper: int | None = None
     awaited_ranks: Collection[int] = ()
-    device_all_reduces: Mapping[str, AllReduceOf] = MappingProxyType({})
+    device_collectives: Mapping[str, DeviceCollectives] = MappingProxyType({})
 
     def __init__(
         self, communicator: MPI.Intracomm | None = None, *, timeout_seconds: float = TIMEOUT_SECONDS

@@ -23,11 +23,24 @@ class RankLostError(ConnectionError):
         self.rank = rank
 
 
-AllReduceOf: TypeAlias = Callable[[Any, str], Callable[[float], None]]
-"""Makes an all-reduce of an array in place, with a ReduceOp's name but not MEAN, into a call that blocks.
+Started: TypeAlias = Callable[[float], None]
+"""A collective that blocks, to be called with a timeout.
 
-It is made in the thread, and so on the streams, of whoever wrote the array, and called with a timeout.
+It is made in the thread, and so on the streams, of whoever wrote its arrays.
 """
+
+
+class DeviceCollectives(Protocol):
+    """What an engine does with PyTorch's tensors on their devices: all are contiguous."""
+
+    def all_reduce_of(self, tensor: Any, op: str) -> Started:
+        """An all-reduce in place, with a ReduceOp's name but not MEAN."""
+
+    def all_to_all_of(self, output: Any, tensor: Any) -> Started:
+        """Gives each rank one of equal parts; the output has those of all ranks in order."""
+
+    def all_gather_of(self, output: Any, tensor: Any) -> Started:
+        """Puts the tensors of all ranks, which have one length, end to end."""
 
 
 class Engine(Protocol):
@@ -45,7 +58,7 @@ class Engine(Protocol):
     largest_tag: int
     """Tags are whole numbers from 0 to this one, at least 32767."""
 
-    device_all_reduces: Mapping[str, AllReduceOf]
+    device_collectives: Mapping[str, DeviceCollectives]
     """By type of device, for PyTorch's tensors that need not go through the host's memory."""
 
     @property

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from crossdevice.errors import OptionError
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.protocol import AllReduceOf, Message
+from crossdevice.process_groups.protocol import DeviceCollectives, Message
 from crossdevice.values.launchers import Launch
 
 
@@ -35,7 +35,7 @@ class ThreadEngine:
     board_keeper: int | None = None
     largest_tag = (1 << 31) - 1
     awaited_ranks: Collection[int] = ()
-    device_all_reduces: Mapping[str, AllReduceOf] = MappingProxyType({})
+    device_collectives: Mapping[str, DeviceCollectives] = MappingProxyType({})
 
     def __init__(self, room: Room, rank: int) -> None:
         self._room = room

@@ -1,4 +1,4 @@
-"""All-reduces of PyTorch's tensors where they are: NCCL for GPUs, each rank with GPUs of its own."""
+"""Collectives of PyTorch's tensors where they are: NCCL for GPUs, each rank with GPUs of its own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from crossdevice.process_groups.protocol import Started
 from crossdevice.process_groups.torch_store import leave_behind_at_fork
 
 PAUSE_SECONDS = 0.00005
 """Between two questions whether a collective has ended."""
 
 
-class DeviceCollectives:
+class TorchCollectives:
     """Those of one rank on an engine of torch.distributed, which is started by the first of them."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, start: Callable[..., Any]) -> None:
@@ -26,10 +27,8 @@ class DeviceCollectives:
         self._start = start
         self._engine: Any = None
 
-    def all_reduce_of(self, tensor: torch.Tensor, op: str) -> Callable[[float], None]:
+    def all_reduce_of(self, tensor: torch.Tensor, op: str) -> Started:
         """An all-reduce after all that the current stream is to do before it."""
-        on_gpu = tensor.device.type == "cuda"
-        stream = torch.cuda.current_stream(tensor.device) if on_gpu else None
         options = dist.AllreduceOptions()
         options.reduceOp = {
             "SUM": dist.ReduceOp.SUM,
@@ -37,6 +36,21 @@ class DeviceCollectives:
             "MIN": dist.ReduceOp.MIN,
             "MAX": dist.ReduceOp.MAX,
         }[op]
+        return self._after_current_stream(tensor, lambda engine: engine.allreduce([tensor], options))
+
+    def all_to_all_of(self, output: torch.Tensor, tensor: torch.Tensor) -> Started:
+        """The same for an all-to-all; of bytes, since engines do not have all dtypes."""
+        out, sent = output.view(torch.uint8), tensor.view(torch.uint8)
+        return self._after_current_stream(tensor, lambda engine: engine.alltoall_base(out, sent, [], []))
+
+    def all_gather_of(self, output: torch.Tensor, tensor: torch.Tensor) -> Started:
+        """The same for an all-gather."""
+        out, sent = output.view(torch.uint8), tensor.view(torch.uint8)
+        return self._after_current_stream(tensor, lambda engine: engine._allgather_base(out, sent))
+
+    def _after_current_stream(self, tensor: torch.Tensor, begin: Callable[[Any], dist.Work]) -> Started:
+        on_gpu = tensor.device.type == "cuda"
+        stream = torch.cuda.current_stream(tensor.device) if on_gpu else None
 
         def run(timeout_seconds: float) -> None:
             end = time.monotonic() + timeout_seconds
@@ -44,7 +58,7 @@ class DeviceCollectives:
                 if self._engine is None:
                     self._engine = self._start(*self._place, timedelta(seconds=timeout_seconds))
                     leave_behind_at_fork(self._engine)
-                work = self._engine.allreduce([tensor], options)
+                work = begin(self._engine)
                 while not work.is_completed():
                     if time.monotonic() > end:
                         raise TimeoutError(f"no answer in {timeout_seconds:g} seconds")
@@ -54,8 +68,8 @@ class DeviceCollectives:
         return run
 
 
-def nccl_of(store: dist.Store, rank: int, size: int) -> DeviceCollectives | None:
+def nccl_of(store: dist.Store, rank: int, size: int) -> TorchCollectives | None:
     """Those of NCCL, if PyTorch has it and sees a GPU."""
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return None
-    return DeviceCollectives(dist.PrefixStore("nccl", store), rank, size, dist.ProcessGroupNCCL)
+    return TorchCollectives(dist.PrefixStore("nccl", store), rank, size, dist.ProcessGroupNCCL)

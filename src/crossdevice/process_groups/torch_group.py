@@ -16,7 +16,7 @@ from torch import Tensor, from_numpy
 from crossdevice.errors import OptionError, ProcessGroupError
 from crossdevice.process_groups.courier import TimedCalls
 from crossdevice.process_groups.group import LONGEST_SECONDS, TIMEOUT_SECONDS, Checks, ProcessGroup
-from crossdevice.process_groups.protocol import AllReduceOf, Message, RankLostError
+from crossdevice.process_groups.protocol import DeviceCollectives, Message, RankLostError
 from crossdevice.process_groups.torch_collectives import nccl_of
 from crossdevice.process_groups.torch_meeting import Meeting, everyones, way_to
 from crossdevice.process_groups.torch_store import default_store, leave_behind_at_fork, reason_of, store_at
@@ -123,9 +123,7 @@ class TorchEngine:
         self._doubted: _Awaited | None = None
         self._is_store_gone = False
         nccl = nccl_of(self._store, rank, size)
-        self.device_all_reduces: Mapping[str, AllReduceOf] = (
-            {} if nccl is None else {"cuda": nccl.all_reduce_of}
-        )
+        self.device_collectives: Mapping[str, DeviceCollectives] = {} if nccl is None else {"cuda": nccl}
         self._gloo: Any = self._connected(host, deadline)
         leave_behind_at_fork(self._gloo)
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from crossdevice.backends.protocol import Array
 from crossdevice.errors import OptionError
-from crossdevice.execution.local.gathering import Gathering, check_gather
-from crossdevice.execution.reading.outputs import Expected, delivered, read_out_of_shapes, wrapped
+from crossdevice.execution.local.gathering import Gathering, check_gather, delivered_late, free_rooms
+from crossdevice.execution.reading.outputs import Expected, read_out_of_shapes, wrapped
 from crossdevice.execution.reading.shards import check_sum, cut, part_lengths, read_sizes
 from crossdevice.execution.reading.values import Value, read_value
 from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded
@@ -37,15 +37,16 @@ class AllToAll(NamedTuple):
         outs = read_out_of_shapes(self.out, self.value, expected, devices)
         flight_recorder.events.append((READING, started, now(), 1))
         num_bytes = sum(gathering.num_bytes for gathering in self.gatherings)
+        rooms = free_rooms(self.gatherings, devices, devices, outs)
         with recorded(Work("copy", "all_to_all", devices, num_bytes)):
             results = [
-                [gathering.run(devices, [at])[0] for gathering, at in zip(gatherings, devices, strict=True)]
-                for gatherings in of_leaves
+                [
+                    gathering.run(devices, [at], None if room is None else [room[number]])[0]
+                    for number, (gathering, at) in enumerate(zip(gatherings, devices, strict=True))
+                ]
+                for gatherings, room in zip(of_leaves, rooms, strict=True)
             ]
-        into = [
-            delivered(arrays, out, gathering.backend)
-            for arrays, out, gathering in zip(results, outs, self.gatherings, strict=True)
-        ]
+        into = delivered_late(results, rooms, outs, self.gatherings)
         return wrapped(into, self.value.structure, devices, PerReplica)
 
     def _gatherings_of_replicas(self, leaf: int) -> list[Gathering]:

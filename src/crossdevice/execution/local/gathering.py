@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
-from crossdevice.backends.protocol import Array, Backend
+import numpy as np
+
+from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend
 from crossdevice.errors import DtypeMismatchError, ShapeMismatchError
-from crossdevice.execution.reading.leaf_spec import bytes_of
-from crossdevice.execution.reading.outputs import Expected, delivered, read_out_of_shapes, wrapped
+from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Outs, bytes_of
+from crossdevice.execution.reading.outputs import (
+    Expected,
+    delivered,
+    read_out_of_shapes,
+    wrapped,
+    written_view,
+)
+from crossdevice.execution.reading.overlaps import are_apart
 from crossdevice.execution.reading.shards import checked_axis
 from crossdevice.execution.reading.values import Leaf, check_agreement, one_backend, read_value
 from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded, transfer
+from crossdevice.kernels.host.fused_pass import fused_batch
+from crossdevice.kernels.host.resources.pool import result_pool
+from crossdevice.kernels.recipe import COPYING
 from crossdevice.values.device import Device
+from crossdevice.values.dtypes import ITEM_BYTES
 
 Placed: TypeAlias = tuple[Any, tuple[Device, ...], Any]
 """A value to be gathered, its destinations, and the `out` of the result."""
+
+MIN_PASS_BYTES = 1 << 18
+"""Of less than this the library's own concatenation is sooner done than a pass is prepared."""
 
 
 class Gathering(NamedTuple):
@@ -45,9 +64,51 @@ class Gathering(NamedTuple):
         shape = self.backend.shape_of(self.arrays[0])
         return (*shape[: self.axis], length, *shape[self.axis + 1 :])
 
-    def run(self, devices: Sequence[Device], destinations: Sequence[Device]) -> list[Array]:
-        """The arrays in replica order along the axis, in new memory on each destination."""
-        return [self._gathered(devices, destination) for destination in destinations]
+    def run(
+        self, devices: Sequence[Device], destinations: Sequence[Device], out: Sequence[Array] | None = None
+    ) -> tuple[Array, ...]:
+        """The arrays in replica order along the axis, in new memory on each destination, or in `out`.
+
+        Nothing that is read may be in `out`.
+        """
+        if self._are_ranges and self._is_on_host(devices, destinations):
+            return self._joined_on_host(destinations, out)
+        results = [self._gathered(devices, destination) for destination in destinations]
+        return delivered(results, out, self.backend)
+
+    @property
+    def _are_ranges(self) -> bool:
+        """Whether each array is a range of the result's elements, and large enough for a pass over them."""
+        before = self.backend.shape_of(self.arrays[0])[: self.axis]
+        return self.num_bytes >= MIN_PASS_BYTES and math.prod(before) == 1 and self.dtype in ITEM_BYTES
+
+    def _is_on_host(self, devices: Sequence[Device], destinations: Sequence[Device]) -> bool:
+        memories = {self.backend.memory_of(device) for device in (*devices, *destinations)}
+        return memories == {HOST_MEMORY}
+
+    def _joined_on_host(
+        self, destinations: Sequence[Device], out: Sequence[Array] | None
+    ) -> tuple[Array, ...]:
+        """One pass that reads each array once and writes it to all destinations."""
+        backend, shape = self.backend, self.shape
+        views = [backend.host_view(array) for array in self.arrays]
+        if out is None:
+            flats = result_pool.empty_batch([(math.prod(shape), views[0].dtype)] * len(destinations))
+        else:
+            flats = list(map(written_view, repeat(backend), out))
+        inputs, outputs = ([flat.view(np.uint8) for flat in these] for these in (views, flats))
+        edges = itertools.pairwise(itertools.accumulate([view.size for view in inputs], initial=0))
+        tasks = [
+            ([view], [flat[start:stop] for flat in outputs])
+            for view, (start, stop) in zip(inputs, edges, strict=True)
+            if view.size
+        ]
+        with recorded(Work("pack", f"join along axis {self.axis}", tuple(destinations))):
+            fused_batch(tasks, COPYING)
+        if out is None:
+            return tuple(map(backend.from_host, flats, repeat(shape), destinations))
+        backend.mark_written(tuple(out))
+        return tuple(out)
 
     def _gathered(self, devices: Sequence[Device], destination: Device) -> Array:
         here = [
@@ -77,13 +138,36 @@ def gathered(value: Any, destinations: tuple[Device, ...], axis: int, out: Any =
     flight_recorder.events.append((READING, started, now(), 1))
     devices = (*read.devices, *destinations)
     num_bytes = sum(gathering.num_bytes for gathering in gatherings)
+    rooms = free_rooms(gatherings, read.devices, destinations, outs)
     with recorded(Work("copy", "gather", devices, num_bytes, f"axis {axis}")):
-        results = [gathering.run(read.devices, destinations) for gathering in gatherings]
-    into = [
-        delivered(arrays, own_out, gathering.backend)
-        for arrays, own_out, gathering in zip(results, outs, gatherings, strict=True)
+        results = [
+            gathering.run(read.devices, destinations, room)
+            for gathering, room in zip(gatherings, rooms, strict=True)
+        ]
+    return wrapped(delivered_late(results, rooms, outs, gatherings), read.structure, destinations)
+
+
+def free_rooms(
+    gatherings: Sequence[Gathering], devices: tuple[Device, ...], destinations: tuple[Device, ...], outs: Outs
+) -> Outs:
+    """The arrays of `outs` if they can be written to while others are read; else None for each leaf."""
+    if all(out is None for out in outs):
+        return outs
+    leaves = [
+        Dense(gathering.arrays, LeafSpec(gathering.backend, "", (), devices, destinations), out)
+        for gathering, out in zip(gatherings, outs, strict=True)
     ]
-    return wrapped(into, read.structure, destinations)
+    return outs if are_apart(leaves) else [None] * len(outs)
+
+
+def delivered_late(
+    results: Columns, rooms: Outs, outs: Outs, gatherings: Sequence[Gathering]
+) -> list[Sequence[Array]]:
+    """Results in `outs`: those that could not be written there at once are written now."""
+    return [
+        arrays if room is not None else delivered(arrays, out, gathering.backend)
+        for arrays, room, out, gathering in zip(results, rooms, outs, gatherings, strict=True)
+    ]
 
 
 def check_gather(

@@ -10,7 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from crossdevice.errors import DtypeMismatchError, MismatchError, ShapeMismatchError, StructureMismatchError
+from crossdevice.errors import (
+    DtypeMismatchError,
+    MismatchError,
+    OptionError,
+    ReduceOpError,
+    ShapeMismatchError,
+    StructureMismatchError,
+)
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.disagreement import disagreement
@@ -187,6 +194,17 @@ def _shape_text(shape: Sequence[int | None]) -> str:
     """A shape, with * where any length will do."""
     inside = ", ".join("*" if length is None else str(length) for length in shape)
     return f"({inside},)" if len(shape) == 1 else f"({inside})"
+
+
+@contextmanager
+def refused_by_all() -> Iterator[None]:
+    """Around checks of what ranks have agreed on: all raise the same error, and the group can be used on."""
+    try:
+        yield
+    except (OptionError, ReduceOpError) as error:
+        refusal = MismatchError(str(error))
+        refusal.is_on_all_ranks = True
+        raise refusal from None
 
 
 def structure_text(structure: Any) -> str:

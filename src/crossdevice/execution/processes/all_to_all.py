@@ -13,10 +13,11 @@ from crossdevice.execution.processes.agreement import (
     Description,
     LeafDescription,
     agreed_call,
+    refused_by_all,
     seconds_of,
     structure_text,
 )
-from crossdevice.execution.processes.rows import array_of_rows, rows_of, wrong_number
+from crossdevice.execution.processes.rows import array_of_rows, rows_of
 from crossdevice.execution.reading.outputs import wrapped_into
 from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.process_groups.group import ProcessGroup
@@ -43,9 +44,9 @@ def exchanged_parts(
             LeafRows(own, move.sizes, tuple(counts[number] for counts in of_ranks))
             for number, ((move, _), own) in enumerate(zip(leaves, rows, strict=True))
         ]
-        for leaf in ready:
-            leaf.check_sizes()
-        parts = parts_of_all(call, ready)
+        with refused_by_all():
+            lengths = [leaf.lengths() for leaf in ready]
+        parts = parts_of_all(call, ready, lengths)
     left = iter(
         [
             [
@@ -95,13 +96,6 @@ class LeafRows(NamedTuple):
         """Which replicas, among those of all ranks, are a rank's."""
         return slice(sum(self.counts[:rank]), sum(self.counts[: rank + 1]))
 
-    def check_sizes(self) -> None:
-        """Refuses sizes for another number of replicas than all ranks have."""
-        number = sum(self.counts)
-        for sizes in self.sizes:
-            if sizes is not None and len(sizes) != number:
-                raise wrong_number(sizes, number)
-
     def lengths(self) -> NDArray[np.int64]:
         """The lengths of the parts of each replica here, one for each replica there is."""
         number = sum(self.counts)
@@ -109,10 +103,11 @@ class LeafRows(NamedTuple):
         return np.array([part_lengths(len(rows), number, own) for rows, own in pairs], np.int64)
 
 
-def parts_of_all(call: GroupCall, leaves: Sequence[LeafRows]) -> list[list[Rows]]:
+def parts_of_all(
+    call: GroupCall, leaves: Sequence[LeafRows], lengths: Sequence[NDArray[np.int64]]
+) -> list[list[Rows]]:
     """For each leaf, what each replica of this rank gets: its parts of all replicas, end to end."""
     rank = call.group.rank
-    lengths = [leaf.lengths() for leaf in leaves]
     parts = [
         [np.split(rows, np.cumsum(own)[:-1]) for rows, own in zip(leaf.replicas, of_leaf, strict=True)]
         for leaf, of_leaf in zip(leaves, lengths, strict=True)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend
-from crossdevice.errors import ConversionError, MismatchError, OptionError, ReduceOpError
+from crossdevice.errors import ConversionError, OptionError
 from crossdevice.execution.local.all_to_all import AllToAll
 from crossdevice.execution.local.batch import CheckedBatch, CheckedLeaf, Request
 from crossdevice.execution.local.copying import component_of
@@ -22,12 +22,19 @@ from crossdevice.execution.processes.agreement import (
     Description,
     LeafDescription,
     agreed_call,
+    refused_by_all,
     seconds_of,
     structure_text,
 )
 from crossdevice.execution.processes.all_to_all import exchanged_parts
 from crossdevice.execution.processes.device_reduction import DeviceReduction, Prepare, is_reduced_on_device
+from crossdevice.execution.processes.device_shards import (
+    DeviceReduceScatter,
+    DeviceShards,
+    may_stay_on_device,
+)
 from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank
+from crossdevice.execution.processes.packs import check_ranks
 from crossdevice.execution.processes.peer_reduction import PeerReduction, has_bits_of_the_host, is_on_peers
 from crossdevice.execution.processes.peers import find_peers, why_no_peers
 from crossdevice.execution.processes.reduction import ProcessReduction
@@ -47,7 +54,7 @@ from crossdevice.values.options import CommunicationImplementation, Communicatio
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights, weights_for
 
-Way: TypeAlias = Literal["engine", "host", "peer memory"]
+Way: TypeAlias = Literal["engine", "host", "peer memory", "shards"]
 
 
 class BetweenProcesses:
@@ -59,10 +66,10 @@ class BetweenProcesses:
         self._prepare = prepare
         self._remarks = Remarks()
         self._descriptions: SignatureCache[Description] = SignatureCache()
-        self._reductions: SignatureCache[ProcessReduction | DeviceReduction | PeerReduction] = (
-            SignatureCache()
-        )
-        self._scatterings: SignatureCache[ProcessReduceScatter] = SignatureCache()
+        self._reductions: SignatureCache[
+            ProcessReduction | DeviceReduction | DeviceShards | PeerReduction
+        ] = SignatureCache()
+        self._scatterings: SignatureCache[ProcessReduceScatter | DeviceReduceScatter] = SignatureCache()
 
     def reduce(self, batch: CheckedBatch) -> list[Any]:
         """The wrapped result of each request, over the replicas of all ranks."""
@@ -89,6 +96,7 @@ class BetweenProcesses:
         (checked,) = CheckedBatch([request], op, options).leaves
         specs = [leaf.spec for leaf in checked if isinstance(leaf, Dense)]
         ways = [way_of(spec, op, options, group) for spec in specs]
+        ways = ["host" if way == "shards" and here > 1 else way for way in ways]
         by_host = [spec for spec, way in zip(specs, ways, strict=True) if way == "host"]
         counts = [(here,) * group.size] * len(by_host)
         lines = [
@@ -100,6 +108,12 @@ class BetweenProcesses:
         if "engine" in ways:
             number = ways.count("engine")
             lines.append(f"{number} values: the engine's own all-reduce, on the devices they are on")
+        if "shards" in ways:
+            number = ways.count("shards")
+            lines.append(
+                f"{number} values: the engine's all-to-all of shards, one fused pass on the devices they are "
+                "on, and the engine's all-gather"
+            )
         if "peer memory" in ways:
             number = ways.count("peer memory")
             lines.append(f"{number} values: each process sums its shard from the GPU memory of all")
@@ -124,7 +138,7 @@ class BetweenProcesses:
         self, scatters: Sequence[Scatter], op: ReduceOp, options: CommunicationOptions
     ) -> list[Any]:
         """The parts of this rank's replicas, of values reduced over the replicas of all ranks."""
-        return reduced_parts(self._group, scatters, op, options, self._scatterings)
+        return reduced_parts(self._group, scatters, op, options, self._scatterings, self._prepare)
 
     def all_to_all(self, moves: Sequence[AllToAll], options: CommunicationOptions) -> list[Any]:
         """The parts that all ranks have for this rank's replicas."""
@@ -221,12 +235,12 @@ class BetweenProcesses:
         if batch.options.implementation is not CommunicationImplementation.NCCL:
             return
         if not all(
-            isinstance(leaf, Dense) and is_reduced_on_device(leaf.spec, batch.options, self._group)
+            isinstance(leaf, Dense) and way_of(leaf.spec, batch.op, batch.options, self._group) != "host"
             for leaf in batch.all_leaves
         ):
             self._remarks.make(
-                "NCCL reduces PyTorch's dense tensors on GPUs, under precision 'fast'; everything else goes "
-                f"through {self._group.engine_name}"
+                "NCCL takes PyTorch's dense tensors on GPUs, and unless precision is 'fast' one replica per "
+                f"process; everything else goes through {self._group.engine_name}"
             )
 
     def _description(self, batch: CheckedBatch) -> Description:
@@ -263,7 +277,8 @@ class BetweenProcesses:
             if isinstance(leaf, Dense):
                 way = way_of(leaf.spec, op, options, group)
                 fits = weights is None and has_bits_of_the_host(leaf.spec, op, options, counts[number])
-                if way == "peer memory" and not fits:
+                is_lone = weights is None and set(counts[number]) == {1}
+                if (way == "peer memory" and not fits) or (way == "shards" and not is_lone):
                     way = "host"
                 ways.setdefault(way, {})[number] = leaf
         for way, dense in sorted(ways.items()):
@@ -276,6 +291,8 @@ class BetweenProcesses:
                     known = DeviceReduction(specs, op, options, own_counts, self._prepare)
                 elif way == "peer memory":
                     known = PeerReduction(specs, op, options, own_counts, group)
+                elif way == "shards":
+                    known = DeviceShards(specs, op, options, group.size, self._prepare)
                 else:
                     known = ProcessReduction(
                         specs, op, options, own_counts, group.rank, is_weighted=batch.is_weighted
@@ -297,7 +314,9 @@ def way_of(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, group: P
     """How a dense leaf is reduced between the processes of a group."""
     if is_on_peers(spec, op, options, group):
         return "peer memory"
-    return "engine" if is_reduced_on_device(spec, options, group) else "host"
+    if is_reduced_on_device(spec, options, group):
+        return "engine"
+    return "shards" if may_stay_on_device(spec, options, group) else "host"
 
 
 def _place(leaf: Leaf, entry: int, requests: Sequence[Request]) -> str:
@@ -331,18 +350,12 @@ def _weights_of_all_ranks(
     call: GroupCall, batch: CheckedBatch, counts: Sequence[tuple[int, ...]]
 ) -> Weights | None:
     """The weights of all replicas, in the order of ranks; refuses those, and operations, that do not fit."""
-    try:
-        if batch.op.is_of_ranks:
-            for count in counts:
-                batch.op.ranks(sum(count))
+    with refused_by_all():
+        check_ranks(batch.op, counts)
         if batch.factors is None:
             return None
         records = call.all_gather_uneven(np.array(batch.factors).tobytes())
         return weights_for(tuple(np.frombuffer(b"".join(records)).tolist()), batch.op)
-    except (OptionError, ReduceOpError) as error:
-        refusal = MismatchError(str(error))
-        refusal.is_on_all_ranks = True
-        raise refusal from None
 
 
 def _gather_rows(

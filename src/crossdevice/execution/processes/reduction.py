@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend, dtype_named
-from crossdevice.errors import OutError
+from crossdevice.backends.protocol import HOST_MEMORY, Array, dtype_named
 from crossdevice.execution.processes.packs import Piece, ProcessPack, process_packs
 from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
+from crossdevice.execution.reading.outputs import written_view
 from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.resources.pool import result_pool
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.kernels.recipe import COPYING
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
 from crossdevice.values.options import CommunicationOptions
@@ -24,10 +24,6 @@ from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
 Flat = NDArray[Any]
-
-
-COPYING = Recipe(ReduceOp.SUM, "fast")
-"""Of a single input: the input itself."""
 
 
 class ProcessReduction:
@@ -246,7 +242,7 @@ class ProcessReduction:
         spec = self._specs[pack.leaves[0].leaf]
         if any(spec.backend.memory_of(device) != HOST_MEMORY for device in spec.destinations):
             return []
-        targets = [_written_view(spec.backend, array) for array in out]
+        targets = [written_view(spec.backend, array) for array in out]
         inputs = [
             each.backend.host_view(array)
             for each, arrays in zip(self._specs, columns, strict=True)
@@ -266,7 +262,7 @@ class ProcessReduction:
             return tuple(out)
         whole = flats[0]
         on_host = [backend.memory_of(device) == HOST_MEMORY for device in spec.destinations]
-        targets = [_written_view(backend, array) for array, here in zip(out, on_host, strict=True) if here]
+        targets = [written_view(backend, array) for array, here in zip(out, on_host, strict=True) if here]
         if targets:
             fused_batch([([whole], targets)], COPYING)
         for array, here, device in zip(out, on_host, spec.destinations, strict=True):
@@ -275,11 +271,3 @@ class ProcessReduction:
             else:
                 backend.write(array, backend.from_host(whole, spec.shape, device))
         return tuple(out)
-
-
-def _written_view(backend: Backend, out: Array) -> Flat:
-    """The memory of a host array that was writable when the call began: other ranks may have taken long."""
-    view = backend.writable_view(out)
-    if view is None:
-        raise OutError("out has become read-only since it was checked")
-    return view

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend
-from crossdevice.errors import StructureMismatchError
 from crossdevice.values.device import Device
 
 
@@ -25,12 +23,3 @@ def array_of_rows(
     """New rows of this shape, as an array whose axis is in its place again; it may adopt their memory."""
     array = np.ascontiguousarray(np.moveaxis(rows.reshape(shape), 0, axis))
     return backend.from_host(array.reshape(-1), array.shape, device)
-
-
-def wrong_number(sizes: Sequence[int], num_replicas: int) -> StructureMismatchError:
-    """For sizes of which ranks have compared the number, and know by now how many replicas there are."""
-    error = StructureMismatchError(
-        f"sizes has {len(sizes)} lengths; expected {num_replicas}, one for each replica of all processes"
-    )
-    error.is_on_all_ranks = True
-    return error

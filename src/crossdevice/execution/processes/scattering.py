@@ -16,12 +16,15 @@ from crossdevice.execution.processes.agreement import (
     Description,
     LeafDescription,
     agreed_call,
+    refused_by_all,
     seconds_of,
     structure_text,
 )
-from crossdevice.execution.processes.packs import Piece
+from crossdevice.execution.processes.device_reduction import Prepare
+from crossdevice.execution.processes.device_shards import DeviceReduceScatter, may_stay_on_device
+from crossdevice.execution.processes.packs import Piece, check_ranks
 from crossdevice.execution.processes.reduction import Flat, ProcessReduction
-from crossdevice.execution.processes.rows import array_of_rows, wrong_number
+from crossdevice.execution.processes.rows import array_of_rows
 from crossdevice.execution.reading.leaf_spec import Columns
 from crossdevice.execution.reading.outputs import wrapped_into
 from crossdevice.execution.reading.shards import part_lengths
@@ -47,13 +50,10 @@ class ProcessReduceScatter(ProcessReduction):
         options: CommunicationOptions,
         counts: Sequence[tuple[int, ...]],
         rank: int,
-        sizes: Sequence[int] | None,
+        lengths: Sequence[Sequence[int]],
     ) -> None:
+        """`lengths` has, for each leaf, the length of the part of each replica there is."""
         self._axes = [leaf.axis for leaf in leaves]
-        lengths = [
-            _lengths(leaf.spec.shape[leaf.axis], sum(count), sizes)
-            for leaf, count in zip(leaves, counts, strict=True)
-        ]
         units = [_row_elements(leaf.spec.shape, leaf.axis) for leaf in leaves]
         edges = [
             [unit * row for row in itertools.accumulate(of_leaf, initial=0)]
@@ -113,12 +113,13 @@ def reduced_parts(
     scatters: Sequence[Scatter],
     op: ReduceOp,
     options: CommunicationOptions,
-    known: SignatureCache[ProcessReduceScatter],
+    known: SignatureCache[ProcessReduceScatter | DeviceReduceScatter],
+    prepare: Prepare,
 ) -> list[Any]:
     """For each value the parts of this rank's replicas, wrapped; what was prepared for them is `known`."""
     leaves = [leaf for scatter in scatters for leaf in scatter.leaves]
     replicas = tuple(len(leaf.spec.devices) for leaf in leaves)
-    description = _description(scatters, leaves, op, options)
+    description = _description(scatters, leaves, op, options, group)
     sizes = scatters[0].sizes
     place: Callable[[], list[list[Array]]] = list  # of no leaves
     with agreed_call(group, description, replicas, seconds_of(options)) as (call, of_ranks):
@@ -127,7 +128,22 @@ def reduced_parts(
             key = (tuple((leaf.spec, leaf.axis) for leaf in leaves), op, options, counts, sizes)
             prepared = known.get(key)
             if prepared is None:
-                prepared = ProcessReduceScatter(leaves, op, options, counts, group.rank, sizes)
+                specs = [leaf.spec for leaf in leaves]
+                with refused_by_all():
+                    check_ranks(op, counts)
+                    lengths = [
+                        part_lengths(leaf.spec.shape[leaf.axis], sum(count), sizes)
+                        for leaf, count in zip(leaves, counts, strict=True)
+                    ]
+                if all(
+                    set(count) == {1}
+                    and may_stay_on_device(leaf.spec, options, group)
+                    and _is_even(leaf, group, sizes)
+                    for leaf, count in zip(leaves, counts, strict=True)
+                ):
+                    prepared = DeviceReduceScatter(specs, op, options, group.size, prepare)
+                else:
+                    prepared = ProcessReduceScatter(leaves, op, options, counts, group.rank, lengths)
                 known[key] = prepared
             parts = prepared.exchange(call, [leaf.leaf.arrays for leaf in leaves])
             place = functools.partial(prepared.placed, parts)
@@ -146,7 +162,11 @@ def reduced_parts(
 
 
 def _description(
-    scatters: Sequence[Scatter], leaves: Sequence[ScatteredLeaf], op: ReduceOp, options: CommunicationOptions
+    scatters: Sequence[Scatter],
+    leaves: Sequence[ScatteredLeaf],
+    op: ReduceOp,
+    options: CommunicationOptions,
+    group: ProcessGroup,
 ) -> Description:
     axes = " and ".join(map(str, sorted({leaf.axis for leaf in leaves})))
     packs = f", packs of {options.bytes_per_pack} bytes" if options.bytes_per_pack else ""
@@ -154,14 +174,21 @@ def _description(
     return Description(
         f"reduce_scatter {op.name} ({options.precision}{packs}) along axis {axes}{sizes}",
         tuple(structure_text(scatter.value.structure) for scatter in scatters),
-        tuple(LeafDescription(leaf.path, "array", spec.dtype, spec.shape) for leaf, spec, _ in leaves),
+        tuple(
+            LeafDescription(
+                leaf.path,
+                f"array on {spec.devices[0].type}" if may_stay_on_device(spec, options, group) else "array",
+                spec.dtype,
+                spec.shape,
+            )
+            for leaf, spec, _ in leaves
+        ),
     )
 
 
-def _lengths(length: int, num_replicas: int, sizes: Sequence[int] | None) -> list[int]:
-    if sizes is not None and len(sizes) != num_replicas:
-        raise wrong_number(sizes, num_replicas)
-    return part_lengths(length, num_replicas, sizes)
+def _is_even(leaf: ScatteredLeaf, group: ProcessGroup, sizes: Sequence[int] | None) -> bool:
+    """Whether it is cut along its first axis into equal parts."""
+    return leaf.axis == 0 and leaf.spec.shape[0] % group.size == 0 and len(set(sizes or ())) <= 1
 
 
 def _rest(shape: Sequence[int], axis: int) -> tuple[int, ...]:

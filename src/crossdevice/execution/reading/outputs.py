@@ -6,6 +6,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from numpy.typing import NDArray
+
 from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import OutError
@@ -176,3 +178,11 @@ def _problem_of(array: Any, spec: LeafSpec, dtype: str, device: Device) -> str |
             "is read-only, not contiguous, not native or made for inference; copy the result into it instead"
         )
     return None
+
+
+def written_view(backend: Backend, out: Array) -> NDArray[Any]:
+    """The memory of a host array that was writable when the call began: other ranks may have taken long."""
+    view = backend.writable_view(out)
+    if view is None:
+        raise OutError("out has become read-only since it was checked")
+    return view

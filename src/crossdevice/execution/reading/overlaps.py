@@ -44,6 +44,24 @@ def check_overlaps(leaves: Sequence[Dense]) -> None:
             active.append(current)
 
 
+def are_apart(leaves: Sequence[Dense]) -> bool:
+    """Whether all is in the host's memory, and nothing that is written to is read, not even in place."""
+    if not all(leaf.spec.shares_host_memory for leaf in leaves):
+        return False
+    ends = {True: 0, False: 0}  # of what was written, and what was read, further to the front
+    ranges = [
+        (*leaf.spec.backend.address_range(array), is_written)
+        for leaf in leaves
+        for is_written, arrays in ((True, leaf.out or ()), (False, leaf.arrays))
+        for array in arrays
+    ]
+    for start, end, is_written in sorted(ranges):
+        if start < end and start < (max(ends.values()) if is_written else ends[True]):
+            return False
+        ends[is_written] = max(ends[is_written], end)
+    return True
+
+
 def _ranges(leaves: Sequence[Dense]) -> list[tuple[int, int, bool, int, int]]:
     """The fields of a `_Range` for each array, but for inputs that are one of their leaf's own outputs."""
     ranges: list[tuple[int, int, bool, int, int]] = []

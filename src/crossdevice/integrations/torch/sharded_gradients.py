@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.errors import OptionError, ReduceOpError
 from crossdevice.integrations.torch.communication_hook import formed_group
-from crossdevice.values.options import CommunicationOptions, Precision
+from crossdevice.values.options import CommunicationImplementation, CommunicationOptions, Precision
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -26,14 +27,21 @@ class ReproducibleReduceScatter:
     Args:
         precision: `"accurate"` adds in a wider type in the order of ranks and rounds once; `"exact"` rounds
             the true mean, so the order of ranks does not matter.
+        implementation: `"nccl"` has gradients travel from GPU to GPU and added there. Each process needs a
+            GPU of its own. Otherwise they go through the host's memory.
 
     >>> ReproducibleReduceScatter(precision="exact").use_in(torch.nn.Linear(2, 2))
     Traceback (most recent call last):
     crossdevice.errors.OptionError: no module of this Linear is sharded; call fully_shard first
     """
 
-    def __init__(self, precision: Precision = "accurate") -> None:
-        self._options = CommunicationOptions(precision=precision)
+    def __init__(
+        self,
+        precision: Precision = "accurate",
+        implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+    ) -> None:
+        read = cast("CommunicationImplementation", implementation)  # the options read names too
+        self._options = CommunicationOptions(precision=precision, implementation=read)
         self._ops: dict[tuple[int, ...], CollectiveAllReduce] = {}
 
     def use_in(self, model: torch.nn.Module) -> None:
