@@ -40,6 +40,7 @@ CALLS = {
     "structure": lambda ops, given: ops.reduce("sum", {"w": [given]}, "cpu:0")["w"][0].tolist(),
     "bind": lambda ops, given: ops.bind("sum", given, "cpu:0")().tolist(),
     "bind a batch": lambda ops, given: ops.bind("sum", [(given, "cpu:0")])()[0].tolist(),
+    "start_reduce": lambda ops, given: ops.start_reduce("sum", given, "cpu:0").wait().tolist(),
     "function": lambda ops, given: cd.reduce(given, "sum", algorithm=ops).tolist(),
 }
 
