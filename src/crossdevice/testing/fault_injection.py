@@ -190,6 +190,9 @@ def _faulty_calls(
             fault.strike()
             bound = signature.bind(*args, **kwargs)
             bound.arguments[name] = brought(bound.arguments[name])
+            weights = bound.arguments.get("weights")
+            if fault.drop and weights is not None:
+                bound.arguments["weights"] = [*weights[:replica], *weights[replica + 1 :]]
             return method(*bound.args, **bound.kwargs)
 
         return call
@@ -201,10 +204,10 @@ def _faulty_calls(
         return [(of_value(value), destinations) for value, destinations in pairs]
 
     def later(
-        reduce_op: Any, value: Any, destinations: Any = None, options: Any = None, *, out: Any = None
+        reduce_op: Any, value: Any, destinations: Any = None, options: Any = None, **more: Any
     ) -> Callable[[], Any]:
         """The faulty call itself, of the arguments that `bind` and `start_reduce` take."""
-        return ops._call(reduce_op, value, destinations, options, out)
+        return ops._call(reduce_op, value, destinations, options, more.get("out"), more.get("weights"))
 
     methods: dict[str, Callable[..., Any]] = {
         name: faulty(getattr(ops, name), "per_replica_value", of_value) for name in _calls_of_values(ops)

@@ -57,6 +57,12 @@ def test_an_algorithm_gets_wrong_or_missing_components(call):
     assert given.values[1].tolist() == [2, 1]
 
 
+def test_the_weight_of_a_component_that_is_missing_is_missing_too():
+    ops = cd.RingAllReduce()
+    with faults(ops, replica=1, drop=True):
+        assert ops.reduce("mean", value(), "cpu:0", weights=[1.0, 5.0, 3.0]).tolist() == [2.5, 1]
+
+
 def test_gathers_and_sparse_rows_are_corrupted_too():
     ops = cd.DirectAllReduce()
     rows = cd.IndexedSlices(np.ones((1, 2), np.float32), np.array([3]), (4, 2))
