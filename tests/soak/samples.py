@@ -42,13 +42,18 @@ class Sample(NamedTuple):
 
 
 def sampled(
-    work: Callable[[], int], seconds: float, count: int = 60, agreed: Callable[[bool], bool] = bool
+    work: Callable[[], int],
+    seconds: float,
+    count: int | None = None,
+    agreed: Callable[[bool], bool] = bool,
 ) -> Iterator[Sample]:
-    """Does the work, which returns how many calls it made, again and again, and takes so many samples.
+    """Does the work, which returns how many calls it made, again and again, and takes samples.
 
     Args:
+        count: how many samples; by default one in 5 seconds, 6 to 60 of them.
         agreed: whether all agree that it is time for a sample, where several do the work together.
     """
+    count = min(max(int(seconds // 5), 6), 60) if count is None else count
     start = last = time.monotonic()
     calls = 0
     for number in range(1, count + 1):
