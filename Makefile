@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/costs tests/unit/choosing tests/unit/test_architecture.py \
 	tests/unit/test_documentation.py tests/unit/test_release.py
 
-.PHONY: test check quick-checks demo docs format clean fuzz
+.PHONY: test check quick-checks demo docs format clean fuzz soak
 .DEFAULT_GOAL := test
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
@@ -90,5 +90,8 @@ format: $(VENV)/installed
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-fuzz: $(VENV)/installed  ## Random reductions against an independent model; FUZZ_SECONDS (600) and FUZZ_SEED (fresh, printed).
+fuzz: $(VENV)/installed  ## Random reductions against an independent model; FUZZ_SECONDS (600), FUZZ_WORKERS (all cores) and FUZZ_SEED (fresh, printed).
 	$(BIN)/python tests/fuzz
+
+soak: $(VENV)/installed  ## Calls of all kinds for SOAK_SECONDS (3600): what grows or slows down is printed, and fails.
+	$(BIN)/python tests/soak

@@ -56,6 +56,7 @@ def classes() -> None:
     assert second.tolist() == [3]
     everywhere = ops.broadcast(floats(1), grads)
     assert isinstance(everywhere, cd.Mirrored)
+    assert (-everywhere + 1 < everywhere).tolist() == [True]
     device: cd.Device = everywhere.devices[1]
     assert str(device) == "cpu:1"
     assert ops.gather(placed, "cpu:0", axis=0).tolist() == [1, 2]
@@ -71,10 +72,8 @@ def classes() -> None:
 
 
 def step(x: Floats, rate: float = 1.0) -> Any:
-    context = cd.get_replica_context()
-    assert context is not None
     assert not cd.in_cross_replica_context()
-    return context.all_reduce("mean", rate * x)
+    return cd.get_replica_context().all_reduce("mean", rate * x)
 
 
 def strategies() -> None:
@@ -88,6 +87,7 @@ def strategies() -> None:
             aggregation=cd.VariableAggregation.SUM,
         )
     weights.assign_add(floats(1, 1))
+    assert (2 * weights - 1).tolist() == [1, 1]
     assert weights.read_value().tolist() == [1, 1]
     assert steps.dtype == np.int64
     for batch in strategy.experimental_distribute_dataset(np.ones((4, 1), np.float32), batch_size=2):

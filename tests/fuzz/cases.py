@@ -7,10 +7,12 @@ Under `fast`, whose order is the algorithm's, results must lie within the bound 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +42,13 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "call": ("plain", "out", "in place", "bound"),
 }
 """What a case may be, the simplest first."""
+
+VARIED = ("precision", "algorithm", "lowering", "layout", "destinations", "call")
+"""What differs between cases with the same inputs, which are drawn and worked out once."""
+
+CASES_PER_DRAW = 20
+USES_PER_ALGORITHM = 200
+"""An algorithm remembers its calls, and is used again for so many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,20 +88,22 @@ class Case:
         )
 
 
-def random_case(choose: random.Random) -> Case:
-    """A case that is possible."""
+def random_cases(choose: random.Random) -> Iterator[Case]:
+    """Cases that are possible, several in a row of the same inputs."""
     while True:
         chosen = {name: choose.choice(options) for name, options in FIELDS.items()}
-        case = Case(**chosen, seed=choose.randrange(1 << 32))
-        if case.is_possible:
-            return case
+        drawn = Case(**chosen, seed=choose.randrange(1 << 32))
+        for _ in range(CASES_PER_DRAW):
+            case = dataclasses.replace(drawn, **{name: choose.choice(FIELDS[name]) for name in VARIED})
+            if case.is_possible:
+                yield case
 
 
 def failure_of(case: Case) -> str | None:
     """What is wrong; None if nothing is."""
     row = BACKENDS[case.backend]
     inputs = [
-        [_laid_out(row, array, case.layout, replica) for array in leaves]
+        [laid_out(row, array, case.layout, replica) for array in leaves]
         for replica, leaves in enumerate(_inputs(case))
     ]
     before = _bits(row, inputs)
@@ -104,26 +115,26 @@ def failure_of(case: Case) -> str | None:
         return "out= was not what came back"
     if case.call != "in place" and before != _bits(row, inputs):
         return "an input was written to"
-    for leaf, replicas in enumerate(zip(*_inputs(case), strict=True)):
+    for leaf in range(len(case.shapes)):
         for place, tree in enumerate(results):
-            wrong = _wrong(case, [array.reshape(-1) for array in replicas], _memory(row, tree[leaf]))
+            wrong = wrong_result(case, leaf, memory_of(row, tree[leaf]))
             if wrong:
                 return f"leaf {leaf} at destination {place}: {wrong}"
     return None
 
 
-def _memory(row: BackendRow, array: Any) -> np.ndarray:
+def memory_of(row: BackendRow, array: Any) -> np.ndarray:
     # TensorFlow does not hand bfloat16 without an axis to NumPy as an array.
     return np.asarray(array.numpy()) if row.name == "tensorflow" else row.memory(array)
 
 
 def _bits(row: BackendRow, trees: list[list[Any]]) -> list[list[bytes]]:
-    return [[_memory(row, array).tobytes() for array in tree] for tree in trees]
+    return [[memory_of(row, array).tobytes() for array in tree] for tree in trees]
 
 
 def _reduced(case: Case, row: BackendRow, inputs: list[list[Any]]) -> tuple[list[Any], list[Any] | None]:
     options = cd.CommunicationOptions(precision=case.precision, lowering=case.lowering)
-    common: dict[str, Any] = {"algorithm": ALGORITHMS[case.algorithm].make(), "options": options}
+    common: dict[str, Any] = {"algorithm": _algorithm(case.algorithm), "options": options}
     where = {"same": None, "one": "cpu:0", "others": ["cpu:5", "cpu:1"]}[case.destinations]
     outs = None
     if case.call in ("out", "in place"):
@@ -143,20 +154,52 @@ def _reduced(case: Case, row: BackendRow, inputs: list[list[Any]]) -> tuple[list
     return [found] if case.destinations == "one" else list(found), outs
 
 
+_made: dict[str, list[Any]] = {}
+
+
+def _algorithm(name: str) -> cd.CrossDeviceOps:
+    left = _made.setdefault(name, [])
+    if not left:
+        left += [ALGORITHMS[name].make()] * USES_PER_ALGORITHM
+    return left.pop()
+
+
+class Inputs(NamedTuple):
+    """What decides the numbers of a case."""
+
+    dtype: str
+    replicas: int
+    shapes: tuple[tuple[int, ...], ...]
+    numbers: str
+    seed: int
+
+    @classmethod
+    def of(cls, case: Any) -> Inputs:
+        return cls(case.dtype, case.replicas, case.shapes, case.numbers, case.seed)
+
+
 def _inputs(case: Case) -> list[list[np.ndarray]]:
     """The leaves of each replica."""
-    random_numbers = np.random.default_rng(case.seed)
-    return [[_array(random_numbers, case, shape) for shape in case.shapes] for _ in range(case.replicas)]
+    return drawn(Inputs.of(case))
 
 
-def _array(numbers: np.random.Generator, case: Case, shape: tuple[int, ...]) -> np.ndarray:
+@functools.lru_cache(maxsize=2)
+def drawn(inputs: Inputs) -> list[list[np.ndarray]]:
+    """The leaves of each replica; not to be written to."""
+    random_numbers = np.random.default_rng(inputs.seed)
+    return [
+        [_array(random_numbers, inputs, shape) for shape in inputs.shapes] for _ in range(inputs.replicas)
+    ]
+
+
+def _array(numbers: np.random.Generator, case: Inputs, shape: tuple[int, ...]) -> np.ndarray:
     dtype = NUMPY_DTYPES[case.dtype]
     if dtype.kind in "iu":
         limits = (0, 9) if case.numbers == "small" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         return numbers.integers(*limits, shape, dtype=dtype, endpoint=True)
     if dtype.kind == "c":
         part = np.empty(0, dtype).real.dtype
-        narrow = dataclasses.replace(case, dtype=part.name)
+        narrow = case._replace(dtype=part.name)
         pairs = _array(numbers, narrow, (*shape, 2))
         return np.ascontiguousarray(pairs).view(dtype).reshape(shape)
     with np.errstate(all="ignore"):
@@ -174,7 +217,7 @@ def _array(numbers: np.random.Generator, case: Case, shape: tuple[int, ...]) -> 
         return np.asarray(values).astype(dtype)
 
 
-def _laid_out(row: BackendRow, array: np.ndarray, layout: str, replica: int) -> Any:
+def laid_out(row: BackendRow, array: np.ndarray, layout: str, replica: int) -> Any:
     """The same elements, elsewhere in memory."""
     if layout == "contiguous" or array.ndim == 0:
         return row.place(array, replica)
@@ -189,65 +232,88 @@ def _laid_out(row: BackendRow, array: np.ndarray, layout: str, replica: int) -> 
     return row.make(array[::-1])[::-1]
 
 
-def _wrong(case: Case, replicas: list[np.ndarray], found: np.ndarray) -> str | None:
+def wrong_result(case: Any, leaf: int, found: np.ndarray) -> str | None:
+    """What is wrong with a leaf of the result of a case; None if nothing is."""
     flat = np.ascontiguousarray(found).reshape(-1)
     dtype = result_dtype(case.dtype, case.op)
     if flat.dtype != NUMPY_DTYPES[dtype]:
         return f"dtype {flat.dtype}, expected {dtype}"
+    inputs = Inputs.of(case)
+    is_float = case.dtype in FORMATS or case.dtype.startswith("complex")
     if case.op == "PROD" and case.dtype.startswith("complex"):
-        right = _complex_products(case, replicas)
-        return None if right is None or same_numbers(flat, right) else f"{flat} instead of {right}"
-    if case.precision == "fast" and replicas[0].dtype.kind not in "iu" and case.op not in ("MIN", "MAX"):
-        return _outside(case, replicas, flat)
+        right = _complex_products(inputs, leaf, case.precision)
+    elif case.precision == "fast" and is_float and case.op not in ("MIN", "MAX"):
+        return _outside(bounds(inputs, leaf, case.op), flat)
+    else:
+        right = _expected(inputs, leaf, case.op, case.precision)
+    return None if right is None or same_numbers(flat, right) else f"{flat} instead of {right}"
+
+
+def columns_of(inputs: Inputs, leaf: int) -> list[np.ndarray]:
+    """The flat arrays of all replicas at a leaf."""
+    return [leaves[leaf].reshape(-1) for leaves in drawn(inputs)]
+
+
+@functools.lru_cache(maxsize=32)
+def _expected(inputs: Inputs, leaf: int, op: str, precision: str) -> np.ndarray:
     with np.errstate(all="ignore"):
-        right = expected(case.op, replicas, case.dtype, case.precision)
-    return None if same_numbers(flat, right) else f"{flat} instead of {right}"
+        return expected(op, columns_of(inputs, leaf), inputs.dtype, precision)
 
 
-def _complex_products(case: Case, replicas: list[np.ndarray]) -> np.ndarray | None:
+@functools.lru_cache(maxsize=32)
+def _complex_products(inputs: Inputs, leaf: int, precision: str) -> np.ndarray | None:
     """By their parts, in replica order (`accurate`), or the true ones of finite numbers (`exact`)."""
-    if case.precision == "fast" or (case.precision == "exact" and case.numbers in ("special", "bits")):
+    if precision == "fast" or (precision == "exact" and inputs.numbers in ("special", "bits")):
         return None
-    part = "float32" if case.dtype == "complex64" else "float64"
+    part = "float32" if inputs.dtype == "complex64" else "float64"
     results = []
-    for column in zip(*(array.tolist() for array in replicas), strict=True):
-        kind = float if case.precision == "accurate" else Fraction
+    for column in zip(*(array.tolist() for array in columns_of(inputs, leaf)), strict=True):
+        kind = float if precision == "accurate" else Fraction
         real, imaginary = kind(column[0].real), kind(column[0].imag)
         for number in column[1:]:
             c, d = kind(number.real), kind(number.imag)
             real, imaginary = real * c - imaginary * d, real * d + imaginary * c
-        if case.precision == "exact":
+        if precision == "exact":
             if not real or not imaginary:
                 return None  # zeros' signs have rules of their own
             real, imaginary = rounded(real, part), rounded(imaginary, part)
         results.append((real, imaginary))
     with np.errstate(all="ignore"):
-        return np.array(results, np.float64).astype(part).reshape(-1).view(case.dtype)
+        return np.array(results, np.float64).astype(part).reshape(-1).view(inputs.dtype)
 
 
-def _outside(case: Case, replicas: list[np.ndarray], found: np.ndarray) -> str | None:
-    """Where a sum or product in the dtype, in any order, cannot be."""
-    if replicas[0].dtype.kind == "c":
-        part = replicas[0].real.dtype
-        replicas, found = [array.view(part) for array in replicas], found.view(part)
-        case = dataclasses.replace(case, dtype=part.name)
-    form = FORMATS[case.dtype]
+@functools.lru_cache(maxsize=32)
+def bounds(inputs: Inputs, leaf: int, op: str) -> list[tuple[Fraction, Fraction] | None]:
+    """The true sums or products, and how far from them those in the dtype, in any order, can be.
+
+    None where these may overflow.
+    """
+    replicas = columns_of(inputs, leaf)
+    part = replicas[0].real.dtype
+    form = FORMATS[part.name]
     least = Fraction(2) ** (form.least_exponent - form.precision + 1)
-    for element, column in enumerate(zip(*(array.tolist() for array in replicas), strict=True)):
+    found: list[tuple[Fraction, Fraction] | None] = []
+    for column in zip(*(array.view(part).tolist() for array in replicas), strict=True):
         numbers = [Fraction(float(number)) for number in column]
         steps = len(numbers) + 1
-        if case.op == "PROD":
+        if op == "PROD":
             true = scale = Fraction(1)
             for number in numbers:
                 true, scale = true * number, scale * max(abs(number), Fraction(1))
         else:
-            share = len(numbers) if case.op == "MEAN" else 1
+            share = len(numbers) if op == "MEAN" else 1
             true, scale = sum(numbers) / share, sum(map(abs, numbers)) / share
-        if steps * scale * 2 > form.greatest:
+        bound = 2 * steps * (scale / 2**form.precision + least) * (steps if op == "PROD" else 1)
+        found.append(None if steps * scale * 2 > form.greatest else (Fraction(true), bound))
+    return found
+
+
+def _outside(known: Sequence[tuple[Fraction, Fraction] | None], found: np.ndarray) -> str | None:
+    """Where a result cannot be."""
+    for element, (near, number) in enumerate(zip(known, found.view(found.real.dtype), strict=True)):
+        if near is None:
             continue
-        bound = 2 * steps * (scale / 2**form.precision + least)
-        if case.op == "PROD":
-            bound *= steps
-        if not np.isfinite(float(found[element])) or abs(Fraction(float(found[element])) - true) > bound:
-            return f"element {element} is {found[element]}, expected {float(true)} +- {float(bound)}"
+        true, bound = near
+        if not np.isfinite(float(number)) or abs(Fraction(float(number)) - true) > bound:
+            return f"element {element} is {number}, expected {float(true)} +- {float(bound)}"
     return None

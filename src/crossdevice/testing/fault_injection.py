@@ -19,6 +19,7 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import group_of
 from crossdevice.errors import OptionError
 from crossdevice.execution.bound import BoundReduction
+from crossdevice.execution.pending import start
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
@@ -55,7 +56,7 @@ def faults(
     """Makes a strategy, an algorithm or a group faulty for a `with` block.
 
     On a strategy, calls are those of `run`, each with the reductions up to the next, and `replica` is a
-    number among the replicas of all processes. On an algorithm, calls are reductions and gathers, and
+    number among the replicas of all processes. On an algorithm, calls are those that combine replicas, and
     `replica` is a component of this process's values. On a group, all ranks enter the block with the same
     arguments, calls are those of the group, and `rank` says which of the ranks is to fail.
 
@@ -178,19 +179,21 @@ def _faulty_calls(
 ) -> Mapping[str, Callable[..., Any]]:
     """The calls of an algorithm as one with a faulty replica makes them."""
 
-    def faulty(method: Callable[..., Any], place: int, brought: Callable[[Any], Any]) -> Callable[..., Any]:
-        """A method whose argument at a place is what replicas bring."""
-        name = list(inspect.signature(method).parameters)[place]
+    def faulty(method: Callable[..., Any], name: str, brought: Callable[[Any], Any]) -> Callable[..., Any]:
+        """A method whose argument of this name is what replicas bring."""
+        signature = inspect.signature(method)
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if is_due():
-                fault.strike()
-                if name in kwargs:
-                    kwargs[name] = brought(kwargs[name])
-                else:
-                    args = (*args[:place], brought(args[place]), *args[place + 1 :])
-            return method(*args, **kwargs)
+            if not is_due():
+                return method(*args, **kwargs)
+            fault.strike()
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments[name] = brought(bound.arguments[name])
+            weights = bound.arguments.get("weights")
+            if fault.drop and weights is not None:
+                bound.arguments["weights"] = [*weights[:replica], *weights[replica + 1 :]]
+            return method(*bound.args, **bound.kwargs)
 
         return call
 
@@ -200,19 +203,33 @@ def _faulty_calls(
     def of_pairs(pairs: Any) -> Any:
         return [(of_value(value), destinations) for value, destinations in pairs]
 
-    def bind(
-        reduce_op: Any, value: Any, destinations: Any = None, options: Any = None, *, out: Any = None
-    ) -> Any:
-        if destinations is None:
-            return BoundReduction(lambda: ops.batch_reduce(reduce_op, value, options, out=out))
-        return BoundReduction(lambda: ops.reduce(reduce_op, value, destinations, options, out=out))
+    def later(
+        reduce_op: Any, value: Any, destinations: Any = None, options: Any = None, **more: Any
+    ) -> Callable[[], Any]:
+        """The faulty call itself, of the arguments that `bind` and `start_reduce` take."""
+        return ops._call(reduce_op, value, destinations, options, more.get("out"), more.get("weights"))
 
-    return {
-        "reduce": faulty(ops.reduce, 1, of_value),
-        "batch_reduce": faulty(ops.batch_reduce, 1, of_pairs),
-        "gather": faulty(ops.gather, 0, of_value),
-        "bind": bind,
+    methods: dict[str, Callable[..., Any]] = {
+        name: faulty(getattr(ops, name), "per_replica_value", of_value) for name in _calls_of_values(ops)
     }
+    return {
+        **methods,
+        "batch_reduce": faulty(ops.batch_reduce, "value_destination_pairs", of_pairs),
+        "bind": lambda *args, **kwargs: BoundReduction(later(*args, **kwargs), owner=ops._owner_of_started),
+        "start_reduce": lambda *args, **kwargs: start(later(*args, **kwargs), ops._owner_of_started),
+    }
+
+
+def _calls_of_values(ops: CrossDeviceOps) -> list[str]:
+    """The public calls that take one value of all replicas."""
+    return [
+        name
+        for name, method in inspect.getmembers(type(ops), inspect.isfunction)
+        if not name.startswith("_")
+        and not name.endswith("_implementation")
+        and name != "explain"
+        and "per_replica_value" in inspect.signature(method).parameters
+    ]
 
 
 @contextlib.contextmanager

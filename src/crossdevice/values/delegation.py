@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 class DelegatesToArray:
@@ -36,6 +36,17 @@ class DelegatesToArray:
 
     def __pos__(self) -> Any:
         return +self.current()  # which PyTorch returns as it is
+
+    if TYPE_CHECKING:  # made below
+
+        def _binary(self, other: Any, /) -> Any: ...
+        def _unary(self) -> Any: ...
+
+        __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = _binary
+        __and__ = __or__ = __xor__ = __lt__ = __le__ = __gt__ = __ge__ = _binary
+        __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = _binary
+        __rpow__ = __rand__ = __ror__ = __rxor__ = _binary
+        __neg__ = __abs__ = __invert__ = _unary
 
 
 def operand_of(value: Any) -> Any:

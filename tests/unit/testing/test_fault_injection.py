@@ -40,6 +40,7 @@ CALLS = {
     "structure": lambda ops, given: ops.reduce("sum", {"w": [given]}, "cpu:0")["w"][0].tolist(),
     "bind": lambda ops, given: ops.bind("sum", given, "cpu:0")().tolist(),
     "bind a batch": lambda ops, given: ops.bind("sum", [(given, "cpu:0")])()[0].tolist(),
+    "start_reduce": lambda ops, given: ops.start_reduce("sum", given, "cpu:0").wait().tolist(),
     "function": lambda ops, given: cd.reduce(given, "sum", algorithm=ops).tolist(),
 }
 
@@ -54,6 +55,12 @@ def test_an_algorithm_gets_wrong_or_missing_components(call):
     assert call(ops, given) == [6, 3]
     assert injected.count == 1
     assert given.values[1].tolist() == [2, 1]
+
+
+def test_the_weight_of_a_component_that_is_missing_is_missing_too():
+    ops = cd.RingAllReduce()
+    with faults(ops, replica=1, drop=True):
+        assert ops.reduce("mean", value(), "cpu:0", weights=[1.0, 5.0, 3.0]).tolist() == [2.5, 1]
 
 
 def test_gathers_and_sparse_rows_are_corrupted_too():

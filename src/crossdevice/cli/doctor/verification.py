@@ -194,7 +194,7 @@ def _finding(where: str, what: str, tried: int, wrong: Sequence[str], *, is_whol
     if not is_whole:
         return Finding(
             name,
-            f"{tried} reductions are right, others were not reached",
+            f"{tried} reductions are right, others were not reached" if tried else "not reached",
             True,
             "run it again: kernels that were compiled meanwhile are kept",
         )

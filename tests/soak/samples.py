@@ -1,0 +1,100 @@
+"""What a process that runs for long uses now and then, and whether that grows."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+WARM_UP = 0.1
+"""The part of a run that is not judged: caches fill, kernels are compiled."""
+
+MAX_GROWTH_BYTES = 48 << 20
+MAX_GROWTH = 0.05
+"""Of memory, whichever is more; the pool of results holds what the largest calls needed last."""
+
+MAX_MORE = 3
+"""Descriptors and threads, of which libraries open some late."""
+
+MAX_SLOWDOWN = 0.3
+"""Of calls per second; other programs on the machine take their part."""
+
+FOLDER = Path("/proc/self")
+
+
+class Sample(NamedTuple):
+    """What a process uses, and how many calls it made in each second since the last sample."""
+
+    seconds: float
+    memory_bytes: int
+    descriptors: int
+    threads: int
+    calls_per_second: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.seconds:7.0f} s  {self.memory_bytes / 2**20:8.1f} MiB  {self.descriptors:4d} descriptors"
+            f"  {self.threads:4d} threads  {self.calls_per_second:9.1f} calls/s"
+        )
+
+
+def sampled(
+    work: Callable[[], int],
+    seconds: float,
+    count: int | None = None,
+    agreed: Callable[[bool], bool] = bool,
+) -> Iterator[Sample]:
+    """Does the work, which returns how many calls it made, again and again, and takes samples.
+
+    Args:
+        count: how many samples; by default one in 5 seconds, 6 to 60 of them.
+        agreed: whether all agree that it is time for a sample, where several do the work together.
+    """
+    count = min(max(int(seconds // 5), 6), 60) if count is None else count
+    start = last = time.monotonic()
+    calls = 0
+    for number in range(1, count + 1):
+        calls += work()
+        while not agreed(time.monotonic() >= start + seconds * number / count):
+            calls += work()
+        now = time.monotonic()
+        yield sample(now - start, calls / (now - last))
+        last, calls = now, 0
+
+
+def sample(seconds: float, calls_per_second: float) -> Sample:
+    """What this process uses now."""
+    pages = int((FOLDER / "statm").read_text().split()[1])
+    return Sample(
+        seconds,
+        pages * os.sysconf("SC_PAGE_SIZE"),
+        len(list((FOLDER / "fd").iterdir())),
+        len(list((FOLDER / "task").iterdir())),
+        calls_per_second,
+    )
+
+
+def drifts(samples: Sequence[Sample]) -> list[str]:
+    """What has grown or slowed down from the first to the last third of what is judged."""
+    judged = samples[int(len(samples) * WARM_UP) :]
+    third = max(len(judged) // 3, 1)
+    first, last = judged[:third], judged[-third:]
+
+    def medians(field: str) -> tuple[float, float]:
+        return tuple(statistics.median(getattr(each, field) for each in part) for part in (first, last))  # type: ignore[return-value]
+
+    found = []
+    before, after = medians("memory_bytes")
+    if after - before > max(MAX_GROWTH_BYTES, MAX_GROWTH * before):
+        found.append(f"memory grew from {before / 2**20:.1f} to {after / 2**20:.1f} MiB")
+    for field in ("descriptors", "threads"):
+        before, after = medians(field)
+        if after - before > MAX_MORE:
+            found.append(f"{field} grew from {before:g} to {after:g}")
+    before, after = medians("calls_per_second")
+    if after < before * (1 - MAX_SLOWDOWN):
+        found.append(f"calls per second fell from {before:.1f} to {after:.1f}")
+    return found
