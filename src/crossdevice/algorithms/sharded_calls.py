@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from crossdevice.execution.differentiation import Calls, read_recorded_leaves
 from crossdevice.execution.local.all_to_all import AllToAll, read_all_to_all
 from crossdevice.execution.local.scattering import Scatter, per_replica, read_scatter
 from crossdevice.execution.reading.structures import spread_outs, spread_pairs
@@ -21,6 +22,8 @@ class ShardedCalls:
         gather: Callable[..., Any]
         _checked_op: Callable[[ReduceOp | str], ReduceOp]
         _chosen_options: Callable[[CommunicationOptions | None], CommunicationOptions]
+        _differentiates: Callable[[ReduceOp], bool]
+        _calls: Calls
 
     def reduce_scatter(
         self,
@@ -55,10 +58,17 @@ class ShardedCalls:
         check_cross_replica("reduce_scatter")
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         values, outs, rebuilt = _spread(per_replica_value, out)
-        scatters = [
-            read_scatter(value, op, axis, sizes, into) for value, into in zip(values, outs, strict=True)
-        ]
-        return rebuilt(self._reduce_scatter(op, scatters, chosen))[0]
+
+        def run() -> list[Any]:
+            scatters = [
+                read_scatter(value, op, axis, sizes, into) for value, into in zip(values, outs, strict=True)
+            ]
+            return self._reduce_scatter(op, scatters, chosen)
+
+        recorded = read_recorded_leaves([(value, None) for value in values], outs)
+        if recorded is None or not self._differentiates(op):
+            return rebuilt(run())[0]
+        return rebuilt(recorded.scattered(run, self._calls, op, axis, chosen))[0]
 
     def all_gather(
         self,

@@ -117,6 +117,7 @@ class DataParallel(torch.nn.Module):
         def run_replica() -> None:
             context = get_replica_context()
             assert context is not None
+            context.joins_graphs = True  # the caller's backward pass goes through all replicas
             number = context.replica_id_in_sync_group
             outputs[number] = replicas[number](*shares[number].inputs, **shares[number].kwargs)
 
