@@ -23,7 +23,9 @@ class ShardedCalls:
         _checked_op: Callable[[ReduceOp | str], ReduceOp]
         _chosen_options: Callable[[CommunicationOptions | None], CommunicationOptions]
         _differentiates: Callable[[ReduceOp], bool]
-        _calls: Calls
+
+        @property
+        def _calls(self) -> Calls: ...
 
     def reduce_scatter(
         self,

@@ -95,7 +95,7 @@ class RecordedLeaves:
                 _of_leaves(result, value) for result, (value, _) in zip(run(), self.placed, strict=True)
             )
             if shapes is not None:
-                shapes += [tuple(tuple(array.shape) for array in columns[i][k]) for i, k in self.picked]
+                shapes.extend(tuple(tuple(array.shape) for array in columns[i][k]) for i, k in self.picked)
             return [array for i, k in self.picked for array in columns[i][k]]
 
         arrays = [array for column in self._columns for array in column]
