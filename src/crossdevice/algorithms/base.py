@@ -13,9 +13,10 @@ from crossdevice.costs.rounds import Round
 from crossdevice.costs.topology import Topology
 from crossdevice.errors import ConversionError, OptionError, ReduceOpError
 from crossdevice.execution.bound import BoundReduction, side_streams_of
-from crossdevice.execution.differentiation import Calls, read_recorded_leaves, recorded_leaves
+from crossdevice.execution.differentiation import read_recorded_leaves, recorded_leaves
 from crossdevice.execution.explaining import explained
 from crossdevice.execution.known_calls import KnownCalls
+from crossdevice.execution.linear_maps import Calls
 from crossdevice.execution.local.batch import CheckedBatch, Request, read_requests
 from crossdevice.execution.local.copying import component_of, copied_into, copied_to, shared_with
 from crossdevice.execution.local.gathering import Placed, gathered

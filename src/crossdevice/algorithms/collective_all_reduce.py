@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import OptionError
-from crossdevice.execution.differentiation import Calls
+from crossdevice.execution.linear_maps import Calls
 from crossdevice.execution.local.all_to_all import AllToAll
 from crossdevice.execution.local.batch import Request
 from crossdevice.execution.local.gathering import Placed

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from crossdevice.execution.differentiation import Calls, read_recorded_leaves
+from crossdevice.execution.differentiation import read_recorded_leaves
+from crossdevice.execution.linear_maps import Calls
 from crossdevice.execution.local.all_to_all import AllToAll, read_all_to_all
 from crossdevice.execution.local.scattering import Scatter, per_replica, read_scatter
 from crossdevice.execution.reading.structures import spread_outs, spread_pairs
@@ -114,8 +115,18 @@ class ShardedCalls:
         """
         check_cross_replica("all_to_all")
         values, outs, rebuilt = _spread(per_replica_value, out)
-        moves = [read_all_to_all(value, axis, sizes, into) for value, into in zip(values, outs, strict=True)]
-        return rebuilt(self._all_to_all(moves, self._chosen_options(options)))[0]
+        chosen = self._chosen_options(options)
+
+        def run() -> list[Any]:
+            moves = [
+                read_all_to_all(value, axis, sizes, into) for value, into in zip(values, outs, strict=True)
+            ]
+            return self._all_to_all(moves, chosen)
+
+        recorded = read_recorded_leaves([(value, None) for value in values], outs)
+        if recorded is None or self._calls.rank is not None:  # the sizes of other processes are not known
+            return rebuilt(run())[0]
+        return rebuilt(recorded.exchanged(run, self.all_to_all, axis, sizes))[0]
 
     # ---------------------------------------------------------------- inside one process, unless overridden
 

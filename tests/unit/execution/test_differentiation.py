@@ -64,6 +64,8 @@ CALLS = {
     "all_gather": lambda *values: cd.all_gather(values, axis=1),
     "reduce_scatter": lambda *values: cd.reduce_scatter(values, axis=1),
     "reduce_scatter mean": lambda *values: cd.reduce_scatter(values, "mean", sizes=[0, 2]),
+    "all_to_all": lambda *values: cd.all_to_all(values, axis=1),
+    "all_to_all of uneven parts": lambda *values: cd.all_to_all(values, sizes=[[2, 0], [1, 1]]),
     "batch_reduce": lambda *values: batch(*values, values[0] * 2, values[1].sin()),
     "structures": tree,
     "strategy.reduce": lambda *v: cd.MirroredStrategy(["cpu:0", "cpu:1"]).reduce("sum", placed(v), axis=None),
@@ -166,7 +168,6 @@ def test_calls_that_are_not_differentiated_say_so():
     for call in (
         lambda: cd.reduce(value, "max"),
         lambda: cd.reduce(value, weights=[1, 2]),
-        lambda: cd.all_to_all(value),
         lambda: Numbered().reduce("sum", value, "cpu:0"),
         lambda: cd.ReductionToOneDevice(accumulation_fn=sum).reduce("sum", value, "cpu:0"),
         lambda: cd.bind(value),
