@@ -252,6 +252,26 @@ def tensors_of_pytorch_come_back_as_such(group, form_another):
         assert torch.equal(tensor, torch.full((40, 3), 3.5, dtype=torch.bfloat16))
 
 
+def backward_passes_are_calls_of_all_ranks(group, form_another):
+    """The loss is the sum of those of all ranks: (k + 1) (s^2 + |g|^2) on rank k; rank 0 has two replicas."""
+    if group.engine_name != "gloo":
+        return
+    import torch
+
+    own = [torch.tensor([1.0 + group.rank]).requires_grad_() for _ in range(1 + (group.rank == 0))]
+    ops, value = cd.CollectiveAllReduce(group=group), cd.PerReplica(own)
+    total, gathered = ops.reduce("sum", value, "cpu:0"), ops.gather(value, "cpu:0")
+    loss = (group.rank + 1) * (total.square().sum() + gathered.square().sum())
+    first = torch.autograd.grad(loss, own, create_graph=True)
+    numbers = range(1, group.size + 1)
+    weights, everything = sum(numbers), 1.0 + sum(numbers)
+    for gradient in first:
+        assert gradient.tolist() == [2 * weights * (everything + group.rank + 1)]
+    # Of sum(first), over all ranks, with respect to each: 2 weights (replicas + 1).
+    for gradient in torch.autograd.grad(sum(first).sum(), own):
+        assert gradient.tolist() == [2 * weights * (group.size + 1 + 1)]
+
+
 def mismatches_are_named_on_every_rank(group, form_another):
     if group.size == 1:
         return
@@ -311,6 +331,7 @@ REDUCTION_LAWS = {
         gathers_may_be_uneven,
         broadcasts_may_come_from_any_rank,
         tensors_of_pytorch_come_back_as_such,
+        backward_passes_are_calls_of_all_ranks,
         mismatches_are_named_on_every_rank,
         checks_can_be_always_on_or_off,
     )

@@ -13,10 +13,12 @@ from crossdevice.costs.rounds import Round
 from crossdevice.costs.topology import Topology
 from crossdevice.errors import ConversionError, OptionError, ReduceOpError
 from crossdevice.execution.bound import BoundReduction, side_streams_of
+from crossdevice.execution.differentiation import read_recorded_leaves, recorded_leaves
 from crossdevice.execution.explaining import explained
 from crossdevice.execution.known_calls import KnownCalls
+from crossdevice.execution.linear_maps import Calls
 from crossdevice.execution.local.batch import CheckedBatch, Request, read_requests
-from crossdevice.execution.local.copying import copied_into, copied_to, shared_with
+from crossdevice.execution.local.copying import component_of, copied_into, copied_to, shared_with
 from crossdevice.execution.local.gathering import Placed, gathered
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.pending import THIS_PROCESS, Pending, start
@@ -266,11 +268,16 @@ class CrossDeviceOps(ShardedCalls):
             raise ConversionError(
                 "broadcast takes one value; a PerReplica has a different one for each replica"
             )
+        recorded = read_recorded_leaves([(component_of(tensor), devices)], [out])
         if out is not None:
             return copied_into(tensor, devices, out)
-        if shares and not self._overrides("broadcast_implementation"):
-            return shared_with(tensor, devices)
-        return self.broadcast_implementation(tensor, destinations)
+        if self._overrides("broadcast_implementation"):
+            return self.broadcast_implementation(tensor, destinations)
+        place = shared_with if shares else copied_to
+        if recorded is None:
+            return place(tensor, devices)
+        calls = self.within_process()._calls
+        return recorded.reduced(lambda: [place(tensor, devices)], calls, ReduceOp.SUM, as_options(options))[0]
 
     def gather(
         self,
@@ -285,11 +292,16 @@ class CrossDeviceOps(ShardedCalls):
         check_cross_replica("gather")
         pairs = [(per_replica_value, destinations)]
         spread, rebuilt = spread_pairs(pairs)
+        outs = spread_outs(pairs, [out])
         placed = [
             (value, read_destinations(target), into)
-            for (value, target), into in zip(spread, spread_outs(pairs, [out]), strict=True)
+            for (value, target), into in zip(spread, outs, strict=True)
         ]
-        return rebuilt(self._gather(placed, axis, self._chosen_options(options)))[0]
+        chosen = self._chosen_options(options)
+        run = functools.partial(self._gather, placed, axis, chosen)
+        recorded = read_recorded_leaves([(value, devices) for value, devices, _ in placed], outs)
+        results = run() if recorded is None else recorded.gathered(run, self._calls, axis, chosen)
+        return rebuilt(results)[0]
 
     def explain(
         self,
@@ -411,6 +423,12 @@ class CrossDeviceOps(ShardedCalls):
         """A call that is not known: read, checked, run, and kept under `key` unless that is None."""
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         requests, rebuilt = read_requests(pairs, outs)
+        recorded = recorded_leaves([(request.value, request.destinations) for request in requests], outs)
+        if recorded is not None and factors is None and self._differentiates(op):
+            apart = spread_pairs(pairs)[0]
+            again = (op, apart, chosen, [None] * len(apart), None)
+            run = functools.partial(self._reduce, *again, is_batch=is_batch)
+            return rebuilt(recorded.reduced(run, self._calls, op, chosen))
         batch = CheckedBatch(requests, op, chosen, in_any_order=self._can_be_known, factors=factors)
         if self._overrides_hooks:
             targets = [target for _, target in spread_pairs(pairs)[0]]
@@ -419,6 +437,15 @@ class CrossDeviceOps(ShardedCalls):
         results = batch.run(self._planner) if between is None else between.reduce(batch)
         self._known_calls.keep(key, batch, self._planner)
         return rebuilt(results)
+
+    def within_process(self) -> CrossDeviceOps:
+        """The same algorithm with the same options, for the replicas of this process alone."""
+        return self
+
+    @property
+    def _calls(self) -> Calls:
+        """What derivatives are made of."""
+        return Calls(self.batch_reduce, self.gather)
 
     @property
     def _between(self) -> BetweenProcesses | None:
@@ -465,7 +492,16 @@ class CrossDeviceOps(ShardedCalls):
     @property
     def _can_be_known(self) -> bool:
         """Whether a call like one made before can be run at once: here, by our own means."""
+        return self._runs_plans
+
+    @property
+    def _runs_plans(self) -> bool:
+        """Whether a sum is a sum, and not whatever somebody put in its place."""
         return self.accumulation_fn is None and not self._overrides_hooks
+
+    def _differentiates(self, op: ReduceOp) -> bool:
+        """Whether the derivative of a reduction is known."""
+        return op in (ReduceOp.SUM, ReduceOp.MEAN) and self._runs_plans
 
     @property
     def _overrides_hooks(self) -> bool:

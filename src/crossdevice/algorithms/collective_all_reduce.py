@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import OptionError
+from crossdevice.execution.linear_maps import Calls
 from crossdevice.execution.local.all_to_all import AllToAll
 from crossdevice.execution.local.batch import Request
 from crossdevice.execution.local.gathering import Placed
@@ -132,6 +134,16 @@ class CollectiveAllReduce(CrossDeviceOps):
     @functools.cached_property
     def _between(self) -> BetweenProcesses | None:
         return None if self.group is None else BetweenProcesses(self.group, self._planner.prepared)
+
+    def within_process(self) -> CrossDeviceOps:
+        """The same algorithm with the same options, for the replicas of this process alone."""
+        alone = copy.copy(self)
+        alone.group = None
+        return alone
+
+    @property
+    def _calls(self) -> Calls:
+        return super()._calls._replace(rank=None if self.group is None else self.group.rank)
 
     @property
     def _can_be_known(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from crossdevice.execution.differentiation import read_recorded_leaves
+from crossdevice.execution.linear_maps import Calls
 from crossdevice.execution.local.all_to_all import AllToAll, read_all_to_all
 from crossdevice.execution.local.scattering import Scatter, per_replica, read_scatter
 from crossdevice.execution.reading.structures import spread_outs, spread_pairs
@@ -21,6 +23,10 @@ class ShardedCalls:
         gather: Callable[..., Any]
         _checked_op: Callable[[ReduceOp | str], ReduceOp]
         _chosen_options: Callable[[CommunicationOptions | None], CommunicationOptions]
+        _differentiates: Callable[[ReduceOp], bool]
+
+        @property
+        def _calls(self) -> Calls: ...
 
     def reduce_scatter(
         self,
@@ -55,10 +61,17 @@ class ShardedCalls:
         check_cross_replica("reduce_scatter")
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         values, outs, rebuilt = _spread(per_replica_value, out)
-        scatters = [
-            read_scatter(value, op, axis, sizes, into) for value, into in zip(values, outs, strict=True)
-        ]
-        return rebuilt(self._reduce_scatter(op, scatters, chosen))[0]
+
+        def run() -> list[Any]:
+            scatters = [
+                read_scatter(value, op, axis, sizes, into) for value, into in zip(values, outs, strict=True)
+            ]
+            return self._reduce_scatter(op, scatters, chosen)
+
+        recorded = read_recorded_leaves([(value, None) for value in values], outs)
+        if recorded is None or not self._differentiates(op):
+            return rebuilt(run())[0]
+        return rebuilt(recorded.scattered(run, self._calls, op, axis, chosen))[0]
 
     def all_gather(
         self,
@@ -102,8 +115,18 @@ class ShardedCalls:
         """
         check_cross_replica("all_to_all")
         values, outs, rebuilt = _spread(per_replica_value, out)
-        moves = [read_all_to_all(value, axis, sizes, into) for value, into in zip(values, outs, strict=True)]
-        return rebuilt(self._all_to_all(moves, self._chosen_options(options)))[0]
+        chosen = self._chosen_options(options)
+
+        def run() -> list[Any]:
+            moves = [
+                read_all_to_all(value, axis, sizes, into) for value, into in zip(values, outs, strict=True)
+            ]
+            return self._all_to_all(moves, chosen)
+
+        recorded = read_recorded_leaves([(value, None) for value in values], outs)
+        if recorded is None or self._calls.rank is not None:  # the sizes of other processes are not known
+            return rebuilt(run())[0]
+        return rebuilt(recorded.exchanged(run, self.all_to_all, axis, sizes))[0]
 
     # ---------------------------------------------------------------- inside one process, unless overridden
 

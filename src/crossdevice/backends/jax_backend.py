@@ -42,7 +42,7 @@ class JaxBackend(Backend):
         """Tracers have no elements yet, and sharded arrays are on several devices at once."""
         if isinstance(array, jax.core.Tracer):
             raise ConversionError(
-                f"{where} is a tracer: it has no elements while a function is traced; inside jit, "
+                f"{where} is a tracer: it has no elements while a function is traced; inside jit, grad, "
                 "shard_map or pmap use jax.lax.psum(value, axis_name), or call crossdevice outside of it"
             )
         if len(array.sharding.device_set) > 1:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,9 @@ class Backend(abc.ABC):
 
     counts_writes: bool = False
     """Whether the library keeps count of writes to its arrays, so that `mark_written` matters."""
+
+    autograd: Autograd | None = None
+    """How calls are differentiated, in a library that records what is computed from its arrays."""
 
     # ---------------------------------------------------------------- required
 
@@ -217,6 +220,51 @@ class Backend(abc.ABC):
     def side_streams(self, devices: Iterable[Device]) -> SideStreams | None:  # noqa: ARG002
         """Streams for work that the current ones of these devices go on without; None if there are none."""
         return None
+
+
+class LinearMap(Protocol):
+    """A call that is linear in its arrays, and its transpose: all that its derivatives are made of."""
+
+    def __call__(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Makes the call."""
+
+    def transposed(self) -> LinearMap:
+        """The map from gradients of the results to gradients of the arrays."""
+
+
+Merge: TypeAlias = "Callable[[list[Any]], Sequence[Any]]"
+"""Turns the values of all replicas into the answers of all replicas."""
+
+
+class Exchange(Protocol):
+    """Waits for the same call of all replicas; returns this replica's answer of those that `merge` makes."""
+
+    def __call__(self, value: Any, merge: Merge, *, is_backward: bool = False) -> Any:
+        """Called by every replica, in its own thread; in a backward pass perhaps in one of the library's."""
+
+
+class Autograd(Protocol):
+    """Automatic differentiation by a library that records what is computed from arrays."""
+
+    def is_recording(self) -> bool:
+        """Whether what this thread computes is recorded."""
+
+    def is_recorded(self, array: Any) -> bool:
+        """Whether what this thread computes from an array is recorded; False for other libraries' arrays."""
+
+    def unrecorded(self, array: Any) -> Any:
+        """The same elements, apart from all that was recorded."""
+
+    def cut(self, value: Any) -> Any:
+        """A structure of arrays with nothing recorded; warns if there was."""
+
+    def linear_call(
+        self, run: Callable[[], Sequence[Array]], linear: LinearMap, arrays: Sequence[Array]
+    ) -> Sequence[Array]:
+        """The results of `run`, recorded as those of `linear` of the arrays."""
+
+    def meeting(self, exchange: Exchange, replica: int, value: Any, merge: Merge) -> Any:
+        """A replica's answer to a call in which all meet, recorded in the replica's own graph."""
 
 
 class Streams(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from crossdevice.backends.cuda_streams import CudaStreams, SideStreams
 from crossdevice.backends.host_memory import check_host_device
 from crossdevice.backends.nccl_engines import NcclBackend, Share
 from crossdevice.backends.protocol import dtype_named
+from crossdevice.backends.torch_autograd import TorchAutograd, warn_if_recorded
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import SHORT_FLOATS
@@ -49,11 +49,12 @@ def _type_text(dtype: torch.dtype) -> str:
 
 
 class TorchBackend(NcclBackend):
-    """Results are detached: reductions are not recorded for automatic differentiation."""
+    """Results are detached, unless a call is made by way of `autograd`."""
 
     name = "torch"
     shares_gpu_arrays = True
     counts_writes = True
+    autograd = TorchAutograd()
 
     def namespace(self) -> Any:
         """PyTorch, through array-api-compat."""
@@ -67,24 +68,25 @@ class TorchBackend(NcclBackend):
                 f"{where} is a {kind} tensor on {array.device}; expected a dense one with data "
                 "(reductions also take torch.sparse_coo with one sparse axis, and crossdevice.IndexedSlices)"
             )
-        if _is_recorded(array):
-            warnings.warn(
-                "a tensor that requires a gradient was handed to crossdevice, whose results are not recorded "
-                "for automatic differentiation; if that is meant, detach() it or use torch.no_grad()",
-                stacklevel=2,
-            )
+        warn_if_recorded(array)
 
     def as_indexed_slices(self, array: torch.Tensor) -> IndexedSlices | None:
         """A `torch.sparse_coo` tensor of whole rows, such as an embedding's gradient; it returns as one."""
         if array.layout != torch.sparse_coo or array.sparse_dim() != 1:
             return None
+        warn_if_recorded(array)
         rows = array.detach()  # repeated indices stay as they are: whoever uses the result adds them up
         return _SparseRows(rows._values(), rows._indices()[0], rows.shape)
 
     def signature(self, array: Any) -> Hashable:
-        """Type, dtype, shape, device, layout, strides if they are not those of the shape, and recording."""
+        """Type, dtype, shape, device, layout, and strides if they are not those of the shape.
+
+        Tensors whose use is recorded have none: whether that is differentiated is asked in every call.
+        """
+        if array.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("recorded")
         strides = None if array.is_contiguous() else array.stride()
-        return type(array), array.dtype, array.shape, array.device, array.layout, strides, _is_recorded(array)
+        return type(array), array.dtype, array.shape, array.device, array.layout, strides
 
     def axis_order(self, array: torch.Tensor) -> tuple[int, ...] | None:
         """By strides: `channels_last`, transposes, and other permutations of dense tensors."""
@@ -278,11 +280,6 @@ class TorchStreams(CudaStreams):
         """The caching allocator waits for the stream before it hands the memory out again."""
         if array.is_cuda:
             array.record_stream(stream)
-
-
-def _is_recorded(array: torch.Tensor) -> bool:
-    """Whether PyTorch would record what is computed from a tensor; reductions would cut that silently."""
-    return array.requires_grad and torch.is_grad_enabled()
 
 
 def torch_device(device: Device) -> torch.device:

@@ -25,7 +25,7 @@ from crossdevice.plans.steps import (
 )
 from crossdevice.values.device import Device, host_device
 
-Phase = Literal["queue", "pack", "reduce", "copy", "unpack"]
+Phase = Literal["queue", "pack", "reduce", "copy", "unpack", "forward", "backward"]
 
 MAX_RECORDED = 2048
 """Events the flight recorder keeps; a step of a plan is one, a fused reduction is one."""
@@ -132,7 +132,8 @@ def flight_record() -> list[Record]:
 def trace(path: str | Path) -> Iterator[None]:
     """Writes what runs inside the block to a file that opens in https://ui.perfetto.dev.
 
-    It has one row per device, the phases queue, pack, reduce, copy and unpack, and an arrow for every copy.
+    It has one row per device, the phases queue, pack, reduce, copy and unpack, an arrow for every copy, and
+    the forward and backward passes of PyTorch modules on several devices.
     The file is also written if the block raises.
 
     >>> import pathlib, tempfile, numpy as np, crossdevice as cd

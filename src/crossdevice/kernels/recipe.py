@@ -40,14 +40,9 @@ class Recipe(NamedTuple):
         return self if self.weights is None else self._replace(weights=UNKNOWN_WEIGHTS)
 
     def with_weights(self, weights: Weights | None) -> Recipe:
-<<<<<<< HEAD
         """The same with weights that were unknown when it was made, if it takes any."""
         return self if weights is None or self.weights is None else self._replace(weights=weights)
-=======
-        """The same with weights that were unknown when it was made."""
-        return self if weights is None else self._replace(weights=weights)
 
 
 COPYING = Recipe(ReduceOp.SUM, "fast")
 """Of a single input: the input itself."""
->>>>>>> collectives

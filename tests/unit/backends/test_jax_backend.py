@@ -94,6 +94,8 @@ def test_tracers_are_refused_with_the_way_to_do_it_inside():
 
     with pytest.raises(ConversionError, match=r"tracer.*jax\.lax\.psum"):
         jax.jit(inside)(np.float32([1]))
+    with pytest.raises(ConversionError, match=r"tracer.*inside jit, grad"):
+        jax.grad(lambda array: inside(array).sum())(np.float32([1]))
 
 
 def test_sharded_arrays_are_refused():

@@ -192,16 +192,6 @@ def test_a_tensor_that_was_reduced_can_still_be_resized():
     tensors[1].resize_(10)
 
 
-def test_gradients_are_not_cut_without_a_word():
-    weights = [torch.ones(3, requires_grad=True) for _ in range(2)]
-    for call in (cd.all_reduce, cd.reduce, cd.gather, lambda tensors: cd.broadcast(tensors[0], "cpu:1")):
-        with pytest.warns(UserWarning, match="requires a gradient"):
-            call([weight * 2 for weight in weights])
-        with torch.no_grad():
-            call([weight * 2 for weight in weights])
-        call([(weight * 2).detach() for weight in weights])
-
-
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
 def test_rows_of_wide_unsigned_integers_beside_dense_ones(dtype):
     ones = torch.ones(2, 1).to(getattr(torch, dtype))

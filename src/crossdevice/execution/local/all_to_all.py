@@ -62,7 +62,7 @@ class AllToAll(NamedTuple):
 def read_all_to_all(value: Any, axis: int, sizes: Any, out: Any) -> AllToAll:
     """Reads and checks a value whose parts change places."""
     read = read_value(value)
-    of_replicas = _read_sizes(sizes, len(read.devices))
+    of_replicas = read_sizes_of_all(sizes, len(read.devices))
     gatherings = [check_gather(leaf, read.devices, read.devices, axis, "all_to_all") for leaf in read.leaves]
     for leaf, (arrays, backend, own_axis) in zip(read.leaves, gatherings, strict=True):
         for replica, (array, given) in enumerate(zip(arrays, of_replicas, strict=True)):
@@ -70,7 +70,7 @@ def read_all_to_all(value: Any, axis: int, sizes: Any, out: Any) -> AllToAll:
     return AllToAll(read, gatherings, of_replicas, out)
 
 
-def _read_sizes(sizes: Any, num_replicas: int) -> Sizes:
+def read_sizes_of_all(sizes: Any, num_replicas: int) -> Sizes:
     """One list of lengths for all replicas, or one for each."""
     if not hasattr(sizes, "__len__") or not any(hasattr(each, "__len__") for each in sizes):
         return (read_sizes(sizes),) * num_replicas

@@ -166,6 +166,8 @@ def _problem_of(array: Any, spec: LeafSpec, dtype: str, device: Device) -> str |
         return f"is a {type(array).__name__}; expected an array of {backend.name}"
     if backend.is_immutable:
         return f"is an array of {backend.name}, which cannot be written to; leave out= away, results are new"
+    if backend.autograd is not None and backend.autograd.is_recorded(array):
+        return "requires a gradient; what is written to it would not be recorded: detach() it, or no_grad()"
     if backend.shape_of(array) != spec.shape:
         return f"has shape {backend.shape_of(array)}; expected {spec.shape}"
     if backend.dtype_of(array) != dtype:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,9 +12,11 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import DeviceError, OptionError
 from crossdevice.integrations.torch.batches import Share, joined, shares_of
-from crossdevice.integrations.torch.mirroring import KeptCopies, MirroredTensors
+from crossdevice.integrations.torch.gradient_arenas import BUCKET_BYTES, check_bucket_bytes
+from crossdevice.integrations.torch.mirroring import HeldGradients, KeptCopies, mirrored_in_buckets
 from crossdevice.integrations.torch.module_copies import average_buffers, named_tensors
 from crossdevice.integrations.torch.module_replicas import check_replicable, keep_buffers, replica_of
+from crossdevice.integrations.torch.spans import span, watch_backward
 from crossdevice.integrations.torch.tensor_kinds import refuse_special
 from crossdevice.strategies.current import get_replica_context
 from crossdevice.strategies.mirrored import MirroredStrategy
@@ -50,6 +53,8 @@ class DataParallel(torch.nn.Module):
             `torch.nn.DataParallel` does; `"mean"` keeps the mean over replicas of floats and complex numbers.
         device_ids: another name of `devices`, where numbers are GPUs, as in `torch.nn.DataParallel`.
         output_device: where results are joined; the first device if None.
+        bucket_bytes: gradients are summed in buckets of this size, during the backward pass, as soon as all
+            replicas have them. The bits do not depend on it.
 
     >>> model = DataParallel(torch.nn.Linear(3, 1), devices=["cpu:0", "cpu:1"])
     >>> model(torch.ones(5, 3)).shape
@@ -67,12 +72,14 @@ class DataParallel(torch.nn.Module):
         buffers: str = "first",
         device_ids: Sequence[DeviceLike] | None = None,
         output_device: DeviceLike | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise OptionError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if buffers not in ("first", "mean"):
             raise OptionError(f"buffers must be 'first' or 'mean', got {buffers!r}")
+        check_bucket_bytes(bucket_bytes)
         if devices is not None and device_ids is not None:
             raise OptionError(
                 "both devices and device_ids were given; they are the same, expected one of them"
@@ -87,7 +94,9 @@ class DataParallel(torch.nn.Module):
         self.dim = dim
         self.replicate = (replicate,) if isinstance(replicate, str) else tuple(replicate)
         self.buffer_rule = buffers
+        self.bucket_bytes = bucket_bytes
         self._kept = KeptCopies()
+        self._held = HeldGradients(self.strategy.extended.cross_device_ops, self.devices)
         for name, tensor in named_tensors(module).items():
             if not torch.nn.parameter.is_lazy(tensor):  # by the first call it may have values
                 refuse_special(tensor, f"module.{name}")
@@ -98,10 +107,31 @@ class DataParallel(torch.nn.Module):
         shares = shares_of(self.module, inputs, kwargs, self.devices, self.dim, self.replicate)
         if len(shares) == 1:
             # The first share is on the module's own device, so it needs no replica, nor a thread.
-            outputs = [self.module(*shares[0].inputs, **shares[0].kwargs)]
+            with span("forward", "forward", self.devices[:1]):
+                outputs = [self.module(*shares[0].inputs, **shares[0].kwargs)]
         else:
             outputs = self._run(shares)
-        return joined(outputs, self.output_device, self.dim)
+        result = joined(outputs, self.output_device, self.dim)
+        watch_backward(result, self.devices[: len(shares)], self._held.deliver)
+        return result
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of calls in this block are kept, and summed with those of the next call after it.
+
+        Until that one's backward pass, `grad` does not contain them. For micro-batches of one optimizer step;
+        the forward pass has to be in the block too.
+        """
+        before, self._held.is_holding = self._held.is_holding, True
+        try:
+            yield
+        finally:
+            self._held.is_holding = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As for any module; gradients of `no_sync` blocks are dropped too."""
+        self._held.forget()
+        super().zero_grad(set_to_none)
 
     def train(self, mode: bool = True) -> DataParallel:
         """Sets the mode, as for any module, and renews all copies on other devices."""
@@ -117,8 +147,10 @@ class DataParallel(torch.nn.Module):
         def run_replica() -> None:
             context = get_replica_context()
             assert context is not None
+            context.joins_graphs = True  # the caller's backward pass goes through all replicas
             number = context.replica_id_in_sync_group
-            outputs[number] = replicas[number](*shares[number].inputs, **shares[number].kwargs)
+            with span("forward", "forward", context.devices):
+                outputs[number] = replicas[number](*shares[number].inputs, **shares[number].kwargs)
 
         self._strategy_of(len(shares)).run(run_replica)
         keep_buffers(self.module, replicas[0])
@@ -150,11 +182,10 @@ class DataParallel(torch.nn.Module):
         # Some write through `.data`, and batch norm's statistics are not counted as changed.
         self._kept.forget([*trainable, *(buffers.values() if is_training else ())])
         ops, devices = self.strategy.extended.cross_device_ops, self.devices[:count]
-        mirrored = MirroredTensors.apply(ops, devices, *trainable) if trainable else ()
+        mirrored = mirrored_in_buckets(ops, devices, trainable, self.bucket_bytes, self._held)
         replicas = []
         for number, device in enumerate(map(torch_device, devices)):
-            own = mirrored[number * len(trainable) : (number + 1) * len(trainable)]
-            tensors = dict(zip(map(id, trainable), own, strict=True))
+            tensors = dict(zip(map(id, trainable), mirrored[number], strict=True))
             for parameter in parameters.values():
                 if id(parameter) not in tensors:
                     tensors[id(parameter)] = self._kept.on(parameter, device)

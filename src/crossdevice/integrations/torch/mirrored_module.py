@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
@@ -13,6 +14,7 @@ import torch
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import ContextError, ConversionError, DeviceError, OptionError
+from crossdevice.integrations.torch.gradient_arenas import BUCKET_BYTES, GradientArenas, check_bucket_bytes
 from crossdevice.integrations.torch.module_copies import (
     average_buffers,
     check_can_have_copies,
@@ -20,14 +22,15 @@ from crossdevice.integrations.torch.module_copies import (
     named_tensors,
 )
 from crossdevice.integrations.torch.replica_gradients import ReplicaGradients
+from crossdevice.integrations.torch.spans import span, watch_backward
 from crossdevice.strategies.current import get_replica_context
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.values.distributed import PerReplica
-from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.options import CommunicationOptions, as_options
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import current_replica
 
-_OWN = ("strategy", "replicas", "_num_holds")
+_OWN = ("strategy", "replicas", "_num_holds", "_arenas")
 
 _READING = (
     *("forward", "state_dict", "get_extra_state", "extra_repr"),
@@ -66,6 +69,16 @@ class MirroredModule(torch.nn.Module):
     its `state_dict()` is that of the module itself. The k-th copy of this process is `replicas[k]`. Under a
     strategy over several processes, all copies start with the values of the first process.
 
+    Args:
+        arenas: whether the gradients of a copy lie in one flat tensor per dtype, so that a whole model is
+            reduced as one array, in place. Each `grad` is a view of it, which `zero_grad(set_to_none=False)`
+            and optimizers keep. After `zero_grad(set_to_none=True)` PyTorch allocates new gradients,
+            which are copied there.
+        overlap: the operation of `reduce_gradients`; given that, gradients (in arenas) are reduced in buckets
+            while the backward pass goes on, and `reduce_gradients` waits for the last. Under a strategy over
+            several processes they are reduced after it.
+        bucket_bytes: the size of a bucket. The bits do not depend on it.
+
     Create optimizers by `optimizers`, one for each copy: `torch.optim.SGD(model.parameters())` has the
     parameters of the first copy only, and does not change the others.
 
@@ -89,8 +102,17 @@ class MirroredModule(torch.nn.Module):
 
     strategy: MirroredStrategy
     replicas: tuple[torch.nn.Module, ...]
+    _arenas: GradientArenas | None
 
-    def __init__(self, module: torch.nn.Module, strategy: MirroredStrategy) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        strategy: MirroredStrategy,
+        *,
+        arenas: bool = False,
+        overlap: ReduceOp | str | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         # Module.__init__ is left out: parameters, submodules and hooks are those of the copies.
         check_can_have_copies(module)
         self.strategy = strategy
@@ -101,6 +123,21 @@ class MirroredModule(torch.nn.Module):
             replica.to(torch_device(device)) for replica, device in zip(copies, devices, strict=True)
         )
         self._num_holds = [0] * len(devices)
+        self._arenas = None
+        check_bucket_bytes(bucket_bytes)
+        if arenas or overlap is not None:
+            self._arenas = self._new_arenas(None if overlap is None else ReduceOp(overlap), bucket_bytes)
+
+    def _new_arenas(self, overlap: ReduceOp | None, bucket_bytes: int) -> GradientArenas:
+        extended, holds = self.strategy.extended, self._num_holds
+        return GradientArenas(
+            self.replicas,
+            extended.worker_devices,
+            extended.cross_device_ops,
+            overlap,
+            bucket_bytes,
+            lambda replica: holds[replica] > 0,
+        )
 
     def current(self) -> torch.nn.Module:
         """The running replica's copy; the first outside of replica functions."""
@@ -108,7 +145,11 @@ class MirroredModule(torch.nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the current copy."""
-        return self.current()(*args, **kwargs)
+        devices = self.strategy.extended.worker_devices[current_replica() or 0 :][:1]
+        with span("forward", "forward", devices):
+            outputs = self.current()(*args, **kwargs)
+        watch_backward(outputs, devices)
+        return outputs
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in _OWN:  # copying looks for these on half-made objects
@@ -123,16 +164,20 @@ class MirroredModule(torch.nn.Module):
         else:
             for replica in self._meant():
                 setattr(replica, name, value)
+            self._rearrange()
 
     def __delattr__(self, name: str) -> None:
         for replica in self._meant():
             delattr(replica, name)
+        self._rearrange()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MirroredModule:
         twin = type(self).__new__(type(self))
         twin.strategy = self.strategy
         twin.replicas = tuple(copy.deepcopy(replica, memo) for replica in self.replicas)
         twin._num_holds = [0] * len(self.replicas)
+        own = self._arenas
+        twin._arenas = None if own is None else twin._new_arenas(own.overlap, own.bucket_bytes)
         return twin
 
     def __reduce__(self) -> NoReturn:
@@ -154,6 +199,7 @@ class MirroredModule(torch.nn.Module):
     def _change(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of all copies that are meant; what returns its module returns this."""
         results = [getattr(replica, method)(*args, **kwargs) for replica in self._meant()]
+        self._rearrange()
         if isinstance(results[0], torch.utils.hooks.RemovableHandle):
             handles = _Handles()
             for handle in results:
@@ -173,6 +219,12 @@ class MirroredModule(torch.nn.Module):
             own, named = copy.deepcopy((args, kwargs)) if number else (args, kwargs)
             getattr(replica, method)(*own, **named)
             replica.to(self._device_of(replica))
+        self._rearrange()
+
+    def _rearrange(self) -> None:
+        """After something outside of replica functions that may have changed which gradients there are."""
+        if self._arenas is not None and current_replica() is None:
+            self._arenas.arrange_if_changed()
 
     def _device_of(self, replica: torch.nn.Module) -> torch.device:
         number = next(number for number, own in enumerate(self.replicas) if own is replica)
@@ -187,6 +239,7 @@ class MirroredModule(torch.nn.Module):
                 self._refuse_to_move("to", "elsewhere")
         for replica in self._meant():
             replica._apply(fn, recurse)
+        self._rearrange()
         return self
 
     def _move(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -244,9 +297,19 @@ class MirroredModule(torch.nn.Module):
             raise ContextError("reduce_gradients is called by every replica, inside of strategy.run")
         if self._num_holds[replica]:
             return
-        op = ReduceOp(reduce_op)
-        gradients = ReplicaGradients(self.current(), op, torch_device(context.devices[0]))
-        gradients.take_over(context.all_reduce(op, gradients.brought(), options))
+        op, module, device = ReduceOp(reduce_op), self.current(), torch_device(context.devices[0])
+        arenas = self._arenas
+        if arenas is None:
+            gradients = ReplicaGradients(module, op, device)
+            gradients.take_over(context.all_reduce(op, gradients.brought(), options))
+            return
+        arenas.check(op, options)
+        if not arenas.arenas[replica].fits():
+            context.meet("rearrange gradients", (), None, arenas.rearrange)
+        gradients = ReplicaGradients(module, op, device, arenas.arenas[replica])
+        merge = functools.partial(arenas.reduce, op, options)
+        chosen = as_options(options)
+        gradients.take_over(context.meet("reduce_gradients", (op.name,), gradients.brought(), merge, chosen))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -315,6 +378,7 @@ class MirroredModule(torch.nn.Module):
             own = copy.deepcopy(state) if assign else state
             results.append(replica.load_state_dict(own, strict=strict, assign=assign))
             replica.to(self._device_of(replica))
+        self._rearrange()
         return results[0]
 
     @property

@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
+from crossdevice.integrations.torch.spans import span
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.reduce_op import ReduceOp
+
+
+def mirrored_in_buckets(
+    ops: CrossDeviceOps,
+    devices: Sequence[Device],
+    tensors: Sequence[torch.Tensor],
+    bucket_bytes: int,
+    held: HeldGradients,
+) -> list[list[torch.Tensor]]:
+    """The tensors of each replica; gradients are summed bucket by bucket, during the backward pass."""
+    of_replicas: list[list[torch.Tensor]] = [[] for _ in devices]
+    for bucket in _buckets_of(tensors, bucket_bytes):
+        flat = MirroredTensors.apply(ops, devices, held, held.is_holding, *bucket)
+        for number, own in enumerate(of_replicas):
+            own += flat[number * len(bucket) : (number + 1) * len(bucket)]
+    return of_replicas
+
+
+def _buckets_of(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        bucket.append(tensor)
+        num_bytes += tensor.numel() * tensor.element_size()
+        if num_bytes >= bucket_bytes:
+            yield bucket
+            bucket, num_bytes = [], 0
+    if bucket:
+        yield bucket
 
 
 class MirroredTensors(torch.autograd.Function):
@@ -22,21 +52,38 @@ class MirroredTensors(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ops: CrossDeviceOps, devices: Sequence[Device], *tensors: torch.Tensor
+        ctx: Any,
+        ops: CrossDeviceOps,
+        devices: Sequence[Device],
+        held: HeldGradients | None,
+        holds: bool,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """The tensors of the first replica, those of the second, and so on."""
-        ctx.ops, ctx.devices = ops, devices
+        ctx.ops, ctx.devices, ctx.held, ctx.holds, ctx.tensors = ops, devices, held, holds, tensors
         ctx.set_materialize_grads(False)
-        return tuple(
-            tensor.detach().to(torch_device(device))  # not a copy on the device where it is
-            for device in devices
-            for tensor in tensors
-        )
+        # Not a copy on the device where it is.
+        return tuple(_on(device, tensor) for device in devices for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         """One sum per tensor; None for those that no replica used."""
-        return None, None, *Summed.apply(ctx.ops, ctx.devices, *gradients)
+        if ctx.holds:
+            ctx.held.hold(ctx.tensors, gradients)
+            return None, None, None, None, *(None for _ in ctx.tensors)
+        if ctx.held is not None:
+            gradients = ctx.held.joined(ctx.tensors, gradients)
+        with span("reduce", "sum gradients", tuple(ctx.devices)):
+            return None, None, None, None, *Summed.apply(ctx.ops, ctx.devices, *gradients)
+
+
+def _on(device: Device, tensor: torch.Tensor) -> torch.Tensor:
+    source, target = tensor.device, torch_device(device)
+    if source == target:
+        return tensor.detach()
+    places = (Device.parse(str(source)), device)
+    with span("copy", "weights", places, tensor.numel() * tensor.element_size()):
+        return tensor.detach().to(target)
 
 
 class Summed(torch.autograd.Function):
@@ -65,7 +112,7 @@ class Summed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         """What each sum gets, for every replica."""
         given = [gradient for gradient in gradients if gradient is not None]
-        copies = iter(MirroredTensors.apply(ctx.ops, ctx.devices, *given) if given else ())
+        copies = iter(MirroredTensors.apply(ctx.ops, ctx.devices, None, False, *given) if given else ())
         everywhere = [
             None if gradient is None else next(copies) for _ in ctx.devices for gradient in gradients
         ]
@@ -87,6 +134,60 @@ def _per_replica(column: Sequence[torch.Tensor | None], devices: Sequence[Device
     if not are_rows:
         own = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in own]
     return PerReplica.of(tuple(own), tuple(devices))
+
+
+class HeldGradients:
+    """Gradients of replicas that are not summed yet, while batches are accumulated."""
+
+    def __init__(self, ops: CrossDeviceOps, devices: Sequence[Device]) -> None:
+        self._ops, self._devices = ops, devices
+        self._kept: dict[int, tuple[torch.Tensor, list[torch.Tensor | None]]] = {}
+        self.is_holding = False
+        """Whether gradients of what is computed from now on are kept here."""
+
+    def hold(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Adds gradients, given replica by replica, to those of the same replica before."""
+        for position, tensor in enumerate(tensors):
+            _, kept = self._kept.setdefault(id(tensor), (tensor, [None] * len(self._devices)))
+            for replica, gradient in enumerate(gradients[position :: len(tensors)]):
+                kept[replica] = _added(kept[replica], None if gradient is None else gradient.detach())
+
+    def joined(
+        self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients, with those added that were kept, which are not kept any more."""
+        joined, count = list(gradients), len(tensors)
+        for position, tensor in enumerate(tensors):
+            _, kept = self._kept.pop(id(tensor), (tensor, []))
+            for replica, gradient in enumerate(kept):
+                # A smaller batch may have fewer replicas.
+                place = position + count * replica if replica < len(gradients) // count else position
+                if gradient is not None and place == position:
+                    gradient = gradient.to(torch_device(self._devices[0]))
+                joined[place] = _added(joined[place], gradient)
+        return tuple(joined)
+
+    def deliver(self) -> None:
+        """Sums what is still kept into the gradients of the tensors, if no more is to be held."""
+        for tensor, kept in [] if self.is_holding else list(self._kept.values()):
+            del self._kept[id(tensor)]
+            with torch.no_grad():
+                (total,) = Summed.apply(self._ops, self._devices, *kept)
+            tensor.grad = _added(tensor.grad, total)
+
+    def forget(self) -> None:
+        """Drops what is kept."""
+        self._kept.clear()
+
+    def __reduce__(self) -> Any:
+        """Copied and saved as an empty one."""
+        return HeldGradients, (self._ops, self._devices)
+
+
+def _added(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
 
 
 class KeptCopies:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from crossdevice.values.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from crossdevice.integrations.torch.gradient_arenas import Arena
 
 _USED_AND_UNUSED = {ReduceOp.MIN: (-1.0, 0.0), ReduceOp.PROD: (0.0, 1.0)}
 """Marks that, when combined, differ from the second one if and only if some replica gave the first."""
@@ -20,17 +23,25 @@ class ReplicaGradients:
     vector that says which ones they have, so that parameters nobody used can be told apart afterwards.
     """
 
-    def __init__(self, module: torch.nn.Module, op: ReduceOp, device: torch.device) -> None:
+    def __init__(
+        self, module: torch.nn.Module, op: ReduceOp, device: torch.device, arena: Arena | None = None
+    ) -> None:
+        """Gradients that have a place in an arena are brought there, and not brought along."""
         used, self._unused = _USED_AND_UNUSED.get(op, (1.0, 0.0))
-        with_sparse = _parameters_with_sparse_gradients(module)
+        with_sparse = parameters_with_sparse_gradients(module)
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._views = {} if arena is None else arena.views
+        if arena is not None:
+            for name in arena.views:
+                arena.take_in(name)
         self._own = {
             name: _zeros(p, is_sparse=id(p) in with_sparse) if p.grad is None else p.grad
             for name, p in self._parameters.items()
+            if name not in self._views
         }
         self._lacks_some = any(p.grad is None for p in self._parameters.values())
         # A fill does not wait for a GPU, a copy of different numbers does.
-        self._marks = torch.full((len(self._own),), used, device=device)
+        self._marks = torch.full((len(self._parameters),), used, device=device)
         if self._lacks_some:
             marks = [self._unused if p.grad is None else used for p in self._parameters.values()]
             self._marks = torch.tensor(marks, device=device)
@@ -43,9 +54,11 @@ class ReplicaGradients:
         """Sets the gradients to the reduced ones; parameters that no replica used stay without one."""
         gradients, marks = reduced
         # With gradients of its own for all, a replica need not wait for the GPU to read the marks.
-        is_used = (marks != self._unused).tolist() if self._lacks_some else [True] * len(self._own)
+        is_used = (marks != self._unused).tolist() if self._lacks_some else [True] * len(marks)
         for (name, parameter), used in zip(self._parameters.items(), is_used, strict=True):
-            if used:
+            if name in self._views:
+                parameter.grad = self._views[name] if used else None
+            elif used:
                 parameter.grad = _laid_out_as(self._own[name], gradients[name])
 
 
@@ -64,7 +77,7 @@ def _laid_out_as(own: torch.Tensor, reduced: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(own).copy_(reduced)
 
 
-def _parameters_with_sparse_gradients(module: torch.nn.Module) -> set[int]:
+def parameters_with_sparse_gradients(module: torch.nn.Module) -> set[int]:
     """By their identities; a replica that did not use one cannot tell from its gradient."""
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {id(part.weight) for part in module.modules() if isinstance(part, tables) and part.sparse}

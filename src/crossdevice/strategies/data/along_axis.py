@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections.abc import Sequence
@@ -11,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from crossdevice.algorithms.base import CrossDeviceOps
-from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce, group_of
+from crossdevice.algorithms.collective_all_reduce import group_of
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.errors import ConversionError, ReduceOpError
-from crossdevice.execution.reading.values import Leaf, one_backend, read_value, replica_at
+from crossdevice.execution.reading.values import Leaf, backend_of, one_backend, read_value, replica_at
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, check_reducible, result_dtype
@@ -59,7 +58,7 @@ def _reduced(
         raise ConversionError(
             f"IndexedSlices{leaf.at_path} have no axis to reduce along; make them dense first"
         )
-    backend = one_backend(leaf.arrays, devices, leaf.path)
+    leaf, backend = _checked(op, leaf, devices, ops)
     dtype = backend.dtype_of(leaf.arrays[0])
     check_reducible(dtype, op, replica_at(0, devices[0], leaf.path))
     shapes = [backend.shape_of(array) for array in leaf.arrays]
@@ -78,12 +77,29 @@ def _reduced(
                 partial = backend.dtype_of(_local(op, leaf.arrays[0][:0], axes, backend, dtype))
             partials = _of_all_processes(partials, shape, partial, backend, to, ops)
             places = [to] * len(partials)
-        ops = _within_process(ops)
+        ops = ops.within_process()
     over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
     total = ops.reduce(over_replicas, PerReplica.of(tuple(partials), tuple(places)), to)
     if op is ReduceOp.MEAN:
         total = _divided(total, count, backend)
     return _rounded(total, backend, result_dtype(dtype, op))
+
+
+def _checked(
+    op: ReduceOp, leaf: Leaf, devices: Sequence[Device], ops: CrossDeviceOps
+) -> tuple[Leaf, Backend]:
+    """The leaf and its library, which differentiates the steps below: a sum is one of steps that it records.
+
+    Rounding to 16 bits and the way to other processes are not; then checks warn about recorded arrays.
+    """
+    backend = backend_of(leaf.arrays[0], 0, leaf.path)
+    if backend.autograd is None:
+        return leaf, one_backend(leaf.arrays, devices, leaf.path)
+    cut = leaf._replace(arrays=tuple(map(backend.autograd.unrecorded, leaf.arrays)))
+    is_recorded = op in (ReduceOp.SUM, ReduceOp.MEAN) and group_of(ops) is None
+    if is_recorded and backend.dtype_of(leaf.arrays[0]) not in ("float16", "bfloat16"):
+        return leaf, one_backend(cut.arrays, devices, leaf.path)
+    return cut, one_backend(leaf.arrays, devices, leaf.path)
 
 
 def _of_all_processes(
@@ -105,14 +121,6 @@ def _of_all_processes(
         backend.from_host(np.array(row).reshape(-1), tuple(shape), to)
         for row in ops.gather(rows, host_device(0))
     ]
-
-
-def _within_process(ops: CrossDeviceOps) -> CrossDeviceOps:
-    """The same algorithm with the same options, for the replicas of this process alone."""
-    alone = copy.copy(ops)
-    assert isinstance(alone, CollectiveAllReduce)
-    alone.group = None
-    return alone
 
 
 def _local(op: ReduceOp, array: Array, axes: tuple[int, ...], backend: Backend, dtype: str) -> Array:

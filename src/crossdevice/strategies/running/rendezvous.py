@@ -113,6 +113,10 @@ class Rendezvous:
         with self._streams.between_turns(replica):
             return self._meet(replica, call)
 
+    def is_running(self, replica: int) -> bool:
+        """Whether the replica's function has neither returned nor failed."""
+        return replica not in self._results and replica not in self._failures and not self._is_over
+
     def _meet(self, replica: int, call: Call) -> Any:
         if not self._is_over:
             self._report(self._arrived, replica, call)

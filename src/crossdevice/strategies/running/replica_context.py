@@ -10,6 +10,7 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import ContextError
 from crossdevice.strategies.data.regrouping import own_component, placed_on, regroup, spread
 from crossdevice.strategies.running.place import current_context
+from crossdevice.strategies.running.recorded_calls import meet_recorded
 from crossdevice.strategies.running.rendezvous import Call, Deadline, Rendezvous
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, components_of
@@ -34,13 +35,15 @@ class ReplicaContext:
     (3.0, 3.0)
     """
 
-    __slots__ = ("_device", "_rendezvous", "_replica", "_strategy")
+    __slots__ = ("_device", "_rendezvous", "_replica", "_strategy", "joins_graphs")
 
     def __init__(self, strategy: Strategy, replica: int, device: Device, rendezvous: Rendezvous) -> None:
         self._strategy = strategy
         self._replica = replica
         self._device = device
         self._rendezvous = rendezvous
+        self.joins_graphs = False
+        """Whether gradients are computed after the run, by one backward pass through all replicas."""
 
     @property
     def strategy(self) -> Strategy:
@@ -78,7 +81,7 @@ class ReplicaContext:
         """Combines an array or a whole tree with those of all other replicas, in one batch.
 
         Each replica contributes, even if all pass the same array, and each gets its own result. PyTorch
-        does not differentiate through it.
+        differentiates SUM and MEAN: in the backward passes of replicas, gradients are all-reduced.
 
         Args:
             options: also carries `timeout_seconds`, how long to wait for the other replicas.
@@ -90,7 +93,8 @@ class ReplicaContext:
             whole = self._together(trees)
             return components_of(self._ops.batch_reduce(op, [(whole, whole)], chosen)[0])
 
-        return self.meet("all_reduce", (op.name,), own_component(self._replica, value), merge, chosen)
+        own = own_component(self._replica, value)
+        return meet_recorded(self, "all_reduce", (op.name,), own, merge, chosen)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenates the arrays or trees of all replicas along `axis`; sizes along `axis` may differ."""
@@ -99,7 +103,8 @@ class ReplicaContext:
         def merge(trees: list[Any]) -> Sequence[Any]:
             return components_of(self._ops.all_gather(self._together(trees), axis, chosen))
 
-        return self.meet("all_gather", (f"axis={axis}",), own_component(self._replica, value), merge, chosen)
+        own = own_component(self._replica, value)
+        return meet_recorded(self, "all_gather", (f"axis={axis}",), own, merge, chosen)
 
     def reduce_scatter(
         self,
@@ -118,7 +123,9 @@ class ReplicaContext:
             return components_of(self._ops.reduce_scatter(op, self._together(trees), axis, chosen))
 
         details = (op.name, f"axis={axis}")
-        return self.meet("reduce_scatter", details, own_component(self._replica, value), merge, chosen)
+        return meet_recorded(
+            self, "reduce_scatter", details, own_component(self._replica, value), merge, chosen
+        )
 
     def all_to_all(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Cuts an array or tree along `axis` into a part for each replica; each gets its parts, in order."""
@@ -127,7 +134,8 @@ class ReplicaContext:
         def merge(trees: list[Any]) -> Sequence[Any]:
             return components_of(self._ops.all_to_all(self._together(trees), axis, chosen))
 
-        return self.meet("all_to_all", (f"axis={axis}",), own_component(self._replica, value), merge, chosen)
+        own = own_component(self._replica, value)
+        return meet_recorded(self, "all_to_all", (f"axis={axis}",), own, merge, chosen)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -143,7 +151,7 @@ class ReplicaContext:
             return spread(merge_fn(self._strategy, *merged_args, **merged_kwargs), devices)
 
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        return self.meet("merge_call", (name,), (tuple(args), dict(kwargs or {})), merge)
+        return meet_recorded(self, "merge_call", (name,), (tuple(args), dict(kwargs or {})), merge)
 
     def meet(
         self,
@@ -160,6 +168,35 @@ class ReplicaContext:
                 "elsewhere: in another replica, a merge function or another thread; call it in the replica's "
                 "function, or in a thread started with target=contextvars.copy_context().run there"
             )
+        return self._meet(name, details, value, merge, options)
+
+    def meet_in_backward(
+        self,
+        name: str,
+        details: tuple[Any, ...],
+        value: Any,
+        merge: Callable[[list[Any]], Sequence[Any]],
+        options: CommunicationOptions,
+    ) -> Any:
+        """The same in a backward pass, which PyTorch runs in a thread of its own on every GPU."""
+        running = current_context()
+        on_gpu = not self._device.is_host and running is None
+        if running is not self and not (on_gpu and self._rendezvous.is_running(self._replica)):
+            raise ContextError(
+                f"{name} belongs to replica {self.replica_id_in_sync_group} ({self._device}), and the "
+                "backward pass has reached it outside of that replica's function; call backward() there, in "
+                "every replica, or return what replicas computed and reduce or gather it outside"
+            )
+        return self._meet(name, details, value, merge, options)
+
+    def _meet(
+        self,
+        name: str,
+        details: tuple[Any, ...],
+        value: Any,
+        merge: Callable[[list[Any]], Sequence[Any]],
+        options: CommunicationOptions,
+    ) -> Any:
         if options is not DEFAULT_OPTIONS:
             details = (*details, *_differences(options))
         deadline = Deadline.after(options.timeout_seconds)

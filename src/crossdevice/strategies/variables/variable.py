@@ -221,6 +221,8 @@ def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
     found = backend.dtype_of(value)
     if _kind_of(found) > _kind_of(dtype):
         raise DtypeMismatchError(f"variable {name!r} is {dtype}; it was given {found}, which would lose part")
+    if backend.autograd is not None:  # a variable that is added to in every step would keep all of them
+        value = backend.autograd.unrecorded(value)
     return value if found == dtype else backend.cast(value, dtype)
 
 

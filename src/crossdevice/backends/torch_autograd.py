@@ -1,0 +1,201 @@
+"""Calls on PyTorch tensors that require a gradient: how its automatic differentiation goes through them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from crossdevice.backends.protocol import Exchange, LinearMap, Merge
+from crossdevice.values.nesting import flatten, unflatten
+from crossdevice.values.replica_scope import replica_scope
+
+
+class TorchAutograd:
+    """What PyTorch's automatic differentiation needs to know of a call."""
+
+    def is_recording(self) -> bool:
+        """Grad mode, which each thread has its own of."""
+        return torch.is_grad_enabled()
+
+    def is_recorded(self, array: Any) -> bool:
+        """Whether it is a tensor that requires a gradient, in grad mode."""
+        return getattr(array, "requires_grad", False) and torch.is_grad_enabled()
+
+    def unrecorded(self, array: Any) -> Any:
+        """Detached, in the same memory; anything but a tensor as it is."""
+        return array.detach() if isinstance(array, torch.Tensor) else array
+
+    def cut(self, value: Any) -> Any:
+        """Detached tensors; anything else stays as it is."""
+        leaves, structure = flatten(value)
+        for leaf in filter(_requires_grad, leaves):
+            warn_if_recorded(leaf)
+        return unflatten(structure, list(map(self.unrecorded, leaves)))
+
+    def linear_call(
+        self,
+        run: Callable[[], Sequence[torch.Tensor]],
+        linear: LinearMap,
+        arrays: Sequence[torch.Tensor],
+    ) -> Sequence[torch.Tensor]:
+        """The results of `run`, whose derivatives are those of a linear map of the arrays."""
+        answer: tuple[torch.Tensor, ...] = _LinearCall.apply(run, linear, *arrays)
+        return answer
+
+    def meeting(self, exchange: Exchange, replica: int, value: Any, merge: Merge) -> Any:
+        """This replica's part of what `merge` makes of the values of all, in the replica's own graph.
+
+        The graphs of replicas stay apart, so that each can run its own backward pass; those meet again.
+        """
+        return _met(exchange, replica, value, merge)
+
+
+class _LinearCall(torch.autograd.Function):
+    """A linear map; its derivative is its transpose, whose derivative is the map again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[[], Sequence[torch.Tensor]], linear: LinearMap, *_: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Runs outside of grad mode, so what it calls records nothing."""
+        ctx.linear = linear
+        return tuple(run())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        """A call of its own: between processes, all of them make it."""
+        given = list(map(_dense, gradients))
+        with replica_scope(None):
+            transposed = ctx.linear.transposed()
+            made = _LinearCall.apply(functools.partial(transposed, given), transposed, *given)
+        return None, None, *made
+
+
+class _Joint(NamedTuple):
+    """A graph between those of replicas: of each of them the leaves and the results."""
+
+    inputs: list[list[torch.Tensor]]
+    outputs: list[list[torch.Tensor]]
+
+    def gradients(self, of_outputs: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """With respect to all inputs, replica by replica; recorded in grad mode."""
+        flat = torch.autograd.grad(
+            [tensor for own in self.outputs for tensor in own],
+            [tensor for own in self.inputs for tensor in own],
+            [tensor for own in of_outputs for tensor in own],
+            retain_graph=True,
+            create_graph=torch.is_grad_enabled(),
+            materialize_grads=True,
+        )
+        remaining = iter(flat)
+        return [[next(remaining) for _ in own] for own in self.inputs]
+
+
+class _OfReplica(torch.autograd.Function):
+    """One replica's way into a joint graph and out of it; all replicas go through their own together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Exchange, replica: int, joint: _Joint, _: torch.Tensor, *own: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The replica's results."""
+        ctx.exchange, ctx.replica, ctx.joint = exchange, replica, joint
+        ctx.save_for_backward(*own)
+        return tuple(output.detach() for output in joint.outputs[replica])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        """The gradients of all replicas go through the joint graph at once."""
+        joint: _Joint = ctx.joint
+        own = _met(
+            functools.partial(ctx.exchange, is_backward=True),
+            ctx.replica,
+            list(map(_dense, gradients)),
+            joint.gradients,
+            ctx.saved_tensors if torch.is_grad_enabled() else (),  # else nobody asks whether they changed
+            joint.inputs,
+        )
+        return None, None, None, None, *own
+
+
+def _met(
+    exchange: Exchange,
+    replica: int,
+    value: Any,
+    merge: Merge,
+    others: Sequence[torch.Tensor] = (),
+    other_inputs: Sequence[Sequence[torch.Tensor]] | None = None,
+) -> Any:
+    """`others` are tensors that `merge` depends on besides: this replica's own `other_inputs`."""
+    if not torch.is_grad_enabled():
+        return exchange(value, _in_mode(merge, records=False))
+    answer, joint = exchange(value, functools.partial(_merged, merge, other_inputs))
+    if joint is None:
+        return answer
+    leaves, structure = flatten(answer)
+    own = [leaf for leaf in flatten(value)[0] if _requires_grad(leaf)]
+    # Results are recorded also if this replica brought nothing that is: it must take part in going back.
+    anchor = torch.empty(0, requires_grad=True)
+    results = iter(_OfReplica.apply(exchange, replica, joint, anchor, *own, *others))
+    return unflatten(structure, [next(results) if _requires_grad(leaf) else leaf for leaf in leaves])
+
+
+def _merged(
+    merge: Merge, other_inputs: Sequence[Sequence[torch.Tensor]] | None, values: list[Any]
+) -> list[tuple[Any, _Joint | None]]:
+    """On the thread that merges: every replica's answer, with the graph of all."""
+    flattened = [flatten(value) for value in values]
+    counts = Counter(id(leaf) for leaves, _ in flattened for leaf in leaves if _requires_grad(leaf))
+    if not counts and other_inputs is None:
+        return [(answer, None) for answer in merge(values)]
+    inputs: list[list[torch.Tensor]] = []
+    cut: list[Any] = []
+    for replica, (leaves, structure) in enumerate(flattened):
+        # A parameter of one replica stands for itself: a merge function may look at its `grad`.
+        own = [
+            leaf.detach().requires_grad_()
+            if _requires_grad(leaf) and not (leaf.is_leaf and counts[id(leaf)] == 1)
+            else leaf
+            for leaf in leaves
+        ]
+        cut.append(unflatten(structure, own))
+        inputs.append([leaf for leaf in own if _requires_grad(leaf)])
+        inputs[-1] += other_inputs[replica] if other_inputs else ()
+    answers = _in_mode(merge, records=True)(cut)
+    outputs = [[leaf for leaf in flatten(answer)[0] if _requires_grad(leaf)] for answer in answers]
+    joint = _Joint(inputs, outputs) if any(outputs) else None
+    return [(answer, joint) for answer in answers]
+
+
+def _in_mode(merge: Merge, *, records: bool) -> Merge:
+    """In the grad mode of replicas, not that of the thread that merges."""
+
+    def merge_in_mode(values: list[Any]) -> Sequence[Any]:
+        with torch.set_grad_enabled(records):
+            return merge(values)
+
+    return merge_in_mode
+
+
+def warn_if_recorded(tensor: torch.Tensor) -> None:
+    """Says that a call is not differentiated; those that are see no tensor in grad mode."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        warnings.warn(
+            "a tensor that requires a gradient was handed to a call of crossdevice that is not "
+            "differentiated (SUM and MEAN, gathers and broadcasts of dense tensors are), so its results are "
+            "not recorded; if that is meant, detach() it or use torch.no_grad()",
+            stacklevel=3,
+        )
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient

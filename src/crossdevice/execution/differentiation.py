@@ -1,0 +1,181 @@
+"""Calls on arrays that their library records, so that it can differentiate them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+from crossdevice.backends.protocol import Array, Autograd, LinearMap
+from crossdevice.backends.registry import backend_of_type
+from crossdevice.errors import OutError
+from crossdevice.execution.linear_maps import (
+    Calls,
+    Combination,
+    Concatenation,
+    PartsExchange,
+    Place,
+    Shapes,
+    SumsOfSlices,
+    lengths_of_parts,
+)
+from crossdevice.execution.reading.outputs import wrapped
+from crossdevice.execution.reading.values import Leaf, Value, read_value
+from crossdevice.values.device import Device
+from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica, components_of
+from crossdevice.values.nesting import flatten
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedLeaves:
+    """The leaves of some values that their library records; results of others are only passed on."""
+
+    autograd: Autograd
+    placed: Sequence[tuple[Value, tuple[Device, ...]]]
+    picked: Sequence[tuple[int, int]]
+    """Of each leaf the number of its value, and its number in that."""
+
+    @property
+    def _places(self) -> tuple[Place, ...]:
+        return tuple(Place(self.placed[i][0].devices, self.placed[i][1]) for i, _ in self.picked)
+
+    @property
+    def _columns(self) -> list[tuple[Array, ...]]:
+        return [self.leaf(i, k).arrays for i, k in self.picked]
+
+    @property
+    def _shapes(self) -> list[Shapes]:
+        return list(map(_shapes_of, self._columns))
+
+    def reduced(
+        self, run: Callable[[], Sequence[Any]], calls: Calls, op: ReduceOp, options: CommunicationOptions
+    ) -> list[Any]:
+        """What `run` returns for all values, recorded as their SUM or MEAN."""
+        return self._called(run, Combination(calls, self._places, options, op))
+
+    def gathered(
+        self, run: Callable[[], Sequence[Any]], calls: Calls, axis: int, options: CommunicationOptions
+    ) -> list[Any]:
+        """What `run` returns for all values, recorded as their replicas end to end."""
+        return self._called(run, Concatenation(calls, self._places, options, axis, self._shapes))
+
+    def scattered(
+        self,
+        run: Callable[[], Sequence[Any]],
+        calls: Calls,
+        op: ReduceOp,
+        axis: int,
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """What `run` returns for all values, recorded as parts of their SUM or MEAN along the axis."""
+        shapes: list[Any] = []  # known when the parts are
+        whole = Concatenation(calls, self._places, options, axis, shapes, op)
+        return self._called(run, SumsOfSlices(whole, ()), PerReplica, shapes)
+
+    def exchanged(
+        self, run: Callable[[], Sequence[Any]], all_to_all: Callable[..., Any], axis: int, sizes: Any
+    ) -> list[Any]:
+        """What `run` returns for all values, recorded as an all-to-all inside this process."""
+        lengths = functools.partial(lengths_of_parts, self._shapes, axis, sizes)
+        return self._called(run, PartsExchange(all_to_all, self._places, axis, lengths), PerReplica)
+
+    def _called(
+        self,
+        run: Callable[[], Sequence[Any]],
+        linear: LinearMap,
+        kind: type[DistributedValues] = Mirrored,
+        shapes: list[Any] | None = None,
+    ) -> list[Any]:
+        """What `run` returns; `shapes` gets those of its results."""
+        columns: list[list[tuple[Array, ...]]] = []
+
+        def run_flat() -> list[Array]:
+            columns.extend(
+                _of_leaves(result, value) for result, (value, _) in zip(run(), self.placed, strict=True)
+            )
+            if shapes is not None:
+                shapes.extend(_shapes_of(columns[i][k]) for i, k in self.picked)
+            return [array for i, k in self.picked for array in columns[i][k]]
+
+        arrays = [array for column in self._columns for array in column]
+        results = iter(self.autograd.linear_call(run_flat, linear, arrays))
+        for i, k in self.picked:
+            columns[i][k] = tuple(islice(results, len(columns[i][k])))
+        return [
+            wrapped(own, value.structure, devices, kind)
+            for own, (value, devices) in zip(columns, self.placed, strict=True)
+        ]
+
+    def leaf(self, i: int, k: int) -> Leaf:
+        """By the number of its value, and its number in that."""
+        return self.placed[i][0].leaves[k]
+
+
+def recorded_leaves(
+    placed: Sequence[tuple[Value, tuple[Device, ...]]], outs: Sequence[Any]
+) -> RecordedLeaves | None:
+    """The leaves of values as read of which some array is recorded; None if there are none.
+
+    Memory to write to is refused then: what was recorded of it would not be true any more.
+    """
+    picked: list[tuple[int, int]] = []
+    found = None
+    for i, (value, _) in enumerate(placed):
+        for k, leaf in enumerate(value.leaves):
+            autograd = _autograd_of(leaf)
+            if autograd is not None:
+                picked.append((i, k))
+                found = autograd
+    if found is None:
+        return None
+    recorded = RecordedLeaves(found, placed, picked)
+    if any(out is not None for out in outs):
+        raise OutError(
+            f"out was given for a value{recorded.leaf(*picked[0]).at_path} that requires a gradient; "
+            "results that are differentiated are new arrays: leave out= away, or turn recording off "
+            "(torch.no_grad(), detach())"
+        )
+    return recorded
+
+
+def read_recorded_leaves(
+    placed: Sequence[tuple[Any, tuple[Device, ...] | None]], outs: Sequence[Any]
+) -> RecordedLeaves | None:
+    """The same of values that have not been read; None stands for the devices that a value is on."""
+    if not any(_may_be_recorded(value) for value, _ in placed):
+        return None
+    read = [(read_value(value), devices) for value, devices in placed]
+    return recorded_leaves([(value, devices or value.devices) for value, devices in read], outs)
+
+
+def _autograd_of(leaf: Leaf) -> Autograd | None:
+    backend = backend_of_type(type(leaf.arrays[0]))
+    if backend is None or backend.autograd is None:
+        return None
+    return backend.autograd if any(map(backend.autograd.is_recorded, leaf.arrays)) else None
+
+
+def _may_be_recorded(value: Any) -> bool:
+    for component in components_of(value):
+        leaves = (component,) if hasattr(component, "dtype") else flatten(component)[0]
+        for leaf in leaves:
+            backend = backend_of_type(type(leaf))
+            if backend is not None and backend.autograd is not None and backend.autograd.is_recorded(leaf):
+                return True
+    return False
+
+
+def _of_leaves(result: Any, value: Value) -> list[tuple[Array, ...]]:
+    """Of each leaf the results on all destinations."""
+    components = components_of(result)
+    if value.structure is None:
+        return [tuple(components)]
+    return list(zip(*(flatten(component)[0] for component in components), strict=True))
+
+
+def _shapes_of(arrays: Sequence[Array]) -> Shapes:
+    return tuple(tuple(array.shape) for array in arrays)

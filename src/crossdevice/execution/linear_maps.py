@@ -1,0 +1,209 @@
+"""The calls of an algorithm as linear maps of arrays, each with its transpose."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from crossdevice.backends.protocol import Array
+from crossdevice.execution.local.all_to_all import read_sizes_of_all
+from crossdevice.execution.reading.shards import part_lengths
+from crossdevice.values.device import Device, host_device
+from crossdevice.values.distributed import PerReplica, components_of
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+
+
+class Calls(NamedTuple):
+    """Of an algorithm what derivatives are made of; between processes, all ranks make these calls."""
+
+    batch_reduce: Callable[..., list[Any]]
+    gather: Callable[..., Any]
+    rank: int | None = None
+    """Which of several processes this is; None if there is only one."""
+
+
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+"""Those of the arrays of one column."""
+
+
+class Place(NamedTuple):
+    """Where one leaf comes from, and where its results go."""
+
+    sources: tuple[Device, ...]
+    targets: tuple[Device, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """Sums or means of columns of arrays, each on its targets; the gradient is a sum over all targets.
+
+    A broadcast is the sum of one.
+    """
+
+    calls: Calls
+    places: tuple[Place, ...]
+    options: CommunicationOptions
+    op: ReduceOp = ReduceOp.SUM
+    divisors: tuple[int, ...] | None = None
+    """What sums are divided by, where that is not the number of sources."""
+
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        """One batch."""
+        columns = _split(arrays, [len(place.sources) for place in self.places])
+        pairs = [
+            (PerReplica.of(column, place.sources), _on(place.targets))
+            for column, place in zip(columns, self.places, strict=True)
+        ]
+        results = map(components_of, self.calls.batch_reduce(self.op, pairs, self.options))
+        if self.divisors is None:
+            return [array for own in results for array in own]
+        return [array / divisor for own, divisor in zip(results, self.divisors, strict=True) for array in own]
+
+    def transposed(self) -> Combination:
+        """Each source counts for every target, divided as the mean was."""
+        places = tuple(Place(place.targets, place.sources) for place in self.places)
+        counts = [len(place.sources) for place in self.places]
+        is_square = self.calls.rank is None and counts == [len(place.targets) for place in self.places]
+        if self.op is ReduceOp.SUM or is_square:
+            return dataclasses.replace(self, places=places)
+        divisors = tuple(_of_all(self.calls, counts, self.options))
+        return dataclasses.replace(self, places=places, op=ReduceOp.SUM, divisors=divisors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Concatenation:
+    """Columns of arrays end to end along an axis, on all targets; the gradient is made of slices."""
+
+    calls: Calls
+    places: tuple[Place, ...]
+    options: CommunicationOptions
+    axis: int
+    shapes: Sequence[Shapes]
+    """Of each column those of its arrays in this process."""
+    op: ReduceOp = ReduceOp.SUM
+    """If it is MEAN, results are divided by the number of targets: the transpose of parts of a mean."""
+
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        """One gather for each column."""
+        columns = _split(arrays, [len(place.sources) for place in self.places])
+        divisors = [1] * len(self.places)
+        if self.op is ReduceOp.MEAN:
+            divisors = _of_all(self.calls, [len(place.targets) for place in self.places], self.options)
+        return [
+            array if divisor == 1 else array / divisor
+            for column, place, divisor in zip(columns, self.places, divisors, strict=True)
+            for array in components_of(
+                self.calls.gather(
+                    PerReplica.of(column, place.sources), _on(place.targets), self.axis, self.options
+                )
+            )
+        ]
+
+    def transposed(self) -> SumsOfSlices:
+        """Every source gets its own slice of the sum over all targets."""
+        return SumsOfSlices(self, tuple(map(self._slices, self.shapes)))
+
+    def _slices(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, tuple[int, ...]]:
+        """Which slice is the first of this process, and the lengths of all slices of all processes."""
+        rank, own = self.calls.rank, tuple(shape[self.axis] for shape in shapes)
+        if rank is None:
+            return 0, own
+        rows = self.calls.gather(
+            np.array([(rank, length) for length in own]), host_device(0), options=self.options
+        )
+        return int((rows[:, 0] < rank).sum()), tuple(int(length) for length in rows[:, 1])
+
+
+@dataclasses.dataclass(frozen=True)
+class SumsOfSlices:
+    """The transpose of a concatenation: a reduce-scatter."""
+
+    concatenation: Concatenation
+    slices: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        """One batch; between processes all slices are summed everywhere, and those of others dropped."""
+        whole = self.concatenation
+        columns = _split(arrays, [len(place.targets) for place in whole.places])
+        pairs: list[tuple[PerReplica, Device]] = []
+        own: list[int] = []
+        for column, place, (first, lengths) in zip(columns, whole.places, self.slices, strict=True):
+            start = 0
+            for number, length in enumerate(lengths):
+                replica = number - first
+                is_own = 0 <= replica < len(place.sources)
+                if is_own:
+                    own.append(len(pairs))
+                parts = tuple(_slice(array, whole.axis, start, start + length) for array in column)
+                pairs.append((PerReplica.of(parts, place.targets), place.sources[replica if is_own else 0]))
+                start += length
+        sums = whole.calls.batch_reduce(whole.op, pairs, whole.options)
+        return [sums[number] for number in own]
+
+    def transposed(self) -> Concatenation:
+        """The concatenation."""
+        return self.concatenation
+
+
+@dataclasses.dataclass(frozen=True)
+class PartsExchange:
+    """An all-to-all inside one process; its transpose sends every part back to where it came from."""
+
+    all_to_all: Callable[..., Any]
+    places: tuple[Place, ...]
+    axis: int
+    lengths: Callable[[], list[list[Sequence[int]]]]
+    """Of each column, for each source, those of the parts that go to the targets."""
+
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        """One all-to-all for each column."""
+        columns = _split(arrays, [len(place.sources) for place in self.places])
+        return [
+            array
+            for column, place, sizes in zip(columns, self.places, self.lengths(), strict=True)
+            for array in components_of(
+                self.all_to_all(PerReplica.of(column, place.sources), self.axis, sizes=sizes)
+            )
+        ]
+
+    def transposed(self) -> PartsExchange:
+        """Targets become sources."""
+        back: list[list[Sequence[int]]] = [list(zip(*sizes, strict=True)) for sizes in self.lengths()]
+        return dataclasses.replace(self, lengths=lambda: back)
+
+
+def lengths_of_parts(columns: Sequence[Shapes], axis: int, sizes: Any) -> list[list[Sequence[int]]]:
+    """Those of the parts that each array of each column is cut into."""
+    return [
+        [
+            part_lengths(shape[axis], len(shapes), given)
+            for shape, given in zip(shapes, read_sizes_of_all(sizes, len(shapes)), strict=True)
+        ]
+        for shapes in columns
+    ]
+
+
+def _of_all(calls: Calls, counts: list[int], options: CommunicationOptions) -> list[int]:
+    """Sums of counts over all processes."""
+    if calls.rank is None:
+        return counts
+    rows = calls.gather(np.array([counts]), host_device(0), options=options)
+    return [int(count) for count in rows.sum(axis=0)]
+
+
+def _split(arrays: Sequence[Array], counts: Sequence[int]) -> Iterator[tuple[Array, ...]]:
+    remaining = iter(arrays)
+    return (tuple(islice(remaining, count)) for count in counts)
+
+
+def _slice(array: Array, axis: int, start: int, stop: int) -> Array:
+    return array[(slice(None),) * (axis % array.ndim) + (slice(start, stop),)]
+
+
+def _on(devices: tuple[Device, ...]) -> PerReplica:
+    return PerReplica.of((None,) * len(devices), devices)

@@ -1,0 +1,285 @@
+"""Gradients in flat memory, one array per dtype and replica, reduced in buckets during backward passes."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.collective_all_reduce import group_of
+from crossdevice.backends.torch_backend import torch_device
+from crossdevice.errors import ContextError, ConversionError, OptionError
+from crossdevice.execution.bound import BoundReduction
+from crossdevice.execution.pending import Pending
+from crossdevice.execution.pending import start as start_work
+from crossdevice.integrations.torch.replica_gradients import parameters_with_sparse_gradients
+from crossdevice.integrations.torch.spans import span
+from crossdevice.values.device import Device
+from crossdevice.values.distributed import PerReplica, components_of
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.replica_scope import current_replica, replica_scope
+
+BUCKET_BYTES = 25 << 20
+"""As in DistributedDataParallel."""
+
+ALIGNMENT_BYTES = 64
+"""Gradients start at multiples of a cache line, as memory that PyTorch allocates does."""
+
+
+class Slot(NamedTuple):
+    """Where a parameter's gradient lies: elements of the flat tensor of a dtype."""
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+class Bucket(NamedTuple):
+    """Slots that lie next to each other and are reduced together."""
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+    names: tuple[str, ...]
+
+
+class Arena:
+    """The gradients of one copy of a module: one flat tensor per dtype, with a view for each parameter.
+
+    Parameters lie in the reverse of their order in the module, in which a backward pass gets to them. Those
+    with sparse gradients have no place here.
+    """
+
+    def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
+        self._module = module
+        self.parameters = _dense_parameters(module)
+        self.slots: dict[str, Slot] = {}
+        lengths: dict[torch.dtype, int] = {}
+        for name, parameter in reversed(self.parameters.items()):
+            start = lengths.get(parameter.dtype, 0)
+            self.slots[name] = Slot(parameter.dtype, start, start + parameter.numel())
+            unit = max(1, ALIGNMENT_BYTES // parameter.element_size())
+            lengths[parameter.dtype] = -(-(start + parameter.numel()) // unit) * unit
+        self.flats = {
+            dtype: torch.zeros(length, dtype=dtype, device=device) for dtype, length in lengths.items()
+        }
+        self.views = {name: self._view(name, parameter) for name, parameter in self.parameters.items()}
+
+    def _view(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        slot, flat = self.slots[name], self.flats[parameter.dtype]
+        if _is_dense(parameter):  # the strides that PyTorch gives gradients
+            return flat.as_strided(parameter.shape, parameter.stride(), slot.start)
+        return flat[slot.start : slot.stop].view(parameter.shape)
+
+    def fits(self) -> bool:
+        """Whether the trainable parameters are those that this was made for."""
+        now = _dense_parameters(self._module)
+        return now.keys() == self.parameters.keys() and all(
+            parameter is self.parameters[name] and parameter.dtype == self.slots[name].dtype
+            for name, parameter in now.items()
+        )
+
+    def take_in(self, name: str) -> None:
+        """Brings a gradient here, from wherever PyTorch put it; zeros if there is none."""
+        parameter, view = self.parameters[name], self.views[name]
+        gradient = parameter.grad
+        if gradient is None:
+            view.zero_()
+        elif gradient is not view:
+            if gradient.requires_grad:
+                raise ConversionError(
+                    f"the gradient of {name} is part of a graph (create_graph=True), and a gradient arena "
+                    "holds values only; use a MirroredModule without arenas"
+                )
+            view.copy_(gradient)
+            parameter.grad = view
+
+
+class GradientArenas:
+    """The arenas of all copies of a module.
+
+    With `overlap`, a bucket is reduced as soon as all replicas have all of it. The bits do not depend on
+    buckets: every element is reduced by itself.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[torch.nn.Module],
+        devices: tuple[Device, ...],
+        ops: CrossDeviceOps,
+        overlap: ReduceOp | None,
+        bucket_bytes: int,
+        is_held: Callable[[int], bool],
+    ) -> None:
+        """`is_held` says whether a replica is accumulating gradients, so that none are reduced yet."""
+        self._replicas, self._devices, self._ops = replicas, devices, ops
+        self.overlap, self.bucket_bytes, self._is_held = overlap, bucket_bytes, is_held
+        self._lock = threading.Lock()
+        self._hooks: list[Any] = []
+        self._pending: list[Pending] = []
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Lays everything out for the parameters that there are now; gradients stay what they are."""
+        self._wait()
+        for hook in self._hooks:
+            hook.remove()
+        self.arenas = [
+            Arena(module, torch_device(device))
+            for module, device in zip(self._replicas, self._devices, strict=True)
+        ]
+        # Other processes may get to their buckets in another order than calls of this one.
+        overlaps = self.overlap is not None and group_of(self._ops) is None
+        self._buckets = _buckets_of(self.arenas[0], self.bucket_bytes if overlaps else None)
+        self._bucket_of = {name: k for k, bucket in enumerate(self._buckets) for name in bucket.names}
+        self._bound: dict[tuple[int, ReduceOp], BoundReduction] = {}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, replica, name))
+            for replica, arena in enumerate(self.arenas if overlaps else ())
+            for name, parameter in arena.parameters.items()
+        ]
+        self._begin_round()
+
+    def arrange_if_changed(self) -> None:
+        """Outside of replica functions, after something that may have changed parameters."""
+        if not all(arena.fits() for arena in self.arenas):
+            self.arrange()
+        else:
+            self._wait()
+            self._begin_round()
+
+    def rearrange(self, replicas: Sequence[None]) -> Sequence[None]:
+        """The same where replicas meet, after their backward passes."""
+        if self._num_started:
+            raise ContextError(
+                f"trainable parameters have changed since the last step, and {self._num_started} buckets of "
+                "gradients were reduced during the backward pass; change parameters by methods of the "
+                "MirroredModule, or call its zero_grad() outside of replica functions afterwards"
+            )
+        self.arrange()
+        return replicas
+
+    def check(self, op: ReduceOp, options: CommunicationOptions | None) -> None:
+        """Refuses what comes too late for gradients that were reduced during the backward pass."""
+        if self.overlap is None:
+            return
+        if op is not self.overlap:
+            raise OptionError(
+                f"reduce_gradients({op.name}) of a MirroredModule with overlap={self.overlap.name!r}, whose "
+                "gradients are reduced during the backward pass; expected the same operation"
+            )
+        if options is not None:
+            raise OptionError(
+                f"reduce_gradients was given options, and with overlap={self.overlap.name!r} gradients are "
+                "reduced before that; leave out one of them"
+            )
+
+    def reduce(
+        self, op: ReduceOp, options: CommunicationOptions | None, brought: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Reduces what was not reduced yet, in place, and what replicas brought besides; returns that."""
+        with span("reduce", "reduce_gradients", self._devices):
+            self._wait()
+            for number in range(self._num_started, len(self._buckets)):
+                if options is None:
+                    self._bound_bucket(number, op)()
+                else:
+                    value = self._value(number)
+                    self._ops.reduce(op, value, value, options, out=value)
+            self._begin_round()
+            whole = PerReplica.of(tuple(brought), self._devices)
+            return components_of(self._ops.batch_reduce(op, [(whole, whole)], options)[0])
+
+    def _on_gradient(self, replica: int, name: str, _: torch.Tensor) -> None:
+        """Called in the backward pass, in the replica's thread or a GPU's."""
+        is_own = current_replica() == replica or not self._devices[replica].is_host
+        if not is_own or self._is_held(replica):
+            return
+        self.arenas[replica].take_in(name)
+        with self._lock:
+            if name in self._counted[replica]:
+                raise ContextError(
+                    f"replica {replica} ({self._devices[replica]}) got a second gradient of {name} before "
+                    "reduce_gradients; gradients are reduced during the backward pass here, so put all but "
+                    "the last one in no_sync() (after a failed step, zero_grad() outside starts anew)"
+                )
+            self._counted[replica].add(name)
+            self._missing[self._bucket_of[name]] -= 1
+            while self._num_started < len(self._buckets) and not self._missing[self._num_started]:
+                with replica_scope(None):
+                    self._pending.append(self._start_bucket(self._num_started))
+                self._num_started += 1
+
+    def _start_bucket(self, number: int) -> Pending:
+        assert self.overlap is not None
+        bound = self._bound_bucket(number, self.overlap)
+        if any(not device.is_host for device in self._devices):
+            return bound.start()  # on side streams, of which only GPUs know when they are done
+
+        def run() -> None:
+            dtype, start, stop, _ = self._buckets[number]
+            with span("reduce", f"bucket {number}", self._devices, (stop - start) * dtype.itemsize):
+                bound()
+
+        return start_work(run)
+
+    def _bound_bucket(self, number: int, op: ReduceOp) -> BoundReduction:
+        if (number, op) not in self._bound:
+            value = self._value(number)
+            self._bound[number, op] = self._ops.bind(op, value, value, out=value)
+        return self._bound[number, op]
+
+    def _value(self, number: int) -> PerReplica:
+        dtype, start, stop, _ = self._buckets[number]
+        return PerReplica.of(tuple(arena.flats[dtype][start:stop] for arena in self.arenas), self._devices)
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, []
+        for each in pending:
+            each.wait()
+
+    def _begin_round(self) -> None:
+        self._num_started = 0
+        self._counted: list[set[str]] = [set() for _ in self.arenas]
+        self._missing = [len(bucket.names) * len(self.arenas) for bucket in self._buckets]
+
+
+def check_bucket_bytes(bucket_bytes: int) -> None:
+    """Refuses sizes that are none."""
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise OptionError(f"bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
+
+
+def _dense_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    with_sparse = parameters_with_sparse_gradients(module)
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and id(parameter) not in with_sparse
+    }
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a range of memory, in whichever order."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() == reach + 1
+
+
+def _buckets_of(arena: Arena, bucket_bytes: int | None) -> list[Bucket]:
+    """One for each dtype; with `bucket_bytes` as many as it takes for none to be much larger."""
+    buckets: list[Bucket] = []
+    for dtype in arena.flats:
+        names: list[str] = []
+        own = [(name, slot) for name, slot in arena.slots.items() if slot.dtype == dtype]
+        for number, (name, slot) in enumerate(own):
+            names.append(name)
+            size = (slot.stop - arena.slots[names[0]].start) * dtype.itemsize
+            if number == len(own) - 1 or (bucket_bytes is not None and size >= bucket_bytes):
+                buckets.append(Bucket(dtype, arena.slots[names[0]].start, slot.stop, tuple(names)))
+                names = []
+    return buckets
