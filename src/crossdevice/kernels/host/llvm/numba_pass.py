@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import llvmlite.binding
 import numba
@@ -40,7 +41,7 @@ from crossdevice.kernels.host.work_list import (
 
 SIGNATURE = f"void(int64,int64,int64,float64,{','.join(['int64'] * 11)})"
 
-Kernel = Callable[..., None]
+Kernel = Callable[..., Any]
 
 logger = logging.getLogger("crossdevice")
 
@@ -57,8 +58,9 @@ def _code_version() -> int:
 def compiled_sources() -> list[Path]:
     """The files whose code or constants end up in a kernel; none of them inside an archive."""
     folder = Path(__file__).parent
-    constants = [folder.parent / "work_list.py", folder.parents[1] / "association.py"]
-    return sorted(folder.glob("*.py")) + [path for path in constants if path.exists()]
+    constants = ("work_list.py", "reference/rounding.py", "reference/running.py", "../association.py")
+    paths = [(folder.parent / name).resolve() for name in constants]
+    return sorted(folder.glob("*.py")) + [path for path in paths if path.exists()]
 
 
 def cache_folder() -> Path | None:
@@ -117,16 +119,20 @@ def compiled_kernel(name: str) -> Kernel:
     followed by the address and length of the program of a "tree", or of weights, and by the address of
     scratch memory (`SCRATCH_BYTES`), which may be 0 if there are fewer than `MANY_INPUTS`.
     """
-    function = _kernel_function(name)
+    return compiled(_kernel_function(name), name, SIGNATURE)
+
+
+def compiled(function: Kernel, name: str, signature: str) -> Kernel:
+    """A function made for this call alone, compiled, or loaded from disk if one of this name was kept."""
     # numba numbers the files of one name, and processes that compile different closures of one function
     # at once may take the same number for both. So every kernel gets a name, and files, of its own.
     function.__qualname__ = f"{name.replace(' ', '_')}_{_code_version():08x}"
     if keeps_kernels():
         try:
-            return njit(SIGNATURE, nogil=True, cache=True)(function)
+            return njit(signature, nogil=True, cache=True)(function)
         except OSError as error:  # the disk is full, or the files there belong to somebody else
             _warn_once(f"compiled kernels cannot be kept in {cache_folder()}: {error.strerror}")
-    return njit(SIGNATURE, nogil=True)(function)
+    return njit(signature, nogil=True)(function)
 
 
 def lanes_of(name: str) -> int:
