@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/costs tests/unit/choosing tests/unit/test_architecture.py \
 	tests/unit/test_documentation.py tests/unit/test_release.py
 
-.PHONY: test check quick-checks demo docs format clean fuzz soak
+.PHONY: test check quick-checks demo docs format clean fuzz soak flower
 .DEFAULT_GOAL := test
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
@@ -82,6 +82,16 @@ LOOKED_FOR := $(addprefix $(VENV)/,browser-looked-for network-looked-for trace-p
 
 test: $(VENV)/installed $(LOOKED_FOR)  ## Everything that can run on this machine.
 	$(BIN)/python -m pytest -q -n auto
+
+# Flower needs another uv than `check`: it gets an environment of its own.
+$(VENV)/flower-installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)/flower
+	$(VENV)/flower/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' pytest pytest-timeout
+	$(VENV)/flower/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[flower]'
+	touch $@
+
+flower: $(VENV)/flower-installed  ## The strategies for Flower, with the real one; `make test` skips them where it is missing.
+	$(VENV)/flower/bin/python -m pytest -q tests/unit/integrations/test_flower.py
 
 format: $(VENV)/installed
 	$(BIN)/ruff format .

@@ -10,6 +10,7 @@ import itertools
 import os
 import sys
 import tomllib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from public_index import ROOT, IndexUnreachableError, run_uv
@@ -28,10 +29,22 @@ def supported_pythons() -> list[str]:
     return [version for version in versions if version.startswith("3.")]
 
 
+APART = {"flower": ("flower", "torch", "jax", "tensorflow", "mpi", "cli")}
+"""Extras that contradict those of developers, and with what they are resolved: flwr needs an older uv."""
+
+
 def conflict(python: str, platform: str) -> str | None:
     """Why all extras together cannot be installed there; None if they can."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    together = [name for name in project["optional-dependencies"] if name not in APART]
+    reasons = [_conflict_of(extras, python, platform) for extras in (together, *APART.values())]
+    return "\n".join(filter(None, reasons)) or None
+
+
+def _conflict_of(extras: Iterable[str], python: str, platform: str) -> str | None:
     ended = run_uv(
-        *("pip", "compile", "pyproject.toml", "--all-extras", "--quiet", "--no-header", "--no-annotate"),
+        *("pip", "compile", "pyproject.toml", "--quiet", "--no-header", "--no-annotate"),
+        *(f"--extra={extra}" for extra in extras),
         *("--python-version", python, "--python-platform", PLATFORMS[platform]),
         # Without it, uv asks every Python on the PATH for its version.
         *("--python", sys.executable),

@@ -39,8 +39,9 @@ autodoc_default_options = {
     "exclude-members": f"{FOR_AUTHORS_OF_ALGORITHMS}, {FOR_OUR_OWN_CODE}",
 }
 autodoc_typehints_format = "short"
-# The reference reads the same without PyTorch and TensorFlow, which are large.
-autodoc_mock_imports = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name) is None]
+# The reference reads the same without PyTorch, TensorFlow and Flower, which are large.
+LARGE = ("torch", "tensorflow", "flwr")
+autodoc_mock_imports = [name for name in LARGE if importlib.util.find_spec(name) is None]
 
 html_theme = "furo"
 html_title = f"crossdevice {version}"

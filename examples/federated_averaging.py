@@ -1,4 +1,6 @@
-"""Federated averaging: clients train apart, then their models are averaged as whole trees."""
+"""Federated averaging: clients train apart; their models count by the number of their examples."""
+
+import random
 
 import numpy as np
 
@@ -6,12 +8,15 @@ import crossdevice as cd
 
 generator = np.random.default_rng(0)
 truth = {"weights": np.float32([1.0, -2.0, 3.0]), "bias": np.float32(0.5)}
+EXAMPLES = (20, 50, 35, 80, 10)
+"""How many each client has."""
 
 
 def trained_by_client(model, num_examples):
     """A few steps of gradient descent on examples that only this client has."""
     inputs = generator.normal(size=(num_examples, 3)).astype(np.float32)
-    targets = inputs @ truth["weights"] + truth["bias"]
+    noise = generator.normal(size=num_examples).astype(np.float32)
+    targets = inputs @ truth["weights"] + truth["bias"] + noise
     model = {name: array.copy() for name, array in model.items()}
     for _ in range(5):
         error = inputs @ model["weights"] + model["bias"] - targets
@@ -20,13 +25,20 @@ def trained_by_client(model, num_examples):
     return model
 
 
-exact = cd.CommunicationOptions(precision="exact")  # the same bits, in whichever order clients answer
+def averaged(answers):
+    """The server holds one model, however many clients answer, and adds each when it comes."""
+    total = cd.Accumulator("exact")
+    for model, num_examples in answers:
+        total.add(model, weight=num_examples)
+    return total.mean()
+
+
 model = {"weights": np.zeros(3, np.float32), "bias": np.zeros((), np.float32)}
 for turn in range(20):
-    clients = [trained_by_client(model, num_examples) for num_examples in (20, 50, 35, 80, 10)]
-    model = cd.reduce(clients, "mean", options=exact)
-    backwards = cd.reduce(clients[::-1], "mean", options=exact)
-    assert all(model[name].tobytes() == backwards[name].tobytes() for name in model)
+    answers = [(trained_by_client(model, num_examples), num_examples) for num_examples in EXAMPLES]
+    model = averaged(answers)
+    shuffled = averaged(random.sample(answers, len(answers)))
+    assert all(model[name].tobytes() == shuffled[name].tobytes() for name in model), "the order mattered"
     if turn % 5 == 4:
         distance = np.abs(model["weights"] - truth["weights"]).max()
-        print(f"after {turn + 1} turns: largest error of a weight {distance:.4f}")
+        print(f"after {turn + 1} turns: largest error of a weight {distance:.3f}")

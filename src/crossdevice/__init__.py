@@ -21,6 +21,8 @@ from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.algorithms.ring_all_reduce import RingAllReduce
 from crossdevice.algorithms.tree_all_reduce import TreeAllReduce
 from crossdevice.choosing.choose_algorithm import choose_algorithm
+from crossdevice.combining.accumulator import Accumulator
+from crossdevice.combining.average_files import average_files
 from crossdevice.costs.topology import Topology
 from crossdevice.costs.topology_files import read_topology
 from crossdevice.execution.bound import BoundReduction
@@ -71,6 +73,7 @@ from crossdevice.values.reduce_op import (
 __version__ = "0.2.0"
 
 __all__ = [
+    "Accumulator",
     "AllReduceCrossDeviceOps",
     "BoundReduction",
     "Cluster",
@@ -110,6 +113,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "average_files",
     "bind",
     "broadcast",
     "choose_algorithm",

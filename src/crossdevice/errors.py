@@ -3,7 +3,7 @@
 Each is ours (`except CrossDeviceError`) and a built-in at once (`except ValueError`), so code
 written against TensorFlow's documented errors keeps working. All of them are raised before any
 array is touched, except for those of what runs (`ReplicaError`, `DeadlineError`, `EngineError`,
-`ProcessGroupError`).
+`ProcessGroupError`) and of disks that fill up (`FileError`).
 """
 
 
@@ -88,6 +88,10 @@ class ProcessGroupError(CrossDeviceError, ConnectionError):
 
 class EngineError(CrossDeviceError, RuntimeError):
     """A collective of a library such as NCCL that failed; the message names its devices."""
+
+
+class FileError(CrossDeviceError, OSError):
+    """A file that cannot be read as what it should be, or not be written; the message names it."""
 
 
 class TopologyError(CrossDeviceError, ValueError):

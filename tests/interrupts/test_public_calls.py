@@ -94,6 +94,14 @@ def unchanged_afterwards() -> None:
     assert all((out == -1).all() for out in LARGE_OUTS)
 
 
+def accumulated() -> None:
+    """An interrupted accumulator is given up; a new one is right."""
+    total = cd.Accumulator("exact", max_pending=2)
+    for values in (SMALL_VALUES, SMALL_VALUES):
+        total.add({"a": values[0], "b": values[1]}, weight=3)
+    assert (total.mean()["b"] == 2).all()
+
+
 small_sums, large_sums = sums_of(SMALL_VALUES), sums_of(LARGE_VALUES)
 
 ROWS = [
@@ -113,6 +121,7 @@ ROWS = [
     Row("broadcast", lambda: cd.broadcast(SMALL_VALUES[0], ["cpu:0", "cpu:1"]), small_sums),
     Row("scope", in_scope, used_strategy),
     Row("run", lambda: STRATEGY.run(in_replica), used_strategy),
+    Row("Accumulator", accumulated, accumulated),
     Row("release_memory", cd.release_memory, large_sums),
 ]  # fmt: skip
 

@@ -25,6 +25,7 @@ from crossdevice.errors import (
     DeviceMismatchError,
     DtypeError,
     DtypeMismatchError,
+    FileError,
     LibraryMismatchError,
     MismatchError,
     OptionError,
@@ -680,6 +681,14 @@ refuses(
     "dgx1v",
 )
 
+refuses(
+    "files that do not exist",
+    FileError,
+    OSError,
+    lambda _: cd.average_files(["none.safetensors"], "mean.safetensors"),
+    "none.safetensors does not exist",
+)
+
 CLASSES = [thing for thing in vars(errors).values() if inspect.isclass(thing)]
 
 
@@ -719,7 +728,7 @@ def test_every_exception_class_is_raised_by_some_refusal(error):
 @pytest.mark.parametrize("error", CLASSES, ids=lambda error: error.__name__)
 def test_every_exception_class_is_in_the_tree_and_a_built_in(error):
     assert issubclass(error, CrossDeviceError)
-    built_ins = (ValueError, TypeError, RuntimeError, TimeoutError, ConnectionError, AssertionError)
+    built_ins = (ValueError, TypeError, RuntimeError, TimeoutError, ConnectionError, AssertionError, OSError)
     assert error is CrossDeviceError or issubclass(error, built_ins)
 
 

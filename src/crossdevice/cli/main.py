@@ -12,6 +12,7 @@ import crossdevice
 from crossdevice.errors import CrossDeviceError
 
 COMMANDS = {
+    "average": "write the mean of models in files, such as safetensors, through a few MiB of memory",
     "bench": "measure collectives in the format of nccl-tests, and compare other libraries",
     "demo": "train a classifier of handwritten digits on logical CPU devices",
     "doctor": "report devices, libraries, links and threads, the chosen algorithm, and what is missing",

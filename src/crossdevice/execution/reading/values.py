@@ -266,9 +266,9 @@ def _described(structure: Any, structures: Sequence[Any], what: str) -> str:
     own = [path for path in paths if any(path not in other for other in map(set, of_others))]
     lacking = dict.fromkeys(path for other in of_others for path in other if path not in set(paths))
     parts = [f"{structure.type.__name__} of {len(paths)} leaves"]
-    parts += [f"{word} {_few(found)}" for word, found in (("with", own), ("without", list(lacking))) if found]
+    parts += [f"{word} {few(found)}" for word, found in (("with", own), ("without", list(lacking))) if found]
     if not own and not lacking and any(other != paths for other in of_others):
-        parts.append(f"in the order {_few(paths)}")
+        parts.append(f"in the order {few(paths)}")
     return ", ".join(parts)
 
 
@@ -276,5 +276,6 @@ MAX_CHARACTERS = 200
 """A structure whose text is longer is described by what is different about it."""
 
 
-def _few(paths: Sequence[str]) -> str:
+def few(paths: Sequence[str]) -> str:
+    """The first three of them, and how many more there are."""
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")

@@ -319,3 +319,21 @@ def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe)
         for item in outputs:
             item[start:stop] = result[first : first + stop - start]
         first += stop - start
+
+
+def narrowed_batch(
+    tasks: Sequence[tuple[NDArray[Any], NDArray[Any]]], divisor: float
+) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    """Rounds float64 over a divisor once into narrower floats; returns those for which there is no kernel."""
+    recipe = Recipe(ReduceOp.SUM, "accurate")
+    left: list[tuple[NDArray[Any], NDArray[Any]]] = []
+    groups: dict[int, tuple[_Prepared, list[Task]]] = {}
+    for wide, out in tasks:
+        prepared = _prepared_for(recipe, wide.dtype, out.dtype)
+        if prepared is None:
+            left.append((wide, out))
+        else:
+            groups.setdefault(id(prepared), (prepared, []))[1].append(((wide,), (out,)))
+    for prepared, group in groups.values():
+        _Passes(group, prepared._replace(divisor=divisor), recipe)()
+    return left

@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import llvmlite.binding
 import numba
@@ -40,7 +41,7 @@ from crossdevice.kernels.host.work_list import (
 
 SIGNATURE = f"void(int64,int64,int64,float64,{','.join(['int64'] * 11)})"
 
-Kernel = Callable[..., None]
+Kernel = Callable[..., Any]
 
 logger = logging.getLogger("crossdevice")
 
@@ -57,7 +58,7 @@ def _code_version() -> int:
 def compiled_sources() -> list[Path]:
     """The files whose code or constants end up in a kernel; none of them inside an archive."""
     folder = Path(__file__).parent
-    constants = ("work_list.py", "reference/rounding.py", "../association.py")
+    constants = ("work_list.py", "reference/rounding.py", "reference/running.py", "../association.py")
     paths = [(folder.parent / name).resolve() for name in constants]
     return sorted(folder.glob("*.py")) + [path for path in paths if path.exists()]
 

@@ -54,7 +54,7 @@ def exact_sum(inputs: Sequence[NDArray[Any]], divisor: int | None, dtype: np.dty
     array([1.e+308])
     """
     with np.errstate(all="ignore"):
-        enclosure = _enclosed_sum(inputs)
+        enclosure = enclosed_sum(inputs)
         if divisor is not None:
             enclosure = _enclosed_quotient(enclosure, divisor)
         result = rounded_enclosure(enclosure, dtype)
@@ -65,7 +65,7 @@ def exact_sum(inputs: Sequence[NDArray[Any]], divisor: int | None, dtype: np.dty
     return with_one_nan(result)
 
 
-def _enclosed_sum(inputs: Sequence[NDArray[Any]]) -> Enclosure:
+def enclosed_sum(inputs: Sequence[NDArray[Any]]) -> Enclosure:
     """Adds in float64, the errors of all additions apart, and bounds the errors of adding the errors."""
     total = inputs[0].astype(np.float64)
     low, doubt = np.zeros_like(total), np.zeros_like(total)

@@ -62,10 +62,10 @@ def _compensated(inputs: Sequence[Floats], weights: Weights, divisor: float | No
         product, of_product = two_product(array, factor)
         total, error = two_sum(total, product)
         errors = (errors + error) + of_product
-    return with_errors(total, errors, divisor, _remainder)
+    return with_errors(total, errors, divisor, remainder_of)
 
 
-def _remainder(dividend: Floats, quotient: Floats, number: float) -> Floats:
+def remainder_of(dividend: Floats, quotient: Floats, number: float) -> Floats:
     """dividend - quotient * number, without rounding, for the rounded quotient."""
     product, error = two_product(quotient, number)
     return (dividend - product) - error
@@ -75,7 +75,7 @@ def _exact(inputs: Sequence[Floats], weights: Weights, dtype: np.dtype[Any]) -> 
     """The true sum or mean: enclosed in float64 arithmetic, in whole numbers where that decides nothing."""
     enclosure = _enclosed_sum(inputs, weights.factors)
     if weights.divisor != 1 or weights.rest != 0:
-        enclosure = _enclosed_quotient(enclosure, weights)
+        enclosure = enclosed_quotient(enclosure, weights)
     result = rounded_enclosure(enclosure, dtype)
     undecided = np.flatnonzero(~is_decided(enclosure))
     if undecided.size:
@@ -99,17 +99,17 @@ def _enclosed_sum(inputs: Sequence[Floats], factors: Sequence[float]) -> Enclosu
     return Enclosure(near, rest, 2 * doubt)
 
 
-def _enclosed_quotient(dividend: Enclosure, weights: Weights) -> Enclosure:
+def enclosed_quotient(dividend: Enclosure, weights: Weights) -> Enclosure:
     """One step of long division by a divisor of two parts."""
     number, (*_, divisor_rest, divisor_doubt) = weights.divisor, weights.words
     first = dividend.near / number
     taken, of_taken = two_product(first, divisor_rest)
-    remainder, lost = two_sum(_remainder(dividend.near, first, number), dividend.rest)
+    remainder, lost = two_sum(remainder_of(dividend.near, first, number), dividend.rest)
     remainder, more = two_sum(remainder, -taken)
     second = remainder / number
     near, rest = two_sum_keeping_zero(first, second)
     wrong = np.abs(lost) + np.abs(more) + np.abs(of_taken) + dividend.doubt + np.abs(first) * divisor_doubt
-    left = np.abs(_remainder(remainder, second, number)) + np.abs(second * divisor_rest)
+    left = np.abs(remainder_of(remainder, second, number)) + np.abs(second * divisor_rest)
     sizes = np.abs(first), np.abs(dividend.near)
     is_extreme = (np.minimum(*sizes) < 2.0**-600) | (np.maximum(*sizes) > 2.0**1000)
     is_extreme &= dividend.near != 0

@@ -1,0 +1,64 @@
+"""`crossdevice average`: the mean of models in files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from crossdevice.cli.average.byte_progress import ByteProgress
+from crossdevice.combining.average_files import KEYS, average_files
+from crossdevice.combining.leaf_total import INTEGERS
+from crossdevice.values.dtypes import FLOATS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which files, and how."""
+    add = parser.add_argument
+    add(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="model.safetensors, model.safetensors.index.json or its folder, .npz, .npy, .pt, .pth or .bin",
+    )
+    add("-o", "--output", required=True, type=Path, metavar="FILE", help="where the mean goes")
+    add("--weights", type=_weights, metavar="W,W,...", help="one number for each file, such as 3,1 (all 1)")
+    add("--dtype", choices=FLOATS, help="of the floats in the output (that of the files)")
+    add(
+        "--integers",
+        choices=INTEGERS,
+        default="mean",
+        help="what becomes of integers: the mean, rounded; that of the first file; the largest (mean)",
+    )
+    add(
+        "--keys",
+        choices=KEYS,
+        default="strict",
+        help="refuse files with different tensors; average each over those that have it; leave out what not "
+        "all have (strict)",
+    )
+    add("--exact", action="store_true", help="round the true mean once: the order of files does not matter")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the file, with a bar on a terminal."""
+    with ByteProgress(sys.stderr) as progress:
+        average_files(
+            arguments.files,
+            arguments.output,
+            arguments.weights,
+            precision="exact" if arguments.exact else "accurate",
+            dtype=arguments.dtype,
+            integers=arguments.integers,
+            keys=arguments.keys,
+            progress=progress.update,
+        )
+    return 0
+
+
+def _weights(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 3,1") from None

@@ -1,0 +1,1 @@
+"""Many models into one: as they arrive, or from files."""

@@ -1,0 +1,199 @@
+"""Models that arrive one by one, combined in the memory of one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any
+
+from numpy.typing import NDArray
+
+from crossdevice.combining.leaf_total import INTEGERS, Integers, LeafTotal, check_like, results_of
+from crossdevice.combining.saving import load, save
+from crossdevice.combining.trees import ArrivedTree, check_same, read_tree, rebuilt, united
+from crossdevice.errors import ContextError, OptionError
+from crossdevice.kernels.host.running_sum import RunningSum, add_all
+from crossdevice.values.options import Precision
+from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import factors_of
+
+
+class Accumulator:
+    """Adds arrays or trees of arrays one by one, each times its weight; holds one model, however many come.
+
+    >>> import numpy as np
+    >>> total = Accumulator()
+    >>> total.add({"w": np.float32([1, 2])}, weight=3)
+    >>> total.add({"w": np.float32([5, 6])}, weight=1)
+    >>> total.mean()
+    {'w': array([2., 3.], dtype=float32)}
+
+    The result has the bits of `reduce` on all of them at once, in the order in which they came. Under
+    `precision="exact"` it is the true mean or sum, rounded once: the order does not matter, nor does which
+    accumulator took what before they were merged. It may be called from several threads.
+
+    Args:
+        precision: `"accurate"` keeps sums in float64, those of float64 with their rounding errors; `"exact"`
+            keeps all bits, in two float64 per element, three for float64.
+        partial: trees may lack entries of their dicts; each leaf is divided by the weights of those that
+            had it.
+        integers: what becomes of integers and booleans: `"mean"` is rounded to nearest even, `"first"` is
+            what came first, `"max"` the largest.
+        max_pending: how many trees may wait so that one pass adds them all, which is faster. Their arrays
+            are kept, not copied: they must not change until then. 1 adds each at once.
+    """
+
+    def __init__(
+        self,
+        precision: Precision = "accurate",
+        *,
+        partial: bool = False,
+        integers: Integers = "mean",
+        max_pending: int = 1,
+    ) -> None:
+        if precision not in ("accurate", "exact"):
+            raise OptionError(f"precision must be accurate or exact; got {precision!r}")
+        if integers not in INTEGERS:
+            raise OptionError(f"integers must be one of {', '.join(INTEGERS)}; got {integers!r}")
+        if isinstance(max_pending, bool) or not isinstance(max_pending, int) or max_pending < 1:
+            raise OptionError(f"max_pending must be a whole number, 1 or more; got {max_pending!r}")
+        self.precision = precision
+        self.partial = partial
+        self.integers = integers
+        self.max_pending = max_pending
+        self._lock = threading.RLock()  # a signal's handler may add while its thread is here
+        self._is_changing = False
+        self._count = 0
+        self._skeleton: Any = None
+        self._totals: dict[str, LeafTotal] = {}
+        self._pending: list[tuple[dict[str, NDArray[Any]], float]] = []
+
+    @property
+    def count(self) -> int:
+        """How many trees were added."""
+        return self._count
+
+    def add(self, tree: Any, weight: float = 1.0) -> None:
+        """Adds an array or a tree of arrays; whatever is refused leaves the accumulator as it was."""
+        (factor,) = factors_of([weight], ReduceOp.SUM)
+        arrived = read_tree(tree)
+        flats = {path: leaf.backend.to_host(array) for path, (leaf, array) in arrived.leaves.items()}
+        with self._lock:
+            skeleton = self._checked(arrived)
+            with self._changing():
+                self._enter(arrived, skeleton)
+                self._pending.append((flats, factor))
+                self._count += 1
+                if len(self._pending) >= self.max_pending:
+                    self._add_pending()
+
+    def merge(self, other: Accumulator) -> None:
+        """Adds all that another accumulator of the same settings holds; that one stays as it is.
+
+        Under `"accurate"` sums of sums are rounded: only `"exact"` has the bits of adding all to one.
+        """
+        if other is self:
+            raise OptionError("an accumulator cannot be merged with itself")
+        for name in ("precision", "integers"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                raise OptionError(f"the other accumulator has {name}={theirs!r}; this one has {ours!r}")
+        first, second = sorted((self, other), key=id)  # two that merge each other must not wait for ever
+        with first._lock, second._lock:
+            if not other._count:
+                return
+            with other._changing():
+                other._add_pending()
+            leaves = {path: (total.leaf, None) for path, total in other._totals.items()}
+            arrived = ArrivedTree(other._skeleton, leaves)
+            skeleton = self._checked(arrived)
+            with self._changing():
+                self._add_pending()
+                self._enter(arrived, skeleton)
+                for path, total in other._totals.items():
+                    self._totals[path].merge(total)
+                self._count += other._count
+
+    def mean(self) -> Any:
+        """The sum over the sum of the weights, of each leaf by itself, rounded once to its dtype."""
+        return self._result(is_mean=True)
+
+    def sum(self) -> Any:
+        """The sum of weights times values, rounded once to the dtype of each leaf."""
+        return self._result(is_mean=False)
+
+    def save(self, file: str | PathLike[str]) -> None:
+        """Writes what `load` needs to go on, as an `.npz` without pickles; it replaces an old one at the end.
+
+        Trees must be made of dicts with plain keys, lists and tuples.
+        """
+        with self._lock:
+            with self._changing():
+                self._add_pending()
+            settings = {name: getattr(self, name) for name in SETTINGS}
+            save(file, {**settings, "count": self._count}, self._skeleton, self._totals)
+
+    @classmethod
+    def load(cls, file: str | PathLike[str]) -> Accumulator:
+        """The accumulator that was saved."""
+        header, skeleton, totals = load(file)
+        made = cls(**{name: header[name] for name in SETTINGS})
+        made._count, made._skeleton, made._totals = header["count"], skeleton, totals
+        return made
+
+    def _result(self, *, is_mean: bool) -> Any:
+        with self._lock:
+            if not self._count:
+                raise ContextError("nothing has been added yet, so there is no result")
+            with self._changing():
+                self._add_pending()
+            return rebuilt(self._skeleton, results_of(self._totals, is_mean=is_mean))
+
+    def _checked(self, arrived: ArrivedTree) -> Any:
+        """The structure of all trees so far, this one included."""
+        name = f"tree {self._count}"
+        for path, (leaf, _) in arrived.leaves.items():
+            if path in self._totals:
+                check_like(leaf, self._totals[path].leaf, name, path)
+        if not self._count:
+            return arrived.skeleton
+        if self.partial:
+            return united(self._skeleton, arrived.skeleton, name)
+        check_same(self._skeleton, arrived.skeleton, name)
+        return self._skeleton
+
+    def _enter(self, arrived: ArrivedTree, skeleton: Any) -> None:
+        """Makes room for leaves that are new."""
+        self._skeleton = skeleton
+        for path, (leaf, _) in arrived.leaves.items():
+            if path not in self._totals:
+                self._totals[path] = LeafTotal(leaf, self.precision, self.integers)
+
+    def _add_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        tasks: list[tuple[RunningSum, list[NDArray[Any]], list[float]]] = []
+        for path, total in self._totals.items():
+            having = [(flats[path], weight) for flats, weight in pending if path in flats]
+            if having:
+                weights = [weight for _, weight in having]
+                flats = total.enter([flat for flat, _ in having], weights)
+                if total.running is not None:
+                    tasks.append((total.running, flats, weights))
+        add_all(tasks)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Sums that an interrupt has left half added are never used again."""
+        if self._is_changing:
+            raise ContextError(
+                "a call was interrupted while it added, so the sums are incomplete; start again, or load "
+                "what was saved"
+            )
+        self._is_changing = True
+        yield
+        self._is_changing = False
+
+
+SETTINGS = ("precision", "partial", "integers", "max_pending")

@@ -1,0 +1,64 @@
+"""Which format a file has, by its name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from crossdevice.combining.files.model_file import ModelFile, TensorSpec, Writing
+from crossdevice.errors import FileError
+from crossdevice.values.libraries import missing_library
+
+FORMATS = {
+    ".safetensors": ("safetensors_files", "SafetensorsFile", "written_safetensors"),
+    ".index.json": ("sharded_files", "ShardedModel", "written_shards"),
+    ".npz": ("numpy_files", "NumpyFile", "written_npz"),
+    ".npy": ("numpy_files", "NumpyFile", "written_npy"),
+    ".pt": ("torch_files", "TorchFile", "written_torch"),
+    ".pth": ("torch_files", "TorchFile", "written_torch"),
+    ".bin": ("torch_files", "TorchFile", "written_torch"),
+}
+"""The module of each ending, what reads and what writes it; loaded on demand, as PyTorch may be missing."""
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+"""What the files of a model are called in a folder of its own."""
+
+
+def open_model(path: Path) -> ModelFile:
+    """A file of tensors; of a folder, the model in it."""
+    if path.is_dir():
+        path = path / (INDEX if (path / INDEX).exists() else SINGLE)
+    if not path.exists():
+        raise FileError(f"{path} does not exist")
+    opened: ModelFile = _load(path, 1)(path)
+    return opened
+
+
+def new_model(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile) -> Writing:
+    """A file of these tensors that appears when it is complete, and otherwise is like another model."""
+    if path.is_dir():
+        path = path / (INDEX if like.path.name.endswith(".index.json") else SINGLE)
+    writing: Writing = _load(path, 2)(path, tensors, like)
+    return writing
+
+
+def check_output(path: Path) -> None:
+    """Refuses an output that cannot be, before anything is read."""
+    if path.is_dir():
+        return
+    if not path.parent.is_dir():
+        raise FileError(f"{path} cannot be written: there is no folder {str(path.parent)!r}")
+    _load(path, 2)
+
+
+def _load(path: Path, column: int) -> Any:
+    for ending, row in FORMATS.items():
+        if path.name.endswith(ending):
+            try:
+                module = importlib.import_module(f"crossdevice.combining.files.{row[0]}")
+            except ModuleNotFoundError as error:
+                raise FileError(f"{path} needs {missing_library(error)}") from error
+            return getattr(module, row[column])
+    raise FileError(f"{path} has an unknown ending; expected one of {', '.join(FORMATS)}")

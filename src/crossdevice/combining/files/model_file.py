@@ -1,0 +1,77 @@
+"""What averaging asks of a file of tensors, whatever its format."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from crossdevice.backends.protocol import dtype_named
+from crossdevice.errors import FileError
+
+
+class TensorSpec(NamedTuple):
+    """What is known of a tensor without reading it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """The product of the shape."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """In memory and, mostly, in the file."""
+        return self.num_elements * dtype_named(self.dtype).itemsize
+
+
+class ModelFile(abc.ABC):
+    """A file of named tensors, open for reading."""
+
+    path: Path
+    tensors: dict[str, TensorSpec]
+    """In the order of the file."""
+    metadata: Any = None
+    """What else is in the file, for a new file of the same format."""
+
+    @abc.abstractmethod
+    def elements(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Some elements of a tensor, flat: a view of the file, else a copy."""
+
+    def read_ahead(self, name: str, start: int, stop: int) -> None:  # noqa: B027 - only where it helps
+        """Says that these elements are needed soon."""
+
+    def leave_behind(self, name: str, start: int, stop: int) -> None:  # noqa: B027 - only where it helps
+        """Says that these elements are not needed any more."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Nothing is read any more."""
+
+
+def unreadable(path: Path, why: object) -> FileError:
+    """The error for a file that is not what its name says."""
+    return FileError(f"{path} cannot be read: {why}")
+
+
+@contextlib.contextmanager
+def opened(model: ModelFile) -> Iterator[ModelFile]:
+    """Closes it in the end."""
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+WriteElements = Callable[[str, NDArray[Any]], None]
+"""Called with the name of a tensor and its next elements, in the order in which tensors were announced."""
+
+Writing = AbstractContextManager[WriteElements]

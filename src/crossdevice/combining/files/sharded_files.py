@@ -1,0 +1,90 @@
+"""Models in several safetensors files, with an index that says which tensor is in which."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from crossdevice.combining.files.model_file import ModelFile, TensorSpec, WriteElements, unreadable
+from crossdevice.combining.files.replacing import replaced
+from crossdevice.combining.files.safetensors_files import SafetensorsFile, written_safetensors
+from crossdevice.errors import FileError
+
+
+class ShardedModel(ModelFile):
+    """The files of an index, as one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.index = json.loads(path.read_bytes())
+            names = dict(self.index["weight_map"])
+            files = sorted(set(names.values()))
+        except OSError as error:
+            raise unreadable(path, error.strerror or error) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise unreadable(path, f"it is not an index of safetensors files: {error!r}") from error
+        self.shards = {file: SafetensorsFile(path.parent / file) for file in files}
+        self.shard_of = names
+        self.tensors = {}
+        for file, shard in self.shards.items():
+            self.tensors.update(
+                {name: spec for name, spec in shard.tensors.items() if names.get(name) == file}
+            )
+        for name, file in names.items():
+            if name not in self.tensors:
+                raise unreadable(path, f"tensor {name!r} should be in {file}, and is not")
+        self.metadata = next(iter(self.shards.values())).metadata if files else None
+
+    def elements(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """A view of the shard that has them."""
+        return self._shard(name).elements(name, start, stop)
+
+    def read_ahead(self, name: str, start: int, stop: int) -> None:
+        """Starts reading from the disk."""
+        self._shard(name).read_ahead(name, start, stop)
+
+    def leave_behind(self, name: str, start: int, stop: int) -> None:
+        """As its shard does."""
+        self._shard(name).leave_behind(name, start, stop)
+
+    def _shard(self, name: str) -> SafetensorsFile:
+        return self.shards[self.shard_of[name]]
+
+    def close(self) -> None:
+        """All of them."""
+        for shard in self.shards.values():
+            shard.close()
+
+
+@contextlib.contextmanager
+def written_shards(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile) -> Iterator[WriteElements]:
+    """The same shards as another model has, and then their index; tensors that it lacks go to the last."""
+    if not isinstance(like, ShardedModel):
+        raise FileError(
+            f"{path} is an index of several files, but {like.path} is one file; expected an output that ends "
+            "in .safetensors"
+        )
+    by_shard: dict[str, dict[str, TensorSpec]] = {file: {} for file in like.shards}
+    last = list(like.shards)[-1]
+    for name, spec in tensors.items():
+        by_shard[like.shard_of.get(name, last)][name] = spec
+    index = {**like.index, "weight_map": {name: file for file, named in by_shard.items() for name in named}}
+    total = sum(spec.num_bytes for spec in tensors.values())
+    index["metadata"] = {**(like.index.get("metadata") or {}), "total_size": total}
+    with contextlib.ExitStack() as stack:
+        # Renamed from the last one entered: the index, which makes them a model, at the very end.
+        index_file = stack.enter_context(replaced(path))
+        index_file.write(json.dumps(index, indent=2).encode())
+        writers = {
+            file: stack.enter_context(written_safetensors(path.parent / file, named, like))
+            for file, named in by_shard.items()
+            if named
+        }
+        writer_of = {name: writers[file] for file, named in by_shard.items() for name in named}
+        yield lambda name, elements: writer_of[name](name, elements)

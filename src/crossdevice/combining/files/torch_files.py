@@ -1,0 +1,109 @@
+"""PyTorch's files of tensors, loaded with `weights_only`: no code in them is ever run."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from crossdevice.backends.protocol import dtype_named
+from crossdevice.backends.registry import backend_named
+from crossdevice.combining.files.model_file import ModelFile, TensorSpec, WriteElements, unreadable
+from crossdevice.combining.files.replacing import replaced
+from crossdevice.values.device import host_device
+from crossdevice.values.dtypes import ITEM_BYTES
+
+
+class TorchFile(ModelFile):
+    """The tensors of a state_dict, or of dicts around it; what else is in them is kept as it is."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata = _loaded(path)
+        self._arrays: dict[str, torch.Tensor] = {}
+        _collect(self.metadata, "", self._arrays)
+        backend = backend_named("torch")
+        self.tensors = {}
+        for name, tensor in self._arrays.items():
+            try:
+                backend.check_array(tensor, f"tensor {name!r}")
+            except ValueError as error:
+                raise unreadable(path, error) from error
+            dtype = backend.dtype_of(tensor)
+            if dtype not in ITEM_BYTES:
+                known = ", ".join(ITEM_BYTES)
+                raise unreadable(path, f"tensor {name!r} has dtype {dtype}; expected one of {known}")
+            self.tensors[name] = TensorSpec(dtype, tuple(tensor.shape))
+        if not self.tensors:
+            raise unreadable(path, f"it holds a {type(self.metadata).__name__} without tensors")
+
+    def elements(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """A view of the tensor, which is the file's memory where PyTorch can map it."""
+        flat: NDArray[Any] = backend_named("torch").host_view(self._arrays[name])
+        return flat[start:stop]
+
+    def close(self) -> None:
+        """Gives the tensors up."""
+        self._arrays.clear()
+
+
+def _loaded(path: Path) -> Any:
+    try:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # written before PyTorch 1.6, which cannot be mapped
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise unreadable(
+            path, "it holds more than tensors and plain values, which only code could load, and none is run"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise unreadable(path, getattr(error, "strerror", None) or error) from error
+
+
+def _collect(node: Any, prefix: str, found: dict[str, torch.Tensor]) -> None:
+    if isinstance(node, torch.Tensor):
+        found[prefix] = node.detach()
+    elif isinstance(node, Mapping):
+        for key, child in node.items():
+            _collect(child, f"{prefix}.{key}" if prefix else str(key), found)
+
+
+@contextlib.contextmanager
+def written_torch(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile) -> Iterator[WriteElements]:
+    """A file with all that another one of the format holds around its tensors; written from memory."""
+    flats = {name: np.empty(spec.num_elements, dtype_named(spec.dtype)) for name, spec in tensors.items()}
+    ends = dict.fromkeys(tensors, 0)
+
+    def write(name: str, elements: NDArray[Any]) -> None:
+        flats[name][ends[name] : ends[name] + elements.size] = elements
+        ends[name] += elements.size
+
+    with replaced(path) as file:
+        yield write
+        backend = backend_named("torch")
+        made = {
+            name: backend.from_host(flat, tensors[name].shape, host_device(0)) for name, flat in flats.items()
+        }
+        around = like.metadata if isinstance(like, TorchFile) else dict.fromkeys(made, torch.empty(0))
+        torch.save(_with_tensors(around, "", made), file)
+
+
+def _with_tensors(node: Any, prefix: str, made: Mapping[str, torch.Tensor]) -> Any:
+    """The same containers and plain values with other tensors; without those that are not there any more."""
+    if isinstance(node, torch.Tensor):
+        return made[prefix]
+    if not isinstance(node, Mapping):
+        return node
+    entries = []
+    for key, child in node.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if not isinstance(child, torch.Tensor) or name in made:
+            entries.append((key, _with_tensors(child, name, made)))
+    return type(node)(entries)  # type: ignore[call-arg]

@@ -1,0 +1,143 @@
+"""Flower: federated averaging in one pass over the clients' bytes, with the same bits in any order.
+
+Replace `from flwr.serverapp.strategy import FedAvg` by `from crossdevice.integrations.flower import FedAvg`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.serverapp import strategy
+from numpy.typing import NDArray
+
+from crossdevice.backends.protocol import dtype_named
+from crossdevice.backends.registry import backend_named, backend_of_type
+from crossdevice.combining.accumulator import Accumulator
+from crossdevice.combining.files.numpy_files import npy_header
+from crossdevice.combining.leaf_total import Integers
+from crossdevice.errors import ConversionError
+from crossdevice.functions import reduce
+from crossdevice.values.device import host_device
+from crossdevice.values.options import CommunicationOptions, Precision
+from crossdevice.values.reduce_op import ReduceOp, trimmed_mean
+
+NUMPY_BYTES = "numpy.ndarray"
+"""How Flower says that bytes are a .npy file."""
+
+
+class _Combining:
+    """What our strategies do with the arrays of the replies; all else is Flower's."""
+
+    def __init__(
+        self, *arguments: Any, precision: Precision = "exact", integers: Integers = "mean", **keywords: Any
+    ) -> None:
+        super().__init__(*arguments, **keywords)
+        Accumulator(precision, integers=integers)  # refuses what is wrong
+        self.precision = precision
+        self.integers = integers
+
+    def aggregate_train(
+        self: Any,
+        server_round: int,  # noqa: ARG002 - Flower hands it over
+        replies: Iterable[Message],
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The combined arrays of all replies that are no errors, and their metrics as Flower has them."""
+        valid, _ = self._check_and_log_replies(replies, is_train=True)
+        if not valid:
+            return None, None
+        contents = [message.content for message in valid]
+        weights = [
+            float(metrics[self.weighted_by_key])
+            for content in contents
+            for metrics in content.metric_records.values()
+        ]
+        models = [arrays_of(record) for content in contents for record in content.array_records.values()]
+        whole = [name for name, array in models[0].items() if array.dtype.kind in "iub"]
+        floats = [{name: model[name] for name in model if name not in whole} for model in models]
+        result = self._combined(floats, weights)
+        if whole:
+            total = Accumulator(integers=self.integers)
+            for model, weight in zip(models, weights, strict=True):
+                total.add({name: model[name] for name in whole}, weight)
+            result = {**result, **total.mean()}
+        arrays = record_of({name: result[name] for name in models[0]})
+        return arrays, self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+
+
+class FedAvg(_Combining, strategy.FedAvg):
+    """Flower's FedAvg, whose models are weighted means that are rounded once.
+
+    It takes all arguments of `flwr.serverapp.strategy.FedAvg`, and is used in its place. Arrays are read
+    where they are in the clients' messages; bfloat16 ones too (`record_of` makes records of them).
+
+    Args:
+        precision: under `"exact"` the true mean is rounded once, whatever the order in which clients answer;
+            `"accurate"` adds in float64, in the order of the replies.
+        integers: what becomes of integer arrays: `"mean"` is rounded to nearest even, `"first"`, or `"max"`.
+            Flower makes float64 of them.
+    """
+
+    def _combined(self, models: list[dict[str, Any]], weights: list[float]) -> Any:
+        options = CommunicationOptions(precision=self.precision)
+        return reduce(models, ReduceOp.MEAN, weights=weights, options=options)
+
+
+class FedMedian(_Combining, strategy.FedMedian):
+    """Flower's FedMedian: the median of each element, in one pass; otherwise like our `FedAvg`."""
+
+    def _combined(self, models: list[dict[str, Any]], weights: list[float]) -> Any:  # noqa: ARG002
+        return reduce(models, ReduceOp.MEDIAN)
+
+
+class FedTrimmedAvg(_Combining, strategy.FedTrimmedAvg):
+    """Flower's FedTrimmedAvg: of each element the mean without `beta` of the clients at either end."""
+
+    def _combined(self, models: list[dict[str, Any]], weights: list[float]) -> Any:  # noqa: ARG002
+        cut = int(self.beta * len(models))
+        options = CommunicationOptions(precision=self.precision)
+        return reduce(models, trimmed_mean(cut) if cut else ReduceOp.MEAN, options=options)
+
+
+def arrays_of(record: ArrayRecord) -> dict[str, NDArray[Any]]:
+    """The arrays of a record as read-only views of its bytes; bfloat16 as that of ml_dtypes."""
+    return {name: _view_of(array, name) for name, array in record.items()}
+
+
+def record_of(arrays: Mapping[str, Any]) -> ArrayRecord:
+    """Arrays of any library, such as a `state_dict`, as a record for Flower; of bfloat16 ones too."""
+    made = {}
+    for name, array in arrays.items():
+        backend = backend_of_type(type(array))
+        if backend is None:
+            raise ConversionError(f"{name!r} is a {type(array).__name__}; expected an array")
+        flat = backend.to_host(array)
+        shape = backend.shape_of(array)
+        file = io.BytesIO()
+        stored = flat.view("V2") if flat.dtype == dtype_named("bfloat16") else flat
+        np.save(file, stored.reshape(shape), allow_pickle=False)
+        made[name] = Array(flat.dtype.name, shape, NUMPY_BYTES, file.getvalue())
+    return ArrayRecord(made)
+
+
+def state_dict_of(record: ArrayRecord) -> dict[str, Any]:
+    """The tensors of a record, in memory of their own, for `load_state_dict`; of bfloat16 ones too."""
+    backend = backend_named("torch")
+    return {
+        name: backend.from_host(array.reshape(-1).copy(), array.shape, host_device(0))
+        for name, array in arrays_of(record).items()
+    }
+
+
+def _view_of(array: Array, name: str) -> NDArray[Any]:
+    if array.stype != NUMPY_BYTES:
+        raise ConversionError(f"{name!r} is serialized as {array.stype!r}; expected {NUMPY_BYTES!r}")
+    file = io.BytesIO(array.data)
+    shape, is_fortran, dtype = npy_header(file)
+    if dtype.kind == "V" and array.dtype == "bfloat16":
+        dtype = dtype_named("bfloat16")
+    flat = np.frombuffer(array.data, dtype, offset=file.tell())
+    return flat.reshape(shape, order="F" if is_fortran else "C")

@@ -1,0 +1,167 @@
+"""numba kernels that add weighted inputs to a running sum in memory, which may have several parts."""
+
+# ruff: noqa: ARG001 - numba fixes the parameters of intrinsics and of the functions that emit them
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from crossdevice.kernels.host.llvm.code import _offset, _word_at, set_word
+from crossdevice.kernels.host.llvm.lanes import (
+    DOUBLE,
+    FORMATS,
+    INT64,
+    Builder,
+    Lanes,
+    State,
+    Value,
+    as_single,
+    in_memory_order,
+)
+from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
+from crossdevice.kernels.host.reference.running import NUM_PARTS
+
+SIGNATURE = "int64(int64,int64,int64,int64,int64,int64,int64,int64)"
+
+LANES = 16
+"""Elements at a time: two lines of each part, and of up to three parts in half the registers."""
+
+
+@functools.cache
+def accumulating_kernel(family: str, dtype: str) -> Kernel:
+    """The kernel that adds inputs of a dtype to sums of a family: it returns how far it has come.
+
+    Called with (addresses of inputs, how many, weights, addresses of parts, start, stop, room, capacity).
+    Elements that the parts cannot hold without error are left as they were, and listed in the room behind
+    their number; when `capacity` is used up, the kernel returns the position of the next such element.
+    """
+    name = f"{family} {dtype}"
+
+    def kernel(
+        inputs: int,
+        num_inputs: int,
+        weights: int,
+        parts: int,
+        start: int,
+        stop: int,
+        room: int,
+        capacity: int,
+    ) -> int:
+        position, left = start, 0
+        while position < stop:
+            if position + LANES <= stop and not add_lanes(
+                name, LANES, inputs, num_inputs, weights, parts, position
+            ):
+                position += LANES
+                continue
+            end = min(position + LANES, stop)
+            while position < end:
+                if add_lanes(name, 1, inputs, num_inputs, weights, parts, position):
+                    if left == capacity:
+                        set_word(room, 0, left)
+                        return position
+                    left += 1
+                    set_word(room, left, position)
+                position += 1
+        set_word(room, 0, left)
+        return position
+
+    return compiled(kernel, f"accumulate {name}", SIGNATURE)
+
+
+@intrinsic(prefer_literal=True)
+def add_lanes(
+    typing_context: Any,
+    name: Any,
+    lanes: Any,
+    inputs: Any,
+    num_inputs: Any,
+    weights: Any,
+    parts: Any,
+    position: Any,
+) -> Any:
+    """Adds `lanes` elements of all inputs from `position` on, times their weights, to the parts.
+
+    1 is returned, and nothing is written, if a part of an exact sum would have to be rounded.
+    """
+    signature = types.int64(name, lanes, inputs, num_inputs, weights, parts, position)
+    family, dtype = name.literal_value.split(" ")
+    count = lanes.literal_value
+
+    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        inputs, num_inputs, weights, parts, position = arguments[2:]
+        vectors = Lanes(builder, count)
+        wide_offset = _offset(builder, position, "float64")
+        addresses = [
+            builder.add(_word_at(builder, parts, ir.Constant(INT64, number)), wide_offset)
+            for number in range(NUM_PARTS[family])
+        ]
+        places = [cgutils.alloca_once_value(builder, vectors.load(place, DOUBLE)) for place in addresses]
+        lost = cgutils.alloca_once_value(builder, vectors.constant(ir.IntType(1), 0))
+        with cgutils.for_range(builder, num_inputs) as loop:
+            weight = vectors.spread(builder.bitcast(_word_at(builder, weights, loop.index), DOUBLE))
+            start = builder.add(_word_at(builder, inputs, loop.index), _offset(builder, position, dtype))
+            element = _widened(vectors, vectors.load(start, FORMATS[dtype].stored), dtype)
+            state = tuple(builder.load(place) for place in places)
+            grown, is_lost = _grown(vectors, family, state, element, weight)
+            for part, place in zip(grown, places, strict=True):
+                builder.store(part, place)
+            if is_lost is not None:
+                builder.store(builder.or_(builder.load(lost), is_lost), lost)
+
+        def write() -> None:
+            for place, address in zip(places, addresses, strict=True):
+                value = builder.load(place)
+                stored = builder.store(value, builder.inttoptr(address, value.type.as_pointer()))
+                stored.align = 1
+
+        if not family.startswith("expansion"):
+            write()
+            return ir.Constant(INT64, 0)
+        is_any = vectors.is_any(builder.load(lost))
+        with builder.if_then(builder.not_(is_any), likely=True):
+            write()
+        return builder.zext(is_any, INT64)
+
+    return signature, emit
+
+
+def _widened(vectors: Lanes, stored: Value, dtype: str) -> Value:
+    """As float64, in the order of memory."""
+    if dtype == "float64":
+        return stored
+    single = stored
+    if dtype != "float32":
+        single = in_memory_order(vectors, as_single(vectors, stored, dtype), dtype)
+    return vectors.build.fpext(single, vectors.vector(DOUBLE))
+
+
+def _grown(
+    vectors: Lanes, family: str, state: State, element: Value, weight: Value
+) -> tuple[State, Value | None]:
+    """The parts with element * weight added, and where they have lost something; as in `running.py`."""
+    build = vectors.build
+    if family == "wide":
+        return (build.fadd(state[0], build.fmul(element, weight)),), None
+    product, rest, is_known = vectors.two_product(element, weight)
+    if family == "compensated":
+        total, error = vectors.two_sum(state[0], product)
+        return (total, build.fadd(build.fadd(state[1], error), rest)), None
+    parts = list(state)
+    zero = vectors.constant(DOUBLE, 0.0)
+    has_factors = build.and_(
+        build.fcmp_unordered("!=", element, zero), build.fcmp_unordered("!=", weight, zero)
+    )
+    is_lost = build.and_(build.not_(is_known), has_factors)
+    for term in (product, rest):
+        left = term
+        for number, part in enumerate(parts):
+            parts[number], left = vectors.two_sum(part, left)
+        is_lost = build.or_(is_lost, build.fcmp_unordered("!=", left, zero))
+    return tuple(parts), is_lost

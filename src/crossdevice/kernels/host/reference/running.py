@@ -1,0 +1,126 @@
+"""Running sums in NumPy: weighted inputs added to the parts of a sum, and parts rounded once.
+
+| family | parts of an element |
+| --- | --- |
+| wide | its sum in float64 |
+| compensated | its sum in float64, and the sum of the rounding errors |
+| expansion2, expansion3 | float64 numbers whose sum is the true one: what they cannot hold is named |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.kernels.host.reference.exact import (
+    Enclosure,
+    enclosed_sum,
+    is_decided,
+    rounded_enclosure,
+)
+from crossdevice.kernels.host.reference.long_accumulator import HEAD_BITS, Floats, Mask, rounded_once
+from crossdevice.kernels.host.reference.rounding import (
+    LARGEST_PRODUCT,
+    SMALLEST_PRODUCT,
+    exact_remainder,
+    rounded,
+    two_product,
+    two_sum,
+    with_errors,
+    with_one_nan,
+)
+from crossdevice.kernels.host.reference.weighted import enclosed_quotient, remainder_of
+from crossdevice.values.weights import Weights
+
+NUM_PARTS = {"wide": 1, "compensated": 2, "expansion2": 2, "expansion3": 3}
+
+
+def add_weighted(
+    parts: Sequence[Floats], inputs: Sequence[NDArray[Any]], weights: Sequence[float], family: str
+) -> Mask:
+    """Adds inputs times weights to the parts, in place; those of elements in the mask are as they were."""
+    with np.errstate(all="ignore"):
+        state = list(parts)
+        lost = np.zeros(parts[0].shape, np.bool_)
+        for array, weight in zip(inputs, weights, strict=True):
+            state = _grown(state, array.astype(np.float64), weight, family, lost)
+        for part, grown in zip(parts, state, strict=True):
+            np.copyto(part, grown, where=~lost)
+    return lost
+
+
+def _grown(state: list[Floats], element: Floats, weight: float, family: str, lost: Mask) -> list[Floats]:
+    if family == "wide":
+        return [state[0] + element * weight]
+    product, rest = two_product(element, weight)
+    if family == "compensated":
+        total, error = two_sum(state[0], product)
+        return [total, (state[1] + error) + rest]
+    size = np.abs(product)
+    is_known = (size >= SMALLEST_PRODUCT) & (size <= LARGEST_PRODUCT) & (np.abs(element) <= LARGEST_PRODUCT)
+    lost |= ~is_known & (element != 0) & (weight != 0)
+    parts = list(state)
+    for term in (product, rest):
+        left = term
+        for number, part in enumerate(parts):
+            parts[number], left = two_sum(part, left)
+        lost |= left != 0
+    return parts
+
+
+def rounded_parts(
+    parts: Sequence[Floats], family: str, divisor: Weights, dtype: np.dtype[Any]
+) -> tuple[NDArray[Any], NDArray[np.intp]]:
+    """The sums over a divisor, rounded once, and which elements `rounded_fraction` has to decide.
+
+    Sums that are not exact anyway are divided by the divisor as float64 has it.
+    """
+    decided = np.empty(0, np.intp)
+    with np.errstate(all="ignore"):
+        if family == "wide":
+            return rounded(parts[0] / divisor.divisor, dtype), decided
+        if family == "compensated":
+            number = None if divisor.divisor == 1 else divisor.divisor
+            is_whole = divisor.divisor.is_integer() and divisor.divisor <= 1 << 26
+            remainder = exact_remainder if is_whole else remainder_of  # as in one pass over all inputs
+            quotient = with_errors(parts[0], parts[1], number, remainder)
+            return rounded(quotient, dtype), decided
+        enclosure = enclosed_sum(parts)
+        if divisor.exact_divisor != 1:
+            enclosure = enclosed_quotient(enclosure, divisor)
+        undecided = np.flatnonzero(~is_decided(enclosure))
+        if dtype.kind in "iub":
+            return _rounded_to_integers(enclosure, dtype, undecided)
+        return with_one_nan(rounded_enclosure(enclosure, dtype)), undecided
+
+
+def _rounded_to_integers(
+    enclosure: Enclosure, dtype: np.dtype[Any], undecided: NDArray[np.intp]
+) -> tuple[NDArray[Any], NDArray[np.intp]]:
+    """To nearest even, where float64 has all of the integer and its surroundings."""
+    near, rest, doubt = enclosure
+    whole = np.rint(near)
+    is_inside = (np.abs((near - whole) + rest) < 0.5 - 2.0**-20) & (doubt < 2.0**-30)
+    is_sure = (np.abs(near) < 2.0**31) & (is_inside | ((rest == 0) & (doubt == 0)))
+    return whole.astype(dtype), np.union1d(np.flatnonzero(~is_sure), undecided)
+
+
+def rounded_fraction(value: Fraction, dtype: np.dtype[Any]) -> Any:
+    """A number of the dtype, rounded once to nearest even; of integers the nearest that there is."""
+    if dtype.kind == "b":
+        return bool(round(value))
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return dtype.type(min(max(round(value), int(limits.min)), int(limits.max)))
+    numerator, denominator = abs(value.numerator), value.denominator
+    shift = numerator.bit_length() - denominator.bit_length() - HEAD_BITS
+    head, left = divmod(numerator << max(-shift, 0), denominator << max(shift, 0))
+    if head >> HEAD_BITS:
+        shift += 1
+        head, left = divmod(numerator << max(-shift, 0), denominator << max(shift, 0))
+    heads = np.array([head | (left != 0)], np.uint64)
+    return rounded_once(np.array([value < 0]), heads, np.array([shift]), dtype)[0]

@@ -1,0 +1,241 @@
+"""Sums of weighted arrays that grow from call to call, and are rounded once when they are asked for."""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.kernels.host.fused_pass import THREADED_BYTES, narrowed_batch, selected_kernels
+from crossdevice.kernels.host.reference.numpy_pass import BLOCK_ELEMENTS
+from crossdevice.kernels.host.reference.running import (
+    NUM_PARTS,
+    add_weighted,
+    rounded_fraction,
+    rounded_parts,
+)
+from crossdevice.kernels.host.resources.pool import result_pool
+from crossdevice.kernels.host.resources.threads import num_threads, run_together
+from crossdevice.values.dtypes import FLOATS
+from crossdevice.values.options import Precision
+from crossdevice.values.weights import Weights
+
+Floats = NDArray[np.float64]
+
+Step = Callable[[int, int], None]
+"""Adds some inputs to the elements from start to stop."""
+
+INPUTS_AT_ONCE = 8
+"""Inputs that are read side by side; more of them hinder each other."""
+
+RANGE_ELEMENTS = 1 << 15
+"""Elements of which all inputs are added before the next ones: their parts stay in the cache meanwhile."""
+
+LONG_RANGE_ELEMENTS = 1 << 18
+"""The same where inputs are read once: only so many that threads end together."""
+
+ROOM_ELEMENTS = 1 << 10
+"""Elements that the parts cannot hold, after which Python looks at them."""
+
+ONE = Fraction(1)
+
+
+class RunningSum:
+    """One number per element: the sum of all arrays added so far, each times its weight.
+
+    Under `"accurate"` it is kept in float64, that of float64 with its rounding errors, and has the bits that
+    adding all arrays at once has. Under `"exact"` it is kept without any error, whatever the order: elements
+    that two float64 (three for float64) cannot hold, as exponents lie too far apart, are kept as fractions.
+    """
+
+    def __init__(self, size: int, dtype: np.dtype[Any], precision: Precision) -> None:
+        """Of `size` elements of a float dtype, or of integers (kept exactly under any precision)."""
+        self.dtype = dtype
+        self.family = _family_of(dtype, precision)
+        parts = [(size, np.dtype(np.float64))] * NUM_PARTS[self.family]
+        self.parts: tuple[Floats, ...] = tuple(result_pool.empty_batch(parts))
+        self.fractions: dict[int, Fraction] = {}
+        """What parts do not hold, by element."""
+        self.specials: dict[int, float] = {}
+        """Sums of infinities and NaNs, by element, where parts hold the rest."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Starts again."""
+        # Adding to -0.0 leaves every number, and every zero, as it is.
+        for number, part in enumerate(self.parts):
+            part.fill(0.0 if number else -0.0)
+        self.fractions.clear()
+        self.specials.clear()
+
+    def add(self, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> None:
+        """Adds flat, contiguous, native arrays of one dtype, in this order."""
+        add_all([(self, inputs, weights)])
+
+    def steps_of(self, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> list[Step]:
+        """What adds these arrays to a range of the elements, in this order."""
+        pairs = [(inputs, weights)]
+        if inputs[0].dtype.kind in "iub":
+            pairs = [_as_floats(item, weight) for item, weight in zip(inputs, weights, strict=True)]
+        return [
+            self._step(arrays[first : first + INPUTS_AT_ONCE], factors[first : first + INPUTS_AT_ONCE])
+            for arrays, factors in pairs
+            for first in range(0, len(arrays), INPUTS_AT_ONCE)
+        ]
+
+    def merge(self, other: RunningSum) -> None:
+        """Adds all that another sum of the same dtype holds."""
+        self.add(other.parts, [1.0] * len(other.parts))
+        for element, fraction in other.fractions.items():
+            self.fractions[element] = self.fractions.get(element, Fraction(0)) + fraction
+        for element, special in other.specials.items():
+            self.specials[element] = self.specials.get(element, 0.0) + special
+
+    def write(self, out: NDArray[Any], divisor: Fraction = ONE) -> None:
+        """Writes the sum over a divisor, rounded once to the dtype of `out`; it stays as it is."""
+        write_all([(self, out)], divisor)
+
+    def write_slowly(self, out: NDArray[Any], divisor: Fraction) -> None:
+        """The same without a compiled kernel."""
+        number = Weights((), tuple(_terms(divisor)))
+
+        def write_range(start: int, stop: int) -> None:
+            parts = [part[start:stop] for part in self.parts]
+            out[start:stop], undecided = rounded_parts(parts, self.family, number, out.dtype)
+            for element in undecided:
+                out[start + element] = self._decided(int(start + element), divisor, out.dtype)
+
+        size = self.parts[0].size
+        ranges = [(at, min(at + BLOCK_ELEMENTS, size)) for at in range(0, size, BLOCK_ELEMENTS)]
+        works = [functools.partial(write_range, *each) for each in ranges]
+        _share_out(works, size * 8 * len(self.parts))
+        for element in sorted({*self.fractions, *self.specials}):
+            out[element] = self._decided(element, divisor, out.dtype)
+
+    def _decided(self, element: int, divisor: Fraction, dtype: np.dtype[Any]) -> Any:
+        if element in self.specials:
+            special = self.specials[element] / float(divisor)
+            return dtype.type(np.nan if np.isnan(special) else special)
+        total = self.fractions.get(element, Fraction(0)) + sum(Fraction(part[element]) for part in self.parts)
+        return rounded_fraction(total / divisor, dtype)
+
+    def _step(self, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> Step:
+        kernel = _kernel_for(self.family, inputs[0].dtype) if selected_kernels() == "numba" else None
+        if kernel is None:
+            return functools.partial(self._add_range, inputs, weights)
+        places = array("q", [item.ctypes.data for item in inputs])
+        factors = array("d", weights)
+        parts = array("q", [part.ctypes.data for part in self.parts])
+
+        def add_range(start: int, stop: int) -> None:
+            capacity = ROOM_ELEMENTS if self.family.startswith("expansion") else 0
+            room = array("q", bytes(8 * (capacity + 1)))
+            while start < stop:
+                start = kernel(
+                    *(places.buffer_info()[0], len(places), factors.buffer_info()[0], parts.buffer_info()[0]),
+                    *(start, stop, room.buffer_info()[0], capacity),
+                )
+                for element in room[1 : 1 + room[0]]:
+                    self._keep_apart(element, inputs, weights)
+
+        return add_range
+
+    def _add_range(
+        self, inputs: Sequence[NDArray[Any]], weights: Sequence[float], start: int, stop: int
+    ) -> None:
+        parts = [part[start:stop] for part in self.parts]
+        lost = add_weighted(parts, [item[start:stop] for item in inputs], weights, self.family)
+        for element in np.flatnonzero(lost):
+            self._keep_apart(int(start + element), inputs, weights)
+
+    def _keep_apart(self, element: int, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> None:
+        """Adds to an element what its parts cannot hold."""
+        for item, weight in zip(inputs, weights, strict=True):
+            value = float(item[element])
+            if np.isfinite(value):
+                term = Fraction(value) * Fraction(weight)
+                self.fractions[element] = self.fractions.get(element, Fraction(0)) + term
+            else:
+                self.specials[element] = self.specials.get(element, 0.0) + value * weight
+
+
+def _family_of(dtype: np.dtype[Any], precision: Precision) -> str:
+    if dtype.kind in "iub":
+        return "expansion3"
+    if precision == "exact":
+        return "expansion3" if dtype == np.float64 else "expansion2"
+    return "compensated" if dtype == np.float64 else "wide"
+
+
+@functools.cache
+def _kernel_for(family: str, dtype: np.dtype[Any]) -> Callable[..., int] | None:
+    """A compiled kernel, where numba is used at all."""
+    from crossdevice.kernels.host.llvm import accumulating, numba_pass
+
+    if dtype.name not in FLOATS or (dtype == np.float16 and not numba_pass.has_half_conversions()):
+        return None
+    return accumulating.accumulating_kernel(family, dtype.name)
+
+
+def _as_floats(integers: NDArray[Any], weight: float) -> tuple[list[Floats], list[float]]:
+    """Integers as float64; those of 64 bits as two that add up to them."""
+    if integers.dtype.itemsize < 8:
+        return [integers.astype(np.float64)], [weight]
+    lower = integers & integers.dtype.type(0xFFFFFFFF)
+    return [(integers - lower).astype(np.float64), lower.astype(np.float64)], [weight, weight]
+
+
+def add_all(
+    tasks: Sequence[tuple[RunningSum, Sequence[NDArray[Any]], Sequence[float]]],
+) -> None:
+    """Adds arrays to several sums; threads share all of the work."""
+    works: list[Callable[[], None]] = []
+    traffic = 0
+    for running, inputs, weights in tasks:
+        steps = running.steps_of(inputs, weights)
+        size = running.parts[0].size
+        length = RANGE_ELEMENTS if len(steps) > 1 else LONG_RANGE_ELEMENTS
+        works += [
+            functools.partial(_take_steps, steps, start, min(start + length, size))
+            for start in range(0, size, length)
+        ]
+        traffic += size * (8 * len(running.parts) + sum(item.itemsize for item in inputs))
+    _share_out(works, traffic)
+
+
+def _take_steps(steps: Sequence[Step], start: int, stop: int) -> None:
+    for step in steps:
+        step(start, stop)
+
+
+def write_all(tasks: Sequence[tuple[RunningSum, NDArray[Any]]], divisor: Fraction) -> None:
+    """Writes several sums over one divisor, each rounded once to the dtype of its array."""
+    narrow = [(running.parts[0], out) for running, out in tasks if running.family == "wide"]
+    left = narrowed_batch(narrow, float(divisor)) if narrow else []
+    for running, out in tasks:
+        if running.family != "wide" or any(out is each for _, each in left):
+            running.write_slowly(out, divisor)
+
+
+def _share_out(works: Sequence[Callable[[], None]], traffic_bytes: int) -> None:
+    """Does all of it, in several threads if there is much."""
+    waiting = iter(works)
+
+    def take() -> None:
+        for work in waiting:
+            work()
+
+    threads = 1 if traffic_bytes < THREADED_BYTES else min(num_threads(), 2 * traffic_bytes // THREADED_BYTES)
+    run_together(take, threads)
+
+
+def _terms(number: Fraction) -> Iterator[float]:
+    """float64 numbers that add up to it, each of them what is left, rounded."""
+    while number:
+        yield float(number)
+        number -= Fraction(float(number))

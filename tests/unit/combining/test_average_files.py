@@ -1,0 +1,369 @@
+"""Means of models in files: right, in any format, and nothing is left of what went wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import crossdevice as cd
+from conformance.oracle import rounded
+from crossdevice.combining import average_files as module
+from crossdevice.combining.files.formats import new_model, open_model
+from crossdevice.combining.files.model_file import ModelFile, TensorSpec
+from crossdevice.errors import (
+    DtypeMismatchError,
+    FileError,
+    OptionError,
+    ShapeMismatchError,
+    StructureMismatchError,
+)
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+WEIGHTS = [3, 1, 0.5]
+
+
+class Made(ModelFile):
+    """What written files are made after."""
+
+    def __init__(self, metadata=None):
+        self.metadata = metadata
+
+    def elements(self, name, start, stop): ...
+
+    def close(self): ...
+
+
+def write(path, arrays, metadata=None):
+    tensors = {name: TensorSpec(array.dtype.name, array.shape) for name, array in arrays.items()}
+    with new_model(path, tensors, Made(metadata)) as written:
+        for name, array in arrays.items():
+            written(name, array.reshape(-1))
+    return path
+
+
+def read(path):
+    model = open_model(path)
+    arrays = {
+        name: model.elements(name, 0, spec.num_elements).reshape(spec.shape).copy()
+        for name, spec in model.tensors.items()
+    }
+    model.close()
+    return arrays
+
+
+def model(seed, **others):
+    random = np.random.default_rng(seed)
+    return {
+        "wide": random.standard_normal((7, 5)),
+        "weight": random.standard_normal((300, 11)).astype(np.float32),
+        "half": random.standard_normal(33).astype(np.float16),
+        "scalar": np.array(random.standard_normal(), np.float32),
+        "empty": np.empty((0, 3), np.float32),
+        "steps": random.integers(0, 100, 3),
+        **others,
+    }
+
+
+def with_brain(seed):
+    random = np.random.default_rng(seed + 100)
+    return model(
+        seed, brain=random.standard_normal((4, 9)).astype(BFLOAT16), mask=random.integers(0, 2, 5) == 1
+    )
+
+
+def true_mean(arrays, weights):
+    dtype = arrays[0].dtype
+    columns = zip(*(array.reshape(-1).tolist() for array in arrays), strict=True)
+    divisor = sum(map(Fraction, weights))
+    means = [
+        sum(Fraction(w) * Fraction(x) for w, x in zip(weights, c, strict=True)) / divisor for c in columns
+    ]
+    if dtype.kind in "iub":
+        return np.array([round(mean) for mean in means], dtype).reshape(arrays[0].shape)
+    return np.array([rounded(mean, dtype.name) for mean in means]).astype(dtype).reshape(arrays[0].shape)
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".npz", ".pt"])
+def test_the_mean_of_files_is_the_mean_of_their_tensors(ending, tmp_path, monkeypatch):
+    if ending == ".pt":
+        pytest.importorskip("torch")
+    monkeypatch.setattr(module, "RANGE_BYTES", 4096)
+    models = [(model if ending == ".npz" else with_brain)(seed) for seed in range(3)]
+    paths = [write(tmp_path / f"{k}{ending}", arrays) for k, arrays in enumerate(models)]
+    output, seen = tmp_path / f"mean{ending}", []
+    cd.average_files(paths, output, WEIGHTS, precision="exact", progress=lambda *pair: seen.append(pair))
+    found = read(output)
+    assert found.keys() == models[0].keys()
+    for name, array in found.items():
+        right = true_mean([each[name] for each in models], WEIGHTS)
+        assert array.dtype == right.dtype
+        np.testing.assert_array_equal(array, right, err_msg=name)
+    backwards = tmp_path / f"backwards{ending}"
+    cd.average_files(paths[::-1], backwards, WEIGHTS[::-1], precision="exact")
+    assert all(read(backwards)[name].tobytes() == array.tobytes() for name, array in found.items())
+    cd.average_files(paths, output, WEIGHTS)
+    total = cd.Accumulator()
+    for arrays, weight in zip(models, WEIGHTS, strict=True):
+        total.add(arrays, weight)
+    for name, array in read(output).items():
+        assert array.tobytes() == total.mean()[name].tobytes(), name
+    assert seen[-1][0] == seen[-1][1] == sum(array.nbytes for each in models for array in each.values())
+    assert sorted(seen) == seen
+
+
+def test_the_safetensors_library_reads_what_is_written_and_writes_what_is_read(tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    models = [model(seed) for seed in range(2)]
+    for number, arrays in enumerate(models):
+        safetensors.save_file(
+            arrays, tmp_path / f"{number}.safetensors", {"format": "pt", "who": str(number)}
+        )
+    output = tmp_path / "mean.safetensors"
+    cd.average_files([tmp_path / "0.safetensors", tmp_path / "1.safetensors"], output, precision="exact")
+    for name, array in safetensors.load_file(output).items():
+        np.testing.assert_array_equal(array, true_mean([each[name] for each in models], [1, 1]))
+    with pytest.importorskip("safetensors").safe_open(output, "np") as file:
+        assert file.metadata() == {"format": "pt", "who": "0"}
+
+
+def sharded(folder, seed):
+    folder.mkdir()
+    arrays = model(seed)
+    names = {name: f"model-0000{1 + (name > 'f')}-of-00002.safetensors" for name in arrays}
+    for file in set(names.values()):
+        write(folder / file, {name: arrays[name] for name in arrays if names[name] == file})
+    index = {"metadata": {"total_size": 1, "kept": True}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_sharded_models_are_read_as_one_and_written_as_the_first_is(tmp_path):
+    folders = [sharded(tmp_path / str(seed), seed) for seed in range(3)]
+    single = tmp_path / "mean.safetensors"
+    cd.average_files([folders[0], folders[1] / "model.safetensors.index.json", folders[2]], single)
+    (tmp_path / "out").mkdir()
+    cd.average_files(folders, tmp_path / "out")
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == sorted(path.name for path in folders[0].iterdir())
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(a.nbytes for a in model(0).values()), "kept": True}
+    one, many = read(single), read(tmp_path / "out")
+    assert one.keys() == many.keys() == model(0).keys()
+    assert all(one[name].tobytes() == many[name].tobytes() for name in one)
+    with pytest.raises(FileError, match=r"is an index of several files, but .*mean.safetensors is one file"):
+        cd.average_files([single], tmp_path / "model.safetensors.index.json")
+    (folders[1] / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(FileError, match="model-00002-of-00002"):
+        cd.average_files(folders, tmp_path / "out")
+
+
+def test_numpy_files_may_be_compressed_or_in_another_order(tmp_path):
+    arrays = [np.asfortranarray(np.arange(6.0).reshape(2, 3)) + k for k in range(2)]
+    np.savez_compressed(tmp_path / "0.npz", a=arrays[0])
+    np.savez(tmp_path / "1.npz", a=arrays[1].astype(">f8"))
+    cd.average_files([tmp_path / "0.npz", tmp_path / "1.npz"], tmp_path / "mean.npz")
+    np.testing.assert_array_equal(np.load(tmp_path / "mean.npz")["a"], arrays[0] + 0.5)
+    for number, array in enumerate(arrays):
+        np.save(tmp_path / f"{number}.npy", array)
+    cd.average_files([tmp_path / "0.npy", tmp_path / "1.npy"], tmp_path / "mean.npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "mean.npy"), arrays[0] + 0.5)
+    np.savez(tmp_path / "two.npz", a=arrays[0], b=arrays[0])
+    with pytest.raises(FileError, match="can hold one array, not 2"):
+        cd.average_files([tmp_path / "two.npz"], tmp_path / "mean.npy")
+
+
+def test_what_is_around_the_tensors_of_pytorch_is_kept_and_no_code_is_run(tmp_path):
+    torch = pytest.importorskip("torch")
+    for number in range(2):
+        state = {"w": torch.nn.Parameter(torch.full((2,), float(number)))}
+        torch.save({"model": state, "epoch": 7 + number, "names": ["a"]}, tmp_path / f"{number}.pt")
+    cd.average_files([tmp_path / "0.pt", tmp_path / "1.pt"], tmp_path / "mean.pt")
+    found = torch.load(tmp_path / "mean.pt", weights_only=True)
+    assert found["model"]["w"].tolist() == [0.5, 0.5]
+    assert (found["epoch"], found["names"]) == (7, ["a"])
+
+    class Harmful:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "code was run"),)
+
+    torch.save({"w": torch.ones(2), "harm": Harmful()}, tmp_path / "harmful.pt")
+    with pytest.raises(FileError, match=r"harmful.pt cannot be read: it holds more than tensors"):
+        cd.average_files([tmp_path / "harmful.pt"], tmp_path / "mean.pt")
+    assert not (tmp_path / "code was run").exists()
+    cd.average_files([tmp_path / "0.pt"], tmp_path / "converted.safetensors")
+    assert read(tmp_path / "converted.safetensors")["model.w"].tolist() == [0, 0]
+
+
+def test_a_dtype_may_be_asked_for_and_makes_different_ones_fit(tmp_path):
+    values = np.float32([1.0, 1 + 2.0**-8, 3.0])
+    paths = [
+        write(tmp_path / "0.safetensors", {"a": values, "n": np.array([1])}),
+        write(tmp_path / "1.safetensors", {"a": values.astype(BFLOAT16), "n": np.array([2])}),
+    ]
+    with pytest.raises(DtypeMismatchError, match=r"file 1 \(.*\) has dtype bfloat16 at 'a'; file 0 .*dtype="):
+        cd.average_files(paths, tmp_path / "mean.safetensors")
+    for precision in ("accurate", "exact"):
+        cd.average_files(paths, tmp_path / "mean.safetensors", dtype="float64", precision=precision)
+        found = read(tmp_path / "mean.safetensors")
+        assert found["a"].dtype == np.float64
+        assert found["a"].tolist() == [1.0, 1 + 2.0**-9, 3.0]
+        assert found["n"].tolist() == [2], "1.5 to nearest even"
+
+
+def test_tensors_that_not_all_files_have_follow_the_policy(tmp_path):
+    paths = [
+        write(tmp_path / "0.npz", {"a": np.float32([1]), "b": np.float32([1])}),
+        write(tmp_path / "1.npz", {"a": np.float32([4]), "c": np.float32([8])}),
+        write(tmp_path / "2.npz", {"a": np.float32([4]), "b": np.float32([5])}),
+    ]
+    output = tmp_path / "mean.npz"
+    with pytest.raises(StructureMismatchError, match=r"file 1 \(.*1.npz\) has 'c', which no other file has"):
+        cd.average_files(paths, output)
+    with pytest.raises(StructureMismatchError, match=r"file 1 \(.*3.npz\) lacks 'b'"):
+        cd.average_files([paths[0], write(tmp_path / "3.npz", {"a": np.float32([1])})], output)
+    assert not output.exists()
+    cd.average_files(paths, output, [1, 1, 3], keys="union")
+    assert {k: v.tolist() for k, v in read(output).items()} == {"a": [3.4000000953674316], "b": [4], "c": [8]}
+    cd.average_files(paths, output, keys="intersection")
+    assert {k: v.tolist() for k, v in read(output).items()} == {"a": [3]}
+
+
+def test_integers_follow_the_policy(tmp_path):
+    paths = [write(tmp_path / f"{k}.npz", {"n": np.array([k, 9 - k])}) for k in (2, 4, 9)]
+    for policy, right in (("mean", [5, 4]), ("first", [2, 7]), ("max", [9, 7])):
+        cd.average_files(paths, tmp_path / "mean.npz", integers=policy)
+        assert read(tmp_path / "mean.npz")["n"].tolist() == right
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"weights": [1]}, "1 weights for 2 files"),
+        ({"weights": [0, 0]}, "weights"),
+        ({"weights": [1, float("nan")]}, "weights"),
+        ({"precision": "fast"}, "precision"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"integers": "min"}, "integers"),
+        ({"keys": "some"}, "keys"),
+    ],
+)
+def test_bad_options_are_refused(keywords, message, tmp_path):
+    paths = [write(tmp_path / f"{k}.npz", {"a": np.float32([1])}) for k in range(2)]
+    with pytest.raises(OptionError, match=message):
+        cd.average_files(paths, tmp_path / "mean.npz", **keywords)
+    with pytest.raises(OptionError, match="list of at least one file"):
+        cd.average_files([], tmp_path / "mean.npz")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.npz", "1.npz"]
+
+
+def broken(tmp_path, what):
+    good = write(tmp_path / "good.safetensors", {"a": np.float32([1, 2]), "b": np.float32([3])})
+    data = good.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length]
+    made = {
+        "truncated": data[:-2],
+        "header only in part": data[:20],
+        "empty": b"",
+        "no JSON": data[:8] + b"x" * length + data[8 + length :],
+        "a JSON list": (2).to_bytes(8, "little") + b"[]",
+        "an unknown dtype": data[:8] + header.replace(b'"F32"', b'"F99"', 1) + data[8 + length :],
+        "another size": data[:8] + header.replace(b"[2]", b"[3]") + data[8 + length :],
+        "no offsets": data[:8] + header.replace(b"data_offsets", b"data_offsetz") + data[8 + length :],
+    }[what]
+    (tmp_path / "bad.safetensors").write_bytes(made)
+    return good, tmp_path / "bad.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("truncated", "tensor 'b' ends at byte .* the file is truncated"),
+        ("header only in part", "fewer than its header"),
+        ("empty", "has 0 bytes"),
+        ("no JSON", "not valid JSON"),
+        ("a JSON list", "not a JSON object"),
+        ("an unknown dtype", "tensor 'a' has dtype F99; expected one of F64"),
+        ("another size", r"tensor 'a' has 8 bytes; shape \[3\] of F32 needs 12"),
+        ("no offsets", "not one of safetensors"),
+    ],
+)
+def test_files_that_are_broken_are_named_and_no_output_is_left(what, message, tmp_path):
+    good, bad = broken(tmp_path, what)
+    with pytest.raises(FileError, match=f"bad.safetensors cannot be read: .*{message}"):
+        cd.average_files([good, bad], tmp_path / "mean.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.safetensors", "good.safetensors"]
+
+
+def test_the_odd_shape_is_named_with_its_file_and_tensor(tmp_path):
+    paths = [write(tmp_path / f"{k}.npz", {"a": np.ones((2, 3 + (k == 1)), np.float32)}) for k in range(3)]
+    with pytest.raises(
+        ShapeMismatchError, match=r"file 1 \(.*1.npz\) has shape \(2, 4\) at 'a'; the other 2 have \(2, 3\)"
+    ):
+        cd.average_files(paths, tmp_path / "mean.npz")
+
+
+def test_other_mistakes_with_files_are_explained(tmp_path):
+    good = write(tmp_path / "good.npz", {"a": np.ones(2, np.float32)})
+    (tmp_path / "bad.npz").write_bytes(good.read_bytes()[:60])
+    (tmp_path / "text.npy").write_text("no array at all")
+    for paths, output, message in [
+        ([good, tmp_path / "none.npz"], "mean.npz", "none.npz does not exist"),
+        ([good], "mean.onnx", "unknown ending; expected one of .safetensors"),
+        ([good], "no folder/mean.npz", "there is no folder"),
+        ([tmp_path / "bad.npz"], "mean.npz", "bad.npz cannot be read"),
+        ([tmp_path / "text.npy"], "mean.npz", "text.npy cannot be read"),
+        ([tmp_path], "mean.npz", "model.safetensors does not exist"),
+    ]:
+        with pytest.raises(FileError, match=message):
+            cd.average_files(paths, tmp_path / output)
+    brain = write(tmp_path / "b.safetensors", {"a": np.ones(2, BFLOAT16)})
+    with pytest.raises(FileError, match="NumPy's files have no bfloat16"):
+        cd.average_files([brain], tmp_path / "mean.npz")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "b.safetensors",
+        "bad.npz",
+        "good.npz",
+        "text.npy",
+    ]
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".npz", ".npy"])
+def test_a_full_disk_is_named_and_no_output_is_left(ending, tmp_path, monkeypatch):
+    path = write(tmp_path / f"0{ending}", {"array": np.ones(1000, np.float32)})
+    (tmp_path / f"mean{ending}").write_text("the old one")
+    full = OSError(28, "No space left on device")
+
+    def fails(*_):
+        raise full
+
+    monkeypatch.setattr(module, "_mean", fails)
+    with pytest.raises(FileError, match=f"mean{ending} cannot be written: No space left on device"):
+        cd.average_files([path], tmp_path / f"mean{ending}")
+    assert sorted(each.name for each in tmp_path.iterdir()) == [f"0{ending}", f"mean{ending}"]
+    assert (tmp_path / f"mean{ending}").read_text() == "the old one"
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="no posix_fallocate here")
+def test_a_disk_that_is_too_small_is_found_out_before_any_work(tmp_path, monkeypatch):
+    path = write(tmp_path / "0.safetensors", {"array": np.ones(10, np.float32)})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(module, "_mean", lambda *_: pytest.fail("worked"))
+    with pytest.raises(FileError, match=r"mean.safetensors cannot be written: No space left"):
+        cd.average_files([path], tmp_path / "mean.safetensors")
+    assert [each.name for each in tmp_path.iterdir()] == ["0.safetensors"]
+
+
+def test_an_input_may_be_the_output(tmp_path):
+    paths = [write(tmp_path / f"{k}.safetensors", {"a": np.float32([k])}) for k in (1, 2)]
+    cd.average_files(paths, paths[0])
+    assert read(paths[0])["a"].tolist() == [1.5]

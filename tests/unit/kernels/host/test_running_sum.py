@@ -1,0 +1,122 @@
+"""Sums that grow from call to call, against fractions, in both kinds of kernels."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from conformance.oracle import rounded
+from crossdevice.kernels.host import running_sum
+from crossdevice.kernels.host.fused_pass import fused_pass, select_kernels
+from crossdevice.kernels.host.running_sum import RANGE_ELEMENTS, RunningSum
+from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.reduce_op import ReduceOp
+from unit.kernels.host.adversarial import adversarial, bits_of, dtype_named, misaligned, spread_out
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+WEIGHTS = [3.0, 1.0, 0.3, 7e-3, 1e3]
+
+
+@pytest.fixture(params=["numba", "numpy"])
+def kernels(request):
+    select_kernels(request.param)
+    yield request.param
+    select_kernels(None)
+
+
+def written(running, divisor=1.0, dtype=None):
+    out = np.empty(running.parts[0].size, running.dtype if dtype is None else dtype)
+    running.write(out, Fraction(divisor))
+    return out
+
+
+def true_mean(arrays, weights, dtype):
+    divisor = sum(map(Fraction, weights))
+    columns = zip(*(array.tolist() for array in arrays), strict=True)
+    totals = [
+        sum(Fraction(w) * Fraction(x) for w, x in zip(weights, column, strict=True)) for column in columns
+    ]
+    return np.array([rounded(total / divisor, dtype.name) for total in totals]).astype(dtype)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_exact_sums_are_the_true_ones_in_any_order_and_however_merged(kernels, name):
+    random, dtype = np.random.default_rng(1), dtype_named(name)
+    arrays = [adversarial(random, dtype, 150, finite=True) for _ in WEIGHTS]
+    arrays = [np.concatenate([a, spread_out(random, dtype, 150, bits=8, exponents=200)]) for a in arrays]
+    right = true_mean(arrays, WEIGHTS, dtype)
+    for order in (range(5), [3, 1, 4, 0, 2]):
+        first, second = (RunningSum(300, dtype, "exact") for _ in range(2))
+        for position, number in enumerate(order):
+            (first if position < 3 else second).add([misaligned(arrays[number], 3)], [WEIGHTS[number]])
+        first.merge(second)
+        mean = written(first, sum(map(Fraction, WEIGHTS)))
+        wrong = mean != right
+        assert not wrong.any(), (mean[wrong], right[wrong])
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("precision", ["accurate", "exact"])
+def test_plain_sums_have_the_bits_of_one_pass_over_all(kernels, name, precision):
+    random, dtype = np.random.default_rng(2), dtype_named(name)
+    size = RANGE_ELEMENTS + 37 if (kernels, precision) == ("numba", "accurate") else 150
+    arrays = [adversarial(random, dtype, size) for _ in range(9)]
+    for divisor in (None, 9):
+        out = np.empty(size, dtype)
+        fused_pass(arrays, [out], Recipe(ReduceOp.SUM, precision, divisor))
+        running = RunningSum(size, dtype, precision)
+        running.add(arrays[:3], [1.0] * 3)
+        running.add(arrays[3:], [1.0] * 6)
+        found = written(running, divisor or 1)
+        differ = np.flatnonzero(bits_of(found) != bits_of(out))
+        assert not differ.size, (found[differ][:5], out[differ][:5])
+
+
+@pytest.mark.parametrize("name", ["int8", "uint16", "int32", "int64", "uint64", "bool"])
+def test_means_of_integers_are_rounded_to_nearest_even(kernels, name):
+    random, dtype = np.random.default_rng(3), np.dtype(name)
+    if name == "bool":
+        arrays = [random.integers(0, 2, 200).astype(bool) for _ in range(4)]
+    else:
+        limits = np.iinfo(dtype)
+        arrays = [random.integers(limits.min, limits.max, 200, dtype=dtype, endpoint=True) for _ in range(4)]
+        for array in arrays:
+            array[:100] //= array.dtype.type(2) ** (8 * dtype.itemsize - 4)
+    weights = [1.0, 1.0, 1.0, 1.0]
+    running = RunningSum(200, dtype, "accurate")
+    running.add(arrays, weights)
+    columns = zip(*(array.tolist() for array in arrays), strict=True)
+    right = [round(Fraction(sum(column), 4)) for column in columns]
+    assert written(running, 4).tolist() == [dtype.type(number) for number in right]
+
+
+def test_kernels_that_run_out_of_room_go_on_where_they_stopped(monkeypatch):
+    monkeypatch.setattr(running_sum, "ROOM_ELEMENTS", 16)
+    size = 100
+    arrays = [
+        np.full(size, 2.0**900),
+        np.full(size, 1.0),
+        np.full(size, 2.0**-900),
+        np.full(size, -(2.0**900)),
+    ]
+    running = RunningSum(size, np.dtype("float64"), "exact")
+    for array in arrays:
+        running.add([array], [1.0])
+    assert len(running.fractions) == 0 or set(running.fractions) == set(range(size))
+    running.add([np.full(size, 2.0**-500), np.full(size, 3 * 2.0**-700)], [1.0, 1.0])
+    assert set(running.fractions) == set(range(size))
+    assert (written(running) == 1.0).all()
+    running.add([np.full(size, -1.0)], [1.0])
+    assert (written(running) == 2.0**-500).all()
+
+
+def test_infinities_and_nans_end_up_in_the_result():
+    values = np.float32([np.inf, -np.inf, np.nan, np.inf, 1])
+    others = np.float32([1, 1, 1, -np.inf, np.inf])
+    for precision in ("accurate", "exact"):
+        running = RunningSum(5, values.dtype, precision)
+        running.add([values], [2.0])
+        running.add([others], [1.0])
+        np.testing.assert_array_equal(written(running, 3), [np.inf, -np.inf, np.nan, np.nan, np.inf])
