@@ -8,7 +8,7 @@ import crossdevice as cd
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.errors import OutError
 from crossdevice.kernels.cuda.availability import kernels_missing
-from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES
+from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, SHORT_FLOATS
 
 torch = pytest.importorskip("torch")
 MISSING = kernels_missing() if torch.cuda.is_available() else "no CUDA device on this machine"
@@ -67,7 +67,24 @@ def test_weighted_sums_and_means_have_the_bits_of_the_host(dtype, lowering):
             assert same(ops.bind(op, value, value, options, weights=weights)().values[2], right)
 
 
-@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES.keys() - {"bool"}))
+def test_results_of_another_float_dtype_have_the_bits_of_the_host():
+    for (dtype, into), op in itertools.product(
+        itertools.permutations(("float16", "bfloat16", "float32", "float64"), 2),
+        ("sum", "mean", "max", "median"),
+    ):
+        arrays = tensors(dtype, 3, 1009)
+        right, out = (
+            torch.empty(1009, dtype=getattr(torch, into), device=place) for place in ("cpu", "cuda")
+        )
+        cd.reduce(arrays, op, out=right)
+        assert same(cd.DirectAllReduce().reduce(op, placed(arrays), "cuda:0", out=out), right), (
+            dtype,
+            into,
+            op,
+        )
+
+
+@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES.keys() - {"bool", *SHORT_FLOATS}))
 @pytest.mark.parametrize("precision", ["fast", "accurate", "exact"])
 @pytest.mark.parametrize("lowering", ["auto", "off"])
 def test_every_dtype_has_the_bits_of_the_host(dtype, precision, lowering):

@@ -13,7 +13,7 @@ from crossdevice.errors import EngineError
 from crossdevice.execution.local.executor import execute
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans.builder import PlanBuilder
-from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.dtypes import ITEM_BYTES, SHORT_FLOATS
 from crossdevice.values.reduce_op import ReduceOp
 
 torch = pytest.importorskip("torch")
@@ -56,7 +56,7 @@ def on_host(array):
     return array.cpu() if isinstance(array, torch.Tensor) else torch.from_numpy(array.get())
 
 
-@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES.keys() - {"bool"}))
+@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES.keys() - {"bool", *SHORT_FLOATS}))
 def test_every_dtype_and_operation_that_is_left_to_nccl(backend, dtype):
     if (backend.name, dtype) == ("cupy", "bfloat16"):
         pytest.skip("refused before")

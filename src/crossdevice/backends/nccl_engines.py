@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import EngineError
 from crossdevice.values.device import Device, device_of
-from crossdevice.values.dtypes import COMPLEXES, FLOATS, INTEGERS, PARTS
+from crossdevice.values.dtypes import COMPLEXES, FLOATS, INTEGERS, PARTS, SHORT_FLOATS
 from crossdevice.values.reduce_op import ReduceOp
 
 NUMBERS = {
@@ -240,6 +240,8 @@ def lack_of_engine(library: str, dtype: str, op: ReduceOp, num_devices: int) -> 
         return f"none of NCCL's bindings for {library} arrays is here ({takes})"
     if op.is_of_ranks:
         return "NCCL sorts nothing"
+    if dtype in SHORT_FLOATS:
+        return "NCCL's bindings have no floats of 8 bits"
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         if dtype in FLOATS:
             return "NCCL's minimum and maximum lose NaN"

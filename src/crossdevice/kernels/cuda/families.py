@@ -11,7 +11,7 @@ from crossdevice.kernels.families import ORDERED_FAMILIES, family_of
 from crossdevice.kernels.host.fused_pass import divisor_for
 from crossdevice.kernels.host.reference.rounding import BFLOAT16
 from crossdevice.kernels.recipe import Order, Recipe
-from crossdevice.values.dtypes import COMPLEXES, FLOATS, ITEM_BYTES, PARTS
+from crossdevice.values.dtypes import COMPLEXES, FLOATS, ITEM_BYTES, PARTS, SHORT_FLOATS
 from crossdevice.values.reduce_op import ReduceOp
 
 BLOCK_BYTES = 4096
@@ -74,6 +74,8 @@ def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
         return "bool has no GPU kernel"
     if recipe.op is ReduceOp.PROD and dtype in COMPLEXES:
         return f"products of {dtype} have no GPU kernel"
+    if dtype in SHORT_FLOATS:
+        return f"{dtype} has no GPU kernel"
     element, result = PARTS.get(dtype, dtype), PARTS.get(into, into)
     family = family_of(recipe, element, result)
     if family not in COMPILED_FAMILIES:

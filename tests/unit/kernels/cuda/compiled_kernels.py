@@ -23,6 +23,7 @@ SUM, MEAN = Recipe(ReduceOp.SUM, "accurate"), Recipe(ReduceOp.SUM, "accurate", 3
 KINDS = {
     "wide": (MEAN, "float32", "float32"),
     "wide bfloat16": (SUM, "bfloat16", "bfloat16"),
+    "wide into another dtype": (MEAN, "bfloat16", "float32"),
     "wide product": (Recipe(ReduceOp.PROD, "accurate"), "float16", "float16"),
     "compensated": (MEAN, "float64", "float64"),
     "native": (Recipe(ReduceOp.SUM, "fast", 4), "float32", "float32"),

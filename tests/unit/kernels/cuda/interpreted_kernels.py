@@ -14,7 +14,7 @@ from crossdevice.kernels.cuda.families import BLOCK_BYTES, Arrangement, arranged
 from crossdevice.kernels.cuda.triton_launching import is_interpreted, launch_by_arguments, launch_by_table
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.recipe import Recipe
-from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, result_dtype
+from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, SHORT_FLOATS, result_dtype
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import weights_for
 from unit.kernels.host.adversarial import adversarial, dtype_named, misaligned, same_bits
@@ -75,7 +75,7 @@ def test_kernels_are_interpreted():
     assert is_interpreted
 
 
-@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES.keys() - {"bool"}))
+@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES.keys() - {"bool", *SHORT_FLOATS}))
 @pytest.mark.parametrize("precision", ["fast", "accurate", "exact"])
 def test_kernels_have_the_bits_of_the_host(dtype, precision):
     lacking = set()
@@ -118,6 +118,13 @@ def test_weighted_kernels_have_the_bits_of_the_host(dtype):
         recipe = Recipe(ReduceOp.SUM, "accurate", weights=weights_for(factors, op))
         assert check(recipe, dtype, dtype, len(factors), size=300)
         assert not check(recipe._replace(precision="exact"), dtype, dtype, len(factors), size=300)
+
+
+def test_results_may_have_another_float_dtype():
+    recipe, weights = Recipe(ReduceOp.SUM, "accurate", 3), weights_for((0.1, 2.0, 3.0), ReduceOp.MEAN)
+    for dtype, into in itertools.permutations(("float16", "bfloat16", "float32"), 2):
+        assert check(recipe, dtype, into, 3, size=300)
+        assert check(recipe._replace(divisor=None, weights=weights), dtype, into, 3, size=300)
 
 
 def test_a_table_serves_many_arrays_in_one_launch():
