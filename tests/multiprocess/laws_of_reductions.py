@@ -142,6 +142,26 @@ def medians_are_those_of_one_process(group, form_another):
     assert "there are 8 replicas" in text
 
 
+def results_may_have_another_dtype_and_integers_a_policy(group, form_another):
+    ops, options = cd.CollectiveAllReduce(group=group), cd.CommunicationOptions(integers="max")
+    for dtype, into, size in ((DTYPES[1], "float32", 4000), (np.dtype("float32"), "float16", 50)):
+        values = replicas(dtype, size)
+        expected, out = np.empty(size, into), np.empty(size, into)
+        cd.reduce(values, "mean", out=expected)
+        ops.reduce("mean", share_of(group, values), "cpu:0", out=out)
+        np.testing.assert_allclose(out, expected, rtol=1e-7 if into == "float32" else 1e-3)
+    models = [{"w": np.float32([number]), "steps": np.array(number)} for number in range(NUM_REPLICAS)]
+    mean = ops.reduce("mean", share_of(group, models), "cpu:0", options)
+    assert (mean["w"].tolist(), int(mean["steps"]), mean["steps"].dtype) == ([3.5], 7, np.int64)
+    if group.size > 1:
+        text = refusal(
+            group,
+            cd.errors.MismatchError,
+            lambda: ops.reduce("mean", np.array([3, 3, 4]), "cpu:0", None if group.rank else options),
+        )
+        assert "integers by max" in text
+
+
 def accurate_sums_are_wide_and_rounded_once(group, form_another):
     ops = cd.CollectiveAllReduce(group=group)
     for dtype, first, total in (
@@ -323,6 +343,7 @@ REDUCTION_LAWS = {
         weighted_results_have_the_bits_of_one_process,
         weights_are_those_of_all_ranks,
         medians_are_those_of_one_process,
+        results_may_have_another_dtype_and_integers_a_policy,
         every_precision_gives_all_ranks_the_same_bits,
         fast_sums_are_sums,
         batches_of_structures_come_back_in_place,
