@@ -51,8 +51,9 @@ class Weights:
     @functools.cached_property
     def words(self) -> array[float]:
         """The factors, `rest`, and what that may be wrong by: as kernels read them."""
-        is_exact = self.exact_divisor == Fraction(self.divisor) + Fraction(self.rest)
-        return array("d", [*self.factors, self.rest, 0.0 if is_exact else abs(self.rest) * 2.0**-52])
+        # `fsum` is rounded once, so it is 0 only if the true sum is.
+        left = math.fsum((*(self.all_factors or (1.0,)), -self.divisor, -self.rest))
+        return array("d", [*self.factors, self.rest, 0.0 if left == 0 else abs(self.rest) * 2.0**-52])
 
 
 UNKNOWN_WEIGHTS = Weights(())
