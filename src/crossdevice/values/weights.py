@@ -78,6 +78,8 @@ def factors_of(given: Any, op: ReduceOp) -> tuple[float, ...]:
 
 
 def _factor(given: Any, number: int, op: ReduceOp) -> float:
+    if type(given) is float and SMALLEST_WEIGHT <= given <= LARGEST_WEIGHT:
+        return given  # as nearly all are
     item = given.item() if hasattr(given, "item") else given
     expected = f"expected a {'finite' if op is ReduceOp.SUM else 'positive'} real number, or 0"
     if isinstance(item, bool) or not isinstance(item, numbers.Real):
