@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from fractions import Fraction
@@ -361,6 +362,22 @@ def test_a_disk_that_is_too_small_is_found_out_before_any_work(tmp_path, monkeyp
     with pytest.raises(FileError, match=r"mean.safetensors cannot be written: No space left"):
         cd.average_files([path], tmp_path / "mean.safetensors")
     assert [each.name for each in tmp_path.iterdir()] == ["0.safetensors"]
+
+
+def test_what_pytorch_says_of_a_full_disk_becomes_an_error_that_names_the_file(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from crossdevice.combining.files import torch_files
+
+    class FillsUp(io.BytesIO):
+        def write(self, data):
+            if self.tell() > 1000:
+                raise OSError(28, "No space left on device")
+            return super().write(data)
+
+    torch.save({"a": torch.ones(100_000)}, tmp_path / "0.pt")
+    monkeypatch.setattr(torch_files, "replaced", lambda _: FillsUp())
+    with pytest.raises(FileError, match=r"mean.pt cannot be written: No space left on device"):
+        cd.average_files([tmp_path / "0.pt"], tmp_path / "mean.pt")
 
 
 def test_an_input_may_be_the_output(tmp_path):
