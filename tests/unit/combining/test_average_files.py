@@ -216,6 +216,24 @@ def test_a_dtype_may_be_asked_for_and_makes_different_ones_fit(tmp_path):
         assert found["n"].tolist() == [2], "1.5 to nearest even"
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_floats_of_8_bits_are_averaged(name, tmp_path):
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    values = [np.float32([1, 2, 0.5]), np.float32([2, 3.5, 0.5])]
+    paths = [
+        write(tmp_path / f"{k}.safetensors", {"a": value.astype(dtype)}) for k, value in enumerate(values)
+    ]
+    total = cd.Accumulator("exact")
+    for value in values:
+        total.add(value.astype(dtype))
+    for precision in ("accurate", "exact"):
+        cd.average_files(paths, tmp_path / "mean.safetensors", precision=precision)
+        found = read(tmp_path / "mean.safetensors")["a"]
+        assert found.dtype == dtype
+        assert found.astype(np.float32).tolist() == [1.5, 2.75 if name == "float8_e4m3fn" else 3.0, 0.5]
+        assert found.tobytes() == total.mean().tobytes()
+
+
 def test_tensors_that_not_all_files_have_follow_the_policy(tmp_path):
     paths = [
         write(tmp_path / "0.npz", {"a": np.float32([1]), "b": np.float32([1])}),
