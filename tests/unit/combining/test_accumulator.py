@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import OrderedDict
 from fractions import Fraction
 
@@ -98,6 +99,18 @@ def test_arrays_may_change_once_they_were_added():
     total.add(array)
     assert total.mean().tolist() == [3, 3.5]
     assert total.sum().tolist() == [6, 7], "a result leaves the sums as they are"
+
+
+def test_it_holds_one_model_however_many_were_added():
+    total, arrays = cd.Accumulator(), []
+    for number in range(20):
+        array = np.full(100, number, np.float32)
+        arrays.append(weakref.ref(array))
+        total.add({"a": array, "b": array.astype(np.float64)})
+    del array
+    assert all(array() is None for array in arrays)
+    held = [part for leaf in total._totals.values() for part in leaf.running.parts]
+    assert sum(part.nbytes for part in held) == 100 * 8 + 100 * 2 * 8
 
 
 def test_each_leaf_counts_the_weights_of_those_that_had_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from fractions import Fraction
@@ -215,6 +216,24 @@ def test_a_dtype_may_be_asked_for_and_makes_different_ones_fit(tmp_path):
         assert found["n"].tolist() == [2], "1.5 to nearest even"
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_floats_of_8_bits_are_averaged(name, tmp_path):
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    values = [np.float32([1, 2, 0.5]), np.float32([2, 3.5, 0.5])]
+    paths = [
+        write(tmp_path / f"{k}.safetensors", {"a": value.astype(dtype)}) for k, value in enumerate(values)
+    ]
+    total = cd.Accumulator("exact")
+    for value in values:
+        total.add(value.astype(dtype))
+    for precision in ("accurate", "exact"):
+        cd.average_files(paths, tmp_path / "mean.safetensors", precision=precision)
+        found = read(tmp_path / "mean.safetensors")["a"]
+        assert found.dtype == dtype
+        assert found.astype(np.float32).tolist() == [1.5, 2.75 if name == "float8_e4m3fn" else 3.0, 0.5]
+        assert found.tobytes() == total.mean().tobytes()
+
+
 def test_tensors_that_not_all_files_have_follow_the_policy(tmp_path):
     paths = [
         write(tmp_path / "0.npz", {"a": np.float32([1]), "b": np.float32([1])}),
@@ -361,6 +380,22 @@ def test_a_disk_that_is_too_small_is_found_out_before_any_work(tmp_path, monkeyp
     with pytest.raises(FileError, match=r"mean.safetensors cannot be written: No space left"):
         cd.average_files([path], tmp_path / "mean.safetensors")
     assert [each.name for each in tmp_path.iterdir()] == ["0.safetensors"]
+
+
+def test_what_pytorch_says_of_a_full_disk_becomes_an_error_that_names_the_file(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from crossdevice.combining.files import torch_files
+
+    class FillsUp(io.BytesIO):
+        def write(self, data):
+            if self.tell() > 1000:
+                raise OSError(28, "No space left on device")
+            return super().write(data)
+
+    torch.save({"a": torch.ones(100_000)}, tmp_path / "0.pt")
+    monkeypatch.setattr(torch_files, "replaced", lambda _: FillsUp())
+    with pytest.raises(FileError, match=r"mean.pt cannot be written: No space left on device"):
+        cd.average_files([tmp_path / "0.pt"], tmp_path / "mean.pt")
 
 
 def test_an_input_may_be_the_output(tmp_path):

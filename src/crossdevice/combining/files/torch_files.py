@@ -16,6 +16,7 @@ from crossdevice.backends.protocol import dtype_named
 from crossdevice.backends.registry import backend_named
 from crossdevice.combining.files.model_file import ModelFile, TensorSpec, WriteElements, unreadable
 from crossdevice.combining.files.replacing import replaced
+from crossdevice.errors import FileError
 from crossdevice.values.device import host_device
 from crossdevice.values.dtypes import ITEM_BYTES
 
@@ -92,7 +93,11 @@ def written_torch(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile
             name: backend.from_host(flat, tensors[name].shape, host_device(0)) for name, flat in flats.items()
         }
         around = like.metadata if isinstance(like, TorchFile) else dict.fromkeys(made, torch.empty(0))
-        torch.save(_with_tensors(around, "", made), file)
+        try:
+            torch.save(_with_tensors(around, "", made), file)
+        except RuntimeError as error:  # what PyTorch makes of a disk that is full
+            reason = getattr(error.__context__, "strerror", None) or error
+            raise FileError(f"{path} cannot be written: {reason}") from error
 
 
 def _with_tensors(node: Any, prefix: str, made: Mapping[str, torch.Tensor]) -> Any:
