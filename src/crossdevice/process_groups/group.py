@@ -80,8 +80,7 @@ class ProcessGroup:
             raise OptionError(f"checks must be one of {', '.join(CHECKS)}; got {checks!r}")
         wants_memory = is_wanted(shared_memory)
         self._engine = engine
-        self.rank = engine.rank
-        self.size = engine.size
+        self.rank, self.size = engine.rank, engine.size
         self.timeout_seconds = timeout_seconds
         self.checks = checks
         self.agreed: dict[Any, Any] = {}
@@ -89,9 +88,7 @@ class ProcessGroup:
         self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._holder = 0
-        self._number = 0
-        self._num_calls = 0
+        self._holder = self._number = self._num_calls = 0
         self._conflict: str | None = None
         self._turn = _Turn()
         self._last_refused = Refused()
