@@ -24,7 +24,7 @@ DTYPES = (
 
 def main():
     here = cluster.cluster_from_env()
-    with here.form_group("torch", timeout_seconds=60.0) as group:
+    with here.form_group("torch", timeout_seconds=60.0, shared_memory=False) as group:
         engine = group._engine
         gloo = TorchCollectives(
             dist.PrefixStore("device", engine._store), group.rank, group.size, dist.ProcessGroupGloo

@@ -270,6 +270,27 @@ def tensors_of_pytorch_come_back_as_such(group, form_another):
     for tensor in components(ops.reduce("mean", own, own)):
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, torch.full((40, 3), 3.5, dtype=torch.bfloat16))
+    made = group.empty_like({"w": torch.zeros(2, 3, dtype=torch.bfloat16), "n": torch.zeros(0)})
+    made["w"][:] = group.rank
+    assert (made["w"].dtype, made["w"].shape, made["n"].shape) == (torch.bfloat16, (2, 3), (0,))
+    total = sum(range(group.size))
+    assert ops.bind("sum", made, "cpu:0")()["w"].tolist() == [[float(total)] * 3] * 2
+
+
+def bound_reductions_may_be_anywhere_in_memory(group, form_another):
+    ops, size = cd.CollectiveAllReduce(group=group), 600_000
+    values = replicas(np.dtype("float32"), size, number=group.size)
+    expected = cd.ReductionToOneDevice().reduce("mean", cd.PerReplica(values), "cpu:0").tobytes()
+    for owners in (range(group.size), range(1), ()):  # of arrays in memory of the group
+        tree = {"lone": group.empty(size) if group.rank in owners else np.empty(size, np.float32)}
+        bound = ops.bind("mean", tree, "cpu:0")
+        for _ in range(2):
+            tree["lone"][:] = values[group.rank]
+            assert bound()["lone"].tobytes() == expected
+        assert bound()["lone"] is bound()["lone"]
+        in_place = ops.bind("mean", tree, "cpu:0", out=tree)
+        assert in_place()["lone"] is tree["lone"]
+        assert tree["lone"].tobytes() == expected
 
 
 def backward_passes_are_calls_of_all_ranks(group, form_another):
@@ -353,6 +374,7 @@ REDUCTION_LAWS = {
         broadcasts_may_come_from_any_rank,
         tensors_of_pytorch_come_back_as_such,
         backward_passes_are_calls_of_all_ranks,
+        bound_reductions_may_be_anywhere_in_memory,
         mismatches_are_named_on_every_rank,
         checks_can_be_always_on_or_off,
     )

@@ -1,4 +1,4 @@
-"""One rank that runs all laws on an engine and reports what became of each: `laws_rank.py torch|mpi`."""
+"""One rank that runs all laws and reports what became of each: `laws_rank.py torch|mpi shared|private`."""
 
 import sys
 import traceback
@@ -13,16 +13,17 @@ from multiprocess.laws_of_shards import SHARD_LAWS
 LAWS = GROUP_LAWS | REDUCTION_LAWS | SHARD_LAWS
 
 
-def main(engine):
+def main(engine, memory):
     warnings.simplefilter("error")
     here = cluster.cluster_from_env()
 
     def form():
-        return here.form_group(engine, timeout_seconds=60.0)
+        return here.form_group(engine, timeout_seconds=60.0, shared_memory=memory == "shared")
 
     with form() as group:
         fates = {name: fate(law, group, form) for name, law in LAWS.items()}
-    report(here.rank, {"recognised": here.recognised, "engine": group.engine_name, **fates})
+    facts = {"recognised": here.recognised, "engine": group.engine_name, "shares": group.shared is not None}
+    report(here.rank, {**facts, **fates})
 
 
 def fate(law, group, form):

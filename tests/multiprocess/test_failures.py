@@ -28,8 +28,12 @@ HARD_SECONDS = 120.0
 def fail(tmp_path, tmp_path_factory):
     """Runs a scenario, and returns how it ended."""
 
-    def run(scenario, engine="torch", launcher=launching.ranks, seconds=DEADLINE_SECONDS, odd=()):
+    def run(
+        scenario, engine="torch", launcher=launching.ranks, seconds=DEADLINE_SECONDS, odd=(), shares=False
+    ):
         commands = launcher("failing_rank.py", scenario, engine, str(seconds), *odd, size=SIZE)
+        for _, variables in commands:
+            variables["CROSSDEVICE_SHARED_MEMORY"] = str(int(shares))
         with launching.in_turn(tmp_path_factory.getbasetemp().parent):
             outcome = launching.launch(commands, tmp_path / "launch", HARD_SECONDS)
         assert outcome.left == []
@@ -39,18 +43,19 @@ def fail(tmp_path, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("scenario", "error", "ranks"),
+    ("scenario", "error", "ranks", "shares"),
     [
-        ("kill", "ProcessGroupError", [0, 1]),
-        ("leave", "ProcessGroupError", [0, 1]),
-        ("break_off", "ProcessGroupError", [0, 1]),
-        ("stall", "DeadlineError", [0, 1]),
-        ("differ", "MismatchError", [0, 1, 2]),
+        ("kill", "ProcessGroupError", [0, 1], False),
+        ("leave", "ProcessGroupError", [0, 1], False),
+        ("leave", "ProcessGroupError", [0, 1], True),
+        ("break_off", "ProcessGroupError", [0, 1], False),
+        ("stall", "DeadlineError", [0, 1], False),
+        ("differ", "MismatchError", [0, 1, 2], False),
     ],
 )
-def test_the_others_name_the_odd_rank_in_time_and_form_a_new_group(scenario, error, ranks, fail):
+def test_the_others_name_the_odd_rank_in_time_and_form_a_new_group(scenario, error, ranks, shares, fail):
     seconds = DEADLINE_SECONDS if scenario == "stall" else LONG_DEADLINE_SECONDS
-    outcome = fail(scenario, seconds=seconds)
+    outcome = fail(scenario, seconds=seconds, shares=shares)
     for rank in ranks:
         facts = outcome.reports[rank]
         assert facts["error"] == error, facts
@@ -68,9 +73,9 @@ def test_the_others_name_the_odd_rank_in_time_and_form_a_new_group(scenario, err
         assert f"{late['members'][0]} gave up, since its deadline passed" in late["text"]
 
 
-@pytest.mark.parametrize("scenario", ["kill", "leave"])
-def test_nobody_else_is_blamed_for_the_rank_that_keeps_the_store(scenario, fail):
-    outcome = fail(scenario, seconds=LONG_DEADLINE_SECONDS, odd=("0",))
+@pytest.mark.parametrize(("scenario", "shares"), [("kill", False), ("leave", False), ("kill", True)])
+def test_nobody_else_is_blamed_for_the_rank_that_keeps_the_store(scenario, shares, fail):
+    outcome = fail(scenario, seconds=LONG_DEADLINE_SECONDS, odd=("0",), shares=shares)
     for rank in (1, 2):
         facts = outcome.reports[rank]
         assert facts["error"] == "ProcessGroupError", facts
@@ -81,7 +86,7 @@ def test_nobody_else_is_blamed_for_the_rank_that_keeps_the_store(scenario, fail)
 
 @needs_mpi
 def test_on_mpi_a_stalled_rank_is_named_and_the_job_ends(fail):
-    outcome = fail("hang", "mpi", launching.mpirun)
+    outcome = fail("hang", "mpi", launching.mpirun, shares=True)
     for rank in (0, 1):
         facts = outcome.reports[rank]
         assert facts["error"] == "DeadlineError", facts

@@ -17,7 +17,13 @@ from multiprocess.laws_of_reductions import REDUCTION_LAWS
 from multiprocess.laws_of_shards import SHARD_LAWS
 
 LAWS = GROUP_LAWS | REDUCTION_LAWS | SHARD_LAWS
-ROWS = [("torch", 2), ("torch", 3), ("torch", 4), ("mpi", 2), ("mpi", 4)]
+ROWS = [
+    ("torch", 2, "shared"),
+    ("torch", 3, "private"),
+    ("torch", 4, "shared"),
+    ("mpi", 2, "private"),
+    ("mpi", 4, "shared"),
+]
 LAUNCH_SECONDS = 240.0
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
@@ -29,13 +35,13 @@ def outcomes(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
-    def outcome(engine, size):
-        path = shared / f"laws on {engine} {size}.json"
+    def outcome(engine, size, memory):
+        path = shared / f"laws on {engine} {size} {memory}.json"
         with launching.in_turn(shared):
             if not path.exists():
                 run = launching.mpirun if engine == "mpi" else launching.torchrun
                 found = launching.launch(
-                    run("laws_rank.py", engine, size=size), path.with_suffix(""), LAUNCH_SECONDS
+                    run("laws_rank.py", engine, memory, size=size), path.with_suffix(""), LAUNCH_SECONDS
                 )
                 path.write_text(json.dumps(found))
         return launching.Outcome(*json.loads(path.read_text()))
@@ -46,11 +52,14 @@ def outcomes(tmp_path_factory):
 @needs_linux
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize(
-    ("engine", "size"),
-    [pytest.param(*row, marks=needs_mpi if row[0] == "mpi" else (), id=f"{row[0]}-{row[1]}") for row in ROWS],
+    ("engine", "size", "memory"),
+    [
+        pytest.param(*row, marks=needs_mpi if row[0] == "mpi" else (), id="-".join(map(str, row)))
+        for row in ROWS
+    ],
 )
-def test_processes_keep(law, engine, size, outcomes):
-    found = outcomes(engine, size)
+def test_processes_keep(law, engine, size, memory, outcomes):
+    found = outcomes(engine, size, memory)
     assert {int(rank): facts[law] for rank, facts in found.reports.items()} == dict.fromkeys(
         range(size), "kept"
     ), found.output
@@ -58,16 +67,20 @@ def test_processes_keep(law, engine, size, outcomes):
 
 @needs_linux
 @pytest.mark.parametrize(
-    ("engine", "size"),
-    [pytest.param(*row, marks=needs_mpi if row[0] == "mpi" else (), id=f"{row[0]}-{row[1]}") for row in ROWS],
+    ("engine", "size", "memory"),
+    [
+        pytest.param(*row, marks=needs_mpi if row[0] == "mpi" else (), id="-".join(map(str, row)))
+        for row in ROWS
+    ],
 )
-def test_launches_are_recognised_and_leave_no_process(engine, size, outcomes):
-    found = outcomes(engine, size)
+def test_launches_are_recognised_and_leave_no_process(engine, size, memory, outcomes):
+    found = outcomes(engine, size, memory)
     assert found.codes == [0], found.output
     assert found.left == []
     launcher = "Open MPI" if engine == "mpi" else "torchrun"
     for rank, facts in found.reports.items():
         assert facts["recognised"].startswith(f"{launcher}: rank {rank} of {size}, local rank ")
+        assert facts["shares"] is (memory == "shared")
         assert facts["engine"].startswith("Open MPI" if engine == "mpi" else "gloo")
 
 

@@ -52,8 +52,9 @@ def network():
 
 
 def as_host(net, host):
-    """Runs what follows with a network and a host name of its own."""
-    return ["ip", "netns", "exec", net, "unshare", "--uts", "sh", "-c", f'hostname {host}; exec "$@"', "sh"]
+    """Runs what follows with a network, a host name and processes of its own, and so no memory of others."""
+    own = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    return ["ip", "netns", "exec", net, *own, "sh", "-c", f'hostname {host}; exec "$@"', "sh"]
 
 
 @pytest.mark.parametrize("cut_off", [0, 2], ids=["the host that keeps the store", "another host"])

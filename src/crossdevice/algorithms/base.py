@@ -202,6 +202,11 @@ class CrossDeviceOps(ShardedCalls):
         batch = CheckedBatch(requests, op, chosen, factors=factors)
         if self._can_be_known:
             return BoundReduction.of_batch(batch, self._planner, rebuilt, is_batch)
+        between = self._between
+        if between is not None:
+            bound = BoundReduction.between_processes(batch, between, rebuilt, is_batch)
+            if bound is not None:
+                return bound
         if is_batch:
             value, out = pairs, outs
         call = self._call(op, value, destinations, chosen, out, factors)
@@ -435,7 +440,10 @@ class CrossDeviceOps(ShardedCalls):
             return rebuilt(self._reduce_by_hooks(batch, targets, is_batch))
         between = self._between
         results = batch.run(self._planner) if between is None else between.reduce(batch)
-        self._known_calls.keep(key, batch, self._planner)
+        if key is not None and batch.is_plain:
+            known = batch.prepared(self._planner) if between is None else between.prepared(batch)
+            if known is not None:
+                self._known_calls.keep(key, batch, known)
         return rebuilt(results)
 
     def within_process(self) -> CrossDeviceOps:
@@ -521,7 +529,7 @@ class CrossDeviceOps(ShardedCalls):
 
     @functools.cached_property
     def _known_calls(self) -> KnownCalls:
-        return KnownCalls(keeps=self._can_be_known)
+        return KnownCalls(keeps=self._can_be_known or self._between is not None)
 
     @functools.cached_property
     def _planner(self) -> Planner:

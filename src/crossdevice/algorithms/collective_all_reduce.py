@@ -147,7 +147,7 @@ class CollectiveAllReduce(CrossDeviceOps):
 
     @property
     def _can_be_known(self) -> bool:
-        """Other processes take part: no call can be made without them."""
+        """Other processes take part: no call can be made without them, and axes are in one order for all."""
         return self.group is None and super()._can_be_known
 
     @property

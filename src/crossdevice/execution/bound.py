@@ -16,6 +16,7 @@ from crossdevice.execution.local.batch import CheckedBatch
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.sparse import SparseReduction
 from crossdevice.execution.pending import THIS_PROCESS, Pending, start
+from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.leaf_spec import Columns, Dense
 from crossdevice.kernels.host.fixed_arrays import FixedArrays
 from crossdevice.values.replica_scope import check_cross_replica
@@ -29,7 +30,8 @@ class BoundReduction:
     (`ndarray.resize`, `Tensor.set_`), or is to be written and has become read-only (`setflags`), raises
     BoundError before anything is written. Each call returns new
     results if the library's arrays cannot be written to, if values are sparse, if the algorithm overrides
-    `reduce_implementation` or has an `accumulation_fn`, and between processes.
+    `reduce_implementation` or has an `accumulation_fn`, and between processes if arrays are on GPUs. Results
+    of processes of one host are in memory that these share.
 
     `start` lets it run while Python goes on. Several threads may call it; they take turns.
 
@@ -132,8 +134,7 @@ class BoundReduction:
 
             return cls(rerun, side_streams=side_streams)
         columns = [leaf.arrays for leaf in batch.dense]
-        specs, weights = tuple(leaf.spec for leaf in batch.dense), batch.weights
-        prepared = planner.prepared(specs, batch.op, batch.options, batch.is_weighted)
+        prepared, weights = batch.prepared(planner), batch.weights
         made = [None if leaf.out is None else tuple(leaf.out) for leaf in batch.dense]
         if None in made:
             new = prepared.run(columns, [None] * len(made), weights)
@@ -148,6 +149,41 @@ class BoundReduction:
             return answer
 
         return cls(run, _Memory(batch.dense, outs).check, side_streams=side_streams)
+
+    @classmethod
+    def between_processes(
+        cls,
+        batch: CheckedBatch,
+        between: BetweenProcesses,
+        rebuilt: Callable[[list[Any]], list[Any]],
+        is_batch: bool,
+    ) -> BoundReduction | None:
+        """Of a checked batch with other processes; None unless all of its arrays are dense, on the host.
+
+        Nobody is asked now. Each call is one of the group's, also if it is refused here.
+        """
+        prepared = between.prepared(batch)
+        if prepared is None or any(leaf.spec.backend.is_immutable for leaf in batch.dense):
+            return None
+        outs = [
+            between.empty_results(leaf.spec, dtype) if leaf.out is None else tuple(leaf.out)
+            for leaf, dtype in zip(batch.dense, batch.result_dtypes, strict=True)
+        ]
+        results = rebuilt(batch.wrapped(outs))
+        answer = results if is_batch else results[0]
+        columns, memory = [leaf.arrays for leaf in batch.dense], _Memory(batch.dense, outs)
+        work = prepared.bound(columns, outs)
+
+        def run() -> Any:
+            try:
+                memory.check()
+            except BaseException:
+                with between.group.turn():  # other ranks are told that it is not made
+                    raise
+            work()
+            return answer
+
+        return cls(run, owner=between.group)
 
 
 def side_streams_of(batch: CheckedBatch) -> SideStreams | None:

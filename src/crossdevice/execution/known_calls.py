@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from crossdevice.backends.protocol import Array
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.execution.local.batch import CheckedBatch
-from crossdevice.execution.local.planning import Planner
-from crossdevice.execution.local.prepared import PreparedReduction
-from crossdevice.execution.reading.leaf_spec import Columns, Dense
+from crossdevice.execution.reading.leaf_spec import Columns, Dense, Outs
 from crossdevice.execution.reading.outputs import check_outs, out_components
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.values.device import Device
@@ -29,12 +27,24 @@ class Found(NamedTuple):
     columns: Columns = ()
 
 
+class Prepared(Protocol):
+    """What reduces dense arrays of the signatures it was made for."""
+
+    def run(
+        self, columns: Columns, outs: Outs, weights: Weights | None = None, *, are_flat: bool = False
+    ) -> list[tuple[Array, ...]]:
+        """For each leaf its result on each destination, written to `outs` where given.
+
+        `are_flat` says that all columns are known to be what `Backend.are_flat` asks for.
+        """
+
+
 class KnownCall:
     """A batch of plain values, prepared: all of it but the arrays."""
 
     __slots__ = ("_are_flat", "_prepared", "_result_dtypes", "_specs")
 
-    def __init__(self, prepared: PreparedReduction, leaves: Sequence[Dense], dtypes: Sequence[str]) -> None:
+    def __init__(self, prepared: Prepared, leaves: Sequence[Dense], dtypes: Sequence[str]) -> None:
         self._prepared, self._result_dtypes = prepared, dtypes
         self._specs = [leaf.spec for leaf in leaves]
         self._are_flat = all(leaf.spec.backend.are_flat(leaf.arrays) for leaf in leaves)
@@ -91,16 +101,17 @@ class KnownCalls:
         columns: list[Sequence[Array]] = []
         key: list[Hashable] = [op, options, num_weights]
         for value, destinations in pairs:
-            if not isinstance(value, DistributedValues) or not value.values:
-                return Found()
+            is_distributed = isinstance(value, DistributedValues)
+            # A bare array is the only replica.
+            values = value.values if is_distributed else (value,)
+            backend = backend_of_type(type(values[0])) if values else None
             where = _where(destinations, value)
-            backend = backend_of_type(type(value.values[0]))
             if where is None or backend is None:
                 return Found()
-            columns.append(value.values)
-            key += (where, value.given_devices, len(value.values))
+            columns.append(values)
+            key += (where, value.given_devices if is_distributed else None, len(values))
             try:
-                key += map(backend.signature, value.values)
+                key += map(backend.signature, values)
             except (AttributeError, RuntimeError):  # not all are arrays of that library
                 return Found()
         # Memory of another dtype makes it another call.
@@ -111,12 +122,8 @@ class KnownCalls:
             self.hits += 1
         return Found(signature, known, columns)
 
-    def keep(self, key: Hashable | None, batch: CheckedBatch, planner: Planner) -> None:
-        """Keeps a batch that was run, if all its values are plain."""
-        if key is None or not batch.is_plain:
-            return
-        specs = tuple([leaf.spec for leaf in batch.dense])
-        prepared = planner.prepared(specs, batch.op, batch.options, batch.is_weighted)
+    def keep(self, key: Hashable, batch: CheckedBatch, prepared: Prepared) -> None:
+        """Keeps a batch of plain values that was run, and what runs it again."""
         self._calls[key] = KnownCall(prepared, batch.dense, batch.result_dtypes)
 
 
@@ -128,7 +135,7 @@ def _dtype_of(out: Any) -> Any:
     return getattr(out, "dtype", None)
 
 
-def _where(destinations: Any, value: DistributedValues) -> Hashable | None:
+def _where(destinations: Any, value: Any) -> Hashable | None:
     """Where results go, in a form that can be compared; None if there is none."""
     if destinations is value:
         # Its devices are in the key already, or follow from its arrays: to ask for them would cost more.

@@ -28,6 +28,7 @@ class Cluster(Launch):
         name: str = "",
         timeout_seconds: float = TIMEOUT_SECONDS,
         checks: Checks = "new",
+        shared_memory: bool | None = None,
     ) -> ProcessGroup:
         """A group of all processes of the launch; each of them calls this.
 
@@ -36,6 +37,7 @@ class Cluster(Launch):
                 is installed, else torch.
             name: tells apart groups that are formed at the same time, in no particular order.
             timeout_seconds: for forming the group, and then for each of its calls.
+            checks, shared_memory: as of ProcessGroup.
         """
         lacks_mpi = engine is None and self.has_mpi and importlib.util.find_spec("mpi4py") is None
         if self.size == 1:
@@ -49,7 +51,9 @@ class Cluster(Launch):
                 raise
             advice = f"{self.launcher} needs no more than mpi4py: pip install {INSTALLED_BY['mpi4py']}"
             raise OptionError(f"{advice}; without it: {error}") from error
-        return ProcessGroup(joined, timeout_seconds=timeout_seconds, checks=checks)
+        return ProcessGroup(
+            joined, timeout_seconds=timeout_seconds, checks=checks, shared_memory=shared_memory
+        )
 
 
 def cluster_from_env(environ: Mapping[str, str] | None = None) -> Cluster:

@@ -8,17 +8,24 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
 from crossdevice.process_groups.board import REFUSED, Note, Refused
 from crossdevice.process_groups.courier import FAREWELL_SECONDS, Courier, Errand
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.introduction import introduced
-from crossdevice.process_groups.protocol import Engine, RankLostError
-from crossdevice.process_groups.seal import Seal
+from crossdevice.process_groups.noting import GRACE_SECONDS, Noting
+from crossdevice.process_groups.protocol import Engine, GaveUpError, RankLostError, Waited
+from crossdevice.process_groups.shared_arrays import empty_array, empty_tree
+from crossdevice.process_groups.shared_exchange import SharedExchange
+from crossdevice.process_groups.shared_memory import SharedMemory, is_wanted, memory_shared_by
+from crossdevice.process_groups.shared_steps import SharedSteps
 from crossdevice.process_groups.watch import CALLS_DIFFER, DEADLINE_PASSED, PATIENCE_SECONDS, Watch
 
 Checks = Literal["new", "always", "off"]
@@ -26,9 +33,6 @@ CHECKS: tuple[Checks, ...] = ("new", "always", "off")
 
 TIMEOUT_SECONDS = 300.0
 """The deadline of a call that was given none."""
-
-GRACE_SECONDS = 2.0
-"""How long others get to put up their notes before one who has given up reads them."""
 
 LATER_SECONDS = 10.0
 """By how much an engine's own deadline is later than ours."""
@@ -53,6 +57,8 @@ class ProcessGroup:
             made; `"always"` does so each time; `"off"` never does. Once ranks are found to bring different
             numbers of replicas, `"new"` becomes `"always"`; if they first do so in a call that some of them
             know, it is a MismatchError, and the group is broken.
+        shared_memory: whether arrays go through shared memory where all ranks turn out to be on one host;
+            if None, unless CROSSDEVICE_SHARED_MEMORY is 0. Notes and NCCL keep to the engine.
 
     >>> from crossdevice.process_groups.thread_group import run_ranks
     >>> run_ranks(2, lambda group: (group.rank, group.size))
@@ -63,13 +69,18 @@ class ProcessGroup:
     _is_python_ending = False
 
     def __init__(
-        self, engine: Engine, *, timeout_seconds: float = TIMEOUT_SECONDS, checks: Checks = "new"
+        self,
+        engine: Engine,
+        *,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        checks: Checks = "new",
+        shared_memory: bool | None = None,
     ) -> None:
         if checks not in CHECKS:
             raise OptionError(f"checks must be one of {', '.join(CHECKS)}; got {checks!r}")
+        wants_memory = is_wanted(shared_memory)
         self._engine = engine
-        self.rank = engine.rank
-        self.size = engine.size
+        self.rank, self.size = engine.rank, engine.size
         self.timeout_seconds = timeout_seconds
         self.checks = checks
         self.agreed: dict[Any, Any] = {}
@@ -77,21 +88,22 @@ class ProcessGroup:
         self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._holder = 0
-        self._number = 0
-        self._num_calls = 0
+        self._holder = self._number = self._num_calls = 0
         self._conflict: str | None = None
         self._turn = _Turn()
-        self._seal = Seal()
         self._last_refused = Refused()
         self._broken: str | None = None
         self._carrying = Courier(f"crossdevice rank {self.rank}")
-        self._noting = Courier(f"crossdevice notes of rank {self.rank}")
-        self._visit: Errand | None = None
+        self._board = Noting(engine)
+        self.shared: SharedMemory | None = None
+        """What all ranks have in common if they are on one host."""
+        self.not_shared_reason = "there is one rank"
         self._open_ones.add(self)
         try:
             with self.call("form a group", b"introduction") as call:
-                self.members, self._seal = introduced(call, CHECKS.index(checks), CHECKS)
+                self.members, self._board.seal = introduced(call, CHECKS.index(checks), CHECKS)
+                if self.size > 1:
+                    self.shared, self.not_shared_reason = memory_shared_by(call, wanted=wants_memory)
         except BaseException:
             self.close()
             raise
@@ -114,6 +126,14 @@ class ProcessGroup:
     def reduces_on(self, device_type: str) -> bool:
         """Whether the engine all-reduces PyTorch's tensors on such devices where they are."""
         return device_type in self._engine.device_collectives
+
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """A new array that reductions with other ranks of this host need not copy; no other takes part."""
+        return empty_array(None if self.shared is None else self.shared.arrays, shape, dtype)
+
+    def empty_like(self, tree: Any) -> Any:
+        """New arrays in shared memory like those of a structure: of NumPy, or of PyTorch on the host."""
+        return empty_tree(None if self.shared is None else self.shared.arrays, tree)
 
     def compare_always(self) -> None:
         """From now on every call is compared, unless checks are off.
@@ -173,6 +193,8 @@ class ProcessGroup:
                 yield call
                 if self.size > 1 and not call.has_heard:
                     call.meet()
+                if self.shared is not None:
+                    self._board.read_unasked(call.began)
                 if self._conflict is not None:
                     raise ProcessGroupError(self._conflict)
             except BaseException as error:
@@ -217,8 +239,10 @@ class ProcessGroup:
         if os.getpid() == self._process:  # else threads and connections are those of the process that forked
             if not was_broken:
                 self._say_last(why)
-            for courier in (self._carrying, self._noting):
-                courier.dismiss()
+            self._carrying.dismiss()
+            self._board.dismiss()
+            if self.shared is not None:
+                self.shared.steps.abandon()
             self._engine.close()
 
     def _check_free(self, what: str) -> None:
@@ -244,14 +268,18 @@ class ProcessGroup:
 
     def _carry(self, call: GroupCall, function: Callable[[float], None]) -> Errand:
         """Has a function of the engine called with a timeout."""
-        if self._broken is not None:
-            raise self._not_done(call)
+        self._check_whole(call)
         # The engine's own deadline comes after ours, which knows who is missing.
         later = min(call.seconds_left() + LATER_SECONDS, LONGEST_SECONDS)
         return self._carrying.send(lambda: function(later))
 
-    def _wait(self, call: GroupCall, errand: Errand) -> None:
-        """Waits until the engine is done, but not beyond the call's deadline."""
+    def _check_whole(self, call: GroupCall) -> None:
+        """Refuses to go on with a call if another thread has ended the group meanwhile."""
+        if self._broken is not None:
+            raise self._not_done(call)
+
+    def _wait(self, call: GroupCall, errand: Waited) -> None:
+        """Waits until it is done, but not beyond the call's deadline."""
         try:
             if not errand.wait(min(PATIENCE_SECONDS, call.seconds_left())):
                 self._wait_watching(call, errand)
@@ -262,7 +290,7 @@ class ProcessGroup:
         except ProcessGroupError:  # of a signal's handler
             self.give_up(f"call {call.number} ({call.what}) was interrupted by a call of this group")
             raise
-        except (ConnectionError, _GaveUpError) as error:
+        except (ConnectionError, GaveUpError) as error:
             raise self._lost(call, error) from None  # whose message says all there is to know
         except Exception as error:
             raise self._lost(call, error) from error
@@ -270,12 +298,13 @@ class ProcessGroup:
             self.give_up(f"call {call.number} ({call.what}) was interrupted: {error!r}")
             raise
 
-    def _wait_watching(self, call: GroupCall, errand: Errand) -> None:
+    def _wait_watching(self, call: GroupCall, errand: Waited) -> None:
         """Waits with a note on the board, and an eye on what others put there."""
+        contact = errand if isinstance(errand, (SharedSteps, SharedExchange)) else self._engine
         watch = self._watch(call)
         while True:
             if self._broken is not None:
-                raise _GaveUpError
+                raise GaveUpError
             watch.look()
             if watch.odd_ones_out() is not None:
                 watch.look_until_all_came(GRACE_SECONDS)  # with two of three one cannot tell who is odd
@@ -285,15 +314,15 @@ class ProcessGroup:
                     f"call {call.number} is not the same on all ranks: {watch.odd_ones_out()}"
                 )
             if watch.someone_gave_up(call.seconds_left()):
-                raise _GaveUpError
+                raise GaveUpError
             if errand.wait(min(PATIENCE_SECONDS, max(call.seconds_left(), 0.01))):
                 return
-            self._engine.check_contact(watch.silent_ranks())
+            contact.check_contact(watch.silent_ranks())
             if call.seconds_left() <= 0:
                 # Those who came just before the deadline have put up no note yet.
                 if errand.wait(PATIENCE_SECONDS):
                     return
-                watch.gave_up, watch.awaited = DEADLINE_PASSED, self._engine.awaited_ranks
+                watch.gave_up, watch.awaited = DEADLINE_PASSED, contact.awaited_ranks
                 watch.look_for(GRACE_SECONDS)
                 raise DeadlineError(
                     f"call {call.number} ({call.what}) was not done in {call.timeout_seconds:g} seconds "
@@ -306,7 +335,7 @@ class ProcessGroup:
             # Only daemons are left, whose traceback would be the last thing printed.
             time.sleep(FAREWELL_SECONDS)
         if self._broken is not None:
-            self._engine.abandon()
+            self._abandon()
             return self._not_done(call)
         watch = self._watch(call)
         watch.lost = error.rank if isinstance(error, RankLostError) else None
@@ -318,14 +347,14 @@ class ProcessGroup:
             self._break(text)
             return MismatchError(text)
         text = f"call {call.number} ({call.what}) lost contact: {watch.waited_in_vain()}{watch.roll_call()}"
-        if not isinstance(error, _GaveUpError):
+        if not isinstance(error, GaveUpError):
             text += f" ({self.engine_name}: {str(error).strip().partition(chr(10))[0]})"
         self._break(text)
         return ProcessGroupError(text)
 
     def _watch(self, call: GroupCall) -> Watch:
         keeper = getattr(self._engine, "board_keeper", None)  # engines of others need not tell
-        return Watch(self._note, call, self.members, self.rank, self._last_refused, keeper)
+        return Watch(self._board.visit, call, self.members, self.rank, self._last_refused, keeper)
 
     def _not_done(self, call: GroupCall) -> ProcessGroupError:
         """For a call that goes on when another thread has ended the group."""
@@ -336,6 +365,12 @@ class ProcessGroup:
         """Nothing is sent after this."""
         if self._broken is None:  # else it was closed meanwhile
             self._broken = why
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """What is on its way ends with an error at the other ends, too."""
+        if self.shared is not None:
+            self.shared.steps.abandon()
         self._engine.abandon()
 
     def _refuse(self, why: str) -> None:
@@ -343,33 +378,16 @@ class ProcessGroup:
         if self._is_usable:
             self._last_refused = Refused(self._num_calls, why)
             self._num_calls += 1
-            self._note(Note(self._last_refused.number, 1, "nothing", REFUSED, 0, "", *self._last_refused))
+            self._board.visit(
+                Note(self._last_refused.number, 1, "nothing", REFUSED, 0, "", *self._last_refused)
+            )
 
     def _say_last(self, why: str) -> None:
         """Puts up the last note of this rank, which makes no more calls."""
         if self.size > 1:
             number = self._number if self._lock.locked() else self._num_calls
             # With the call it refused last, for which others may still be waiting.
-            note = Note(number, 0, "nothing more", "", 0, why, *self._last_refused)
-            text = self._seal.closed(note.written(), self.rank)
-            self._noting.send(lambda: self._engine.post(text)).wait(GRACE_SECONDS)
-
-    def _note(self, note: Note) -> dict[int, Note] | None:
-        """Puts up this rank's note and reads all; None if the board cannot be reached."""
-
-        def visited() -> dict[int, str]:
-            self._engine.post(self._seal.closed(note.written(), self.rank))
-            return dict(self._engine.notes())
-
-        visit = self._visit = self._visit or self._noting.send(visited)  # the last may not be back yet
-        if not visit.wait(GRACE_SECONDS):
-            return None
-        self._visit = None
-        try:
-            found = {rank: self._seal.opened(text, rank) for rank, text in visit.result().items()}
-            return {rank: Note.read(text) for rank, text in found.items() if text is not None}
-        except Exception:  # the engine's own: the rank that keeps the board may be the one that is gone
-            return None
+            self._board.leave(Note(number, 0, "nothing more", "", 0, why, *self._last_refused))
 
 
 atexit.register(ProcessGroup.end_all)  # before couriers are waited for: what is registered last runs first
@@ -379,7 +397,3 @@ class _Turn(threading.local):
     """Whether the thread's call has begun; outside of a turn there is nothing to refuse."""
 
     has_begun = True
-
-
-class _GaveUpError(Exception):
-    """Another rank has said that it will not come, or another thread has closed the group."""

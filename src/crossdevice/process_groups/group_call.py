@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from crossdevice.process_groups.courier import Errand
-from crossdevice.process_groups.protocol import Message, Started
+from crossdevice.process_groups.protocol import Begin, Message, Started, Waited
+from crossdevice.process_groups.shared_exchange import SharedExchange
 
 if TYPE_CHECKING:
     from crossdevice.process_groups.group import ProcessGroup
+
+
+POLLED_BYTES = 64 << 10
+"""Up to here the calling thread asks a polled engine itself: to switch threads would take longer."""
 
 
 class GroupCall:
@@ -27,11 +31,12 @@ class GroupCall:
         self.what = what
         self.signature = signature
         self.timeout_seconds = timeout_seconds
-        self._end = time.monotonic() + timeout_seconds
+        self.began = time.monotonic()
+        self._end = self.began + timeout_seconds
         self.num_exchanges = 0
         self.has_heard = False
         """Whether something has come from another rank, which then makes the same call."""
-        self._errand: Errand | None = None
+        self._errand: Waited | None = None
 
     def seconds_left(self) -> float:
         """Until the deadline."""
@@ -49,6 +54,14 @@ class GroupCall:
     def start_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Begins an exchange: its memory is left alone until `wait`, which comes before anything else."""
         self.num_exchanges += 1
+        shared = self.group.shared
+        if shared is not None:
+            # All ranks take part in every step, so all have heard of all.
+            self.has_heard = True
+            self.group._check_whole(self)
+            place = (self.number, self.num_exchanges, self.signature)
+            self._errand = SharedExchange(shared, self.group.size, place, sends, receives)
+            return
         key = b"%d %d " % (self.number, self.num_exchanges) + self.signature
         digest = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
         tag = digest % (self.group._engine.largest_tag + 1)
@@ -56,6 +69,11 @@ class GroupCall:
         going, coming = ([each for each in these if each.memory.size] for these in (sends, receives))
         self.has_heard |= bool(coming)
         if going or coming:
+            begin: Begin | None = getattr(self.group._engine, "begin", None)
+            if begin is not None and _num_bytes(going) + _num_bytes(coming) <= POLLED_BYTES:
+                self.group._check_whole(self)
+                self._errand = begin(going, coming, tag)
+                return
             exchange = self.group._engine.exchange
             self._errand = self.group._carry(self, lambda seconds: exchange(going, coming, tag, seconds))
 
@@ -64,6 +82,16 @@ class GroupCall:
         if self._errand is not None:
             self.group._wait(self, self._errand)
             self._errand = None
+
+    def step(self, numbers: Sequence[int] = ()) -> None:
+        """Waits until all ranks are here, and can see what the others have put into shared memory."""
+        group, shared = self.group, self.group.shared
+        assert shared is not None
+        self.num_exchanges += 1
+        self.has_heard = True
+        group._check_whole(self)
+        shared.steps.post(self.number, self.num_exchanges, self.signature, numbers)
+        group._wait(self, shared.steps)
 
     def all_reduce(self, array: Any, device_type: str, op: str) -> None:
         """The engine's own all-reduce of an array in place, on a device it `reduces_on`."""
@@ -110,3 +138,7 @@ class GroupCall:
         """The other ranks, the next one first, so that not all of them start with the same."""
         rank, size = self.group.rank, self.group.size
         return [(rank + step) % size for step in range(1, size)]
+
+
+def _num_bytes(messages: Sequence[Message]) -> int:
+    return sum(message.memory.nbytes for message in messages)

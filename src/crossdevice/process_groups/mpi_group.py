@@ -37,14 +37,16 @@ def form_group(
     *,
     timeout_seconds: float = TIMEOUT_SECONDS,
     checks: Checks = "new",
+    shared_memory: bool | None = None,
 ) -> ProcessGroup:
     """A group of all processes of an MPI communicator, or of all that MPI has started; all of them call this.
 
     Args:
         timeout_seconds: for forming the group, and then for each of its calls.
+        shared_memory: as of ProcessGroup.
     """
     engine = MpiEngine(communicator, timeout_seconds=timeout_seconds)
-    return ProcessGroup(engine, timeout_seconds=timeout_seconds, checks=checks)
+    return ProcessGroup(engine, timeout_seconds=timeout_seconds, checks=checks, shared_memory=shared_memory)
 
 
 def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> MpiEngine:  # noqa: ARG001
@@ -63,6 +65,7 @@ class MpiEngine:
 
     board_keeper: int | None = None
     awaited_ranks: Collection[int] = ()
+    sends_notes = True
     device_collectives: Mapping[str, DeviceCollectives] = MappingProxyType({})
 
     def __init__(
@@ -81,7 +84,8 @@ class MpiEngine:
         self.size: int = self._data.size
         # The attribute may be missing; so much the standard promises.
         self.largest_tag = int(self._data.Get_attr(MPI.TAG_UB) or 32767)
-        self._is_abandoned = False
+        self.is_abandoned = False
+        self._begun: _Messages | None = None
         _farewell.joined(self._notices)
         self._posting: list[tuple[MPI.Request, bytes]] = []
         self._notes: dict[int, str] = {}
@@ -91,6 +95,18 @@ class MpiEngine:
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
     ) -> None:
         """All at once; MPI keeps messages of one tag in order."""
+        messages = self.begin(sends, receives, tag)
+        is_done = False
+        try:
+            is_done = messages.wait(timeout_seconds)
+        finally:
+            if not is_done:
+                messages.leave_behind()
+        if not is_done:
+            raise TimeoutError(f"no answer in {timeout_seconds:g} seconds")
+
+    def begin(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> _Messages:
+        """The same, for whoever asks MPI itself."""
         coming = [
             self._data.Irecv([piece, MPI.BYTE], peer, tag)
             for peer, memory in receives
@@ -101,17 +117,8 @@ class MpiEngine:
             for peer, memory in sends
             for piece in _pieces(memory)
         ]
-        requests, end = [*coming, *going], time.monotonic() + timeout_seconds
-        is_done = False
-        try:
-            is_done = _wait(lambda: MPI.Request.Testall(requests), end, lambda: self._is_abandoned)
-        finally:
-            if not is_done:
-                _leave_behind(coming, going)
-        if not is_done:
-            raise TimeoutError(f"no answer in {timeout_seconds:g} seconds")
-        # Notes of ranks that waited for this one: nobody may ever ask for them, and they pile up.
-        self._read_notes()
+        self._begun = _Messages(self, coming, going)
+        return self._begun
 
     def post(self, note: str) -> None:
         """A small message to all others, whether or not they will read it."""
@@ -127,7 +134,7 @@ class MpiEngine:
 
     def notes(self) -> Mapping[int, str]:
         """The latest that came from each rank."""
-        self._read_notes()
+        self.read_notes()
         with self._reading:
             return dict(self._notes)
 
@@ -136,14 +143,18 @@ class MpiEngine:
 
     def abandon(self) -> None:
         """Stops waiting. At exit MPI would wait for all ranks, so then it may have to end the whole job."""
-        self._is_abandoned = True
+        self.is_abandoned = True
         _farewell.is_in_doubt = True
+        # What another thread waits for is left behind by that.
+        if self._begun is not None and self._begun.thread == threading.get_ident():
+            self._begun.leave_behind()
 
     def close(self) -> None:
         """Communicators stay until MPI ends, since all ranks would have to give them up together."""
-        self._is_abandoned = True
+        self.is_abandoned = True
 
-    def _read_notes(self) -> None:
+    def read_notes(self) -> None:
+        """Takes what has come. Nobody may ever ask for it, and it piles up."""
         with self._reading:
             status = MPI.Status()
             while (message := self._notices.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
@@ -183,15 +194,41 @@ def _wait(is_done: Callable[[], bool], end: float, is_over: Callable[[], bool] =
     return True
 
 
-_left_behind: list[MPI.Request] = []
+_left_behind: list[_Messages] = []
 
 
-def _leave_behind(coming: list[MPI.Request], going: list[MPI.Request]) -> None:
-    """Takes back the receives. Requests hold their memory, which MPI may use as long as it runs."""
-    for request in coming:
-        if request != MPI.REQUEST_NULL:
-            request.Cancel()
-    _left_behind.extend([*coming, *going])
+class _Messages:
+    """Messages on their way. Requests hold their memory, which MPI may use until they are done."""
+
+    def __init__(self, engine: MpiEngine, coming: list[MPI.Request], going: list[MPI.Request]) -> None:
+        self.thread = threading.get_ident()
+        self._engine = engine
+        self._coming = coming
+        self._requests = [*coming, *going]
+        self._is_over = False
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all have come and gone, after at most so long."""
+        if not self._is_over:
+            end = time.monotonic() + seconds
+            self._is_over = _wait(
+                lambda: MPI.Request.Testall(self._requests), end, lambda: self._engine.is_abandoned
+            )
+            if self._is_over:
+                self._coming, self._requests = [], []  # and the memory with them
+                self._engine.read_notes()
+        return self._is_over
+
+    def result(self) -> None:
+        """As of an errand."""
+
+    def leave_behind(self) -> None:
+        """Takes back the receives, and keeps the memory as long as MPI runs."""
+        if not self._is_over and self not in _left_behind:
+            for request in self._coming:
+                if request != MPI.REQUEST_NULL:
+                    request.Cancel()
+            _left_behind.append(self)
 
 
 def _pieces(memory: Any) -> list[Any]:

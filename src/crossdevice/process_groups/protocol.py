@@ -23,6 +23,26 @@ class RankLostError(ConnectionError):
         self.rank = rank
 
 
+class GaveUpError(Exception):
+    """Another rank has said that it will not come, or another thread has closed the group."""
+
+
+class Waited(Protocol):
+    """What a rank waits for in a call: an errand of the engine's, or a step in shared memory."""
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended, after at most so long."""
+
+    def result(self) -> Any:
+        """Raises what went wrong, if anything has."""
+
+
+Begin: TypeAlias = Callable[[Sequence[Message], Sequence[Message], int], Waited]
+"""As `Engine.exchange`, but does not wait: whoever waits for what it returns makes the messages go on.
+
+An engine that is asked how its messages are may have one, called `begin`; it may be asked by any thread.
+"""
+
 Started: TypeAlias = Callable[[float], None]
 """A collective that blocks, to be called with a timeout.
 

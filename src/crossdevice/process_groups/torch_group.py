@@ -36,6 +36,7 @@ def form_group(
     name: str = "",
     timeout_seconds: float = TIMEOUT_SECONDS,
     checks: Checks = "new",
+    shared_memory: bool | None = None,
 ) -> ProcessGroup:
     """A group of the processes that call this with the same size and name, each with a rank of its own.
 
@@ -46,6 +47,7 @@ def form_group(
     Args:
         name: tells apart groups of the same size that different processes form in one store.
         timeout_seconds: for forming the group, and then for each of its calls.
+        shared_memory: as of ProcessGroup.
     """
     deadline = TimedCalls(timeout_seconds)
     keeper = None
@@ -60,7 +62,7 @@ def form_group(
     engine = TorchEngine(
         store, rank, size, address=address, name=name, timeout_seconds=left, board_keeper=keeper
     )
-    return ProcessGroup(engine, timeout_seconds=timeout_seconds, checks=checks)
+    return ProcessGroup(engine, timeout_seconds=timeout_seconds, checks=checks, shared_memory=shared_memory)
 
 
 def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> TorchEngine:

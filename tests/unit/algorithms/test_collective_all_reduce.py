@@ -73,6 +73,7 @@ def test_an_explanation_says_what_is_sent():
     large, small = run_ranks(2, run)[1]
     assert large.splitlines() == [
         "SUM of 4 replicas in each of 2 processes on threads, precision accurate; this is rank 1",
+        "not through shared memory: several ranks are threads of one process",
         "pack 0 (1 values of float32): sends shards of one partial result in float64 to their owners, "
         f"and its own shard of the result to all, {sent_bytes(2, 4, 64 * 2 * 300)[1]} bytes",
     ]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import crossdevice as cd
-from crossdevice.errors import ShapeMismatchError
+from crossdevice.errors import MismatchError, ShapeMismatchError
 from crossdevice.execution.local import batch as batch_module
 from crossdevice.kernels.host.fused_pass import fused_pass
 from crossdevice.process_groups.thread_group import run_ranks
@@ -178,14 +178,31 @@ def test_a_strategy_makes_known_calls_too(make):
     assert hits(strategy.extended.cross_device_ops) == 2
 
 
-def test_between_processes_nothing_is_signed_in_vain(monkeypatch):
+def test_between_processes_calls_are_known_too_and_made_by_all(make):
     def program(group):
         ops = cd.CollectiveAllReduce(group=group)
-        for _ in range(2):
-            ops.reduce("sum", np.float32([1]), "cpu:0")
-        return ops._known_calls.find("sum", [(cd.PerReplica([np.float32([1])]), "cpu:0")], None)
+        totals = []
+        for start in range(3):
+            value = make(np.full(3, start + group.rank, np.float32))
+            totals += [ops.reduce("sum", value, "cpu:0"), ops.reduce("sum", cd.PerReplica([value]), "cpu:0")]
+            into = make(np.zeros(3, np.float32))
+            assert ops.reduce("sum", value, "cpu:0", out=into) is into
+            totals.append(into)
+        return [numbers(total) for total in totals], hits(ops)
 
-    assert all(found.key is None and found.call is None for found in run_ranks(2, program))
+    assert run_ranks(2, program) == [([[2.0 * s + 1] * 3 for s in range(3) for _ in range(3)], 7)] * 2
+
+
+def test_a_known_call_between_processes_is_compared_by_its_signature():
+    def program(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        for size in (3, 4):
+            ops.reduce("sum", np.ones(size, np.float32), "cpu:0")
+        with pytest.raises(MismatchError, match=r"calls reduce SUM \(accurate\) of float32 \([34],\)"):
+            ops.reduce("sum", np.ones(3 + group.rank, np.float32), "cpu:0")
+        return hits(ops)
+
+    assert run_ranks(2, program) == [1, 1]
 
 
 def test_a_first_call_reads_its_value_once(monkeypatch):

@@ -12,6 +12,7 @@ from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import OptionError, OutError
 from crossdevice.execution.local.accumulation import accumulate
 from crossdevice.execution.local.planning import Planner
+from crossdevice.execution.local.prepared import PreparedReduction
 from crossdevice.execution.local.sparse import SparseReduction, check_sparse, densified
 from crossdevice.execution.reading.axis_orders import in_memory_order, shared_axis_order
 from crossdevice.execution.reading.destinations import read_destinations
@@ -109,6 +110,11 @@ class CheckedBatch:
             for request, leaf in zip(self.requests, self.dense, strict=True)
         )
 
+    def prepared(self, planner: Planner) -> PreparedReduction:
+        """What reduces its dense leaves, or others of the same signatures."""
+        specs = tuple([leaf.spec for leaf in self.dense])
+        return planner.prepared(specs, self.op, self.options, self.is_weighted)
+
     def run(self, planner: Planner) -> list[Any]:
         """The wrapped result of each request."""
         algorithm, weights = planner.algorithm, self.weights
@@ -121,9 +127,7 @@ class CheckedBatch:
             function, via = algorithm.accumulation_fn, algorithm.reduce_to_device
             reduced = accumulated(self.dense, function, via, self.op, self.options)
         else:
-            specs = tuple([leaf.spec for leaf in self.dense])
-            prepared = planner.prepared(specs, self.op, self.options, self.is_weighted)
-            made = prepared.run(
+            made = self.prepared(planner).run(
                 [leaf.arrays for leaf in self.dense], [leaf.out for leaf in self.dense], weights
             )
             reduced = [

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.protocol import Array, Backend
+from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.errors import ConversionError, OptionError
 from crossdevice.execution.local.all_to_all import AllToAll
 from crossdevice.execution.local.batch import CheckedBatch, CheckedLeaf, Request
@@ -27,6 +27,7 @@ from crossdevice.execution.processes.agreement import (
     structure_text,
 )
 from crossdevice.execution.processes.all_to_all import exchanged_parts
+from crossdevice.execution.processes.dense_call import DenseCall
 from crossdevice.execution.processes.device_reduction import DeviceReduction, Prepare, is_reduced_on_device
 from crossdevice.execution.processes.device_shards import (
     DeviceReduceScatter,
@@ -57,12 +58,16 @@ from crossdevice.values.weights import Weights, weights_for
 Way: TypeAlias = Literal["engine", "host", "peer memory", "shards"]
 
 
+SMALLEST_SHARED_BYTES = 1 << 20
+"""Results that are smaller are copied: a file for each of hundreds would cost more than it saves."""
+
+
 class BetweenProcesses:
     """The calls of one algorithm on one group; what was prepared for a signature is kept."""
 
     def __init__(self, group: ProcessGroup, prepare: Prepare) -> None:
         """`prepare` says how the devices of this process are reduced where that is done on them."""
-        self._group = group
+        self.group = group
         self._prepare = prepare
         self._remarks = Remarks()
         self._descriptions: SignatureCache[Description] = SignatureCache()
@@ -78,7 +83,7 @@ class BetweenProcesses:
             len(request.value.devices) for request in batch.requests for _ in request.value.leaves
         )
         description = self._description(batch)
-        with agreed_call(self._group, description, replicas, seconds_of(batch.options)) as (call, of_ranks):
+        with agreed_call(self.group, description, replicas, seconds_of(batch.options)) as (call, of_ranks):
             counts = list(zip(*of_ranks, strict=True))
             find_peers(call, _own_gpu(batch))
             weights = _weights_of_all_ranks(call, batch, counts)
@@ -90,9 +95,29 @@ class BetweenProcesses:
             results.update(zip(numbers, delivery(), strict=True))
         return batch.wrapped(results[number] for number in range(len(results)))
 
+    def prepared(self, batch: CheckedBatch) -> DenseCall | None:
+        """What makes the call of dense arrays on the host again, with others; None for any other batch."""
+        specs = tuple(leaf.spec for leaf in batch.dense)
+        are_simple = all(
+            spec.shares_host_memory and way_of(spec, batch.op, batch.options, self.group) == "host"
+            for spec in specs
+        )
+        if batch.is_weighted or not are_simple or len(specs) < len(batch.all_leaves):
+            return None
+        description, seconds = self._description(batch), seconds_of(batch.options)
+        return DenseCall(self.group, description, seconds, specs, batch.op, batch.options)
+
+    def empty_results(self, spec: LeafSpec, dtype: str) -> tuple[Array, ...]:
+        """Memory for a leaf's result on each destination, the first where other ranks can write to it."""
+        element = dtype_named(dtype)
+        is_large = spec.num_elements * element.itemsize >= SMALLEST_SHARED_BYTES
+        flats = [(self.group.empty if is_large else np.empty)(spec.num_elements, element)]
+        flats += [np.empty(spec.num_elements, element) for _ in spec.destinations[1:]]
+        return spec.adopted(flats, is_shared=False)
+
     def explained(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
         """What `reduce` would send for one request, if every process has as many replicas as this one."""
-        group, here = self._group, len(request.value.devices)
+        group, here = self.group, len(request.value.devices)
         (checked,) = CheckedBatch([request], op, options).leaves
         specs = [leaf.spec for leaf in checked if isinstance(leaf, Dense)]
         ways = [way_of(spec, op, options, group) for spec in specs]
@@ -103,6 +128,8 @@ class BetweenProcesses:
             f"{op.name} of {here} replicas in each of {group.size} processes on {group.engine_name}, "
             f"precision {options.precision}; this is rank {group.rank}"
         ]
+        if group.shared is None:
+            lines.append(f"not through shared memory: {group.not_shared_reason}")
         if len(specs) < len(checked):
             lines.append(f"{len(checked) - len(specs)} sparse: all rows go to every process")
         if "engine" in ways:
@@ -120,7 +147,7 @@ class BetweenProcesses:
         elif any(spec.shared_gpu is not None for spec in by_host):
             lines.append(f"no GPU memory of other processes is used: {why_no_peers(group)}")
         if by_host:
-            lines += ProcessReduction(by_host, op, options, counts, group.rank).explained()
+            lines += ProcessReduction(by_host, op, options, counts, group.rank).explained(group.shared)
         return "\n".join(lines)
 
     def gather(
@@ -138,11 +165,11 @@ class BetweenProcesses:
         self, scatters: Sequence[Scatter], op: ReduceOp, options: CommunicationOptions
     ) -> list[Any]:
         """The parts of this rank's replicas, of values reduced over the replicas of all ranks."""
-        return reduced_parts(self._group, scatters, op, options, self._scatterings, self._prepare)
+        return reduced_parts(self.group, scatters, op, options, self._scatterings, self._prepare)
 
     def all_to_all(self, moves: Sequence[AllToAll], options: CommunicationOptions) -> list[Any]:
         """The parts that all ranks have for this rank's replicas."""
-        return exchanged_parts(self._group, moves, options)
+        return exchanged_parts(self.group, moves, options)
 
     def _checked_gather(
         self,
@@ -186,7 +213,7 @@ class BetweenProcesses:
     ) -> list[list[Array]]:
         # End to end they are one, so ranks may bring as many as they like.
         ones = (1,) * len(gatherings)
-        with agreed_call(self._group, description, ones, seconds_of(options)) as (call, _):
+        with agreed_call(self.group, description, ones, seconds_of(options)) as (call, _):
             of_ranks = arrays_of_all_ranks(call, [piece.reshape(-1) for piece in pieces])
             lengths = _lengths_along_axes(
                 call, of_ranks, pieces, [gathering.axis for gathering in gatherings]
@@ -208,8 +235,8 @@ class BetweenProcesses:
 
     def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions) -> Any:
         """One rank's value, on every rank; all bring one of the same structure, shapes and dtypes."""
-        if whole_number("from_rank", rank) >= self._group.size:
-            raise OptionError(f"from_rank must be a rank from 0 to {self._group.size - 1}, got {rank!r}")
+        if whole_number("from_rank", rank) >= self.group.size:
+            raise OptionError(f"from_rank must be a rank from 0 to {self.group.size - 1}, got {rank!r}")
         read = read_value(component_of(value))
         backends = [_dense_backend(leaf, read.devices) for leaf in read.leaves]
         arrays = [leaf.arrays[0] for leaf in read.leaves]
@@ -220,9 +247,9 @@ class BetweenProcesses:
         )
         description = Description(f"broadcast from rank {rank}", (structure_text(read.structure),), described)
         flats = [backend.to_host(array) for backend, array in zip(backends, arrays, strict=True)]
-        with agreed_call(self._group, description, (1,) * len(flats), seconds_of(options)) as (call, _):
+        with agreed_call(self.group, description, (1,) * len(flats), seconds_of(options)) as (call, _):
             received = arrays_of_rank(call, flats, rank)
-        if self._group.rank == rank:
+        if self.group.rank == rank:
             return value
         leaves = [
             backend.from_host(flat, shape, read.devices[0])
@@ -235,18 +262,18 @@ class BetweenProcesses:
         if batch.options.implementation is not CommunicationImplementation.NCCL:
             return
         if not all(
-            isinstance(leaf, Dense) and way_of(leaf.spec, batch.op, batch.options, self._group) != "host"
+            isinstance(leaf, Dense) and way_of(leaf.spec, batch.op, batch.options, self.group) != "host"
             for leaf in batch.all_leaves
         ):
             self._remarks.make(
                 "NCCL takes PyTorch's dense tensors on GPUs, and unless precision is 'fast' one replica per "
-                f"process; everything else goes through {self._group.engine_name}"
+                f"process; everything else goes through {self.group.engine_name}"
             )
 
     def _description(self, batch: CheckedBatch) -> Description:
         requests, op, options = batch.requests, batch.op, batch.options
         described = tuple(
-            _described(_place(leaf, entry, requests), reduction, op, options, self._group)
+            _described(_place(leaf, entry, requests), reduction, op, options, self.group)
             for entry, (request, of_request) in enumerate(zip(requests, batch.leaves, strict=True))
             for leaf, reduction in zip(request.value.leaves, of_request, strict=True)
         )
@@ -270,7 +297,7 @@ class BetweenProcesses:
         weights: Weights | None,
     ) -> list[tuple[Sequence[int], Delivery]]:
         """What brings dense leaves, given by their numbers, to their destinations."""
-        op, options, group = batch.op, batch.options, self._group
+        op, options, group = batch.op, batch.options, self.group
         deliveries: list[tuple[Sequence[int], Delivery]] = []
         ways: dict[Way, dict[int, Dense]] = {}
         for number, leaf in enumerate(batch.all_leaves):

@@ -194,13 +194,17 @@ def _pack_of(
     )
 
 
-def _shard(packed: Sequence[PackedLeaf], start: int, stop: int) -> Shard:
-    pieces = tuple(
+def pieces_between(packed: Sequence[PackedLeaf], start: int, stop: int) -> tuple[Piece, ...]:
+    """What leaves have in a range of their pack."""
+    return tuple(
         Piece(leaf, max(start, first) - first, min(stop, end) - first, max(start, first))
         for leaf, first, end in packed
         if max(start, first) < min(stop, end)
     )
-    return Shard(slice(start, stop), pieces)
+
+
+def _shard(packed: Sequence[PackedLeaf], start: int, stop: int) -> Shard:
+    return Shard(slice(start, stop), pieces_between(packed, start, stop))
 
 
 def _shards_of_replicas(

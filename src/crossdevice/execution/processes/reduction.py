@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import HOST_MEMORY, Array, dtype_named
 from crossdevice.execution.processes.packs import Piece, ProcessPack, process_packs
+from crossdevice.execution.processes.shared_reduction import SharedPack, chunk_length
 from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import written_view
-from crossdevice.execution.tracing import Work, recorded
-from crossdevice.kernels.host.fused_pass import fused_batch
+from crossdevice.execution.tracing import Work, flight_recorder, now, recorded
+from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass
 from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.recipe import COPYING
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
+from crossdevice.process_groups.shared_memory import SharedMemory
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
 Flat = NDArray[Any]
+
+Exchanged: TypeAlias = Callable[[GroupCall, Sequence[Flat]], Sequence[Flat]]
+"""Everybody's arrays, in the order of ranks, in return for one's own."""
+
+
+SMALLEST_FUSED_BYTES = 1 << 20
+"""Below, to lay out a pass takes longer than NumPy takes to copy."""
 
 
 class ProcessReduction:
@@ -48,11 +57,15 @@ class ProcessReduction:
         self._shares = [options.share_results or spec.backend.is_immutable for spec in specs]
         self._dtypes = [dtype_named(spec.result_dtype(op, is_weighted)) for spec in specs]
         self._packs = process_packs(specs, op, options, counts, is_weighted=is_weighted, edges=edges)
+        self._shared_packs: dict[int, SharedPack] = {}
+        self._is_lone = len(specs) == len(self._packs) == 1 and specs[0].shares_host_memory
         devices = tuple(dict.fromkeys(device for spec in specs for device in spec.devices))
         num_bytes = sum(spec.num_bytes for spec in specs)
         self._packing = Work("pack", "share of this process", devices, num_bytes)
         self._moving = Work("copy", "exchange between processes", devices, num_bytes)
         self._reducing = Work("reduce", "shard of this process", devices, num_bytes // len(counts[0]))
+        self._sharing = Work("reduce", "through shared memory", devices, num_bytes)
+        self._combining = Work("reduce", "by every process", devices, num_bytes)
         self._unpacking = Work("unpack", "results on each device", devices, num_bytes)
 
     def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
@@ -61,6 +74,9 @@ class ProcessReduction:
         Only a large `out` that no input is in comes to hold its result before: should a rank be lost
         meanwhile, all inputs are still there.
         """
+        exchanged = self._lone_exchange(call) if self._is_lone else None
+        if exchanged is not None:
+            return self._run_lone(call, exchanged, columns[0], outs[0], weights)
         flats: dict[int, list[Flat]] = {}
         for pack in self._packs:
             leaf = pack.leaves[0].leaf
@@ -81,9 +97,34 @@ class ProcessReduction:
             for leaf, out in enumerate(outs)
         ]
 
-    def explained(self) -> Iterator[str]:
-        """What this process sends for each pack, in words."""
+    def bound(self, call: GroupCall, columns: Columns, outs: Columns) -> Callable[[GroupCall], None]:
+        """What reduces these very arrays into those of `outs` in a call, however often."""
+        lone = self._shared_pack(call, self._packs[0]) if self._is_lone else None
+        if lone is None or not lone.is_small_and_lone:
+
+            def run(call: GroupCall) -> None:
+                self.run(call, columns, outs)()
+
+            return run
+        pack, backend, written = self._packs[0], self._specs[0].backend, tuple(outs[0])
+        targets = [written_view(backend, array).view(pack.result) for array in written]
+        reduce = lone.bound(self._views(0, columns[0], pack.dtype), targets)
+
+        def run_lone(call: GroupCall) -> None:
+            started = now()
+            reduce(call)  # an input in `outs` is written to when all have come: nothing can fail any more
+            backend.mark_written(written)
+            flight_recorder.events.append((self._sharing, started, now(), 1))
+
+        return run_lone
+
+    def explained(self, shared: SharedMemory | None) -> Iterator[str]:
+        """What this process sends for each pack, or does with it in shared memory, in words."""
         for number, pack in enumerate(self._packs):
+            if shared is not None and chunk_length(pack):
+                how = SharedPack(pack, shared).explained()
+                yield f"pack {number} ({len(pack.leaves)} values of {pack.dtype.name}): {how}"
+                continue
             if pack.partial is None:
                 what = "its replicas' arrays" if pack.counts[self._rank] > 1 else "its array"
                 each = pack.dtype.itemsize * pack.counts[self._rank]
@@ -110,6 +151,12 @@ class ProcessReduction:
         weights: Weights | None,
     ) -> None:
         """The pack's result in `total` and in copies of its leaves, by a reduce-scatter and an all-gather."""
+        shared_pack = self._shared_pack(call, pack)
+        if shared_pack is not None:
+            views = {leaf: self._views(leaf, columns[leaf], pack.dtype) for leaf, _, _ in pack.leaves}
+            with recorded(self._sharing):
+                shared_pack.run(call, views, total, copies, weights)
+            return
         mine, others = pack.shards[self._rank], call.others()
         self._reduce_shard(
             call,
@@ -174,6 +221,59 @@ class ProcessReduction:
                 here = slice(piece.in_pack.start - first, piece.in_pack.stop - first)
                 tasks.append(([array[here] for array in contributions], targets_of(piece)))
             fused_batch(tasks, pack.final_recipe.with_weights(weights))
+
+    def _shared_pack(self, call: GroupCall, pack: ProcessPack) -> SharedPack | None:
+        """What reduces a pack through shared memory, if there is any."""
+        known = self._shared_packs.get(id(pack))
+        shared = call.group.shared
+        if known is None and shared is not None and chunk_length(pack):
+            known = self._shared_packs[id(pack)] = SharedPack(pack, shared)
+        return known
+
+    def _lone_exchange(self, call: GroupCall) -> Exchanged | None:
+        """What brings everybody's arrays of the only leaf to every rank, if that is small."""
+        pack = self._packs[0]
+        shared_pack = self._shared_pack(call, pack)
+        if shared_pack is not None:
+            return shared_pack.exchanged if shared_pack.is_small_and_lone else None
+        is_sent = pack.is_small and pack.is_sent_as_it_is and pack.num_elements > 0
+        return self._sent_to_all if is_sent else None
+
+    def _sent_to_all(self, call: GroupCall, views: Sequence[Flat]) -> Sequence[Flat]:
+        pack = self._packs[0]
+        of_ranks = [
+            views if rank == self._rank else [np.empty(pack.num_elements, pack.dtype) for _ in range(count)]
+            for rank, count in enumerate(pack.counts)
+        ]
+        others = call.others()
+        call.exchange(
+            [Message(peer, view) for peer in others for view in views],
+            [Message(peer, room) for peer in others for room in of_ranks[peer]],
+        )
+        return [array for arrays in of_ranks for array in arrays]
+
+    def _run_lone(
+        self,
+        call: GroupCall,
+        exchanged: Exchanged,
+        arrays: Sequence[Array],
+        out: Sequence[Array] | None,
+        weights: Weights | None,
+    ) -> Delivery:
+        """As `run`, of a small leaf that every rank combines itself: nothing but what that takes."""
+        pack = self._packs[0]
+        with recorded(self._combining):
+            contributions = exchanged(call, self._views(0, arrays, pack.dtype))
+            whole = np.empty(pack.num_elements, pack.result)
+            fused_pass(contributions, [whole], pack.final_recipe.with_weights(weights))
+        whole = whole.view(self._dtypes[0])
+        if out is not None:
+            return lambda: [self._written(0, [whole], out)]
+        flats = self._flats(0, whole)
+        for flat in flats:
+            if flat is not whole:
+                flat[:] = whole
+        return lambda: [self._adopted(0, flats)]
 
     def _views(self, leaf: int, arrays: Sequence[Array], dtype: np.dtype[Any]) -> list[Flat]:
         """The leaf's replicas on the host."""
@@ -263,7 +363,10 @@ class ProcessReduction:
         whole = flats[0]
         on_host = [backend.memory_of(device) == HOST_MEMORY for device in spec.destinations]
         targets = [written_view(backend, array) for array, here in zip(out, on_host, strict=True) if here]
-        if targets:
+        if whole.nbytes < SMALLEST_FUSED_BYTES:
+            for target in targets:
+                target[:] = whole
+        elif targets:
             fused_batch([([whole], targets)], COPYING)
         for array, here, device in zip(out, on_host, spec.destinations, strict=True):
             if here:

@@ -1,0 +1,73 @@
+"""A reduction of dense arrays on the host with the other ranks, of which all but the arrays is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from crossdevice.backends.protocol import Array
+from crossdevice.execution.processes.agreement import Description, agreed_call
+from crossdevice.execution.processes.peers import find_peers
+from crossdevice.execution.processes.reduction import ProcessReduction
+from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import Weights
+
+OfRanks = tuple[tuple[int, ...], ...]
+"""For each rank the number of its replicas of each leaf."""
+
+
+class DenseCall:
+    """A call of dense leaves that was made before; its arrays are others, of the same signatures."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        description: Description,
+        timeout_seconds: float | None,
+        specs: tuple[LeafSpec, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+    ) -> None:
+        replicas = tuple(len(spec.devices) for spec in specs)
+        self._place = (group, description, replicas, timeout_seconds)
+        self._work = (specs, op, options)
+        self._reductions: dict[OfRanks, ProcessReduction] = {}
+
+    def run(
+        self,
+        columns: Columns,
+        outs: Outs,
+        weights: Weights | None = None,
+        *,
+        are_flat: bool = False,  # noqa: ARG002 - of interest to local work
+    ) -> list[tuple[Array, ...]]:
+        """For each leaf its result on each destination, written to `outs` where given."""
+        assert weights is None
+        with agreed_call(*self._place) as (call, of_ranks):
+            delivery = self._reduction(call, of_ranks).run(call, columns, outs)
+        return delivery()  # inputs in `outs` are written to when nothing can fail any more
+
+    def bound(self, columns: Columns, outs: Columns) -> Callable[[], None]:
+        """What reduces these very arrays into those of `outs`, however often it is called."""
+        works: dict[OfRanks, Callable[[GroupCall], None]] = {}
+
+        def run() -> None:
+            with agreed_call(*self._place) as (call, of_ranks):
+                work = works.get(of_ranks)
+                if work is None:
+                    work = works[of_ranks] = self._reduction(call, of_ranks).bound(call, columns, outs)
+                work(call)
+
+        return run
+
+    def _reduction(self, call: GroupCall, of_ranks: OfRanks) -> ProcessReduction:
+        known = self._reductions.get(of_ranks)
+        if known is None:
+            find_peers(call, None)  # as in any first reduction of a group
+            counts = tuple(zip(*of_ranks, strict=True))
+            known = ProcessReduction(*self._work, counts, self._place[0].rank)
+            self._reductions[of_ranks] = known
+        return known

@@ -1,0 +1,61 @@
+"""Putting up notes and reading those of others, in a thread that nobody waits for longer than a little."""
+
+from __future__ import annotations
+
+import time
+
+from crossdevice.process_groups.board import Note
+from crossdevice.process_groups.courier import Courier, Errand
+from crossdevice.process_groups.protocol import Engine
+from crossdevice.process_groups.seal import Seal
+from crossdevice.process_groups.watch import PATIENCE_SECONDS
+
+GRACE_SECONDS = 2.0
+"""How long others get to put up their notes before one who has given up reads them."""
+
+
+class Noting:
+    """The board of one group, as one rank reaches it through its engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._courier = Courier(f"crossdevice notes of rank {engine.rank}")
+        self._visit: Errand | None = None
+        self.seal = Seal()
+        self._are_sent: bool = getattr(engine, "sends_notes", False)
+        self._read_until = time.monotonic()
+
+    def visit(self, note: Note) -> dict[int, Note] | None:
+        """Puts up this rank's note and reads all; None if the board cannot be reached."""
+
+        def visited() -> dict[int, str]:
+            self._engine.post(self.seal.closed(note.written(), self._engine.rank))
+            return dict(self._engine.notes())
+
+        visit = self._visit = self._visit or self._courier.send(visited)  # the last may not be back yet
+        if not visit.wait(GRACE_SECONDS):
+            return None
+        self._visit = None
+        try:
+            found = {rank: self.seal.opened(text, rank) for rank, text in visit.result().items()}
+            return {rank: Note.read(text) for rank, text in found.items() if text is not None}
+        except Exception:  # the engine's own: the rank that keeps the board may be the one that is gone
+            return None
+
+    def leave(self, note: Note) -> None:
+        """Puts up the last note of this rank."""
+        text = self.seal.closed(note.written(), self._engine.rank)
+        self._courier.send(lambda: self._engine.post(text)).wait(GRACE_SECONDS)
+
+    def read_unasked(self, began: float) -> None:
+        """Has notes read that nobody asks for, if others may have put some up before a call of this rank.
+
+        On engines that send them they pile up otherwise, since the data goes another way.
+        """
+        if began - self._read_until > PATIENCE_SECONDS and self._are_sent:
+            self._courier.send(self._engine.notes)
+        self._read_until = time.monotonic()
+
+    def dismiss(self) -> None:
+        """No more notes."""
+        self._courier.dismiss()

@@ -1,0 +1,178 @@
+"""Steps that ranks of one host take together: a barrier in shared memory that carries a few numbers.
+
+A step ends for a rank when all have come to it, and a rank that comes to the next one is done with what it
+read in this one. So whatever is written for a step may be overwritten two steps later: everything is there
+twice, and no rank has to be told that it was read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+import time
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from crossdevice.process_groups.futex import sleep_while, wake_all
+from crossdevice.process_groups.process_births import has_ended
+from crossdevice.process_groups.protocol import RankLostError
+
+SPIN_SECONDS = 0.0001
+"""For how long a rank asks again at once: to be woken takes some 50 us.
+
+It does not yield meanwhile. On a busy machine who yields comes last, and who has slept is woken first.
+"""
+
+CROWDED_SPIN_SECONDS = 0.000005
+"""The same where there are more ranks than processors: another rank needs this one's."""
+
+SLEEP_SECONDS = 0.02
+"""The longest sleep in one piece. A wake-up is never lost for longer, and an interrupt never waits longer."""
+
+SIGNATURE_BYTES = 16
+_KEY = struct.Struct(f"<qq{SIGNATURE_BYTES}s")
+_LINE_BYTES = 64
+_PAGE_BYTES = 4096
+_GATE = 64
+_WITHDRAWN = 1
+"""In words, after the number of the step that a rank has come to."""
+
+
+class SharedSteps:
+    """The steps of one rank of a group; waits like an errand that somebody else runs.
+
+    The store of one word is seen whole, and after the stores before it: so it is on x86-64, where alone this
+    is used.
+    """
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, processes: Sequence[tuple[int, int]]) -> None:
+        """`processes` has the id and the time of birth of each rank's process."""
+        self._memory = memory
+        self._words = memoryview(memory).cast("q")
+        self._gates = memoryview(memory).cast("I")
+        self._gate_address = address_of(memory) + _GATE
+        self._processes = processes
+        self._block_bytes = block_bytes(size)
+        self._places = [_PAGE_BYTES + number * self._block_bytes for number in range(size)]
+        self._own = self._places[rank]
+        self._others = {number: place for number, place in enumerate(self._places) if number != rank}
+        self._counters = [place // 8 for place in self._others.values()]
+        # Where others post, for odd and even steps.
+        self._keys = [
+            [(at, at + _KEY.size) for at in (self._header(place, parity) for place in self._others.values())]
+            for parity in (0, 1)
+        ]
+        self._own_headers = [self._header(self._own, parity) for parity in (0, 1)]
+        self._key = b""
+        is_crowded = size > len(os.sched_getaffinity(0))
+        self._spin_seconds = CROWDED_SPIN_SECONDS if is_crowded else SPIN_SECONDS
+        self.number = 0
+        """Of the last step this rank has come to."""
+        self._is_over = True
+
+    @property
+    def parity(self) -> int:
+        """Which of two places the next step uses."""
+        return (self.number + 1) & 1
+
+    def post(self, call: int, exchange: int, signature: bytes, numbers: Sequence[int] = ()) -> None:
+        """Comes to the next step, for that exchange of that call; all that was written before can be read."""
+        if len(signature) > SIGNATURE_BYTES:
+            signature = hashlib.blake2b(signature, digest_size=SIGNATURE_BYTES).digest()
+        step = self.number + 1
+        header = self._own_headers[step & 1]
+        key = _KEY.pack(call, exchange, signature)
+        self._memory[header : header + _KEY.size] = key
+        if numbers:
+            struct.pack_into(f"<{len(numbers)}q", self._memory, header + _KEY.size, *numbers)
+        self._key, self.number, self._is_over = key, step, False
+        words = self._words
+        words[self._own // 8] = step
+        for place in self._counters:
+            if words[place] < step:
+                return
+        self._gates[_GATE // 4] = step & 0xFFFFFFFF
+        wake_all(self._gate_address)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all ranks have come to this step, for the same exchange, after at most so long."""
+        begin = time.monotonic()
+        while True:
+            gate = self._gates[_GATE // 4]
+            if self._have_all_come():
+                self._is_over = True
+                return True
+            passed = time.monotonic() - begin
+            if passed >= seconds:
+                return False
+            if passed >= self._spin_seconds:
+                sleep_while(self._gate_address, gate, min(seconds - passed, SLEEP_SECONDS))
+
+    def result(self) -> None:
+        """As of an errand; a step has none."""
+
+    def numbers_of(self, rank: int, first: int, count: int) -> tuple[int, ...]:
+        """Some of the numbers that a rank has posted with this step."""
+        header = self._header(self._places[rank], self.number)
+        return struct.unpack_from(f"<{count}q", self._memory, header + _KEY.size + 8 * first)
+
+    @property
+    def awaited_ranks(self) -> Collection[int]:
+        """Those who have not come to this step, or to another exchange, or who have given it up."""
+        return [rank for rank, place in self._others.items() if not self._has_come(place)]
+
+    def check_contact(self, silent: Collection[int]) -> None:  # noqa: ARG002 - the system knows who is gone
+        """Raises RankLostError if the process of a rank that is waited for has ended."""
+        ended = [rank for rank in self.awaited_ranks if has_ended(*self._processes[rank])]
+        # It may have come just before; and who has withdrawn has only followed another one.
+        lost = [rank for rank in ended if not self._has_come(self._places[rank])]
+        lost.sort(key=lambda rank: self._words[self._places[rank] // 8 + _WITHDRAWN])
+        if lost:
+            raise RankLostError(lost[0], f"process {self._processes[lost[0]][0]} has ended")
+
+    def abandon(self) -> None:
+        """Nobody who comes late to a step that is given up here takes it for done."""
+        if not self._is_over:
+            self._words[self._own // 8 + _WITHDRAWN] = self.number
+
+    def _have_all_come(self) -> bool:
+        words, step = self._words, self.number
+        for place in self._counters:
+            if words[place] < step or words[place + _WITHDRAWN] >= step:
+                return False
+        memory, key = self._memory, self._key
+        for start, stop in self._keys[step & 1]:  # noqa: SIM110 - a generator takes twice as long
+            if memory[start:stop] != key:
+                return False
+        return True
+
+    def _has_come(self, place: int) -> bool:
+        header = self._header(place, self.number)
+        return (
+            self._words[place // 8] >= self.number
+            and self._words[place // 8 + _WITHDRAWN] < self.number
+            and self._memory[header : header + _KEY.size] == self._key
+        )
+
+    def _header(self, place: int, step: int) -> int:
+        """Where a rank whose block is there posts what belongs to a step."""
+        return place + _LINE_BYTES + (step & 1) * ((self._block_bytes - _LINE_BYTES) // 2)
+
+
+def block_bytes(size: int) -> int:
+    """What a rank needs for its counters, and twice for what it posts: two numbers for each rank and more."""
+    posted = _KEY.size + 8 * (2 * size + 8)
+    return 2 * -(-posted // _LINE_BYTES) * _LINE_BYTES + _LINE_BYTES
+
+
+def steps_bytes(size: int) -> int:
+    """The memory that the steps of a group take, in whole pages; the first 16 bytes are left alone."""
+    return -(-(_PAGE_BYTES + size * block_bytes(size)) // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Where it is mapped in this process."""
+    return int(np.frombuffer(memory, np.uint8, 1).__array_interface__["data"][0])
