@@ -22,14 +22,17 @@ MAX_MORE = 3
 """Descriptors and threads, of which libraries open some late."""
 
 MAX_SLOWDOWN = {"calls_per_processor_second": 0.3, "calls_per_second": 0.5}
-"""Other programs on the machine take their part of the time, but less of the processor's time for a call."""
+"""Other programs take their part of caches and memory, and ranks wait for each other while these run."""
 
 FOLDER = Path("/proc/self")
 
 
 class Sample(NamedTuple):
-    """What a process uses, and how many calls it made in a second since the last sample: by the clock, and of
-    the time that processors worked for it."""
+    """What a process uses, and how many calls it made in a second since the last sample.
+
+    By the clock, without the time in which its main thread waited for a processor that others had; and of
+    the time that processors worked for it.
+    """
 
     seconds: float
     memory_bytes: int
@@ -59,15 +62,24 @@ def sampled(
         agreed: whether all agree that it is time for a sample, where several do the work together.
     """
     count = min(max(int(seconds // 5), 6), 60) if count is None else count
-    start = last = time.monotonic()
-    last_work, calls = time.process_time(), 0
+    start = time.monotonic()
+    last, last_work, calls = start - _waited_seconds(), time.process_time(), 0
     for number in range(1, count + 1):
         calls += work()
         while not agreed(time.monotonic() >= start + seconds * number / count):
             calls += work()
-        now, work_now = time.monotonic(), time.process_time()
-        yield sample(now - start, calls / (now - last), calls / max(work_now - last_work, 1e-9))
+        now, work_now = time.monotonic() - _waited_seconds(), time.process_time()
+        per_second, per_work = calls / max(now - last, 1e-9), calls / max(work_now - last_work, 1e-9)
+        yield sample(time.monotonic() - start, per_second, per_work)
         last, last_work, calls = now, work_now, 0
+
+
+def _waited_seconds() -> float:
+    """How long the main thread could have run, but others did."""
+    try:
+        return int((FOLDER / "schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):  # not on every kernel
+        return 0.0
 
 
 def sample(seconds: float, calls_per_second: float, calls_per_processor_second: float) -> Sample:
