@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import crossdevice as cd
-from conformance.oracle import FORMATS, NUMPY_DTYPES, expected, result_dtype, rounded
+from conformance.oracle import FORMATS, NUMPY_DTYPES, expected, result_dtype, rounded, weighted
 from conformance.rows import ALGORITHM_ROWS, INSTALLED_ROWS, BackendRow, is_defined, same_numbers
 
 DTYPES = (
@@ -40,10 +40,11 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "layout": ("contiguous", "transposed", "strided", "shifted", "reversed"),
     "destinations": ("same", "one", "others"),
     "call": ("plain", "out", "in place", "bound"),
+    "weights": ("none", "halves", "any"),
 }
 """What a case may be, the simplest first."""
 
-VARIED = ("precision", "algorithm", "lowering", "layout", "destinations", "call")
+VARIED = ("precision", "algorithm", "lowering", "layout", "destinations", "call", "weights")
 """What differs between cases with the same inputs, which are drawn and worked out once."""
 
 CASES_PER_DRAW = 20
@@ -68,23 +69,42 @@ class Case:
     destinations: str
     call: str
     seed: int
+    weights: str = "none"
+
+    @property
+    def result_dtype(self) -> str:
+        """A sum of integers with weights is a float, as their mean is."""
+        return result_dtype(self.dtype, self.op if self.weights == "none" else "MEAN")
 
     @property
     def is_possible(self) -> bool:
         """Whether the library offers it at all."""
         row = BACKENDS[self.backend]
         writes = self.call in ("out", "in place")
-        result = result_dtype(self.dtype, self.op)
         return (
             self.dtype in (*row.dtypes, *(DTYPES if self.backend in ("numpy", "torch") else ()))
             and is_defined(self.op, self.dtype)
             and not (row.is_immutable and writes)
             and not (self.layout != "contiguous" and self.backend not in ("numpy", "torch"))
             and not (self.layout == "reversed" and self.backend != "numpy")
-            and not (self.call == "in place" and (self.destinations != "same" or result != self.dtype))
+            and not (
+                self.call == "in place" and (self.destinations != "same" or self.result_dtype != self.dtype)
+            )
             and not (self.call == "in place" and self.layout not in ("contiguous", "shifted"))
             # Any order may overflow on the way, or not.
             and not (self.precision == "fast" and self.numbers in ("special", "bits"))
+            and (self.weights == "none" or self._can_be_weighted)
+        )
+
+    @property
+    def _can_be_weighted(self) -> bool:
+        """Whether the model knows what weights give; products of the largest numbers overflow."""
+        return (
+            self.op in ("SUM", "MEAN")
+            and self.precision != "fast"
+            and self.numbers in ("small", "ordinary", "spread")
+            and self.dtype != "complex128"
+            and self.algorithm != "users_own"
         )
 
 
@@ -135,10 +155,12 @@ def _bits(row: BackendRow, trees: list[list[Any]]) -> list[list[bytes]]:
 def _reduced(case: Case, row: BackendRow, inputs: list[list[Any]]) -> tuple[list[Any], list[Any] | None]:
     options = cd.CommunicationOptions(precision=case.precision, lowering=case.lowering)
     common: dict[str, Any] = {"algorithm": _algorithm(case.algorithm), "options": options}
+    if case.weights != "none":
+        common["weights"] = weights_of(Inputs.of(case), case.weights)
     where = {"same": None, "one": "cpu:0", "others": ["cpu:5", "cpu:1"]}[case.destinations]
     outs = None
     if case.call in ("out", "in place"):
-        dtype = NUMPY_DTYPES[result_dtype(case.dtype, case.op)]
+        dtype = NUMPY_DTYPES[case.result_dtype]
         number = {"same": case.replicas, "one": 1, "others": 2}[case.destinations]
         made = [[row.make(np.zeros(shape, dtype)) for shape in case.shapes] for _ in range(number)]
         outs = inputs if case.call == "in place" else made
@@ -235,12 +257,15 @@ def laid_out(row: BackendRow, array: np.ndarray, layout: str, replica: int) -> A
 def wrong_result(case: Any, leaf: int, found: np.ndarray) -> str | None:
     """What is wrong with a leaf of the result of a case; None if nothing is."""
     flat = np.ascontiguousarray(found).reshape(-1)
-    dtype = result_dtype(case.dtype, case.op)
+    weights = getattr(case, "weights", "none")
+    dtype = result_dtype(case.dtype, case.op if weights == "none" else "MEAN")
     if flat.dtype != NUMPY_DTYPES[dtype]:
         return f"dtype {flat.dtype}, expected {dtype}"
     inputs = Inputs.of(case)
     is_float = case.dtype in FORMATS or case.dtype.startswith("complex")
-    if case.op == "PROD" and case.dtype.startswith("complex"):
+    if weights != "none":
+        right = _weighted(inputs, leaf, case.op, case.precision, weights)
+    elif case.op == "PROD" and case.dtype.startswith("complex"):
         right = _complex_products(inputs, leaf, case.precision)
     elif case.precision == "fast" and is_float and case.op not in ("MIN", "MAX"):
         return _outside(bounds(inputs, leaf, case.op), flat)
@@ -258,6 +283,20 @@ def columns_of(inputs: Inputs, leaf: int) -> list[np.ndarray]:
 def _expected(inputs: Inputs, leaf: int, op: str, precision: str) -> np.ndarray:
     with np.errstate(all="ignore"):
         return expected(op, columns_of(inputs, leaf), inputs.dtype, precision)
+
+
+def weights_of(inputs: Inputs, kind: str) -> list[float]:
+    """One for each replica, of which the first is not 0."""
+    random_numbers = np.random.default_rng([inputs.seed, 1])
+    if kind == "halves":
+        return [1.0, *(random_numbers.integers(0, 9, inputs.replicas - 1) / 2).tolist()]
+    return random_numbers.uniform(0.01, 3.0, inputs.replicas).tolist()
+
+
+@functools.lru_cache(maxsize=32)
+def _weighted(inputs: Inputs, leaf: int, op: str, precision: str, kind: str) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return weighted(op, columns_of(inputs, leaf), weights_of(inputs, kind), inputs.dtype, precision)
 
 
 @functools.lru_cache(maxsize=32)

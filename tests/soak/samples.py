@@ -9,35 +9,43 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import crossdevice as cd
+
 WARM_UP = 0.1
 """The part of a run that is not judged: caches fill, kernels are compiled."""
 
 MAX_GROWTH_BYTES = 48 << 20
 MAX_GROWTH = 0.05
-"""Of memory, whichever is more; the pool of results holds what the largest calls needed last."""
+"""Of memory, whichever is more."""
 
 MAX_MORE = 3
 """Descriptors and threads, of which libraries open some late."""
 
-MAX_SLOWDOWN = 0.3
-"""Of calls per second; other programs on the machine take their part."""
+MAX_SLOWDOWN = {"calls_per_processor_second": 0.3, "calls_per_second": 0.5}
+"""Other programs take their part of caches and memory, and ranks wait for each other while these run."""
 
 FOLDER = Path("/proc/self")
 
 
 class Sample(NamedTuple):
-    """What a process uses, and how many calls it made in each second since the last sample."""
+    """What a process uses, and how many calls it made in a second since the last sample.
+
+    By the clock, without the time in which its main thread waited for a processor that others had; and of
+    the time that processors worked for it.
+    """
 
     seconds: float
     memory_bytes: int
     descriptors: int
     threads: int
     calls_per_second: float
+    calls_per_processor_second: float
 
     def __str__(self) -> str:
         return (
             f"{self.seconds:7.0f} s  {self.memory_bytes / 2**20:8.1f} MiB  {self.descriptors:4d} descriptors"
-            f"  {self.threads:4d} threads  {self.calls_per_second:9.1f} calls/s"
+            f"  {self.threads:4d} threads  {self.calls_per_second:8.1f} calls/s"
+            f"  {self.calls_per_processor_second:8.1f} calls/s of processors"
         )
 
 
@@ -54,19 +62,29 @@ def sampled(
         agreed: whether all agree that it is time for a sample, where several do the work together.
     """
     count = min(max(int(seconds // 5), 6), 60) if count is None else count
-    start = last = time.monotonic()
-    calls = 0
+    start = time.monotonic()
+    last, last_work, calls = start - _waited_seconds(), time.process_time(), 0
     for number in range(1, count + 1):
         calls += work()
         while not agreed(time.monotonic() >= start + seconds * number / count):
             calls += work()
-        now = time.monotonic()
-        yield sample(now - start, calls / (now - last))
-        last, calls = now, 0
+        now, work_now = time.monotonic() - _waited_seconds(), time.process_time()
+        per_second, per_work = calls / max(now - last, 1e-9), calls / max(work_now - last_work, 1e-9)
+        yield sample(time.monotonic() - start, per_second, per_work)
+        last, last_work, calls = now, work_now, 0
 
 
-def sample(seconds: float, calls_per_second: float) -> Sample:
-    """What this process uses now."""
+def _waited_seconds() -> float:
+    """How long the main thread could have run, but others did."""
+    try:
+        return int((FOLDER / "schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):  # not on every kernel
+        return 0.0
+
+
+def sample(seconds: float, calls_per_second: float, calls_per_processor_second: float) -> Sample:
+    """What this process uses now, without memory that waits for its next use."""
+    cd.release_memory()
     pages = int((FOLDER / "statm").read_text().split()[1])
     return Sample(
         seconds,
@@ -74,6 +92,7 @@ def sample(seconds: float, calls_per_second: float) -> Sample:
         len(list((FOLDER / "fd").iterdir())),
         len(list((FOLDER / "task").iterdir())),
         calls_per_second,
+        calls_per_processor_second,
     )
 
 
@@ -94,7 +113,8 @@ def drifts(samples: Sequence[Sample]) -> list[str]:
         before, after = medians(field)
         if after - before > MAX_MORE:
             found.append(f"{field} grew from {before:g} to {after:g}")
-    before, after = medians("calls_per_second")
-    if after < before * (1 - MAX_SLOWDOWN):
-        found.append(f"calls per second fell from {before:.1f} to {after:.1f}")
+    for field, slowdown in MAX_SLOWDOWN.items():
+        before, after = medians(field)
+        if after < before * (1 - slowdown):
+            found.append(f"{field.replace('_', ' ')} fell from {before:.1f} to {after:.1f}")
     return found

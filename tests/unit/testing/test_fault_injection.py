@@ -100,8 +100,8 @@ def test_a_replica_that_is_dropped_or_late_is_missed():
     three = strategy()
     with faults(three, replica=1, drop=True), pytest.raises(ReplicaError):
         three.run(meeting, args=(value(),))
-    options = cd.CommunicationOptions(timeout_seconds=0.05)
-    with faults(three, replica=1, delay=0.4), pytest.raises(DeadlineError, match="replica 1"):
+    options = cd.CommunicationOptions(timeout_seconds=0.3)
+    with faults(three, replica=1, delay=1.0), pytest.raises(DeadlineError, match="replica 1"):
         three.run(meeting, args=(value(),), options=options)
     start = time.monotonic()
     with faults(three, replica=1, delay=0.05):
@@ -155,31 +155,32 @@ def test_what_a_rank_sends_is_corrupted():
 
 
 @pytest.mark.parametrize(
-    ("fault", "mine", "others"),
+    ("fault", "seconds", "mine", "others"),
     [
         # What the others sent has come, and is enough for the rank itself.
-        ({"drop": True}, type(None), DeadlineError),
-        ({"delay": 1.0}, type(None), DeadlineError),
-        ({"raises": ZeroDivisionError("no examples")}, ZeroDivisionError, cd.errors.MismatchError),
+        ({"drop": True}, 1.0, type(None), DeadlineError),
+        ({"delay": 2.0}, 1.0, type(None), DeadlineError),
+        ({"raises": ZeroDivisionError("no examples")}, 60.0, ZeroDivisionError, cd.errors.MismatchError),
     ],
     ids=["drop", "delay", "raises"],
 )
-def test_a_rank_that_fails_is_missed_by_the_others(fault, mine, others, monkeypatch):
+def test_a_rank_that_fails_is_missed_by_the_others(fault, seconds, mine, others, monkeypatch):
     monkeypatch.setattr("crossdevice.process_groups.group.GRACE_SECONDS", 0.3)
     done = threading.Barrier(3)
 
     def program(group):
         ops = cd.CollectiveAllReduce(group=group)
         ops.reduce("sum", np.ones(2), "cpu:0")
+        options = cd.CommunicationOptions(timeout_seconds=seconds)
         with faults(group, rank=2, **fault):
             try:
-                ops.reduce("sum", np.ones(2), "cpu:0")
+                ops.reduce("sum", np.ones(2), "cpu:0", options)
             except Exception as error:
                 return error
             finally:
                 done.wait(20)
 
-    errors = run_ranks(3, program, timeout_seconds=0.5)
+    errors = run_ranks(3, program)
     assert [type(error) for error in errors] == [others, others, mine]
     if "drop" not in fault:
         assert all("rank 2 (" in str(error) for error in errors[:2])
