@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import group_of
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import ContextError, ConversionError, OptionError
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.pending import Pending
 from crossdevice.execution.pending import start as start_work
-from crossdevice.integrations.torch.replica_gradients import parameters_with_sparse_gradients
+from crossdevice.integrations.torch.replica_gradients import (
+    ReplicaGradients,
+    parameters_with_sparse_gradients,
+)
 from crossdevice.integrations.torch.spans import span
-from crossdevice.values.device import Device
+from crossdevice.strategies.mirrored import MirroredStrategy
+from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.values.distributed import PerReplica, components_of
-from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.options import CommunicationOptions, as_options
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import current_replica, replica_scope
 
@@ -110,19 +113,24 @@ class GradientArenas:
     def __init__(
         self,
         replicas: Sequence[torch.nn.Module],
-        devices: tuple[Device, ...],
-        ops: CrossDeviceOps,
+        strategy: MirroredStrategy,
+        num_holds: Sequence[int],
         overlap: ReduceOp | None,
         bucket_bytes: int,
-        is_held: Callable[[int], bool],
     ) -> None:
-        """`is_held` says whether a replica is accumulating gradients, so that none are reduced yet."""
-        self._replicas, self._devices, self._ops = replicas, devices, ops
-        self.overlap, self.bucket_bytes, self._is_held = overlap, bucket_bytes, is_held
+        """`num_holds` has for each replica in how many `no_sync` blocks it is, in which none are reduced."""
+        self._replicas, self._strategy, self._num_holds = replicas, strategy, num_holds
+        self._devices = strategy.extended.worker_devices
+        self._ops = strategy.extended.cross_device_ops
+        self._overlap, self._bucket_bytes = overlap, bucket_bytes
         self._lock = threading.Lock()
         self._hooks: list[Any] = []
         self._pending: list[Pending] = []
         self.arrange()
+
+    def of_twin(self, replicas: Sequence[torch.nn.Module], num_holds: Sequence[int]) -> GradientArenas:
+        """Those of other copies, with the same settings."""
+        return GradientArenas(replicas, self._strategy, num_holds, self._overlap, self._bucket_bytes)
 
     def arrange(self) -> None:
         """Lays everything out for the parameters that there are now; gradients stay what they are."""
@@ -134,8 +142,8 @@ class GradientArenas:
             for module, device in zip(self._replicas, self._devices, strict=True)
         ]
         # Other processes may get to their buckets in another order than calls of this one.
-        overlaps = self.overlap is not None and group_of(self._ops) is None
-        self._buckets = _buckets_of(self.arenas[0], self.bucket_bytes if overlaps else None)
+        overlaps = self._overlap is not None and group_of(self._ops) is None
+        self._buckets = _buckets_of(self.arenas[0], self._bucket_bytes if overlaps else None)
         self._bucket_of = {name: k for k, bucket in enumerate(self._buckets) for name in bucket.names}
         self._bound: dict[tuple[int, ReduceOp], BoundReduction] = {}
         self._hooks = [
@@ -153,8 +161,22 @@ class GradientArenas:
             self._wait()
             self._begin_round()
 
-    def rearrange(self, replicas: Sequence[None]) -> Sequence[None]:
-        """The same where replicas meet, after their backward passes."""
+    def reduce_as_replica(
+        self, context: ReplicaContext, op: ReduceOp, options: CommunicationOptions | None
+    ) -> None:
+        """What `reduce_gradients` does in each replica, after its backward pass."""
+        self._check(op, options)
+        replica = context.local_replica
+        if not self.arenas[replica].fits():
+            context.meet("rearrange gradients", (), None, self._rearrange)
+        device = torch_device(self._devices[replica])
+        gradients = ReplicaGradients(self._replicas[replica], op, device, self.arenas[replica])
+        merge = functools.partial(self._reduce, op, options)
+        chosen = as_options(options)
+        gradients.take_over(context.meet("reduce_gradients", (op.name,), gradients.brought(), merge, chosen))
+
+    def _rearrange(self, replicas: Sequence[None]) -> Sequence[None]:
+        """Where replicas meet, after their backward passes."""
         if self._num_started:
             raise ContextError(
                 f"trainable parameters have changed since the last step, and {self._num_started} buckets of "
@@ -164,22 +186,22 @@ class GradientArenas:
         self.arrange()
         return replicas
 
-    def check(self, op: ReduceOp, options: CommunicationOptions | None) -> None:
+    def _check(self, op: ReduceOp, options: CommunicationOptions | None) -> None:
         """Refuses what comes too late for gradients that were reduced during the backward pass."""
-        if self.overlap is None:
+        if self._overlap is None:
             return
-        if op is not self.overlap:
+        if op is not self._overlap:
             raise OptionError(
-                f"reduce_gradients({op.name}) of a MirroredModule with overlap={self.overlap.name!r}, whose "
+                f"reduce_gradients({op.name}) of a MirroredModule with overlap={self._overlap.name!r}, whose "
                 "gradients are reduced during the backward pass; expected the same operation"
             )
         if options is not None:
             raise OptionError(
-                f"reduce_gradients was given options, and with overlap={self.overlap.name!r} gradients are "
+                f"reduce_gradients was given options, and with overlap={self._overlap.name!r} gradients are "
                 "reduced before that; leave out one of them"
             )
 
-    def reduce(
+    def _reduce(
         self, op: ReduceOp, options: CommunicationOptions | None, brought: Sequence[Any]
     ) -> Sequence[Any]:
         """Reduces what was not reduced yet, in place, and what replicas brought besides; returns that."""
@@ -198,7 +220,7 @@ class GradientArenas:
     def _on_gradient(self, replica: int, name: str, _: torch.Tensor) -> None:
         """Called in the backward pass, in the replica's thread or a GPU's."""
         is_own = current_replica() == replica or not self._devices[replica].is_host
-        if not is_own or self._is_held(replica):
+        if not is_own or self._num_holds[replica]:
             return
         self.arenas[replica].take_in(name)
         with self._lock:
@@ -216,8 +238,8 @@ class GradientArenas:
                 self._num_started += 1
 
     def _start_bucket(self, number: int) -> Pending:
-        assert self.overlap is not None
-        bound = self._bound_bucket(number, self.overlap)
+        assert self._overlap is not None
+        bound = self._bound_bucket(number, self._overlap)
         if any(not device.is_host for device in self._devices):
             return bound.start()  # on side streams, of which only GPUs know when they are done
 

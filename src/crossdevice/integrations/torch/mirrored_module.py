@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
@@ -26,7 +25,7 @@ from crossdevice.integrations.torch.spans import span, watch_backward
 from crossdevice.strategies.current import get_replica_context
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.values.distributed import PerReplica
-from crossdevice.values.options import CommunicationOptions, as_options
+from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import current_replica
 
@@ -126,18 +125,8 @@ class MirroredModule(torch.nn.Module):
         self._arenas = None
         check_bucket_bytes(bucket_bytes)
         if arenas or overlap is not None:
-            self._arenas = self._new_arenas(None if overlap is None else ReduceOp(overlap), bucket_bytes)
-
-    def _new_arenas(self, overlap: ReduceOp | None, bucket_bytes: int) -> GradientArenas:
-        extended, holds = self.strategy.extended, self._num_holds
-        return GradientArenas(
-            self.replicas,
-            extended.worker_devices,
-            extended.cross_device_ops,
-            overlap,
-            bucket_bytes,
-            lambda replica: holds[replica] > 0,
-        )
+            op = None if overlap is None else ReduceOp(overlap)
+            self._arenas = GradientArenas(self.replicas, strategy, self._num_holds, op, bucket_bytes)
 
     def current(self) -> torch.nn.Module:
         """The running replica's copy; the first outside of replica functions."""
@@ -177,7 +166,7 @@ class MirroredModule(torch.nn.Module):
         twin.replicas = tuple(copy.deepcopy(replica, memo) for replica in self.replicas)
         twin._num_holds = [0] * len(self.replicas)
         own = self._arenas
-        twin._arenas = None if own is None else twin._new_arenas(own.overlap, own.bucket_bytes)
+        twin._arenas = None if own is None else own.of_twin(twin.replicas, twin._num_holds)
         return twin
 
     def __reduce__(self) -> NoReturn:
@@ -297,19 +286,12 @@ class MirroredModule(torch.nn.Module):
             raise ContextError("reduce_gradients is called by every replica, inside of strategy.run")
         if self._num_holds[replica]:
             return
-        op, module, device = ReduceOp(reduce_op), self.current(), torch_device(context.devices[0])
-        arenas = self._arenas
-        if arenas is None:
-            gradients = ReplicaGradients(module, op, device)
-            gradients.take_over(context.all_reduce(op, gradients.brought(), options))
+        op = ReduceOp(reduce_op)
+        if self._arenas is not None:
+            self._arenas.reduce_as_replica(context, op, options)
             return
-        arenas.check(op, options)
-        if not arenas.arenas[replica].fits():
-            context.meet("rearrange gradients", (), None, arenas.rearrange)
-        gradients = ReplicaGradients(module, op, device, arenas.arenas[replica])
-        merge = functools.partial(arenas.reduce, op, options)
-        chosen = as_options(options)
-        gradients.take_over(context.meet("reduce_gradients", (op.name,), gradients.brought(), merge, chosen))
+        gradients = ReplicaGradients(self.current(), op, torch_device(context.devices[0]))
+        gradients.take_over(context.all_reduce(op, gradients.brought(), options))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
