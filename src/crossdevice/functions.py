@@ -128,17 +128,20 @@ def reduce_scatter(
     algorithm: str | CrossDeviceOps = DEFAULT_ALGORITHM,
     options: CommunicationOptions | None = None,
     out: Any = None,
+    weights: Any = None,
 ) -> list[Any]:
     """Combines one array or tree per replica; each replica gets its own part of the result along `axis`.
 
-    Parts are as equal as may be, the longer ones first, unless `sizes` has their lengths.
+    Parts are as equal as may be, the longer ones first, unless `sizes` has their lengths. `weights` has a
+    number for each replica, as in `reduce`.
 
     >>> reduce_scatter([[1, 2, 3], [10, 20, 30]])
     [array([11, 22], dtype=int32), array([33], dtype=int32)]
     """
     value = _per_replica(values)
     out = _only(out, len(value.values))
-    return _listed(_ops(algorithm).reduce_scatter(op, value, axis, options, sizes=sizes, out=out))
+    ops = _ops(algorithm)
+    return _listed(ops.reduce_scatter(op, value, axis, options, sizes=sizes, out=out, weights=weights))
 
 
 def all_gather(values: Sequence[Any] | DistributedValues, *, axis: int = 0, out: Any = None) -> list[Any]:

@@ -227,6 +227,16 @@ def test_lengths_are_those_of_array_split_also_with_fewer_rows_than_replicas():
         assert [part.tolist() for part in cd.all_to_all(arrays)] == moved
 
 
+def test_weights_count_as_in_reduce():
+    arrays, weights = wild_arrays("float32", 3, 20, seed=3), [2, 0.5, 1]
+    for op, options in itertools.product(("sum", "mean"), each_option()):
+        whole = cd.reduce(arrays, op, options=options, weights=weights)
+        parts = cd.reduce_scatter(arrays, op, options=options, weights=weights)
+        assert same_numbers(np.concatenate(parts), whole)
+    with pytest.raises(cd.errors.OptionError, match="weights has 2 numbers, and there are 3 replicas"):
+        cd.reduce_scatter(arrays, weights=[1, 2])
+
+
 def test_several_replicas_may_share_a_device():
     arrays = [np.float32([1, 2, 3]), np.float32([10, 20, 30]), np.float32([100, 200, 300])]
     value = cd.PerReplica(arrays, ["cpu:1", "cpu:0", "cpu:1"])

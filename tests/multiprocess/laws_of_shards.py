@@ -48,6 +48,17 @@ def exact_parts_have_the_bits_of_one_process(group, form_another):
         values = replicas(dtype, 700)
         rights = cd.reduce_scatter(values, op, options=options)
         same_bits(ops.reduce_scatter(op, share_of(group, values), 0, options), own_parts(group, rights))
+    values, weights = replicas(np.dtype("f4"), 700), [0.5 + number for number in range(NUM_REPLICAS)]
+    for op, precision in itertools.product(("sum", "mean"), ("fast", "accurate", "exact")):
+        options = cd.CommunicationOptions(precision=precision)
+        rights = cd.reduce_scatter(values, op, options=options, weights=weights)
+        own = share_of(group, weights).values
+        found = ops.reduce_scatter(op, share_of(group, values), 0, options, weights=own)
+        same_bits(found, own_parts(group, rights))
+    same_bits(
+        ops.reduce_scatter("median", share_of(group, values), 0, cd.CommunicationOptions(precision="fast")),
+        own_parts(group, cd.reduce_scatter(values, "median")),
+    )
 
 
 def accurate_parts_of_one_replica_each_have_the_bits_of_one_process(group, form_another):

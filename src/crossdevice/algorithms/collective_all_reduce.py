@@ -171,11 +171,15 @@ class CollectiveAllReduce(CrossDeviceOps):
         return self._between.gather(placed, axis, options)
 
     def _reduce_scatter(
-        self, op: ReduceOp, scatters: Sequence[Scatter], options: CommunicationOptions
+        self,
+        op: ReduceOp,
+        scatters: Sequence[Scatter],
+        options: CommunicationOptions,
+        factors: tuple[float, ...] | None,
     ) -> list[Any]:
         if self._between is None:
-            return super()._reduce_scatter(op, scatters, options)
-        return self._between.reduce_scatter(scatters, op, options)
+            return super()._reduce_scatter(op, scatters, options, factors)
+        return self._between.reduce_scatter(scatters, op, options, factors)
 
     def _all_to_all(self, moves: Sequence[AllToAll], options: CommunicationOptions) -> list[Any]:
         if self._between is None:

@@ -22,6 +22,7 @@ class ShardedCalls:
         batch_reduce: Callable[..., list[Any]]
         gather: Callable[..., Any]
         _checked_op: Callable[[ReduceOp | str], ReduceOp]
+        _checked_factors: Callable[[Any, ReduceOp], tuple[float, ...]]
         _chosen_options: Callable[[CommunicationOptions | None], CommunicationOptions]
         _differentiates: Callable[[ReduceOp], bool]
 
@@ -37,6 +38,7 @@ class ShardedCalls:
         *,
         sizes: Sequence[int] | None = None,
         out: Any = None,
+        weights: Any = None,
     ) -> Any:
         """Combines the replicas of a value, of which each replica gets its own part along `axis`.
 
@@ -48,6 +50,7 @@ class ShardedCalls:
                 first, as those of `numpy.array_split`.
             out: an array for the part of each replica instead of new ones. Between processes, it is checked
                 when the number of all replicas, and so the length of the parts, is known.
+            weights: a number for each replica, as in `reduce`.
 
         Returns:
             A PerReplica on the devices of the value; the bare part if the value has one replica here.
@@ -61,15 +64,17 @@ class ShardedCalls:
         check_cross_replica("reduce_scatter")
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         values, outs, rebuilt = _spread(per_replica_value, out)
+        factors = None if weights is None else self._checked_factors(weights, op)
 
         def run() -> list[Any]:
             scatters = [
-                read_scatter(value, op, axis, sizes, into) for value, into in zip(values, outs, strict=True)
+                read_scatter(value, op, axis, sizes, into, factors)
+                for value, into in zip(values, outs, strict=True)
             ]
-            return self._reduce_scatter(op, scatters, chosen)
+            return self._reduce_scatter(op, scatters, chosen, factors)
 
         recorded = read_recorded_leaves([(value, None) for value in values], outs)
-        if recorded is None or not self._differentiates(op):
+        if recorded is None or factors is not None or not self._differentiates(op):
             return rebuilt(run())[0]
         return rebuilt(recorded.scattered(run, self._calls, op, axis, chosen))[0]
 
@@ -131,12 +136,16 @@ class ShardedCalls:
     # ---------------------------------------------------------------- inside one process, unless overridden
 
     def _reduce_scatter(
-        self, op: ReduceOp, scatters: Sequence[Scatter], options: CommunicationOptions
+        self,
+        op: ReduceOp,
+        scatters: Sequence[Scatter],
+        options: CommunicationOptions,
+        factors: tuple[float, ...] | None,
     ) -> list[Any]:
         """One batch of reductions, each of one part to one device: the ledger proves every one of them."""
         pairs = [pair for scatter in scatters for pair in scatter.pairs()]
         outs = [out for scatter in scatters for out in scatter.outs]
-        parts = iter(self.batch_reduce(op, pairs, options, out=outs))
+        parts = iter(self.batch_reduce(op, pairs, options, out=outs, weights=factors))
         return [
             per_replica([next(parts) for _ in scatter.value.devices], scatter.value.devices)
             for scatter in scatters

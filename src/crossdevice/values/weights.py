@@ -77,6 +77,15 @@ def factors_of(given: Any, op: ReduceOp) -> tuple[float, ...]:
     return tuple([_factor(item, number, op) for number, item in enumerate(given)])
 
 
+def check_number(factors: tuple[float, ...], num_replicas: int, entry: str = "") -> None:
+    """Refuses more or fewer weights than there are replicas, of an entry of a batch if it has several."""
+    if num_replicas != len(factors):
+        raise OptionError(
+            f"weights has {len(factors)} numbers, and there are {num_replicas} replicas{entry}; "
+            "expected one for each replica"
+        )
+
+
 def _factor(given: Any, number: int, op: ReduceOp) -> float:
     if type(given) is float and SMALLEST_WEIGHT <= given <= LARGEST_WEIGHT:
         return given  # as nearly all are

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from crossdevice.backends.protocol import Array, Backend
-from crossdevice.errors import OptionError, OutError
+from crossdevice.errors import OutError
 from crossdevice.execution.local.accumulation import accumulate
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import PreparedReduction
@@ -32,7 +32,7 @@ from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
-from crossdevice.values.weights import Weights, weights_for
+from crossdevice.values.weights import Weights, check_number, weights_for
 
 CheckedLeaf: TypeAlias = "Dense | SparseReduction"
 
@@ -77,7 +77,9 @@ class CheckedBatch:
     ) -> None:
         started = now()
         if factors is not None:
-            _check_number(factors, requests)
+            for number, request in enumerate(requests):
+                entry = f" of entry {number}" if len(requests) > 1 else ""
+                check_number(factors, len(request.value.devices), entry)
         if options.precision == "fast" and (factors is not None or op.is_of_ranks):
             options = dataclasses.replace(options, precision="accurate")
         self.requests, self.op, self.options, self.factors = requests, op, options, factors
@@ -211,17 +213,6 @@ def accumulated(
     return [
         delivered(answers, leaf.out, leaf.spec.backend) for leaf, answers in zip(dense, results, strict=True)
     ]
-
-
-def _check_number(factors: tuple[float, ...], requests: Sequence[Request]) -> None:
-    for number, request in enumerate(requests):
-        count = len(request.value.devices)
-        if count != len(factors):
-            entry = f" of entry {number}" if len(requests) > 1 else ""
-            raise OptionError(
-                f"weights has {len(factors)} numbers, and there are {count} replicas{entry}; "
-                "expected one for each replica"
-            )
 
 
 def _backend_of(leaf: CheckedLeaf) -> Backend:

@@ -14,6 +14,7 @@ from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.nesting import unflatten
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import check_number
 
 
 class ScatteredLeaf(NamedTuple):
@@ -70,9 +71,13 @@ class Scatter(NamedTuple):
         return leaves[0] if structure is None else unflatten(structure, leaves)
 
 
-def read_scatter(value: Any, op: ReduceOp, axis: int, sizes: Any, out: Any) -> Scatter:
-    """Reads and checks a value whose reduction is to be scattered."""
+def read_scatter(
+    value: Any, op: ReduceOp, axis: int, sizes: Any, out: Any, factors: tuple[float, ...] | None = None
+) -> Scatter:
+    """Reads and checks a value whose reduction is to be scattered; `factors` are its weights."""
     read, given = read_value(value), read_sizes(sizes)
+    if factors is not None:
+        check_number(factors, len(read.devices))
     leaves = []
     for leaf in read.leaves:
         if leaf.is_sparse:

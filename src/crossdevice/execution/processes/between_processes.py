@@ -22,7 +22,6 @@ from crossdevice.execution.processes.agreement import (
     Description,
     LeafDescription,
     agreed_call,
-    refused_by_all,
     seconds_of,
     structure_text,
 )
@@ -35,12 +34,12 @@ from crossdevice.execution.processes.device_shards import (
     may_stay_on_device,
 )
 from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank
-from crossdevice.execution.processes.packs import check_ranks
 from crossdevice.execution.processes.peer_reduction import PeerReduction, has_bits_of_the_host, is_on_peers
 from crossdevice.execution.processes.peers import find_peers, why_no_peers
 from crossdevice.execution.processes.reduction import ProcessReduction
 from crossdevice.execution.processes.scattering import ProcessReduceScatter, reduced_parts
 from crossdevice.execution.processes.travelling import Delivery
+from crossdevice.execution.processes.weighing import weights_of_all_ranks
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.outputs import wrapped_into
 from crossdevice.execution.reading.values import Leaf, one_backend, read_value
@@ -53,7 +52,7 @@ from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import unflatten
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions, whole_number
 from crossdevice.values.reduce_op import ReduceOp
-from crossdevice.values.weights import Weights, weights_for
+from crossdevice.values.weights import Weights
 
 Way: TypeAlias = Literal["engine", "host", "peer memory", "shards"]
 
@@ -86,7 +85,7 @@ class BetweenProcesses:
         with agreed_call(self.group, description, replicas, seconds_of(batch.options)) as (call, of_ranks):
             counts = list(zip(*of_ranks, strict=True))
             find_peers(call, _own_gpu(batch))
-            weights = _weights_of_all_ranks(call, batch, counts)
+            weights = weights_of_all_ranks(call, batch.op, batch.factors, counts)
             # Rows first, which are copied: `out` of a dense leaf may be written to while that travels.
             gathered = _gather_rows(call, batch.all_leaves, counts, weights)
             deliveries = self._exchange_dense(call, batch, counts, weights)
@@ -162,10 +161,14 @@ class BetweenProcesses:
         return [gather() for gather in ready]
 
     def reduce_scatter(
-        self, scatters: Sequence[Scatter], op: ReduceOp, options: CommunicationOptions
+        self,
+        scatters: Sequence[Scatter],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        factors: tuple[float, ...] | None,
     ) -> list[Any]:
         """The parts of this rank's replicas, of values reduced over the replicas of all ranks."""
-        return reduced_parts(self.group, scatters, op, options, self._scatterings, self._prepare)
+        return reduced_parts(self.group, scatters, op, options, factors, self._scatterings, self._prepare)
 
     def all_to_all(self, moves: Sequence[AllToAll], options: CommunicationOptions) -> list[Any]:
         """The parts that all ranks have for this rank's replicas."""
@@ -371,18 +374,6 @@ def _described(
 def _index_dtype(leaf: SparseReduction) -> str:
     dtypes = {leaf.backend.dtype_of(part.indices) for part in leaf.slices}
     return dtypes.pop() if len(dtypes) == 1 else "int64"
-
-
-def _weights_of_all_ranks(
-    call: GroupCall, batch: CheckedBatch, counts: Sequence[tuple[int, ...]]
-) -> Weights | None:
-    """The weights of all replicas, in the order of ranks; refuses those, and operations, that do not fit."""
-    with refused_by_all():
-        check_ranks(batch.op, counts)
-        if batch.factors is None:
-            return None
-        records = call.all_gather_uneven(np.array(batch.factors).tobytes())
-        return weights_for(tuple(np.frombuffer(b"".join(records)).tolist()), batch.op)
 
 
 def _gather_rows(

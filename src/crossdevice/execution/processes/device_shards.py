@@ -119,8 +119,11 @@ class DeviceReduceScatter:
             prepare((_shards_of(spec, spec.num_elements // size, size),), op, options) for spec in specs
         ]
 
-    def exchange(self, call: GroupCall, columns: Columns) -> list[list[Array]]:
+    def exchange(
+        self, call: GroupCall, columns: Columns, weights: Weights | None = None
+    ) -> list[list[Array]]:
         """For each leaf the part of this rank's replica, flat."""
+        assert weights is None, "weighted values go through the host's memory"
         _meet(call)
         return [
             [_combined(call, spec.backend.flat(arrays[0]), spec, reduction)]

@@ -99,13 +99,6 @@ class ProcessPack(NamedTuple):
         return self.counts[rank] if self.partial is None else 1
 
 
-def check_ranks(op: ReduceOp, counts: Sequence[Sequence[int]]) -> None:
-    """Refuses operations of ranks for which there are too few replicas of some leaf."""
-    if op.is_of_ranks:
-        for count in counts:
-            op.ranks(sum(count))
-
-
 def process_packs(
     specs: Sequence[LeafSpec],
     op: ReduceOp,

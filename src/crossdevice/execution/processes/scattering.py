@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -22,9 +23,10 @@ from crossdevice.execution.processes.agreement import (
 )
 from crossdevice.execution.processes.device_reduction import Prepare
 from crossdevice.execution.processes.device_shards import DeviceReduceScatter, may_stay_on_device
-from crossdevice.execution.processes.packs import Piece, check_ranks
+from crossdevice.execution.processes.packs import Piece
 from crossdevice.execution.processes.reduction import Flat, ProcessReduction
 from crossdevice.execution.processes.rows import array_of_rows
+from crossdevice.execution.processes.weighing import weights_of_all_ranks
 from crossdevice.execution.reading.leaf_spec import Columns
 from crossdevice.execution.reading.outputs import wrapped_into
 from crossdevice.execution.reading.shards import part_lengths
@@ -35,6 +37,7 @@ from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import Weights
 
 
 class ProcessReduceScatter(ProcessReduction):
@@ -51,6 +54,8 @@ class ProcessReduceScatter(ProcessReduction):
         counts: Sequence[tuple[int, ...]],
         rank: int,
         lengths: Sequence[Sequence[int]],
+        *,
+        is_weighted: bool = False,
     ) -> None:
         """`lengths` has, for each leaf, the length of the part of each replica there is."""
         self._axes = [leaf.axis for leaf in leaves]
@@ -59,13 +64,15 @@ class ProcessReduceScatter(ProcessReduction):
             [unit * row for row in itertools.accumulate(of_leaf, initial=0)]
             for of_leaf, unit in zip(lengths, units, strict=True)
         ]
-        super().__init__([leaf.spec for leaf in leaves], op, options, counts, rank, edges=edges)
+        super().__init__(
+            [leaf.spec for leaf in leaves], op, options, counts, rank, is_weighted=is_weighted, edges=edges
+        )
         own = [slice(sum(count[:rank]), sum(count[: rank + 1])) for count in counts]
         self._own_lengths = [of_leaf[place] for of_leaf, place in zip(lengths, own, strict=True)]
         self._own_starts = [of_leaf[place] for of_leaf, place in zip(edges, own, strict=True)]
         self._units = units
 
-    def exchange(self, call: GroupCall, columns: Columns) -> list[list[Flat]]:
+    def exchange(self, call: GroupCall, columns: Columns, weights: Weights | None = None) -> list[list[Flat]]:
         """For each leaf the parts of this rank's replicas, as rows along its axis."""
         parts = [
             [result_pool.empty(length * unit, dtype) for length in lengths]
@@ -83,7 +90,7 @@ class ProcessReduceScatter(ProcessReduction):
             def target_of(piece: Piece, targets: dict[tuple[int, int], Flat] = targets) -> list[Flat]:
                 return [targets[piece.leaf, piece.start]]
 
-            self._reduce_shard(call, pack, columns, target_of)
+            self._reduce_shard(call, pack, columns, target_of, weights)
         return parts
 
     def placed(self, parts: Sequence[Sequence[Flat]]) -> list[list[Array]]:
@@ -113,29 +120,33 @@ def reduced_parts(
     scatters: Sequence[Scatter],
     op: ReduceOp,
     options: CommunicationOptions,
+    factors: tuple[float, ...] | None,
     known: SignatureCache[ProcessReduceScatter | DeviceReduceScatter],
     prepare: Prepare,
 ) -> list[Any]:
     """For each value the parts of this rank's replicas, wrapped; what was prepared for them is `known`."""
+    if options.precision == "fast" and (factors is not None or op.is_of_ranks):
+        options = dataclasses.replace(options, precision="accurate")
     leaves = [leaf for scatter in scatters for leaf in scatter.leaves]
     replicas = tuple(len(leaf.spec.devices) for leaf in leaves)
-    description = _description(scatters, leaves, op, options, group)
+    description = _description(scatters, leaves, op, options, factors is not None, group)
     sizes = scatters[0].sizes
     place: Callable[[], list[list[Array]]] = list  # of no leaves
     with agreed_call(group, description, replicas, seconds_of(options)) as (call, of_ranks):
         if leaves:
             counts = tuple(zip(*of_ranks, strict=True))
-            key = (tuple((leaf.spec, leaf.axis) for leaf in leaves), op, options, counts, sizes)
+            weights = weights_of_all_ranks(call, op, factors, counts)
+            shapes = tuple((leaf.spec, leaf.axis) for leaf in leaves)
+            key = (shapes, op, options, counts, sizes, weights is not None)
             prepared = known.get(key)
             if prepared is None:
                 specs = [leaf.spec for leaf in leaves]
                 with refused_by_all():
-                    check_ranks(op, counts)
                     lengths = [
                         part_lengths(leaf.spec.shape[leaf.axis], sum(count), sizes)
                         for leaf, count in zip(leaves, counts, strict=True)
                     ]
-                if all(
+                if weights is None and all(
                     set(count) == {1}
                     and may_stay_on_device(leaf.spec, options, group)
                     and _is_even(leaf, group, sizes)
@@ -143,9 +154,11 @@ def reduced_parts(
                 ):
                     prepared = DeviceReduceScatter(specs, op, options, group.size, prepare)
                 else:
-                    prepared = ProcessReduceScatter(leaves, op, options, counts, group.rank, lengths)
+                    prepared = ProcessReduceScatter(
+                        leaves, op, options, counts, group.rank, lengths, is_weighted=weights is not None
+                    )
                 known[key] = prepared
-            parts = prepared.exchange(call, [leaf.leaf.arrays for leaf in leaves])
+            parts = prepared.exchange(call, [leaf.leaf.arrays for leaf in leaves], weights)
             place = functools.partial(prepared.placed, parts)
     left = iter(place())
     return [
@@ -166,13 +179,15 @@ def _description(
     leaves: Sequence[ScatteredLeaf],
     op: ReduceOp,
     options: CommunicationOptions,
+    is_weighted: bool,
     group: ProcessGroup,
 ) -> Description:
     axes = " and ".join(map(str, sorted({leaf.axis for leaf in leaves})))
+    weighted = ", with weights" if is_weighted else ""
     packs = f", packs of {options.bytes_per_pack} bytes" if options.bytes_per_pack else ""
     sizes = "" if scatters[0].sizes is None else f", sizes {list(scatters[0].sizes)}"
     return Description(
-        f"reduce_scatter {op.name} ({options.precision}{packs}) along axis {axes}{sizes}",
+        f"reduce_scatter {op.name} ({options.precision}{packs}{weighted}) along axis {axes}{sizes}",
         tuple(structure_text(scatter.value.structure) for scatter in scatters),
         tuple(
             LeafDescription(
