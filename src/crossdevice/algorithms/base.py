@@ -8,11 +8,11 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from crossdevice.algorithms.prepared_calls import PreparedCalls
 from crossdevice.algorithms.sharded_calls import ShardedCalls
 from crossdevice.costs.rounds import Round
 from crossdevice.costs.topology import Topology
 from crossdevice.errors import ConversionError, OptionError, ReduceOpError
-from crossdevice.execution.bound import BoundReduction, side_streams_of
 from crossdevice.execution.differentiation import read_recorded_leaves, recorded_leaves
 from crossdevice.execution.explaining import explained
 from crossdevice.execution.known_calls import KnownCalls
@@ -21,7 +21,6 @@ from crossdevice.execution.local.batch import CheckedBatch, Request, read_reques
 from crossdevice.execution.local.copying import component_of, copied_into, copied_to, shared_with
 from crossdevice.execution.local.gathering import Placed, gathered
 from crossdevice.execution.local.planning import Planner
-from crossdevice.execution.pending import THIS_PROCESS, Pending, start
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.outputs import wrapped
@@ -38,7 +37,7 @@ from crossdevice.values.replica_scope import check_cross_replica
 from crossdevice.values.weights import factors_of, weights_for
 
 
-class CrossDeviceOps(ShardedCalls):
+class CrossDeviceOps(PreparedCalls, ShardedCalls):
     """Combines values of several devices (reduce, batch_reduce, gather) and copies them (broadcast).
 
     `reduce_scatter`, `all_gather` and `all_to_all` do the same with a part for each replica.
@@ -167,91 +166,6 @@ class CrossDeviceOps(ShardedCalls):
             return found.call.run(found.columns, outs)
         return self._reduce(reduce_op, pairs, chosen, outs, found.key, is_batch=True)
 
-    def bind(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        destinations: Any = None,
-        options: CommunicationOptions | None = None,
-        *,
-        out: Any = None,
-        weights: Any = None,
-    ) -> BoundReduction:
-        """Prepares a reduction of these arrays, with these weights, to be run many times by `bound()`.
-
-        All checks and preparations are done now. Results are written to the same memory in each call:
-        to `out`, or to memory that the bound reduction owns.
-
-        Args:
-            value: what `reduce` takes; or, without `destinations`, the pairs that `batch_reduce` takes.
-
-        >>> import numpy as np
-        >>> from crossdevice import DirectAllReduce, PerReplica
-        >>> gradients = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
-        >>> bound = DirectAllReduce().bind("sum", gradients, gradients, out=gradients)
-        >>> bound().values[1]
-        array([4., 6.], dtype=float32)
-        """
-        check_cross_replica("bind")
-        is_batch = destinations is None
-        pairs = checked_pairs(value) if is_batch else [(value, destinations)]
-        outs = checked_outs(out, len(pairs)) if is_batch else [out]
-        op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
-        requests, rebuilt = read_requests(pairs, outs)
-        factors = None if weights is None else self._checked_factors(weights, op)
-        batch = CheckedBatch(requests, op, chosen, factors=factors)
-        if self._can_be_known:
-            return BoundReduction.of_batch(batch, self._planner, rebuilt, is_batch)
-        between = self._between
-        if between is not None:
-            bound = BoundReduction.between_processes(batch, between, rebuilt, is_batch)
-            if bound is not None:
-                return bound
-        if is_batch:
-            value, out = pairs, outs
-        call = self._call(op, value, destinations, chosen, out, factors)
-        return BoundReduction(call, owner=self._owner_of_started)
-
-    def start_reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        destinations: Any = None,
-        options: CommunicationOptions | None = None,
-        *,
-        out: Any = None,
-        weights: Any = None,
-    ) -> Pending:
-        """Starts a reduction and returns at once; `pending.wait()` gives what `reduce` would return.
-
-        Takes what `bind` takes. Arrays must not be written to before `wait` has returned.
-
-        >>> import numpy as np
-        >>> from crossdevice import DirectAllReduce, PerReplica
-        >>> gradients = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
-        >>> pending = DirectAllReduce().start_reduce("sum", gradients, "cpu:0")
-        >>> pending.wait()
-        array([4., 6.], dtype=float32)
-        """
-        check_cross_replica("start_reduce")
-        if not self._can_be_known:
-            # Other processes or a user's own hook: all of the call is made in its turn, its checks too.
-            call = self._call(reduce_op, value, destinations, options, out, weights)
-            return start(call, self._owner_of_started)
-        is_batch = destinations is None
-        pairs = checked_pairs(value) if is_batch else [(value, destinations)]
-        outs = checked_outs(out, len(pairs)) if is_batch else [out]
-        requests, rebuilt = read_requests(pairs, outs)
-        op = self._checked_op(reduce_op)
-        factors = None if weights is None else self._checked_factors(weights, op)
-        batch = CheckedBatch(requests, op, self._chosen_options(options), factors=factors)
-
-        def run() -> Any:
-            results = rebuilt(batch.run(self._planner))
-            return results if is_batch else results[0]
-
-        return start(run, side=side_streams_of(batch))
-
     def broadcast(
         self,
         tensor: Any,
@@ -367,26 +281,6 @@ class CrossDeviceOps(ShardedCalls):
                 f"{op.name} with an accumulation_fn, which takes the place of the sum in SUM and MEAN"
             )
         return op
-
-    def _call(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        destinations: Any,
-        options: CommunicationOptions | None,
-        out: Any,
-        weights: Any,
-    ) -> Callable[[], Any]:
-        """A plain call, to be made later; without destinations the value is pairs."""
-        if destinations is None:
-            return functools.partial(self.batch_reduce, reduce_op, value, options, out=out, weights=weights)
-        reduce = functools.partial(self.reduce, reduce_op, value, destinations, options)
-        return functools.partial(reduce, out=out, weights=weights)
-
-    @property
-    def _owner_of_started(self) -> object:
-        """Whose started calls are made one after the other."""
-        return THIS_PROCESS
 
     def _chosen_options(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """The options that count when a call is given these; None stands for none."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,6 @@ from crossdevice.execution.local.batch import CheckedBatch, CheckedLeaf, Request
 from crossdevice.execution.local.copying import component_of
 from crossdevice.execution.local.gathering import Gathering, Placed, check_gather
 from crossdevice.execution.local.scattering import Scatter
-from crossdevice.execution.local.sparse import SparseReduction
 from crossdevice.execution.processes.agreement import (
     Description,
     LeafDescription,
@@ -27,18 +25,16 @@ from crossdevice.execution.processes.agreement import (
 )
 from crossdevice.execution.processes.all_to_all import exchanged_parts
 from crossdevice.execution.processes.dense_call import DenseCall
-from crossdevice.execution.processes.device_reduction import DeviceReduction, Prepare, is_reduced_on_device
-from crossdevice.execution.processes.device_shards import (
-    DeviceReduceScatter,
-    DeviceShards,
-    may_stay_on_device,
-)
+from crossdevice.execution.processes.device_reduction import DeviceReduction, Prepare
+from crossdevice.execution.processes.device_shards import DeviceReduceScatter, DeviceShards
 from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank
-from crossdevice.execution.processes.peer_reduction import PeerReduction, has_bits_of_the_host, is_on_peers
+from crossdevice.execution.processes.peer_reduction import PeerReduction
 from crossdevice.execution.processes.peers import find_peers, why_no_peers
 from crossdevice.execution.processes.reduction import ProcessReduction
 from crossdevice.execution.processes.scattering import ProcessReduceScatter, reduced_parts
+from crossdevice.execution.processes.sparse_rows import gathered_rows, index_dtype
 from crossdevice.execution.processes.travelling import Delivery
+from crossdevice.execution.processes.ways import Way, agreed_way, own_gpu, way_of
 from crossdevice.execution.processes.weighing import weights_of_all_ranks
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.outputs import wrapped_into
@@ -53,9 +49,6 @@ from crossdevice.values.nesting import unflatten
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions, whole_number
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
-
-Way: TypeAlias = Literal["engine", "host", "peer memory", "shards"]
-
 
 SMALLEST_SHARED_BYTES = 1 << 20
 """Results that are smaller are copied: a file for each of hundreds would cost more than it saves."""
@@ -84,10 +77,10 @@ class BetweenProcesses:
         description = self._description(batch)
         with agreed_call(self.group, description, replicas, seconds_of(batch.options)) as (call, of_ranks):
             counts = list(zip(*of_ranks, strict=True))
-            find_peers(call, _own_gpu(batch))
+            find_peers(call, own_gpu(batch))
             weights = weights_of_all_ranks(call, batch.op, batch.factors, counts)
             # Rows first, which are copied: `out` of a dense leaf may be written to while that travels.
-            gathered = _gather_rows(call, batch.all_leaves, counts, weights)
+            gathered = gathered_rows(call, batch.all_leaves, counts, weights)
             deliveries = self._exchange_dense(call, batch, counts, weights)
         results: dict[int, Any] = {number: leaf.run() for number, leaf in gathered.items()}
         for numbers, delivery in deliveries:  # inputs in `out` are written to when nothing can fail any more
@@ -305,16 +298,12 @@ class BetweenProcesses:
         ways: dict[Way, dict[int, Dense]] = {}
         for number, leaf in enumerate(batch.all_leaves):
             if isinstance(leaf, Dense):
-                way = way_of(leaf.spec, op, options, group)
-                fits = weights is None and has_bits_of_the_host(leaf.spec, op, options, counts[number])
-                is_lone = weights is None and set(counts[number]) == {1}
-                if (way == "peer memory" and not fits) or (way == "shards" and not is_lone):
-                    way = "host"
+                way = agreed_way(leaf.spec, op, options, group, counts[number], batch.is_weighted)
                 ways.setdefault(way, {})[number] = leaf
         for way, dense in sorted(ways.items()):
             leaves = dense.values()
             specs, own_counts = tuple(leaf.spec for leaf in leaves), tuple(counts[number] for number in dense)
-            key = (specs, op, options, own_counts, batch.is_weighted)
+            key = (way, specs, op, options, own_counts, batch.is_weighted)
             known = self._reductions.get(key)
             if known is None:
                 if way == "engine":
@@ -334,21 +323,6 @@ class BetweenProcesses:
         return deliveries
 
 
-def _own_gpu(batch: CheckedBatch) -> Device | None:
-    """The GPU of a batch, if all of its arrays there are on one."""
-    gpus = {leaf.spec.shared_gpu for leaf in batch.dense} - {None}
-    return gpus.pop() if len(gpus) == 1 else None
-
-
-def way_of(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, group: ProcessGroup) -> Way:
-    """How a dense leaf is reduced between the processes of a group."""
-    if is_on_peers(spec, op, options, group):
-        return "peer memory"
-    if is_reduced_on_device(spec, options, group):
-        return "engine"
-    return "shards" if may_stay_on_device(spec, options, group) else "host"
-
-
 def _place(leaf: Leaf, entry: int, requests: Sequence[Request]) -> str:
     """How an error names a leaf: by its path, and by its entry if there are several."""
     if len(requests) == 1:
@@ -365,56 +339,10 @@ def _described(
         kind += f" into {leaf.spec.into}" if leaf.spec.into else ""
         return LeafDescription(path, kind, leaf.spec.dtype, leaf.spec.shape)
     backend, first = leaf.backend, leaf.slices[0]
-    indices = _index_dtype(leaf)
+    indices = index_dtype(leaf)
     rows = (None, *backend.shape_of(first.values)[1:])
     dtype = f"{backend.dtype_of(first.values)}, {indices} indices"
     return LeafDescription(path, "rows", dtype, rows, leaf.dense_shape)
-
-
-def _index_dtype(leaf: SparseReduction) -> str:
-    dtypes = {leaf.backend.dtype_of(part.indices) for part in leaf.slices}
-    return dtypes.pop() if len(dtypes) == 1 else "int64"
-
-
-def _gather_rows(
-    call: GroupCall,
-    leaves: Sequence[CheckedLeaf],
-    counts: Sequence[tuple[int, ...]],
-    weights: Weights | None,
-) -> dict[int, SparseReduction]:
-    """Sparse leaves, by their numbers, with the rows of all ranks in the order of ranks and replicas."""
-    rank = call.group.rank
-    sparse = {
-        number: leaf.with_weights(weights, sum(counts[number][:rank]))
-        for number, leaf in enumerate(leaves)
-        if isinstance(leaf, SparseReduction)
-    }
-    if not sparse:
-        return {}
-    flats: list[NDArray[Any]] = []
-    for leaf in sparse.values():
-        to_host = leaf.backend.to_host
-        flats.append(np.concatenate([to_host(part.values) for part in leaf.slices]))
-        flats.append(
-            np.concatenate([to_host(part.indices) for part in leaf.slices]).astype(_index_dtype(leaf))
-        )
-    of_ranks = arrays_of_all_ranks(call, flats)
-    gathered = {}
-    for order, (number, leaf) in enumerate(sparse.items()):
-        backend, first = leaf.backend, leaf.slices[0]
-        values = np.concatenate([arrays[2 * order] for arrays in of_ranks])
-        indices = np.concatenate([arrays[2 * order + 1] for arrays in of_ranks])
-        device = Device.parse(first.device)
-        shape = (indices.size, *backend.shape_of(first.values)[1:])
-        rows = type(first)(
-            backend.from_host(values, shape, device),
-            backend.from_host(indices, indices.shape, device),
-            leaf.dense_shape,
-        )
-        gathered[number] = dataclasses.replace(
-            leaf, slices=(rows,), devices=(device,), num_replicas=sum(counts[number])
-        )
-    return gathered
 
 
 def _joined(gathering: Gathering) -> NDArray[Any]:

@@ -1,0 +1,150 @@
+"""The public calls that prepare or start a reduction instead of waiting for its results."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from crossdevice.execution.bound import BoundReduction, side_streams_of
+from crossdevice.execution.local.batch import CheckedBatch, read_requests
+from crossdevice.execution.local.planning import Planner
+from crossdevice.execution.pending import THIS_PROCESS, Pending, start
+from crossdevice.execution.processes.between_processes import BetweenProcesses
+from crossdevice.execution.reading.structures import checked_outs, checked_pairs
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.replica_scope import check_cross_replica
+
+
+class PreparedCalls:
+    """What `CrossDeviceOps` does now for reductions that run later, once or many times."""
+
+    if TYPE_CHECKING:  # of CrossDeviceOps
+        reduce: Callable[..., Any]
+        batch_reduce: Callable[..., list[Any]]
+        _checked_op: Callable[[ReduceOp | str], ReduceOp]
+        _checked_factors: Callable[[Any, ReduceOp], tuple[float, ...]]
+        _chosen_options: Callable[[CommunicationOptions | None], CommunicationOptions]
+
+        @property
+        def _between(self) -> BetweenProcesses | None: ...
+
+        @property
+        def _can_be_known(self) -> bool: ...
+
+        @property
+        def _planner(self) -> Planner: ...
+
+    def bind(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
+        weights: Any = None,
+    ) -> BoundReduction:
+        """Prepares a reduction of these arrays, with these weights, to be run many times by `bound()`.
+
+        All checks and preparations are done now. Results are written to the same memory in each call:
+        to `out`, or to memory that the bound reduction owns.
+
+        Args:
+            value: what `reduce` takes; or, without `destinations`, the pairs that `batch_reduce` takes.
+
+        >>> import numpy as np
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> gradients = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+        >>> bound = DirectAllReduce().bind("sum", gradients, gradients, out=gradients)
+        >>> bound().values[1]
+        array([4., 6.], dtype=float32)
+        """
+        check_cross_replica("bind")
+        is_batch = destinations is None
+        if is_batch:
+            value = checked_pairs(value)
+            out = checked_outs(out, len(value))
+        batch, rebuilt = self._checked(reduce_op, value, destinations, options, out, weights)
+        if self._can_be_known:
+            return BoundReduction.of_batch(batch, self._planner, rebuilt, is_batch)
+        between = self._between
+        if between is not None:
+            bound = BoundReduction.between_processes(batch, between, rebuilt, is_batch)
+            if bound is not None:
+                return bound
+        call = self._call(batch.op, value, destinations, batch.options, out, batch.factors)
+        return BoundReduction(call, owner=self._owner_of_started)
+
+    def start_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
+        weights: Any = None,
+    ) -> Pending:
+        """Starts a reduction and returns at once; `pending.wait()` gives what `reduce` would return.
+
+        Takes what `bind` takes. Arrays must not be written to before `wait` has returned.
+
+        >>> import numpy as np
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> gradients = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+        >>> pending = DirectAllReduce().start_reduce("sum", gradients, "cpu:0")
+        >>> pending.wait()
+        array([4., 6.], dtype=float32)
+        """
+        check_cross_replica("start_reduce")
+        if not self._can_be_known:
+            # Other processes or a user's own hook: all of the call is made in its turn, its checks too.
+            call = self._call(reduce_op, value, destinations, options, out, weights)
+            return start(call, self._owner_of_started)
+        batch, rebuilt = self._checked(reduce_op, value, destinations, options, out, weights)
+
+        def run() -> Any:
+            results = rebuilt(batch.run(self._planner))
+            return results if destinations is None else results[0]
+
+        return start(run, side=side_streams_of(batch))
+
+    def _checked(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None,
+        out: Any,
+        weights: Any,
+    ) -> tuple[CheckedBatch, Callable[[list[Any]], list[Any]]]:
+        """A call as a checked batch, and what puts results into the structures its values came in."""
+        is_batch = destinations is None
+        pairs = checked_pairs(value) if is_batch else [(value, destinations)]
+        outs = checked_outs(out, len(pairs)) if is_batch else [out]
+        op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
+        requests, rebuilt = read_requests(pairs, outs)
+        factors = None if weights is None else self._checked_factors(weights, op)
+        return CheckedBatch(requests, op, chosen, factors=factors), rebuilt
+
+    def _call(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None,
+        out: Any,
+        weights: Any,
+    ) -> Callable[[], Any]:
+        """A plain call, to be made later; without destinations the value is pairs."""
+        if destinations is None:
+            return functools.partial(self.batch_reduce, reduce_op, value, options, out=out, weights=weights)
+        reduce = functools.partial(self.reduce, reduce_op, value, destinations, options)
+        return functools.partial(reduce, out=out, weights=weights)
+
+    @property
+    def _owner_of_started(self) -> object:
+        """Whose started calls are made one after the other."""
+        return THIS_PROCESS
