@@ -139,7 +139,7 @@ class Network:
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine:
+class CollectiveEngine:
     """What is known of a library (NCCL) that does whole collectives on this machine.
 
     `call_seconds` is the one number that is measured: an empty call, from the host's side.
@@ -175,7 +175,7 @@ class Topology:
     memory_bytes_per_second: float
     step_seconds: float
     network: Network | None = None
-    engine: Engine | None = None
+    engine: CollectiveEngine | None = None
 
     @property
     def num_nodes(self) -> int:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from crossdevice.costs.topology import (
+    CollectiveEngine,
     Cost,
     DirectLinks,
-    Engine,
     Fabric,
     HostBridge,
     Network,
@@ -100,7 +100,7 @@ def _topology(tables: Mapping[str, Any]) -> Topology:
         memory_bytes_per_second=memory["bytes_per_second"],
         step_seconds=memory["step_seconds"],
         network=None if network is None else _made(Network, "[network]", network),
-        engine=None if engine is None else _made(Engine, "[engine]", engine),
+        engine=None if engine is None else _made(CollectiveEngine, "[engine]", engine),
     )
 
 

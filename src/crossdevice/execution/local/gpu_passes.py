@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from crossdevice.backends.protocol import Array, Backend
-from crossdevice.execution.local.passes import Passes, Task
+from crossdevice.execution.local.passes import LeafRange, Passes
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.tracing import Work, flight_recorder, now
@@ -208,7 +208,11 @@ class GpuPasses(Passes):
         return self._memory.wanted(spec.shape, self._dtypes[number], count)
 
     def _for_kernels(
-        self, task: Task, recipe: Recipe, sources: Sequence[AddressOffset], targets: Sequence[AddressOffset]
+        self,
+        task: LeafRange,
+        recipe: Recipe,
+        sources: Sequence[AddressOffset],
+        targets: Sequence[AddressOffset],
     ) -> Iterator[KernelTask]:
         """A task as kernels take it; nothing if it only writes to results that share another's memory."""
         spec, dtype = self._specs[task.leaf], self._dtypes[task.leaf]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.host_memory import address_range
 from crossdevice.backends.protocol import Array, Backend, dtype_named
-from crossdevice.execution.local.passes import Passes, Task, in_turn
+from crossdevice.execution.local.passes import LeafRange, Passes, in_turn
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.host.fused_pass import bound_batch, fused_batch, fused_pass
@@ -164,7 +164,7 @@ def _is_view_of(view: NDArray[Any], array: Array, backend: Backend) -> bool:
 
 
 def _arrays_of(
-    task: Task, inputs: Mapping[int, list[NDArray[Any]]], outputs: Mapping[int, list[NDArray[Any]]]
+    task: LeafRange, inputs: Mapping[int, list[NDArray[Any]]], outputs: Mapping[int, list[NDArray[Any]]]
 ) -> Iterator[tuple[list[NDArray[Any]], list[NDArray[Any]]]]:
     """A task's ranges of inputs and outputs; nothing if it only writes to results that share another's."""
     leaf, start, stop, positions = task

@@ -24,7 +24,7 @@ def in_turn(works: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
     return run
 
 
-class Task(NamedTuple):
+class LeafRange(NamedTuple):
     """Elements `start` to `stop` of a leaf, in one fused pass to these of its outputs."""
 
     leaf: int
@@ -38,13 +38,13 @@ class Passes:
 
     def __init__(self, specs: Mapping[int, LeafSpec]) -> None:
         self._specs = specs
-        self._passes: dict[Recipe, list[Task]] = {}
+        self._passes: dict[Recipe, list[LeafRange]] = {}
         self._read_twice: set[int] = set()
 
     def add_leaf(self, number: int, recipe: Recipe) -> None:
         """A whole leaf in one pass, its replicas in order."""
         spec = self._specs[number]
-        self._add(Task(number, 0, spec.num_elements, tuple(range(len(spec.destinations)))), recipe)
+        self._add(LeafRange(number, 0, spec.num_elements, tuple(range(len(spec.destinations)))), recipe)
 
     def add_pack(self, pack: Pack, plan: Plan, recipe: Recipe) -> None:
         """A pack in the order of its plan: the plan's pieces, mapped to ranges of the leaves in the pack."""
@@ -59,9 +59,9 @@ class Passes:
             for piece in pieces:
                 start, stop = max(piece.start, offset), min(piece.stop, offset + length)
                 if start < stop:
-                    task = Task(segment.item, start + shift, stop + shift, piece.outputs)
+                    task = LeafRange(segment.item, start + shift, stop + shift, piece.outputs)
                     self._add(task, recipe._replace(order=piece.order))
             offset += length
 
-    def _add(self, task: Task, recipe: Recipe) -> None:
+    def _add(self, task: LeafRange, recipe: Recipe) -> None:
         self._passes.setdefault(recipe, []).append(task)

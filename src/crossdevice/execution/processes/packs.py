@@ -33,7 +33,7 @@ class PackedLeaf(NamedTuple):
     stop: int
 
 
-class Piece(NamedTuple):
+class PackedPiece(NamedTuple):
     """The elements `start` to `stop` of a leaf, at `offset` in its pack."""
 
     leaf: int
@@ -56,7 +56,7 @@ class Shard(NamedTuple):
     """The part of a pack that one rank combines: its place in the pack, and the pieces of leaves in it."""
 
     place: slice
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PackedPiece, ...]
 
     @property
     def length(self) -> int:
@@ -187,10 +187,10 @@ def _pack_of(
     )
 
 
-def pieces_between(packed: Sequence[PackedLeaf], start: int, stop: int) -> tuple[Piece, ...]:
+def pieces_between(packed: Sequence[PackedLeaf], start: int, stop: int) -> tuple[PackedPiece, ...]:
     """What leaves have in a range of their pack."""
     return tuple(
-        Piece(leaf, max(start, first) - first, min(stop, end) - first, max(start, first))
+        PackedPiece(leaf, max(start, first) - first, min(stop, end) - first, max(start, first))
         for leaf, first, end in packed
         if max(start, first) < min(stop, end)
     )
@@ -213,7 +213,7 @@ def _shards_of_replicas(
                 offset = end if len(leaves) == 1 else _next_line(end)
                 end = offset + last - first
                 if first < last:
-                    pieces.append(Piece(leaf, first, last, offset))
+                    pieces.append(PackedPiece(leaf, first, last, offset))
         shards.append(Shard(slice(start, end), tuple(pieces)))
         replica += count
     return tuple(shards)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import HOST_MEMORY, Array, dtype_named
-from crossdevice.execution.processes.packs import Piece, ProcessPack, process_packs
+from crossdevice.execution.processes.packs import PackedPiece, ProcessPack, process_packs
 from crossdevice.execution.processes.shared_reduction import SharedPack, chunk_length
 from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
@@ -186,7 +186,7 @@ class ProcessReduction:
         call: GroupCall,
         pack: ProcessPack,
         columns: Columns,
-        targets_of: Callable[[Piece], list[Flat]],
+        targets_of: Callable[[PackedPiece], list[Flat]],
         weights: Weights | None = None,
     ) -> None:
         """This rank's shard of the pack, each piece of it written to its targets.
@@ -300,7 +300,7 @@ class ProcessReduction:
         pack: ProcessPack,
         share: Sequence[Flat],
         views: Mapping[int, Sequence[Flat]],
-        pieces: Sequence[Piece],
+        pieces: Sequence[PackedPiece],
     ) -> None:
         """Puts pieces of this process's arrays, or of their partial result, into its share."""
         if pack.is_sent_as_it_is:

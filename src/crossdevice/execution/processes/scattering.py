@@ -23,7 +23,7 @@ from crossdevice.execution.processes.agreement import (
 )
 from crossdevice.execution.processes.device_reduction import Prepare
 from crossdevice.execution.processes.device_shards import DeviceReduceScatter, may_stay_on_device
-from crossdevice.execution.processes.packs import Piece
+from crossdevice.execution.processes.packs import PackedPiece
 from crossdevice.execution.processes.reduction import Flat, ProcessReduction
 from crossdevice.execution.processes.rows import array_of_rows
 from crossdevice.execution.processes.weighing import weights_of_all_ranks
@@ -87,7 +87,7 @@ class ProcessReduceScatter(ProcessReduction):
                 if part.size
             }
 
-            def target_of(piece: Piece, targets: dict[tuple[int, int], Flat] = targets) -> list[Flat]:
+            def target_of(piece: PackedPiece, targets: dict[tuple[int, int], Flat] = targets) -> list[Flat]:
                 return [targets[piece.leaf, piece.start]]
 
             self._reduce_shard(call, pack, columns, target_of, weights)

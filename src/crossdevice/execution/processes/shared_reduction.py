@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from crossdevice.execution.processes.packs import Piece, ProcessPack, pieces_between
+from crossdevice.execution.processes.packs import PackedPiece, ProcessPack, pieces_between
 from crossdevice.execution.processes.travelling import LINE_ELEMENTS, shard_edges
 from crossdevice.kernels.host.fused_pass import bound_batch, fused_batch, fused_pass
 from crossdevice.kernels.recipe import Recipe
@@ -27,13 +27,13 @@ class _Chunk(NamedTuple):
     """A range of the pack that fits into windows, and who does what of it."""
 
     start: int
-    brought: tuple[Piece, ...]
+    brought: tuple[PackedPiece, ...]
     """What this rank puts into its window: what others combine."""
-    mine: tuple[Piece, ...]
-    theirs: tuple[tuple[int, Piece], ...]
+    mine: tuple[PackedPiece, ...]
+    theirs: tuple[tuple[int, PackedPiece], ...]
     """What others combine, with their ranks; nothing if every rank combines everything."""
 
-    def place(self, piece: Piece) -> slice:
+    def place(self, piece: PackedPiece) -> slice:
         """Where a piece is in the windows."""
         return slice(piece.in_pack.start - self.start, piece.in_pack.stop - self.start)
 
