@@ -35,7 +35,9 @@ DIGEST_BYTES = 16
 def is_on_peers(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, group: ProcessGroup) -> bool:
     """Whether a leaf is on one GPU that other processes of the group reach, and a kernel can reduce it."""
     peers = known_peers(group)
-    if peers is None or peers.why_not is not None or spec.backend.name != "torch" or not spec.num_elements:
+    if group.size == 1 or spec.backend.name != "torch" or not spec.num_elements:
+        return False
+    if peers is None or peers.why_not is not None:
         return False
     if spec.shared_gpu is None or spec.shared_gpu != peers.gpu or options.lowering != "auto":
         return False
