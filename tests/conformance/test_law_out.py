@@ -205,9 +205,9 @@ def test_read_only_and_foreign_byte_order_outs_are_refused(row):
     read_only.flags.writeable = False
     for options, out in itertools.product(OPTIONS, (read_only, np.zeros(2, ">f4"))):
         value = cd.PerReplica([np.float32([1, 2]), np.float32([3, 4])])
-        with pytest.raises(OutError, match="read-only, not contiguous or not native"):
+        with pytest.raises(OutError, match="read-only, not contiguous, not native"):
             row.make().reduce("sum", value, "cpu:0", options, out=out)
-        with pytest.raises(OutError, match="read-only, not contiguous or not native"):
+        with pytest.raises(OutError, match="read-only, not contiguous, not native"):
             row.make().broadcast(value.values[0], "cpu:0", out=out)
         assert out.tolist() == [0, 0]
 

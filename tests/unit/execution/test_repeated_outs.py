@@ -222,7 +222,7 @@ def test_views_as_conjugates_count():
     for _ in range(3):
         ops.batch_reduce("sum", to_itself(values), out=outs)
     outs[0] = (outs[0][0], outs[0][1].conj())
-    with pytest.raises(OutError, match=r"out\[1\] .* is read-only, not contiguous or not native"):
+    with pytest.raises(OutError, match=r"out\[1\] .* is read-only, not contiguous, not native"):
         ops.batch_reduce("sum", to_itself(values), out=outs)
 
 
