@@ -47,6 +47,12 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls):
 
     To write an algorithm, override `plan_sum`. To replace the arithmetic, override
     `reduce_implementation`; the two other `*_implementation` hooks are for batches and broadcasts.
+
+    >>> import numpy as np
+    >>> from crossdevice import PerReplica, RingAllReduce
+    >>> value = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+    >>> RingAllReduce().reduce("mean", value, "cpu:0")
+    array([2., 3.], dtype=float32)
     """
 
     packing: Packing = Packing()
