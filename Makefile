@@ -9,6 +9,11 @@ FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/costs tests/unit
 .PHONY: test check quick-checks demo docs format clean fuzz soak flower
 .DEFAULT_GOAL := test
 
+# One worker more than there are processors: many tests wait for processes of their own. Workers begin with neighbouring
+# tests, which share what they set up, and take over from each other at the end.
+NUM_WORKERS := $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
+PYTEST = $(BIN)/python -m pytest -q -n $(NUM_WORKERS) --dist worksteal
+
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
 # A stamp is older than pyproject.toml only when what is to be installed may have changed.
@@ -57,7 +62,7 @@ quick-checks: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -n auto $(FAST_TESTS)
+	$(PYTEST) $(FAST_TESTS)
 
 # The page that plays plans is tested in a real browser; without the right to install one its test says so and is skipped.
 $(VENV)/browser-looked-for: $(VENV)/installed
@@ -81,7 +86,7 @@ $(VENV)/trace-processor-looked-for: tests/perfetto/install_trace_processor.py $(
 LOOKED_FOR := $(addprefix $(VENV)/,browser-looked-for network-looked-for trace-processor-looked-for)
 
 test: $(VENV)/installed $(LOOKED_FOR)  ## Everything that can run on this machine.
-	$(BIN)/python -m pytest -q -n auto
+	$(PYTEST) --durations=10
 
 # Flower needs another uv than `check`: it gets an environment of its own.
 $(VENV)/flower-installed: pyproject.toml
