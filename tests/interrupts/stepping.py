@@ -24,12 +24,14 @@ class _Steps:
         self._step = step
         self._action = action
         self.count = 0
+        # CPython 3.11 has been seen to call a tracer that was gone: all of them stay until the end.
+        self._tracers: list[Callable[..., Any]] = [self._frame_tracer]
         self.place = ""
         """Where the action was called."""
 
     def run(self, call: Callable[[], Any]) -> None:
         before = sys.gettrace()
-        sys.settrace(self._frame_tracer)
+        sys.settrace(self._tracers[0])
         try:
             call()
         finally:
@@ -50,6 +52,7 @@ class _Steps:
                 is_step = frame.f_lasti in _followed_by_a_look(frame.f_code)
             return trace
 
+        self._tracers.append(trace)
         return trace
 
 

@@ -572,7 +572,7 @@ for name, call in {
 SPARE = f32(0, 0)
 for name, out, parts in [
     ("of another shape", f32(0, 0, 0), ("out[0] (cpu:0)", "shape (3,)", "expected (2,)")),
-    ("of another dtype", ones(2, dtype=np.float64), ("out[0] (cpu:0)", "float64", "expected float32")),
+    ("of another dtype", ones(2, dtype=np.int32), ("out[0] (cpu:0)", "int32", "expected float32")),
     ("of another library", tensor(0.0, 0.0), ("out[0] (cpu:0)", "Tensor", "an array of numpy")),
     ("that is read-only", READ_ONLY, ("out[0] (cpu:0)", "read-only")),
     ("that is strided", f32(0, 0, 0, 0)[::2], ("out[0] (cpu:0)", "not contiguous")),

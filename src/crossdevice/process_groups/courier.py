@@ -13,6 +13,9 @@ from typing import Any, ClassVar
 FAREWELL_SECONDS = 5.0
 """How long a program that ends waits for couriers to come back."""
 
+NAP_SECONDS = 1.0
+"""How late Ctrl-C may be noticed."""
+
 
 class Errand:
     """A call on its way: what it returned or raised, once it has."""
@@ -47,8 +50,14 @@ class Errand:
 
     def wait(self, seconds: float) -> bool:
         """Whether the call has ended, after at most so long."""
-        if not self._is_done and self._running.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX)):
-            self._running.release()  # for whoever else waits
+        end = time.monotonic() + seconds
+        while not self._is_done:
+            left = end - time.monotonic()
+            # Not all at once: a signal that comes just before the thread falls asleep does not wake it.
+            if self._running.acquire(timeout=min(max(left, 0.0), NAP_SECONDS)):
+                self._running.release()  # for whoever else waits
+            elif left <= NAP_SECONDS:
+                break
         return self._is_done
 
     def result(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 
 import numpy as np
@@ -69,12 +70,11 @@ def test_a_structure_is_made_in_one_piece_of_memory(is_shared, arrays):
 
 @needs_linux
 def test_a_process_is_known_by_when_it_was_born():
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    born = birth_of(pid)
-    os.waitpid(pid, 0)
-    assert birth_of(pid) is None or birth_of(pid) != born
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        born = birth_of(process.pid)
+        assert born is not None
+        assert birth_of(process.pid) == born
+    assert birth_of(process.pid) is None or birth_of(process.pid) != born
     assert not has_ended(os.getpid(), birth_of(os.getpid()))
     assert has_ended(os.getpid(), 0)
 
