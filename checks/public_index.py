@@ -38,7 +38,15 @@ def run_uv(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Co
     """Runs uv in an empty home directory; only what it downloads is kept, beside this Python."""
     with tempfile.TemporaryDirectory() as home:
         ended = subprocess.run(
-            [_UV, *arguments, "--no-config", "--cache-dir", str(Path(sys.prefix) / "uv-cache")],
+            # The certificates that the system trusts, as pip uses: a company's own among them.
+            [
+                _UV,
+                *arguments,
+                "--no-config",
+                "--system-certs",
+                "--cache-dir",
+                str(Path(sys.prefix) / "uv-cache"),
+            ],
             cwd=cwd,
             env=clean_environment(home, **variables),
             capture_output=True,
