@@ -97,6 +97,7 @@ IS_INTERRUPTED = """
 import os, signal, socket, threading
 from crossdevice.process_groups.torch_group import form_group
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background does not inherit
 with socket.create_server(("127.0.0.1", 0)) as silent:
     def interrupt():
         kept = [silent.accept() for _ in range(2)]  # a knock, then the store that waits for an answer

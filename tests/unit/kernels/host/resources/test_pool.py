@@ -1,6 +1,6 @@
 """Result memory comes back when its last array dies, within bounds, from any thread, after a fork."""
 
-from __future__ import annotations
+from __future__ import gc
 
 import os
 import subprocess
@@ -160,7 +160,9 @@ def test_a_small_batch_is_not_pooled():
 
 
 @may_meet_finalizers
-def test_an_interrupt_at_any_step_leaves_a_working_pool():
+def test_an_interrupt_at_any_step_leaves_a_working_pool(monkeypatch):
+    # pytest's own would keep an interrupt that meets a finalizer, and with its frames the memory they lease.
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     pool = Pool()
     keep = pool.empty(LARGE, np.float32)
 
@@ -177,6 +179,8 @@ def test_an_interrupt_at_any_step_leaves_a_working_pool():
         array[:] = 1
         assert not np.shares_memory(array, keep)
         del array
+        if pool.statistics().leased_bytes != keep.nbytes:
+            gc.collect()  # frames of an interrupted call may be part of a cycle
         assert pool.statistics().leased_bytes == keep.nbytes
         pool.clear()
         assert pool.statistics().idle_bytes == 0
