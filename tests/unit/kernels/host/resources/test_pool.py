@@ -1,7 +1,8 @@
 """Result memory comes back when its last array dies, within bounds, from any thread, after a fork."""
 
-from __future__ import gc
+from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
