@@ -66,9 +66,9 @@ quick-checks: $(VENV)/installed
 
 # The page that plays plans is tested in a real browser; without the right to install one its test says so and is skipped.
 $(VENV)/browser-looked-for: $(VENV)/installed
-	command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	{ command -v chromium && command -v chromedriver; } >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
 		apt-get update -qq && apt-get install -y -qq chromium chromium-driver >/dev/null; } || \
-		echo "no Chromium here, and none could be installed"
+		echo "no Chromium with its driver here, and none could be installed"
 	touch $@
 
 # Three hosts are three networks of this machine; without the right to make them their test is skipped, too.

@@ -48,7 +48,7 @@ html_title = f"crossdevice {version}"
 html_static_path = ["_static"]
 html_css_files = ["crossdevice.css"]
 html_copy_source = False
-html_show_sphinx = False
+html_show_sphinx = html_show_copyright = False
 
 INCLUDE = re.compile(r"^```\{include\} (\S+)\n```$", re.M)
 BLANK_LAST_LINE = re.compile(r"\n(?=\n *```$)", re.M)
