@@ -242,7 +242,7 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         """Copies one value to each destination device; may be overridden."""
         return copied_to(tensor, read_destinations(destinations))
 
-    # ---------------------------------------------------------------- inside one process, unless overridden
+    # ---------------------------------------------------------------- inside one process, or between several
 
     def _checked_op(self, reduce_op: ReduceOp | str) -> ReduceOp:
         op = ReduceOp(reduce_op)
@@ -324,15 +324,14 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         """What makes calls together with other processes; None where there is only this one."""
         return None
 
-    def _gather(
-        self,
-        placed: Sequence[Placed],
-        axis: int,
-        options: CommunicationOptions,  # noqa: ARG002 - between processes they say how long to wait
-    ) -> list[Any]:
+    def _gather(self, placed: Sequence[Placed], axis: int, options: CommunicationOptions) -> list[Any]:
+        if self._between is not None:
+            return self._between.gather(placed, axis, options)
         return [gathered(value, devices, axis, out) for value, devices, out in placed]
 
     def _explain(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
+        if self._between is not None:
+            return self._between.explained(request, op, options)
         return explained(request, op, options, self._planner)
 
     def _reduce_by_hooks(self, batch: CheckedBatch, destinations: Sequence[Any], is_batch: bool) -> list[Any]:
