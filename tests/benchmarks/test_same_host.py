@@ -5,13 +5,6 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.fixture
-def benchmark():
-    import same_host
-
-    return same_host
-
-
 def test_every_row_is_said_once_and_names_a_contender(benchmark):
     table = benchmark.rows()
     assert len({(row.text, row.engine) for row in table}) == len(table) == 12
