@@ -38,6 +38,8 @@ SAMPLE = 5000
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
+EIGHT_WEIGHTS = [1.0, 2.0, 1.5, 1.0, 3.0, 1.0, 0.5, 1.0]
+
 Call = Callable[[], Any]
 
 
@@ -169,19 +171,29 @@ def rows(scale: int, folder: Path) -> dict[str, Callable[[], Row | None]]:
     }
 
 
+def resnets(random: np.random.Generator, number: int, scale: int) -> list[list[Any]]:
+    """So many models with the shapes of ResNet-50's parameters, or of some of them."""
+    shapes = gradient_shapes()[:: max(scale // 4, 1)]
+    return [[random.standard_normal(shape, np.float32) for shape in shapes] for _ in range(number)]
+
+
+def largest_of(model: Sequence[Any]) -> int:
+    """The number of the layer on which results are checked."""
+    return int(np.argmax([array.size for array in model]))
+
+
 def weighted_resnet(scale: int) -> Row:
     import torch
 
     random = np.random.default_rng(1)
     weights = [int(number) for number in random.integers(10, 900, 10)]
-    shapes = gradient_shapes()[:: max(scale // 4, 1)]
-    models = [[random.standard_normal(shape, np.float32) for shape in shapes] for _ in weights]
+    models = resnets(random, 10, scale)
     tensors = [[torch.from_numpy(array) for array in model] for model in models]
     results = list(zip(models, weights, strict=True))
     name, aggregate = flower()
 
     def check() -> list[str]:
-        layer = int(np.argmax([array.size for array in models[0]]))
+        layer = largest_of(models[0])
         clients = [model[layer] for model in models]
         lines = []
         for who, call in (
@@ -216,7 +228,7 @@ def bfloat16_layers(scale: int) -> Row:
 
     shapes = [(4096, 4096)] * 6 + [(11008, 4096)]  # some layers of a small language model, 290 MB
     shapes = [(first // scale, second) for first, second in shapes]
-    weights = [1.0, 2.0, 1.5, 1.0, 3.0, 1.0, 0.5, 1.0]
+    weights = EIGHT_WEIGHTS
     models = [[torch.randn(shape, dtype=torch.bfloat16) for shape in shapes] for _ in weights]
     columns = list(zip(*models, strict=True))
 
@@ -301,7 +313,7 @@ def files_row(scale: int, folder: Path) -> Row:
         with new_model(path, tensors, like) as write:
             for name, spec in tensors.items():
                 write(name, random.standard_normal(spec.num_elements, np.float32).astype(BFLOAT16))
-    weights = [1.0, 2.0, 1.5, 1.0, 3.0, 1.0, 0.5, 1.0]
+    weights = EIGHT_WEIGHTS
     output = folder / "mean.safetensors"
 
     def read_once() -> None:
@@ -355,8 +367,7 @@ print(peak - before)
 
 def accumulator_row(scale: int) -> Row:
     random = np.random.default_rng(1)
-    shapes = gradient_shapes()[:: max(scale // 4, 1)]
-    models = [[random.standard_normal(shape, np.float32) for shape in shapes] for _ in range(12)]
+    models = resnets(random, 12, scale)
     weights = [int(number) for number in random.integers(10, 900, 12)]
 
     def one_by_one(order: Sequence[int] = range(12), **settings: Any) -> Any:
@@ -366,7 +377,7 @@ def accumulator_row(scale: int) -> Row:
         return total.mean()
 
     def check() -> list[str]:
-        layer = int(np.argmax([array.size for array in models[0]]))
+        layer = largest_of(models[0])
         clients, lines = [model[layer] for model in models], []
         for precision in ("accurate", "exact"):
             forwards, backwards = (

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fnmatch
 import functools
 import math
 import statistics
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from promised_rows import parser_of, schedule_of
+from promised_rows import is_asked_for, parser_of, schedule_of
 from resnet50 import gradient_shapes
 
 from crossdevice.cli.bench import data, limit
@@ -255,10 +254,7 @@ def judged(row: Row, found: Measured, *, quick: bool) -> tuple[str, bool]:
 def selected(table: Sequence[Group], pattern: str) -> list[Group]:
     """Groups with the rows whose text has the pattern in it."""
     kept = [
-        Group(
-            group.work,
-            tuple(row for row in group.rows if fnmatch.fnmatch(row.text.lower(), f"*{pattern.lower()}*")),
-        )
+        Group(group.work, tuple(row for row in group.rows if is_asked_for(row.text, pattern)))
         for group in table
     ]
     return [group for group in kept if group.rows]

@@ -11,7 +11,6 @@ processes counts, and medians are compared. Run it on a quiet machine.
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import os
 import statistics
 import sys
@@ -20,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from promised_rows import parser_of, schedule_of
+from promised_rows import is_asked_for, parser_of, schedule_of
 
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.cli.bench import data
@@ -281,7 +280,7 @@ def judged(row: Row, ours: float, against: float, wrong: int, *, quick: bool) ->
 def selected(table: Sequence[Pair], pattern: str) -> list[Pair]:
     """Pairs with the rows whose text has the pattern in it."""
     kept = [
-        pair._replace(rows=tuple(row for row in pair.rows if fnmatch.fnmatch(row.text.lower(), pattern)))
+        pair._replace(rows=tuple(row for row in pair.rows if is_asked_for(row.text, pattern)))
         for pair in table
     ]
     return [pair for pair in kept if pair.rows]
@@ -290,7 +289,7 @@ def selected(table: Sequence[Pair], pattern: str) -> list[Pair]:
 def main() -> int:
     arguments = parser_of(__doc__).parse_args()
     schedule = schedule_of(arguments)
-    table = selected(pairs(quick=arguments.quick), f"*{arguments.rows.lower()}*")
+    table = selected(pairs(quick=arguments.quick), arguments.rows)
     if not table:
         print(f"no row has {arguments.rows!r} in its text", file=sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 
 from crossdevice.cli.bench.measure import Schedule
 
@@ -18,6 +19,11 @@ def parser_of(document: str | None) -> argparse.ArgumentParser:
         help="small arrays and three rounds, to see that all runs; nothing is judged",
     )
     return parser
+
+
+def is_asked_for(text: str, pattern: str) -> bool:
+    """Whether a row's text has the pattern in it, whatever the case."""
+    return fnmatch.fnmatch(text.lower(), f"*{pattern.lower()}*")
 
 
 def schedule_of(arguments: argparse.Namespace) -> Schedule:

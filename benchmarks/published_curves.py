@@ -17,7 +17,7 @@ import math
 import sys
 from typing import NamedTuple
 
-from crossdevice.costs.engines import bus_bandwidth, engine_parts
+from crossdevice.costs.engines import engine_parts
 from crossdevice.costs.topology import Topology
 from crossdevice.costs.topology_files import read_topology
 
@@ -100,11 +100,13 @@ class Errors(NamedTuple):
 
 def points_of(curve: Curve, topology: Topology) -> list[Point]:
     """The model's curve beside the published one."""
+    # What nccl-tests prints: what an all-reduce would ask of each link of a ring.
+    bus_factor = 2 * (topology.num_devices - 1) / topology.num_devices
     return [
         Point(
             size,
             published,
-            bus_bandwidth(topology.num_devices, size, engine_parts(topology, size).seconds) / GIGA,
+            size / engine_parts(topology, size).seconds * bus_factor / GIGA,
         )
         for size, published in zip(SIZES, curve.bus_bandwidths, strict=True)
         if published is not None

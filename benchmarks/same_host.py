@@ -9,7 +9,6 @@ Run it on a quiet machine.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import statistics
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import process_groups
-from promised_rows import parser_of, schedule_of
+from promised_rows import is_asked_for, parser_of, schedule_of
 
 import crossdevice as cd
 from crossdevice.cli.bench.peers import lacking
@@ -203,14 +202,13 @@ def lines(table: Sequence[Row], rounds: int, *, quick: bool) -> Iterator[tuple[s
 def main() -> int:
     arguments = parser_of(__doc__).parse_args()
     schedule = schedule_of(arguments)
-    pattern = f"*{arguments.rows.lower()}*"
-    table = [row for row in rows() if fnmatch.fnmatch(f"{row.text}, {row.engine}".lower(), pattern)]
+    table = [row for row in rows() if is_asked_for(f"{row.text}, {row.engine}", arguments.rows)]
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     print(f"# {machine()}, {schedule.iterations} rounds", flush=True)
     print(f"# {'one float32 replica per rank, accurate':<54} {'ours, ms':>9} {'theirs':>9} {'ratio':>9}")
     results = list(_printed(lines(table, schedule.iterations, quick=arguments.quick)))
-    if fnmatch.fnmatch(STEP.text.lower(), pattern):
+    if is_asked_for(STEP.text, arguments.rows):
         pair = process_groups.Pair(process_groups.HOOKED, process_groups.DDP, (STEP,))
         results += _printed(process_groups.lines(pair, schedule, quick=arguments.quick))
     if not results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,7 @@ from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.errors import ConversionError, DestinationError
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.local.sparse import to_dense as _to_dense
-from crossdevice.values.device import Device
-from crossdevice.values.distributed import DistributedValues, PerReplica, components_of
+from crossdevice.values.distributed import DistributedValues, PerReplica, components_of, destinations_on
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
@@ -187,13 +187,13 @@ def to_dense(slices: IndexedSlices) -> Any:
 def _ops(algorithm: str | CrossDeviceOps) -> CrossDeviceOps:
     if isinstance(algorithm, CrossDeviceOps):
         return algorithm
-    known = _made.get(algorithm)
-    if known is None:
-        known = _made[algorithm] = ALGORITHMS.load(algorithm)()
-    return known
+    return _made(algorithm)
 
 
-_made: dict[str, CrossDeviceOps] = {}
+@functools.cache  # known calls and plans are kept by the object, so calls have to share it
+def _made(algorithm: str) -> CrossDeviceOps:
+    made: CrossDeviceOps = ALGORITHMS.load(algorithm)()
+    return made
 
 
 def _per_replica(values: Any) -> DistributedValues:
@@ -212,8 +212,7 @@ def _placed(destinations: Any) -> Any:
         return destinations
     if not destinations:
         raise DestinationError("destinations is an empty list; expected at least one device")
-    devices = tuple(Device.parse(device) for device in destinations)
-    return PerReplica.of((None,) * len(devices), devices)
+    return destinations_on(destinations)
 
 
 def _only(out: Any, num_results: int) -> Any:

@@ -3,14 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _on_path(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 def test_resnet50_has_161_gradients_and_25_557_032_parameters():

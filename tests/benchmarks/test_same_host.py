@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import same_host
-
-    return same_host
 
 
 def test_every_row_is_said_once_and_names_a_contender(benchmark):

@@ -4,7 +4,6 @@ They are forked from one process: to import FSDP takes a process longer than eve
 """
 
 import contextlib
-import hashlib
 import io
 import multiprocessing
 import os
@@ -22,39 +21,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import crossdevice as cd
 from crossdevice.integrations.torch import ReproducibleReduceScatter
 from crossdevice.process_groups.torch_group import form_group
+from multiprocess.gradients import batch, digest, gradients, network
 from multiprocess.launching import report
 
 SIZE = 4
+WIDTHS = (33, 60, 70, 3)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2_reproducible.py"
 
 
-def network(dtype):
-    torch.manual_seed(3)
-    layers = [torch.nn.Linear(33, 60), torch.nn.Tanh(), torch.nn.Linear(60, 70), torch.nn.Linear(70, 3)]
-    return torch.nn.Sequential(*layers).to(dtype)
-
-
-def batch(number, dtype):
-    """The numbers of one rank's share, with magnitudes far apart."""
-    generator = torch.Generator().manual_seed(number)
-    x = torch.randn(16, 33, generator=generator) * 10.0 ** torch.randint(-3, 3, (16, 1), generator=generator)
-    return x.to(dtype)
-
-
-def gradients(model, x):
-    model.zero_grad()
-    model(x).float().square().mean().backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def digest(tensors):
-    return hashlib.sha256(
-        b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
-    ).hexdigest()
-
-
 def sharded(dtype, mesh, *, layer_by_layer):
-    model = network(dtype)
+    model = network(WIDTHS, dtype)
     for layer in (model[0], model[2], model[3]) if layer_by_layer else ():
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -66,7 +42,7 @@ def reduced(comm, dtype, mesh, share, *, layer_by_layer=True, over=None):
     for module in model.modules() if over is not None else ():
         if isinstance(module, FSDPModule):
             module.set_all_reduce_hook(comm.mean_over(over.get_group()))
-    return [gradient.full_tensor() for gradient in gradients(model, batch(share, dtype))]
+    return [gradient.full_tensor() for gradient in gradients(model, batch(share, WIDTHS[0], dtype))]
 
 
 def main(rank):
@@ -78,7 +54,7 @@ def main(rank):
     accurate, exact = ReproducibleReduceScatter(), ReproducibleReduceScatter(precision="exact")
     facts = {"example": output_of_example()}
     for dtype in (torch.float32, torch.bfloat16):
-        own = gradients(network(dtype), batch(rank, dtype))
+        own = gradients(network(WIDTHS, dtype), batch(rank, WIDTHS[0], dtype))
         means = ops.batch_reduce("mean", [(gradient, gradient) for gradient in own])
         tolerance = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
         lines = [reduced(accurate, dtype, line, rank, layer_by_layer=each) for each in (True, False)]
@@ -126,7 +102,7 @@ def error_of_a_factor(mesh, comm):
     comm.use_in(model)
     model.set_gradient_divide_factor(3.0)
     try:
-        gradients(model, batch(0, torch.float32))
+        gradients(model, batch(0, WIDTHS[0], torch.float32))
     except RuntimeError as error:
         return str(error)
     except cd.errors.ReduceOpError as error:

@@ -1,6 +1,5 @@
 """One rank that trains with DistributedDataParallel and our hook, and reports the bits of its gradients."""
 
-import hashlib
 import sys
 
 import torch
@@ -9,44 +8,22 @@ import torch.distributed as dist
 import crossdevice as cd
 from crossdevice.integrations.torch import ReproducibleMean, reproducible_hook
 from crossdevice.process_groups.torch_group import form_group
+from multiprocess.gradients import batch, digest, gradients, network
 from multiprocess.launching import report
 
-
-def network(dtype):
-    torch.manual_seed(3)
-    layers = [torch.nn.Linear(64, 600), torch.nn.Tanh(), torch.nn.Linear(600, 700), torch.nn.Linear(700, 8)]
-    return torch.nn.Sequential(*layers).to(dtype)
-
-
-def batch(number, dtype):
-    """The numbers of one rank's share, with magnitudes far apart."""
-    generator = torch.Generator().manual_seed(number)
-    x = torch.randn(16, 64, generator=generator) * 10.0 ** torch.randint(-3, 3, (16, 1), generator=generator)
-    return x.to(dtype)
-
-
-def gradients(model, x):
-    model.zero_grad()
-    model(x).float().square().mean().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def digest(tensors):
-    return hashlib.sha256(
-        b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
-    ).hexdigest()
+WIDTHS = (64, 600, 700, 8)
 
 
 def hooked(dtype, share, bucket_cap_mb, precision="accurate", group=None):
     """Gradients of two steps: DDP lays out its buckets anew after the first."""
-    model = torch.nn.parallel.DistributedDataParallel(network(dtype), bucket_cap_mb=bucket_cap_mb)
+    model = torch.nn.parallel.DistributedDataParallel(network(WIDTHS, dtype), bucket_cap_mb=bucket_cap_mb)
     model.register_comm_hook(ReproducibleMean(group, precision), reproducible_hook)
-    return [gradients(model, batch(share + step, dtype)) for step in (0, 10)]
+    return [gradients(model, batch(share + step, WIDTHS[0], dtype)) for step in (0, 10)]
 
 
 def by_our_means(dtype, share, group):
     ops = cd.CollectiveAllReduce(group=group)
-    own = gradients(network(dtype), batch(share, dtype))
+    own = gradients(network(WIDTHS, dtype), batch(share, WIDTHS[0], dtype))
     return ops.batch_reduce("mean", [(gradient, gradient) for gradient in own])
 
 
@@ -59,8 +36,8 @@ def main():
     for dtype in (torch.float32, torch.bfloat16):
         small, large = hooked(dtype, rank, 0.2), hooked(dtype, rank, 25, group=group)
         ours = by_our_means(dtype, rank, group)
-        plain = torch.nn.parallel.DistributedDataParallel(network(dtype))
-        near = zip(gradients(plain, batch(rank, dtype)), small[0], strict=True)
+        plain = torch.nn.parallel.DistributedDataParallel(network(WIDTHS, dtype))
+        near = zip(gradients(plain, batch(rank, WIDTHS[0], dtype)), small[0], strict=True)
         tolerance = {"rtol": 0.05, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-6}
         exact = hooked(dtype, rank, 25, "exact", group)
         turned = hooked(dtype, (rank + 1) % size, 25, "exact", group)
@@ -95,11 +72,11 @@ def sparse_means(rank, size, group):
 
 
 def error_of_a_broken_group(group):
-    model = torch.nn.parallel.DistributedDataParallel(network(torch.float32))
+    model = torch.nn.parallel.DistributedDataParallel(network(WIDTHS, torch.float32))
     model.register_comm_hook(ReproducibleMean(group), reproducible_hook)
     group.give_up("it was told to")
     try:
-        gradients(model, batch(0, torch.float32))
+        gradients(model, batch(0, WIDTHS[0], torch.float32))
     except RuntimeError as error:
         return str(error)
     return "none"

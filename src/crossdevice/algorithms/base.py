@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from crossdevice.algorithms.prepared_calls import PreparedCalls
+from crossdevice.algorithms.settings import Settings
 from crossdevice.algorithms.sharded_calls import ShardedCalls
 from crossdevice.costs.rounds import Round
 from crossdevice.costs.topology import Topology
@@ -27,17 +26,16 @@ from crossdevice.execution.reading.outputs import wrapped
 from crossdevice.execution.reading.structures import checked_outs, checked_pairs, spread_outs, spread_pairs
 from crossdevice.execution.reading.values import read_value
 from crossdevice.plans.builder import PlanBuilder
-from crossdevice.plans.packing import Packing
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, as_distributed, components_of
-from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions, as_options, either
+from crossdevice.values.options import CommunicationOptions, as_options, either
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
 from crossdevice.values.weights import factors_of, weights_for
 
 
-class CrossDeviceOps(PreparedCalls, ShardedCalls):
+class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
     """Combines values of several devices (reduce, batch_reduce, gather) and copies them (broadcast).
 
     `reduce_scatter`, `all_gather` and `all_to_all` do the same with a part for each replica.
@@ -55,44 +53,10 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls):
     array([2., 3.], dtype=float32)
     """
 
-    packing: Packing = Packing()
     reduce_to_device: Device | None = None
     uses_engine: bool = False
     """Whether its plans contain engine steps if `build.has_engine` is true."""
     accumulation_fn: Callable[[tuple[Any, ...]], Any] | None = None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """What was prepared for other settings is forgotten."""
-        object.__setattr__(self, name, value)
-        self._forget(name)
-
-    def __delattr__(self, name: str) -> None:
-        """The class's own setting counts again."""
-        object.__delattr__(self, name)
-        self._forget(name)
-
-    def __repr__(self) -> str:
-        """Its class with the settings that are not the defaults."""
-        settings = [
-            f"{name}={value!r}"
-            for name, parameter in inspect.signature(type(self)).parameters.items()
-            if (value := getattr(self, name, parameter.default)) is not DEFAULT_OPTIONS
-            and repr(value) != repr(parameter.default)
-        ]
-        return f"{type(self).__name__}({', '.join(settings)})"
-
-    @property
-    def num_packs(self) -> int:
-        """The number of packs into which a batch is split; 0 if something else decides."""
-        return self.packing.num_packs
-
-    @num_packs.setter
-    def num_packs(self, num_packs: int) -> None:
-        self.packing = dataclasses.replace(self.packing, num_packs=num_packs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Its settings; what was prepared is prepared again."""
-        return {name: value for name, value in self.__dict__.items() if not self._is_prepared(name)}
 
     # ---------------------------------------------------------------- what an algorithm says
 
@@ -278,7 +242,7 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls):
         """Copies one value to each destination device; may be overridden."""
         return copied_to(tensor, read_destinations(destinations))
 
-    # ---------------------------------------------------------------- inside one process, unless overridden
+    # ---------------------------------------------------------------- inside one process, or between several
 
     def _checked_op(self, reduce_op: ReduceOp | str) -> ReduceOp:
         op = ReduceOp(reduce_op)
@@ -360,15 +324,14 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls):
         """What makes calls together with other processes; None where there is only this one."""
         return None
 
-    def _gather(
-        self,
-        placed: Sequence[Placed],
-        axis: int,
-        options: CommunicationOptions,  # noqa: ARG002 - between processes they say how long to wait
-    ) -> list[Any]:
+    def _gather(self, placed: Sequence[Placed], axis: int, options: CommunicationOptions) -> list[Any]:
+        if self._between is not None:
+            return self._between.gather(placed, axis, options)
         return [gathered(value, devices, axis, out) for value, devices, out in placed]
 
     def _explain(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
+        if self._between is not None:
+            return self._between.explained(request, op, options)
         return explained(request, op, options, self._planner)
 
     def _reduce_by_hooks(self, batch: CheckedBatch, destinations: Sequence[Any], is_batch: bool) -> list[Any]:
@@ -417,15 +380,6 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls):
 
     def _overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(CrossDeviceOps, method)
-
-    def _forget(self, changed: str) -> None:
-        if not changed.startswith("_"):
-            for name in [*filter(self._is_prepared, self.__dict__)]:
-                self.__dict__.pop(name, None)
-
-    def _is_prepared(self, name: str) -> bool:
-        """Whether an attribute is what was prepared for the settings, not one of them."""
-        return isinstance(getattr(type(self), name, None), functools.cached_property)
 
     @functools.cached_property
     def _known_calls(self) -> KnownCalls:

@@ -10,10 +10,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import OptionError
 from crossdevice.execution.linear_maps import Calls
-from crossdevice.execution.local.all_to_all import AllToAll
-from crossdevice.execution.local.batch import Request
-from crossdevice.execution.local.gathering import Placed
-from crossdevice.execution.local.scattering import Scatter
 from crossdevice.execution.pending import finish_started
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.plans.builder import PlanBuilder
@@ -21,7 +17,6 @@ from crossdevice.plans.steps import Buffer
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.device import Device
 from crossdevice.values.options import CommunicationOptions, as_options
-from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
 
 Arguments = ParamSpec("Arguments")
@@ -159,37 +154,6 @@ class CollectiveAllReduce(CrossDeviceOps):
     def _overrides_hooks(self) -> bool:
         """Hooks are for the replicas of one process."""
         return self.group is None and super()._overrides_hooks
-
-    def _gather(
-        self,
-        placed: Sequence[Placed],
-        axis: int,
-        options: CommunicationOptions,
-    ) -> list[Any]:
-        if self._between is None:
-            return super()._gather(placed, axis, options)
-        return self._between.gather(placed, axis, options)
-
-    def _reduce_scatter(
-        self,
-        op: ReduceOp,
-        scatters: Sequence[Scatter],
-        options: CommunicationOptions,
-        factors: tuple[float, ...] | None,
-    ) -> list[Any]:
-        if self._between is None:
-            return super()._reduce_scatter(op, scatters, options, factors)
-        return self._between.reduce_scatter(scatters, op, options, factors)
-
-    def _all_to_all(self, moves: Sequence[AllToAll], options: CommunicationOptions) -> list[Any]:
-        if self._between is None:
-            return super()._all_to_all(moves, options)
-        return self._between.all_to_all(moves, options)
-
-    def _explain(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
-        if self._between is None:
-            return super()._explain(request, op, options)
-        return self._between.explained(request, op, options)
 
 
 def group_of(ops: CrossDeviceOps) -> ProcessGroup | None:

@@ -62,16 +62,15 @@ class PreparedCalls:
         array([4., 6.], dtype=float32)
         """
         check_cross_replica("bind")
-        is_batch = destinations is None
-        if is_batch:
-            value = checked_pairs(value)
+        if destinations is None:
+            value = checked_pairs(value)  # which may be an iterator, and is read again below
             out = checked_outs(out, len(value))
-        batch, rebuilt = self._checked(reduce_op, value, destinations, options, out, weights)
+        batch, answer_of = self._checked(reduce_op, value, destinations, options, out, weights)
         if self._can_be_known:
-            return BoundReduction.of_batch(batch, self._planner, rebuilt, is_batch)
+            return BoundReduction.of_batch(batch, self._planner, answer_of)
         between = self._between
         if between is not None:
-            bound = BoundReduction.between_processes(batch, between, rebuilt, is_batch)
+            bound = BoundReduction.between_processes(batch, between, answer_of)
             if bound is not None:
                 return bound
         call = self._call(batch.op, value, destinations, batch.options, out, batch.factors)
@@ -103,13 +102,8 @@ class PreparedCalls:
             # Other processes or a user's own hook: all of the call is made in its turn, its checks too.
             call = self._call(reduce_op, value, destinations, options, out, weights)
             return start(call, self._owner_of_started)
-        batch, rebuilt = self._checked(reduce_op, value, destinations, options, out, weights)
-
-        def run() -> Any:
-            results = rebuilt(batch.run(self._planner))
-            return results if destinations is None else results[0]
-
-        return start(run, side=side_streams_of(batch))
+        batch, answer_of = self._checked(reduce_op, value, destinations, options, out, weights)
+        return start(lambda: answer_of(batch.run(self._planner)), side=side_streams_of(batch))
 
     def _checked(
         self,
@@ -119,15 +113,16 @@ class PreparedCalls:
         options: CommunicationOptions | None,
         out: Any,
         weights: Any,
-    ) -> tuple[CheckedBatch, Callable[[list[Any]], list[Any]]]:
-        """A call as a checked batch, and what puts results into the structures its values came in."""
+    ) -> tuple[CheckedBatch, Callable[[list[Any]], Any]]:
+        """A call as a checked batch, and what makes its answer of the results: one, or a list for pairs."""
         is_batch = destinations is None
         pairs = checked_pairs(value) if is_batch else [(value, destinations)]
         outs = checked_outs(out, len(pairs)) if is_batch else [out]
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         requests, rebuilt = read_requests(pairs, outs)
         factors = None if weights is None else self._checked_factors(weights, op)
-        return CheckedBatch(requests, op, chosen, factors=factors), rebuilt
+        batch = CheckedBatch(requests, op, chosen, factors=factors)
+        return batch, rebuilt if is_batch else lambda results: rebuilt(results)[0]
 
     def _call(
         self,

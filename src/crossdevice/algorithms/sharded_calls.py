@@ -9,6 +9,7 @@ from crossdevice.execution.differentiation import read_recorded_leaves
 from crossdevice.execution.linear_maps import Calls
 from crossdevice.execution.local.all_to_all import AllToAll, read_all_to_all
 from crossdevice.execution.local.scattering import Scatter, per_replica, read_scatter
+from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.structures import spread_outs, spread_pairs
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
@@ -25,6 +26,9 @@ class ShardedCalls:
         _checked_factors: Callable[[Any, ReduceOp], tuple[float, ...]]
         _chosen_options: Callable[[CommunicationOptions | None], CommunicationOptions]
         _differentiates: Callable[[ReduceOp], bool]
+
+        @property
+        def _between(self) -> BetweenProcesses | None: ...
 
         @property
         def _calls(self) -> Calls: ...
@@ -133,7 +137,7 @@ class ShardedCalls:
             return rebuilt(run())[0]
         return rebuilt(recorded.exchanged(run, self.all_to_all, axis, sizes))[0]
 
-    # ---------------------------------------------------------------- inside one process, unless overridden
+    # ---------------------------------------------------------------- inside one process, or between several
 
     def _reduce_scatter(
         self,
@@ -142,7 +146,9 @@ class ShardedCalls:
         options: CommunicationOptions,
         factors: tuple[float, ...] | None,
     ) -> list[Any]:
-        """One batch of reductions, each of one part to one device: the ledger proves every one of them."""
+        """Here, one batch of reductions, each of one part to one device: the ledger proves each of them."""
+        if self._between is not None:
+            return self._between.reduce_scatter(scatters, op, options, factors)
         pairs = [pair for scatter in scatters for pair in scatter.pairs()]
         outs = [out for scatter in scatters for out in scatter.outs]
         parts = iter(self.batch_reduce(op, pairs, options, out=outs, weights=factors))
@@ -151,11 +157,9 @@ class ShardedCalls:
             for scatter in scatters
         ]
 
-    def _all_to_all(
-        self,
-        moves: Sequence[AllToAll],
-        options: CommunicationOptions,  # noqa: ARG002 - between processes they say how long to wait
-    ) -> list[Any]:
+    def _all_to_all(self, moves: Sequence[AllToAll], options: CommunicationOptions) -> list[Any]:
+        if self._between is not None:
+            return self._between.all_to_all(moves, options)
         return [move.run() for move in moves]
 
 

@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from crossdevice.backends.protocol import Array, Backend
@@ -232,59 +232,6 @@ def name_of_engine(library: str) -> str | None:
     return None if engine is None else f"NCCL {engine.version()} through {engine.name}"
 
 
-def lack_of_engine(library: str, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
-    """Why NCCL is not used for this; None if it is."""
-    engine = engine_for(library)
-    if engine is None:
-        takes = ", ".join(name for name, kind in NCCL_ENGINES.items() if library in kind.libraries)
-        return f"none of NCCL's bindings for {library} arrays is here ({takes})"
-    if op.is_of_ranks:
-        return "NCCL sorts nothing"
-    if dtype in SHORT_FLOATS:
-        return "NCCL's bindings have no floats of 8 bits"
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        if dtype in FLOATS:
-            return "NCCL's minimum and maximum lose NaN"
-        if dtype == "uint64" and dtype not in engine.dtypes:
-            return f"{engine.name} has no uint64"
-    if op is ReduceOp.PROD and dtype in COMPLEXES:
-        return "NCCL cannot multiply complex numbers"
-    if op is ReduceOp.MEAN and (dtype in INTEGERS or num_devices.bit_count() != 1):
-        return "NCCL's average multiplies by 1/n first, which has other bits unless n is a power of two"
-    return None
-
-
-def nccl_all_reduce(
-    backend: Backend, arrays: Sequence[Array], op: ReduceOp, share_of: Callable[[Array, Device], Share]
-) -> list[Array]:
-    """Flat arrays, one per GPU, reduced to a new one on each; dtypes that NCCL lacks travel in others."""
-    dtype = backend.dtype_of(arrays[0])
-    devices = [device_of(array) or Device("cpu") for array in arrays]
-    engine = engine_for(backend.name)
-    if engine is None:
-        raise EngineError(lack_of_engine(backend.name, dtype, op, len(arrays)))
-    travels_as = PARTS.get(dtype) or (dtype if dtype in engine.dtypes else WIDER[dtype])
-    shares: list[Share] = []
-    for array, device in zip(arrays, devices, strict=True):
-        with backend.working_on(device):
-            shares.append(share_of(_staged(backend, array, dtype, travels_as), device))
-    try:
-        with _group_lock:
-            engine.all_reduce(shares, travels_as, op)
-    except Exception as failure:
-        engine.forget(tuple(device.index for device in devices))
-        raise EngineError(
-            f"NCCL {engine.version()} through {engine.name} failed to all-reduce {op.name} of "
-            f"{shares[0].num_elements} {travels_as} on {', '.join(map(str, devices))}: {failure} "
-            "(NCCL_DEBUG=INFO in the environment makes NCCL say why)"
-        ) from failure
-    results: list[Array] = []
-    for share in shares:
-        with backend.working_on(share.device):
-            results.append(_unstaged(backend, share.target, dtype, travels_as))
-    return results
-
-
 class NcclBackend(Backend):
     """A library whose arrays NCCL reduces, from this one process."""
 
@@ -297,12 +244,53 @@ class NcclBackend(Backend):
         return name_of_engine(self.name)
 
     def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
-        """What NCCL lacks."""
-        return lack_of_engine(self.name, dtype, op, num_devices)
+        """What NCCL lacks, or has with other bits."""
+        engine = engine_for(self.name)
+        if engine is None:
+            takes = ", ".join(name for name, kind in NCCL_ENGINES.items() if self.name in kind.libraries)
+            return f"none of NCCL's bindings for {self.name} arrays is here ({takes})"
+        if op.is_of_ranks:
+            return "NCCL sorts nothing"
+        if dtype in SHORT_FLOATS:
+            return "NCCL's bindings have no floats of 8 bits"
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            if dtype in FLOATS:
+                return "NCCL's minimum and maximum lose NaN"
+            if dtype == "uint64" and dtype not in engine.dtypes:
+                return f"{engine.name} has no uint64"
+        if op is ReduceOp.PROD and dtype in COMPLEXES:
+            return "NCCL cannot multiply complex numbers"
+        if op is ReduceOp.MEAN and (dtype in INTEGERS or num_devices.bit_count() != 1):
+            return "NCCL's average multiplies by 1/n first, which has other bits unless n is a power of two"
+        return None
 
     def engine_all_reduce(self, arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
-        """One group of calls."""
-        return nccl_all_reduce(self, arrays, op, self.share_of)
+        """One group of calls; dtypes that NCCL lacks travel in others."""
+        dtype = self.dtype_of(arrays[0])
+        devices = [device_of(array) or Device("cpu") for array in arrays]
+        engine = engine_for(self.name)
+        if engine is None:
+            raise EngineError(self.engine_lack(dtype, op, len(arrays)))
+        travels_as = PARTS.get(dtype) or (dtype if dtype in engine.dtypes else WIDER[dtype])
+        shares: list[Share] = []
+        for array, device in zip(arrays, devices, strict=True):
+            with self.working_on(device):
+                shares.append(self.share_of(_staged(self, array, dtype, travels_as), device))
+        try:
+            with _group_lock:
+                engine.all_reduce(shares, travels_as, op)
+        except Exception as failure:
+            engine.forget(tuple(device.index for device in devices))
+            raise EngineError(
+                f"NCCL {engine.version()} through {engine.name} failed to all-reduce {op.name} of "
+                f"{shares[0].num_elements} {travels_as} on {', '.join(map(str, devices))}: {failure} "
+                "(NCCL_DEBUG=INFO in the environment makes NCCL say why)"
+            ) from failure
+        results: list[Array] = []
+        for share in shares:
+            with self.working_on(share.device):
+                results.append(_unstaged(self, share.target, dtype, travels_as))
+        return results
 
 
 def _staged(backend: Backend, array: Array, dtype: str, travels_as: str) -> Array:

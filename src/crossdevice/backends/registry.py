@@ -46,6 +46,7 @@ def _found_for(kind: type[Any]) -> Backend | None:
         return backend_named("numpy")
     for base in kind.__mro__:
         library = base.__module__.partition(".")[0]
+        # Libraries have other types as well, such as the modules of PyTorch.
         if library in BACKENDS and hasattr(kind, "dtype"):
             return backend_named(library)
     return None

@@ -35,11 +35,6 @@ def engine_parts(topology: Topology, num_bytes: float) -> Parts:
     return call.plus(min(ways, key=lambda parts: parts.seconds))
 
 
-def bus_bandwidth(num_devices: int, num_bytes: float, seconds: float) -> float:
-    """nccl-tests' busbw in bytes per second: what an all-reduce would ask of each link of a ring."""
-    return num_bytes / seconds * 2 * (num_devices - 1) / num_devices
-
-
 def _piped(latency_seconds: float, bytes_seconds: float) -> Parts:
     return Parts(latency_seconds + 2 * math.sqrt(latency_seconds * bytes_seconds), bytes_seconds)
 

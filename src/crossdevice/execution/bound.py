@@ -28,10 +28,10 @@ class BoundReduction:
     It keeps references to its arrays. Results are in `out`, or in memory that it owns and overwrites in
     each call: copy what you need after the next call. An array that has moved in memory
     (`ndarray.resize`, `Tensor.set_`), or is to be written and has become read-only (`setflags`), raises
-    BoundError before anything is written. Each call returns new
-    results if the library's arrays cannot be written to, if values are sparse, if the algorithm overrides
-    `reduce_implementation` or has an `accumulation_fn`, and between processes if arrays are on GPUs. Results
-    of processes of one host are in memory that these share.
+    BoundError before anything is written. Each call returns new results if the library's arrays cannot be
+    written to, if values are sparse, if the algorithm overrides `reduce_implementation` or has an
+    `accumulation_fn`, and between processes if arrays are on GPUs or have weights. Results of processes of
+    one host are in memory that these share.
 
     `start` lets it run while Python goes on. Several threads may call it; they take turns.
 
@@ -119,20 +119,17 @@ class BoundReduction:
         cls,
         batch: CheckedBatch,
         planner: Planner,
-        rebuilt: Callable[[list[Any]], list[Any]],
-        is_batch: bool,
+        answer_of: Callable[[list[Any]], Any],
     ) -> BoundReduction:
-        """Of a checked batch; its results are made now, and written again by each call."""
+        """Of a checked batch; its results are made now, and written again by each call.
+
+        `answer_of` makes what a call returns of the results of all requests.
+        """
         backends = {leaf.spec.backend for leaf in batch.dense}
         side_streams = functools.partial(side_streams_of, batch)
         is_fixed = not any(isinstance(leaf, SparseReduction) for leaf in batch.all_leaves)
         if not is_fixed or any(backend.is_immutable for backend in backends):
-
-            def rerun() -> Any:
-                results = rebuilt(batch.run(planner))
-                return results if is_batch else results[0]
-
-            return cls(rerun, side_streams=side_streams)
+            return cls(lambda: answer_of(batch.run(planner)), side_streams=side_streams)
         columns = [leaf.arrays for leaf in batch.dense]
         prepared, weights = batch.prepared(planner), batch.weights
         made = [None if leaf.out is None else tuple(leaf.out) for leaf in batch.dense]
@@ -140,9 +137,8 @@ class BoundReduction:
             new = prepared.run(columns, [None] * len(made), weights)
             made = [out or results for out, results in zip(made, new, strict=True)]
         outs = [out for out in made if out is not None]
-        results = rebuilt(batch.wrapped(outs))
+        answer = answer_of(batch.wrapped(outs))
         work = prepared.bound(columns, outs, weights)
-        answer = results if is_batch else results[0]
 
         def run() -> Any:
             work()
@@ -155,8 +151,7 @@ class BoundReduction:
         cls,
         batch: CheckedBatch,
         between: BetweenProcesses,
-        rebuilt: Callable[[list[Any]], list[Any]],
-        is_batch: bool,
+        answer_of: Callable[[list[Any]], Any],
     ) -> BoundReduction | None:
         """Of a checked batch with other processes; None unless all of its arrays are dense, on the host.
 
@@ -169,8 +164,7 @@ class BoundReduction:
             between.empty_results(leaf.spec, dtype) if leaf.out is None else tuple(leaf.out)
             for leaf, dtype in zip(batch.dense, batch.result_dtypes, strict=True)
         ]
-        results = rebuilt(batch.wrapped(outs))
-        answer = results if is_batch else results[0]
+        answer = answer_of(batch.wrapped(outs))
         columns, memory = [leaf.arrays for leaf in batch.dense], _Memory(batch.dense, outs)
         work = prepared.bound(columns, outs)
 

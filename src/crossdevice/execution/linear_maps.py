@@ -13,7 +13,7 @@ from crossdevice.backends.protocol import Array
 from crossdevice.execution.local.all_to_all import read_sizes_of_all
 from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.values.device import Device, host_device
-from crossdevice.values.distributed import PerReplica, components_of
+from crossdevice.values.distributed import PerReplica, components_of, destinations_on
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -56,7 +56,7 @@ class Combination:
         """One batch."""
         columns = _split(arrays, [len(place.sources) for place in self.places])
         pairs = [
-            (PerReplica.of(column, place.sources), _on(place.targets))
+            (PerReplica.of(column, place.sources), destinations_on(place.targets))
             for column, place in zip(columns, self.places, strict=True)
         ]
         results = map(components_of, self.calls.batch_reduce(self.op, pairs, self.options))
@@ -99,7 +99,10 @@ class Concatenation:
             for column, place, divisor in zip(columns, self.places, divisors, strict=True)
             for array in components_of(
                 self.calls.gather(
-                    PerReplica.of(column, place.sources), _on(place.targets), self.axis, self.options
+                    PerReplica.of(column, place.sources),
+                    destinations_on(place.targets),
+                    self.axis,
+                    self.options,
                 )
             )
         ]
@@ -203,7 +206,3 @@ def _split(arrays: Sequence[Array], counts: Sequence[int]) -> Iterator[tuple[Arr
 
 def _slice(array: Array, axis: int, start: int, stop: int) -> Array:
     return array[(slice(None),) * (axis % array.ndim) + (slice(start, stop),)]
-
-
-def _on(devices: tuple[Device, ...]) -> PerReplica:
-    return PerReplica.of((None,) * len(devices), devices)

@@ -17,7 +17,7 @@ from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.errors import ConversionError, OptionError
 from crossdevice.strategies import mirrored as strategies
 from crossdevice.values.device import Device, device_of, host_device
-from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica
+from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica, destinations_on
 from crossdevice.values.nesting import first_leaf
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp, VariableAggregation
@@ -159,8 +159,7 @@ def _placed(destinations: Any, value: DistributedValues) -> Any:
     if destinations is None:
         return value
     if isinstance(destinations, (list, tuple)) and destinations:
-        devices = tuple(Device.parse(device) for device in destinations)
-        return PerReplica.of((None,) * len(devices), devices)
+        return destinations_on(destinations)
     return destinations
 
 

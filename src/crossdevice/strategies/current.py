@@ -46,6 +46,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     >>> experimental_set_strategy(None)
     """
     code = RUNNING_CODE.get()
+    # What an earlier call has set may be replaced, what a `with` block has entered may not.
     if code.strategy is not None and code is not _set_code.get():
         raise ContextError(f"experimental_set_strategy was called inside the scope of {code.strategy}")
     chosen = RunningCode(strategy)

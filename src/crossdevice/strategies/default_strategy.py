@@ -12,6 +12,7 @@ from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running.place import outside_of_replicas
 from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.values.device import host_device
+from crossdevice.values.distributed import PerReplica
 from crossdevice.values.options import CommunicationOptions, as_options, either
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -93,37 +94,17 @@ class LoneReplicaContext(ReplicaContext):
     __slots__ = ()
 
     def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-        self._replica = 0
-        self._device = host_device(0)
+        # Without a rendezvous: there is nobody to meet.
+        self._strategy, self._replica, self._device = strategy, 0, host_device(0)
 
-    def all_reduce(
+    def _collective(
         self,
-        reduce_op: ReduceOp | str,
+        name: str,  # noqa: ARG002
+        details: tuple[Any, ...],  # noqa: ARG002
         value: Any,
-        options: CommunicationOptions | None = None,
-        *,
-        experimental_hints: CommunicationOptions | None = None,
+        call: Callable[[PerReplica], Any],  # noqa: ARG002
+        options: CommunicationOptions,  # noqa: ARG002
     ) -> Any:
-        """The value, untouched."""
-        ReduceOp(reduce_op), as_options(either(options, experimental_hints))
-        return value
-
-    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:  # noqa: ARG002
-        """The value, untouched."""
-        return value
-
-    def reduce_scatter(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        axis: int = 0,  # noqa: ARG002
-        options: CommunicationOptions | None = None,
-    ) -> Any:
-        """The value, untouched."""
-        return self.all_reduce(reduce_op, value, options)
-
-    def all_to_all(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:  # noqa: ARG002
         """The value, untouched."""
         return value
 

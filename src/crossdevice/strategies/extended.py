@@ -16,6 +16,7 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import ContextError, ConversionError, ReduceOpError
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.reading.destinations import read_destinations
+from crossdevice.execution.reading.structures import checked_pairs
 from crossdevice.strategies.data.regrouping import in_our_classes, is_array, map_structure, regroup, spread
 from crossdevice.strategies.variables.distributed import (
     DistributedVariable,
@@ -118,18 +119,10 @@ class StrategyExtended:
     ) -> list[Any]:
         """Does the same for many (value, destinations) pairs in one batch; no pairs give []."""
         op, options = ReduceOp(reduce_op), either(options, experimental_hints)
-        pairs = list(value_destination_pairs)
-        for number, pair in enumerate(pairs):
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise ConversionError(
-                    f"pair {number} is a {type(pair).__name__}; expected a (value, destinations) tuple"
-                )
-        return self._reduced(
-            op,
-            pairs,
-            lambda left: self._cross_device_ops.batch_reduce(op, left, options, **_given(weights)),
-            weights,
+        reduce = functools.partial(
+            self._cross_device_ops.batch_reduce, op, options=options, **_given(weights)
         )
+        return self._reduced(op, checked_pairs(value_destination_pairs), reduce, weights)
 
     def bind(
         self,

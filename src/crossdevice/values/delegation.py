@@ -70,6 +70,7 @@ def _reflected(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 _BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")
 _OTHERS = ("lt", "le", "gt", "ge", "neg", "abs", "invert")
+# Python looks for operators on the class itself, so `__getattr__` would never be asked for them.
 for _name in (*_BINARY, *_OTHERS):
     _word = _name.rstrip("_")
     setattr(DelegatesToArray, f"__{_word}__", _forward(getattr(operator, _name)))

@@ -133,10 +133,17 @@ class Mirrored(DelegatingValues):
 def as_distributed(value: Any) -> Any:
     """Distributed values and variables of tf.distribute as ours; anything else as it is."""
     kind = type(value)
+    # Known by their names: TensorFlow is not imported to ask.
     if not kind.__module__.startswith("tensorflow.python.distribute.") or not hasattr(value, "values"):
         return value
     is_per_replica = any(base.__name__ == "PerReplica" for base in kind.__mro__)
     return PerReplica(value.values) if is_per_replica else Mirrored(value.values)
+
+
+def destinations_on(devices: Iterable[Device | str]) -> PerReplica:
+    """Nothing on each of these devices, which says where results are wanted."""
+    read = tuple(Device.parse(device) for device in devices)
+    return PerReplica.of((None,) * len(read), read)
 
 
 def components_of(value: Any) -> tuple[Any, ...]:

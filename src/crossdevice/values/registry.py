@@ -11,6 +11,12 @@ from crossdevice.errors import OptionError
 from crossdevice.values.libraries import missing_library
 
 
+def loaded(target: str) -> Any:
+    """What `module:attribute` names, imported now."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 class Registry(Mapping[str, str]):
     """A table `{name: "module:class"}`; third parties add rows through an entry point group."""
 
@@ -24,9 +30,8 @@ class Registry(Mapping[str, str]):
         target = self.get(name)
         if target is None:
             raise OptionError(f"{name!r} is not {self._what}; expected one of {', '.join(self)}")
-        module, _, attribute = target.partition(":")
         try:
-            return getattr(importlib.import_module(module), attribute)
+            return loaded(target)
         except ModuleNotFoundError as error:
             raise OptionError(f"{name!r}, {self._what}, needs {missing_library(error)}") from error
 
@@ -38,6 +43,7 @@ class Registry(Mapping[str, str]):
         }
 
     def __getitem__(self, name: str) -> str:
+        # Installed packages are searched only for names that are not ours, which takes milliseconds.
         return self._table[name] if name in self._table else self._rows()[name]
 
     def __iter__(self) -> Iterator[str]:

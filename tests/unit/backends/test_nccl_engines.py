@@ -15,8 +15,6 @@ from crossdevice.backends.nccl_engines import (
     Share,
     engine_for,
     engine_named,
-    lack_of_engine,
-    nccl_all_reduce,
 )
 from crossdevice.backends.registry import backend_named
 from crossdevice.backends.torch_backend import TorchBackend
@@ -96,16 +94,19 @@ def engine(request, monkeypatch):
     engine_named.cache_clear()
 
 
-def shared(source, device):
-    target = torch.empty_like(source)
-    return Share(source, target, device, 0, source.data_ptr(), target.data_ptr(), source.numel())
+class OnHost(TorchBackend):
+    """Whose tensors need no streams."""
+
+    def share_of(self, source, device):
+        target = torch.empty_like(source)
+        return Share(source, target, device, 0, source.data_ptr(), target.data_ptr(), source.numel())
 
 
 def all_reduced(arrays, op, monkeypatch):
     """Tensors of the host that pass for ones on GPUs."""
     numbers = iter(GPUS)
     monkeypatch.setattr(nccl_engines, "device_of", lambda array: next(numbers))
-    return nccl_all_reduce(TorchBackend(), arrays, op, shared)
+    return OnHost().engine_all_reduce(arrays, op)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
@@ -114,7 +115,7 @@ def test_integers_of_all_widths_wrap_as_ours_do(dtype, engine, monkeypatch):
     rows = np.random.default_rng(0).integers(limits.min, limits.max, (4, 50), dtype, endpoint=True)
     rows[:, :2] = limits.min, limits.max
     for op, function in FUNCTIONS.items():
-        if lack_of_engine("torch", dtype, op, 4) is not None:
+        if TorchBackend().engine_lack(dtype, op, 4) is not None:
             assert (dtype, op.name[0]) == ("uint64", "M")
             assert isinstance(engine, PretendedOfPyTorch)
             continue
@@ -131,25 +132,25 @@ def test_complex_numbers_are_summed_as_their_parts(dtype, engine, monkeypatch):
     for result in all_reduced([torch.from_numpy(row) for row in rows], ReduceOp.SUM, monkeypatch):
         assert result.numpy().dtype == dtype
         assert np.array_equal(result.numpy(), rows.sum(0))
-    assert "complex" in lack_of_engine("torch", dtype, ReduceOp.PROD, 4)
+    assert "complex" in TorchBackend().engine_lack(dtype, ReduceOp.PROD, 4)
 
 
 @pytest.mark.usefixtures("engine")
 def test_what_would_have_other_values_is_not_left_to_nccl():
     for dtype in ("float16", "bfloat16", "float32", "float64"):
-        assert lack_of_engine("torch", dtype, ReduceOp.SUM, 3) is None
-        assert lack_of_engine("torch", dtype, ReduceOp.PROD, 3) is None
+        assert TorchBackend().engine_lack(dtype, ReduceOp.SUM, 3) is None
+        assert TorchBackend().engine_lack(dtype, ReduceOp.PROD, 3) is None
         for op in (ReduceOp.MIN, ReduceOp.MAX):
-            assert lack_of_engine("torch", dtype, op, 4) == "NCCL's minimum and maximum lose NaN"
+            assert TorchBackend().engine_lack(dtype, op, 4) == "NCCL's minimum and maximum lose NaN"
 
 
 @pytest.mark.usefixtures("engine")
 def test_an_average_is_nccls_where_its_divisor_is_a_power_of_two():
     counts = [
-        count for count in range(1, 17) if lack_of_engine("torch", "float32", ReduceOp.MEAN, count) is None
+        count for count in range(1, 17) if TorchBackend().engine_lack("float32", ReduceOp.MEAN, count) is None
     ]
     assert counts == [1, 2, 4, 8, 16]
-    assert lack_of_engine("torch", "int32", ReduceOp.MEAN, 4) is not None
+    assert TorchBackend().engine_lack("int32", ReduceOp.MEAN, 4) is not None
 
 
 def test_communicators_are_kept_for_each_tuple_of_devices(engine, monkeypatch):
@@ -194,7 +195,7 @@ def test_groups_of_several_threads_do_not_mix(monkeypatch):
     def reduce_often():
         try:
             for _ in range(50):
-                nccl_all_reduce(TorchBackend(), [torch.ones(99)] * 2, ReduceOp.SUM, shared)
+                OnHost().engine_all_reduce([torch.ones(99)] * 2, ReduceOp.SUM)
         except BaseException as failure:
             failures.append(failure)
 
@@ -216,9 +217,9 @@ def test_without_a_binding_the_reason_names_those_that_would_do(monkeypatch):
     assert engine_named("missing") == "not installed"
     assert engine_for("torch") is None
     reason = "none of NCCL's bindings for torch arrays is here (missing)"
-    assert lack_of_engine("torch", "float32", ReduceOp.SUM, 2) == reason
+    assert TorchBackend().engine_lack("float32", ReduceOp.SUM, 2) == reason
     with pytest.raises(EngineError, match="none of NCCL's bindings"):
-        nccl_all_reduce(TorchBackend(), [torch.ones(2)], ReduceOp.SUM, shared)
+        OnHost().engine_all_reduce([torch.ones(2)], ReduceOp.SUM)
     engine_named.cache_clear()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,17 +13,17 @@ from crossdevice.cli.bench.calls import Arrays, Calls, Competitor, Results, Time
 from crossdevice.cli.bench.workload import ResultPlace, Workload
 from crossdevice.errors import OptionError
 from crossdevice.values.device import host_device
-from crossdevice.values.distributed import PerReplica, components_of
+from crossdevice.values.distributed import PerReplica, components_of, destinations_on
 from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions
+from crossdevice.values.registry import loaded
 
 
 def ops_named(name: str) -> CrossDeviceOps:
     """The algorithm of that name, or an instance of `module:class`, for algorithms that are nobody's yet."""
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         return _made(ALGORITHMS.load(name), name)
     try:
-        return _made(getattr(importlib.import_module(module), attribute), name)
+        return _made(loaded(name), name)
     except (ImportError, AttributeError) as error:
         raise OptionError(f"algorithm {name!r} cannot be loaded: {error}") from error
 
@@ -93,18 +92,13 @@ class CrossDeviceCompetitor(Competitor):
             pairs = list(zip(values, targets, strict=True))
             return lambda: ops.batch_reduce(op, pairs, options, out=outs)
         value, target = values[0], targets[0]
-        if outs is None:
-            return lambda: [ops.reduce(op, value, target, options)]
-        only = outs[0]
+        only = None if outs is None else outs[0]
         return lambda: [ops.reduce(op, value, target, options, out=only)]
 
     def _broadcast(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:
         ops, value = self.algorithm, inputs[0][0]
-        devices = tuple(host_device(index) for index in range(work.num_devices))
-        targets = PerReplica.of((None,) * len(devices), devices)
-        if out is None:
-            return lambda: [ops.broadcast(value, targets)]
-        outs = [arrays[0] for arrays in out]
+        targets = destinations_on(map(host_device, range(work.num_devices)))
+        outs = None if out is None else [arrays[0] for arrays in out]
         return lambda: [ops.broadcast(value, targets, out=outs)]
 
     def _gather(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:  # noqa: ARG002

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import shutil
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from crossdevice.errors import OptionError
+from crossdevice.values.registry import loaded
 
 Runs = Literal["here", "process", "processes", "mpirun"]
 """In this process, in one of its own, in one for each replica, or in those that mpirun starts."""
@@ -88,6 +88,4 @@ def launcher() -> str | None:
 
 def peer_class(name: str) -> Any:
     """The class of a peer of the table, or of one that a benchmark has itself, by `module:class`."""
-    target = f"crossdevice.cli.bench.{PEERS[name].target}" if name in PEERS else name
-    module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return loaded(f"crossdevice.cli.bench.{PEERS[name].target}" if name in PEERS else name)

@@ -20,6 +20,7 @@ from crossdevice.cli.output_file import output_file
 from crossdevice.cli.svg import Chart, Line, charts_svg
 from crossdevice.cli.terminal import progress
 from crossdevice.errors import OptionError
+from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.plans.rendering import devices_text
 from crossdevice.process_groups.cluster import Cluster, cluster_from_env
 from crossdevice.process_groups.group import ProcessGroup
@@ -142,13 +143,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _strategy(arguments: argparse.Namespace, cluster: Cluster) -> MirroredStrategy:
-    share, longer = divmod(arguments.devices, cluster.size)
-    devices = [host_device(index) for index in range(share + (cluster.rank < longer))]
+    shares = part_lengths(arguments.devices, cluster.size)
+    devices = [host_device(index) for index in range(shares[cluster.rank])]
     if cluster.size == 1:
         return MirroredStrategy(devices, ALGORITHMS.load(arguments.ops)() if arguments.ops else None)
     if arguments.ops is not None:
         raise OptionError("--ops is for one process; several use CollectiveAllReduce")
-    if not share:
+    if not shares[-1]:
         raise OptionError(f"{cluster.size} processes need as many devices; got --devices {arguments.devices}")
     return MultiWorkerMirroredStrategy(cluster, devices=devices)
 

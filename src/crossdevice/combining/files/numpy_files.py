@@ -103,11 +103,7 @@ def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 @contextlib.contextmanager
-def written_npz(
-    path: Path,
-    tensors: Mapping[str, TensorSpec],
-    like: ModelFile,  # noqa: ARG001
-) -> Iterator[WriteElements]:
+def written_npz(path: Path, tensors: Mapping[str, TensorSpec], _like: ModelFile) -> Iterator[WriteElements]:
     """One array after another, not compressed."""
     with replaced(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         member: IO[bytes] | None = None
@@ -131,11 +127,7 @@ def written_npz(
 
 
 @contextlib.contextmanager
-def written_npy(
-    path: Path,
-    tensors: Mapping[str, TensorSpec],
-    like: ModelFile,  # noqa: ARG001
-) -> Iterator[WriteElements]:
+def written_npy(path: Path, tensors: Mapping[str, TensorSpec], _like: ModelFile) -> Iterator[WriteElements]:
     """The only array there is."""
     if len(tensors) != 1:
         raise FileError(

@@ -14,7 +14,10 @@ from crossdevice.values.device import Device
 
 def checked_axis(axis: int, num_dimensions: int, call: str, at_path: str) -> int:
     """The axis counted from the front; scalars have none."""
-    axis = operator.index(axis)
+    try:
+        axis = operator.index(axis)
+    except TypeError:
+        raise TypeError(f"axis must be an integer; got {axis!r}") from None
     if num_dimensions == 0:
         raise ConversionError(f"{call} needs at least one dimension{at_path}; replica 0 holds a scalar")
     if not -num_dimensions <= axis < num_dimensions:

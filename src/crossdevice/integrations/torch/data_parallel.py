@@ -12,7 +12,7 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import DeviceError, OptionError
 from crossdevice.integrations.torch.batches import Share, joined, shares_of
-from crossdevice.integrations.torch.gradient_arenas import BUCKET_BYTES, check_bucket_bytes
+from crossdevice.integrations.torch.gradient_arenas import BUCKET_BYTES
 from crossdevice.integrations.torch.mirroring import HeldGradients, KeptCopies, mirrored_in_buckets
 from crossdevice.integrations.torch.module_copies import average_buffers, named_tensors
 from crossdevice.integrations.torch.module_replicas import check_replicable, keep_buffers, replica_of
@@ -21,6 +21,7 @@ from crossdevice.integrations.torch.tensor_kinds import refuse_special
 from crossdevice.strategies.current import get_replica_context
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.values.device import Device
+from crossdevice.values.options import whole_number
 
 DeviceLike: TypeAlias = "Device | str | int | torch.device"
 
@@ -79,7 +80,6 @@ class DataParallel(torch.nn.Module):
             raise OptionError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if buffers not in ("first", "mean"):
             raise OptionError(f"buffers must be 'first' or 'mean', got {buffers!r}")
-        check_bucket_bytes(bucket_bytes)
         if devices is not None and device_ids is not None:
             raise OptionError(
                 "both devices and device_ids were given; they are the same, expected one of them"
@@ -94,7 +94,7 @@ class DataParallel(torch.nn.Module):
         self.dim = dim
         self.replicate = (replicate,) if isinstance(replicate, str) else tuple(replicate)
         self.buffer_rule = buffers
-        self.bucket_bytes = bucket_bytes
+        self.bucket_bytes = whole_number("bucket_bytes", bucket_bytes, least=1)
         self._kept = KeptCopies()
         self._held = HeldGradients(self.strategy.extended.cross_device_ops, self.devices)
         for name, tensor in named_tensors(module).items():

@@ -219,6 +219,8 @@ class GradientArenas:
 
     def _on_gradient(self, replica: int, name: str, _: torch.Tensor) -> None:
         """Called in the backward pass, in the replica's thread or a GPU's."""
+        # On GPUs PyTorch goes back in threads of its own, which are no replica's; on the host, one that
+        # comes outside of the replica's function is no part of a step.
         is_own = current_replica() == replica or not self._devices[replica].is_host
         if not is_own or self._num_holds[replica]:
             return
@@ -269,12 +271,6 @@ class GradientArenas:
         self._num_started = 0
         self._counted: list[set[str]] = [set() for _ in self.arenas]
         self._missing = [len(bucket.names) * len(self.arenas) for bucket in self._buckets]
-
-
-def check_bucket_bytes(bucket_bytes: int) -> None:
-    """Refuses sizes that are none."""
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise OptionError(f"bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
 
 
 def _dense_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

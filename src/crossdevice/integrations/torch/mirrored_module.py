@@ -13,7 +13,7 @@ import torch
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import ContextError, ConversionError, DeviceError, OptionError
-from crossdevice.integrations.torch.gradient_arenas import BUCKET_BYTES, GradientArenas, check_bucket_bytes
+from crossdevice.integrations.torch.gradient_arenas import BUCKET_BYTES, GradientArenas
 from crossdevice.integrations.torch.module_copies import (
     average_buffers,
     check_can_have_copies,
@@ -25,7 +25,7 @@ from crossdevice.integrations.torch.spans import span, watch_backward
 from crossdevice.strategies.current import get_replica_context
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.values.distributed import PerReplica
-from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.options import CommunicationOptions, whole_number
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import current_replica
 
@@ -112,6 +112,7 @@ class MirroredModule(torch.nn.Module):
         overlap: ReduceOp | str | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        whole_number("bucket_bytes", bucket_bytes, least=1)
         # Module.__init__ is left out: parameters, submodules and hooks are those of the copies.
         check_can_have_copies(module)
         self.strategy = strategy
@@ -123,7 +124,6 @@ class MirroredModule(torch.nn.Module):
         )
         self._num_holds = [0] * len(devices)
         self._arenas = None
-        check_bucket_bytes(bucket_bytes)
         if arenas or overlap is not None:
             op = None if overlap is None else ReduceOp(overlap)
             self._arenas = GradientArenas(self.replicas, strategy, self._num_holds, op, bucket_bytes)

@@ -197,6 +197,7 @@ class KeptCopies:
     """
 
     def __init__(self) -> None:
+        # With the tensors themselves, so that no other gets the id of one of them meanwhile.
         self._kept: dict[tuple[int, Hashable], tuple[torch.Tensor, torch.Tensor, Any]] = {}
 
     def on(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -38,6 +38,7 @@ def watch_backward(
             name = torch.profiler.record_function("crossdevice.backward")
             name.__enter__()
             started.extend((now(), name))
+            # Called when the whole backward pass has ended, not this tensor's part of it.
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def end() -> None:

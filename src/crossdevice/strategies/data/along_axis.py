@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import group_of
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.errors import ConversionError, ReduceOpError
+from crossdevice.execution.reading.shards import checked_axis
 from crossdevice.execution.reading.values import Leaf, backend_of, one_backend, read_value, replica_at
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import PerReplica
@@ -125,20 +125,16 @@ def _of_all_processes(
 
 def _local(op: ReduceOp, array: Array, axes: tuple[int, ...], backend: Backend, dtype: str) -> Array:
     """The reduction inside one replica, where it is, kept wide for those that round."""
-    with backend.working_on(device_of(array) or host_device(0)):
-        return _reduced_inside(op, array, axes, backend, dtype)
-
-
-def _reduced_inside(op: ReduceOp, array: Array, axes: tuple[int, ...], backend: Backend, dtype: str) -> Array:
     function = getattr(backend.namespace(), _ARRAY_FUNCTIONS[op])
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        return function(array, axis=axes)
-    wide = backend.cast(array, _wide(dtype))
-    if op is ReduceOp.PROD:
+    with backend.working_on(device_of(array) or host_device(0)):
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            return function(array, axis=axes)
+        wide = backend.cast(array, _wide(dtype))
+        if op is not ReduceOp.PROD:
+            return function(wide, axis=axes)
         for axis in sorted(axes, reverse=True):  # PyTorch multiplies along one axis at a time
             wide = function(wide, axis=axis)
         return wide
-    return function(wide, axis=axes)
 
 
 def _wide(dtype: str) -> str:
@@ -159,14 +155,5 @@ def _rounded(total: Array, backend: Backend, dtype: str) -> Array:
 
 
 def _checked_axes(axis: int | Sequence[int], rank: int, leaf: Leaf) -> tuple[int, ...]:
-    asked = tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
-    axes = []
-    for one in asked:
-        try:
-            number = operator.index(one)
-        except TypeError:
-            raise TypeError(f"axis must be an integer or several, got {axis!r}") from None
-        if not -rank <= number < rank:
-            raise ConversionError(f"axis {number} is out of range for {rank} dimensions{leaf.at_path}")
-        axes.append(number % rank)
-    return tuple(sorted(set(axes)))
+    asked = axis if isinstance(axis, (list, tuple)) else (axis,)
+    return tuple(sorted({checked_axis(one, rank, "reduce along an axis", leaf.at_path) for one in asked}))

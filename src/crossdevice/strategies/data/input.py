@@ -11,6 +11,7 @@ import numpy as np
 from crossdevice.backends.numpy_backend import array_of_numbers
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ConversionError, OptionError, ShapeMismatchError
+from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.strategies.data.regrouping import regroup
 from crossdevice.values.device import Device, misplaced
 from crossdevice.values.nesting import NUMBERS, flatten, leaf_paths, unflatten
@@ -154,8 +155,8 @@ def batches_of(dataset: Any, batch_size: int | None) -> Iterable[Any]:
 
 
 def _parts(batch: Any, placement: ReplicaPlacement, number: int) -> list[Any]:
-    share, longer = divmod(_num_examples(batch, f"batch {number}"), placement.num_replicas)
-    edges = [replica * share + min(replica, longer) for replica in range(placement.num_replicas + 1)]
+    lengths = part_lengths(_num_examples(batch, f"batch {number}"), placement.num_replicas)
+    edges = [0, *itertools.accumulate(lengths)]
     return [
         _moved(_rows(batch, *edges[replica : replica + 2]), device)
         for replica, device in zip(placement.numbers, placement.devices, strict=True)

@@ -34,7 +34,8 @@ def meet_recorded(
         is_recording = autograd.is_recording()  # replicas have to agree on it: the values of all are merged
         if is_backward:
             mode = ("create_graph",) if is_recording else ()
-            return context.meet_in_backward(f"gradient of {name}", (*details, *mode), value, merge, options)
+            gradient = f"gradient of {name}"
+            return context.meet(gradient, (*details, *mode), value, merge, options, is_backward=True)
         mode = () if is_recording else ("no_grad",)
         return context.meet(name, (*details, *mode), value, merge, options)
 

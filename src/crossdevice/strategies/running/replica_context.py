@@ -21,6 +21,16 @@ if TYPE_CHECKING:
     from crossdevice.strategies.base import Strategy
 
 
+CALLED_ELSEWHERE = (
+    " and was called elsewhere: in another replica, a merge function or another thread; call it in the "
+    "replica's function, or in a thread started with target=contextvars.copy_context().run there"
+)
+BACKWARD_ELSEWHERE = (
+    ", and the backward pass has reached it outside of that replica's function; call backward() there, in "
+    "every replica, or return what replicas computed and reduce or gather it outside"
+)
+
+
 class ReplicaContext:
     """The running replica, as returned by `get_replica_context()` in a function that `strategy.run` calls.
 
@@ -89,22 +99,19 @@ class ReplicaContext:
         """
         op, chosen = ReduceOp(reduce_op), as_options(either(options, experimental_hints))
 
-        def merge(trees: list[Any]) -> Sequence[Any]:
-            whole = self._together(trees)
-            return components_of(self._ops.batch_reduce(op, [(whole, whole)], chosen)[0])
+        def call(whole: PerReplica) -> Any:
+            return self._ops.batch_reduce(op, [(whole, whole)], chosen)[0]
 
-        own = own_component(self._replica, value)
-        return meet_recorded(self, "all_reduce", (op.name,), own, merge, chosen)
+        return self._collective("all_reduce", (op.name,), value, call, chosen)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenates the arrays or trees of all replicas along `axis`; sizes along `axis` may differ."""
         chosen = as_options(options)
 
-        def merge(trees: list[Any]) -> Sequence[Any]:
-            return components_of(self._ops.all_gather(self._together(trees), axis, chosen))
+        def call(whole: PerReplica) -> Any:
+            return self._ops.all_gather(whole, axis, chosen)
 
-        own = own_component(self._replica, value)
-        return meet_recorded(self, "all_gather", (f"axis={axis}",), own, merge, chosen)
+        return self._collective("all_gather", (f"axis={axis}",), value, call, chosen)
 
     def reduce_scatter(
         self,
@@ -119,23 +126,19 @@ class ReplicaContext:
         """
         op, chosen = ReduceOp(reduce_op), as_options(options)
 
-        def merge(trees: list[Any]) -> Sequence[Any]:
-            return components_of(self._ops.reduce_scatter(op, self._together(trees), axis, chosen))
+        def call(whole: PerReplica) -> Any:
+            return self._ops.reduce_scatter(op, whole, axis, chosen)
 
-        details = (op.name, f"axis={axis}")
-        return meet_recorded(
-            self, "reduce_scatter", details, own_component(self._replica, value), merge, chosen
-        )
+        return self._collective("reduce_scatter", (op.name, f"axis={axis}"), value, call, chosen)
 
     def all_to_all(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Cuts an array or tree along `axis` into a part for each replica; each gets its parts, in order."""
         chosen = as_options(options)
 
-        def merge(trees: list[Any]) -> Sequence[Any]:
-            return components_of(self._ops.all_to_all(self._together(trees), axis, chosen))
+        def call(whole: PerReplica) -> Any:
+            return self._ops.all_to_all(whole, axis, chosen)
 
-        own = own_component(self._replica, value)
-        return meet_recorded(self, "all_to_all", (f"axis={axis}",), own, merge, chosen)
+        return self._collective("all_to_all", (f"axis={axis}",), value, call, chosen)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -160,54 +163,47 @@ class ReplicaContext:
         value: Any,
         merge: Callable[[list[Any]], Sequence[Any]],
         options: CommunicationOptions = DEFAULT_OPTIONS,
+        *,
+        is_backward: bool = False,
     ) -> Any:
-        """Waits for the same call of all replicas; `merge` turns all their values into all their answers."""
-        if current_context() is not self:
-            raise ContextError(
-                f"{name} belongs to replica {self.replica_id_in_sync_group} ({self._device}) and was called "
-                "elsewhere: in another replica, a merge function or another thread; call it in the replica's "
-                "function, or in a thread started with target=contextvars.copy_context().run there"
-            )
-        return self._meet(name, details, value, merge, options)
+        """Waits for the same call of all replicas; `merge` turns all their values into all their answers.
 
-    def meet_in_backward(
-        self,
-        name: str,
-        details: tuple[Any, ...],
-        value: Any,
-        merge: Callable[[list[Any]], Sequence[Any]],
-        options: CommunicationOptions,
-    ) -> Any:
-        """The same in a backward pass, which PyTorch runs in a thread of its own on every GPU."""
+        Args:
+            is_backward: whether this is in a backward pass, which PyTorch runs in a thread of its own on
+                every GPU.
+        """
         running = current_context()
-        on_gpu = not self._device.is_host and running is None
-        if running is not self and not (on_gpu and self._rendezvous.is_running(self._replica)):
-            raise ContextError(
-                f"{name} belongs to replica {self.replica_id_in_sync_group} ({self._device}), and the "
-                "backward pass has reached it outside of that replica's function; call backward() there, in "
-                "every replica, or return what replicas computed and reduce or gather it outside"
-            )
-        return self._meet(name, details, value, merge, options)
-
-    def _meet(
-        self,
-        name: str,
-        details: tuple[Any, ...],
-        value: Any,
-        merge: Callable[[list[Any]], Sequence[Any]],
-        options: CommunicationOptions,
-    ) -> Any:
+        if running is not self and not (is_backward and running is None and self._is_running_on_gpu):
+            owner = f"{name} belongs to replica {self.replica_id_in_sync_group} ({self._device})"
+            raise ContextError(owner + (BACKWARD_ELSEWHERE if is_backward else CALLED_ELSEWHERE))
         if options is not DEFAULT_OPTIONS:
             details = (*details, *_differences(options))
         deadline = Deadline.after(options.timeout_seconds)
         return self._rendezvous.meet(self._replica, Call(name, details, value, merge, deadline))
 
+    def _collective(
+        self,
+        name: str,
+        details: tuple[Any, ...],
+        value: Any,
+        call: Callable[[PerReplica], Any],
+        options: CommunicationOptions,
+    ) -> Any:
+        """One call of the algorithm with the values of all replicas, of which each gets its component."""
+
+        def merge(trees: list[Any]) -> Sequence[Any]:
+            devices = placed_on(trees, self._strategy.extended.worker_devices)
+            return components_of(call(PerReplica.of(tuple(trees), devices)))
+
+        return meet_recorded(self, name, details, own_component(self._replica, value), merge, options)
+
+    @property
+    def _is_running_on_gpu(self) -> bool:
+        return not self._device.is_host and self._rendezvous.is_running(self._replica)
+
     @property
     def _ops(self) -> CrossDeviceOps:
         return self._strategy.extended.cross_device_ops
-
-    def _together(self, trees: list[Any]) -> PerReplica:
-        return PerReplica.of(tuple(trees), placed_on(trees, self._strategy.extended.worker_devices))
 
     def __repr__(self) -> str:
         number, count = self.replica_id_in_sync_group, self.num_replicas_in_sync

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import optree
 
 from crossdevice.backends.protocol import Backend
-from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ContextError, ConversionError
 from crossdevice.strategies.running.place import current_context, current_strategy
-from crossdevice.strategies.variables.variable import ReadsAsArray, Variable, converted
+from crossdevice.strategies.variables.variable import ReadsAsArray, Variable, backend_of_variable, converted
 from crossdevice.values.delegation import operand_of
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DelegatingValues, Mirrored, PerReplica, components_of
@@ -178,9 +177,7 @@ class DistributedVariable(ReadsAsArray, DelegatingValues):
 
     @property
     def _backend(self) -> Backend:
-        backend = backend_of_type(type(self._values[0].operand()))
-        assert backend is not None, "variables are made of arrays"
-        return backend
+        return backend_of_variable(self._values[0].operand())
 
     def _converted(self, value: Any) -> Any:
         """A value in this variable's library and dtype, as the running replica sees it."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from crossdevice.backends.registry import backend_of_type
-from crossdevice.errors import ConversionError, MismatchError
-from crossdevice.strategies.variables.variable import Variable
+from crossdevice.errors import MismatchError
+from crossdevice.strategies.variables.variable import Variable, backend_of_variable
 from crossdevice.values.indexed_slices import IndexedSlices
 
 _FUNCTIONS: dict[str, np.ufunc] = {
@@ -30,9 +28,7 @@ def scatter_with(method: str) -> Callable[[Variable, IndexedSlices], object]:
     """
 
     def write(variable: Variable, slices: IndexedSlices) -> object:
-        backend = backend_of_type(type(variable.operand()))
-        if backend is None:
-            raise ConversionError(f"variable {variable.name!r} holds no array")
+        backend = backend_of_variable(variable.operand())
         rows = backend.to_host(variable.operand()).reshape(variable.shape).copy()
         indices = backend.to_host(slices.indices)
         values = backend.to_host(slices.values).reshape(backend.shape_of(slices.values))
@@ -44,7 +40,6 @@ def scatter_with(method: str) -> Callable[[Variable, IndexedSlices], object]:
             _FUNCTIONS[method].at(rows, indices, values)
         else:
             rows[indices] = values
-        flat: Any = rows.reshape(-1)
-        return variable.store(backend.from_host(flat, variable.shape, variable.device))
+        return variable.store(backend.from_host(rows.reshape(-1), variable.shape, variable.device))
 
     return write

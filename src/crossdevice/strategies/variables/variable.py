@@ -37,7 +37,7 @@ class ReadsAsArray(DelegatesToArray):
     def current(self) -> Any:
         """The array: a read-only view where the library has such, else a copy."""
         array = self.operand()
-        backend = _backend_of(array)
+        backend = backend_of_variable(array)
         if isinstance(array, np.ndarray | np.generic):
             return backend.read_only(np.asarray(array), host_device(0))
         return array if backend.is_immutable else self._copied()
@@ -53,7 +53,7 @@ class ReadsAsArray(DelegatesToArray):
     def numpy(self) -> Any:
         """The elements as a NumPy array of its own."""
         array = self.operand()
-        backend = _backend_of(array)
+        backend = backend_of_variable(array)
         return backend.to_host(array).reshape(backend.shape_of(array)).copy()
 
     def __float__(self) -> float:
@@ -70,7 +70,7 @@ class ReadsAsArray(DelegatesToArray):
 
     def _copied(self) -> Any:
         array = self.operand()
-        return _backend_of(array).copy(array, device_of(array) or host_device(0))
+        return backend_of_variable(array).copy(array, device_of(array) or host_device(0))
 
 
 class _MadeInScope(type):
@@ -124,7 +124,7 @@ class Variable(ReadsAsArray, PlacedArray, metaclass=_MadeInScope):
         self.aggregation = as_setting(VariableAggregation, aggregation)
         array = initial_array(initial_value, dtype, shape, self.name)
         self.device = Device.parse(device) if device is not None else device_of(array) or host_device(0)
-        backend = _backend_of(array)
+        backend = backend_of_variable(array)
         backend.check_device(self.device)
         self._value = backend.copy(array, self.device)
 
@@ -140,7 +140,7 @@ class Variable(ReadsAsArray, PlacedArray, metaclass=_MadeInScope):
 
     def assign(self, value: Any) -> Variable:
         """Replaces the value; the shape and the dtype stay."""
-        return self.store(_backend_of(self._value).copy(self._converted(value), self.device))
+        return self.store(backend_of_variable(self._value).copy(self._converted(value), self.device))
 
     def assign_add(self, delta: Any) -> Variable:
         """Adds to the value."""
@@ -152,7 +152,7 @@ class Variable(ReadsAsArray, PlacedArray, metaclass=_MadeInScope):
 
     def computed(self, operation: Callable[[Any, Any], Any], other: Any) -> Any:
         """A new array of the value and another of its library, on the variable's device."""
-        with _backend_of(self._value).working_on(self.device):
+        with backend_of_variable(self._value).working_on(self.device):
             return operation(self._value, other)
 
     def store(self, fresh: Any) -> Variable:
@@ -169,7 +169,7 @@ class Variable(ReadsAsArray, PlacedArray, metaclass=_MadeInScope):
             raise ConversionError(
                 f"variable {self.name!r} holds one array; got a {type(value).__name__} of several"
             )
-        backend = _backend_of(self._value)
+        backend = backend_of_variable(self._value)
         return converted(operand_of(value), backend, backend.dtype_of(self._value), self.name)
 
     def __repr__(self) -> str:
@@ -231,7 +231,8 @@ def _kind_of(dtype: str) -> int:
     return 2 if dtype in COMPLEXES else 1 if dtype in FLOATS else 0
 
 
-def _backend_of(array: Any) -> Backend:
+def backend_of_variable(array: Any) -> Backend:
+    """The library of a variable's array."""
     backend = backend_of_type(type(array))
     assert backend is not None, "variables are made of arrays"
     return backend

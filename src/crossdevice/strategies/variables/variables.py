@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce, group_of
-from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ContextError, ConversionError, OptionError, ReduceOpError
 from crossdevice.strategies.running.place import current_context
 from crossdevice.strategies.variables.distributed import (
@@ -17,7 +16,7 @@ from crossdevice.strategies.variables.distributed import (
     refuse_per_replica,
 )
 from crossdevice.strategies.variables.scattering import scatter_with
-from crossdevice.strategies.variables.variable import checked_trainable, initial_array
+from crossdevice.strategies.variables.variable import backend_of_variable, checked_trainable, initial_array
 from crossdevice.values.distributed import Mirrored, PerReplica, components_of
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
 from crossdevice.values.indexed_slices import IndexedSlices
@@ -54,13 +53,11 @@ class MirroredVariable(DistributedVariable, Mirrored):
         def merge(values: list[Any]) -> Sequence[Any]:
             ops = self._strategy.extended.cross_device_ops
             if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                return components_of(
-                    self._written(write, ops.broadcast(of_first_replica(values[0], ops), self))
-                )
-            op = ReduceOp.from_variable_aggregation(aggregation)
-            return components_of(
-                self._written(write, ops.reduce(op, PerReplica.of(tuple(values), self.devices), self))
-            )
+                everywhere = ops.broadcast(of_first_replica(values[0], ops), self)
+            else:
+                op = ReduceOp.from_variable_aggregation(aggregation)
+                everywhere = ops.reduce(op, PerReplica.of(tuple(values), self.devices), self)
+            return components_of(self._written(write, everywhere))
 
         return context.meet(f"{self.name}.{method}", (), value, merge)
 
@@ -167,8 +164,7 @@ def create_variable(
         array = _of_first_process(
             initial_array(values[0], dtype, shape, name), strategy.extended.cross_device_ops
         )
-        backend = backend_of_type(type(array))
-        assert backend is not None, "variables are made of arrays"
+        backend = backend_of_variable(array)
         for device in strategy.extended.parameter_devices:
             backend.check_device(device)
         found = backend.dtype_of(array)

@@ -18,31 +18,9 @@ from crossdevice.errors import (
     OptionError,
     ShapeMismatchError,
 )
+from unit.strategies.variables.making import copies, each_library, on_read, own_replica
 
 Aggregation, Synchronization = cd.VariableAggregation, cd.VariableSynchronization
-LIBRARIES = {"numpy": np.array, "torch": torch.tensor}
-
-each_library = pytest.mark.parametrize("make", LIBRARIES.values(), ids=LIBRARIES)
-each_aggregation = pytest.mark.parametrize("aggregation", Aggregation, ids=lambda a: a.name)
-
-
-def own_replica():
-    return cd.get_replica_context().replica_id_in_sync_group
-
-
-def copies(variable):
-    return [copy.value().tolist() for copy in variable.values]
-
-
-@pytest.fixture
-def strategy():
-    return cd.MirroredStrategy(["cpu:0", "cpu:1"])
-
-
-def on_read(strategy, value, aggregation, **more):
-    return strategy.create_variable(
-        value, synchronization=Synchronization.ON_READ, aggregation=aggregation, **more
-    )
 
 
 @each_library

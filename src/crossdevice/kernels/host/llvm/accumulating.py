@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from crossdevice.kernels.host.llvm.code import _offset, _word_at, set_word
+from crossdevice.kernels.host.llvm.code import byte_offset, loaded_word, set_word
 from crossdevice.kernels.host.llvm.lanes import (
     DOUBLE,
     FORMATS,
@@ -97,16 +97,18 @@ def add_lanes(
     def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         inputs, num_inputs, weights, parts, position = arguments[2:]
         vectors = Lanes(builder, count)
-        wide_offset = _offset(builder, position, "float64")
+        wide_offset = byte_offset(builder, position, "float64")
         addresses = [
-            builder.add(_word_at(builder, parts, ir.Constant(INT64, number)), wide_offset)
+            builder.add(loaded_word(builder, parts, ir.Constant(INT64, number)), wide_offset)
             for number in range(NUM_PARTS[family])
         ]
         places = [cgutils.alloca_once_value(builder, vectors.load(place, DOUBLE)) for place in addresses]
         lost = cgutils.alloca_once_value(builder, vectors.constant(ir.IntType(1), 0))
         with cgutils.for_range(builder, num_inputs) as loop:
-            weight = vectors.spread(builder.bitcast(_word_at(builder, weights, loop.index), DOUBLE))
-            start = builder.add(_word_at(builder, inputs, loop.index), _offset(builder, position, dtype))
+            weight = vectors.spread(builder.bitcast(loaded_word(builder, weights, loop.index), DOUBLE))
+            start = builder.add(
+                loaded_word(builder, inputs, loop.index), byte_offset(builder, position, dtype)
+            )
             element = _widened(vectors, vectors.load(start, FORMATS[dtype].stored), dtype)
             state = tuple(builder.load(place) for place in places)
             grown, is_lost = _grown(vectors, family, state, element, weight)

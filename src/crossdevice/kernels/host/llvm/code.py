@@ -141,7 +141,7 @@ class _Column:
     def __init__(self, lanes: Lanes, dtype: str, work: _Work) -> None:
         self.lanes, self.work = lanes, work
         self._dtype = dtype
-        self._offset = _offset(lanes.build, work.position, dtype)
+        self._offset = byte_offset(lanes.build, work.position, dtype)
 
     def combined_in_order(self, arithmetic: Arithmetic, first: Value | None, last: Value) -> State:
         """The inputs up to `last`; from `first` on, if that is not 0, with what was kept of those before."""
@@ -186,7 +186,7 @@ class _Column:
 
     def _weight(self, index: Value) -> Value:
         build = self.lanes.build
-        return self.lanes.spread(build.bitcast(_word_at(build, self.work.program, index), DOUBLE))
+        return self.lanes.spread(build.bitcast(loaded_word(build, self.work.program, index), DOUBLE))
 
     def _placed(self, state: State) -> list[Value]:
         return [cgutils.alloca_once_value(self.lanes.build, part) for part in state]
@@ -207,7 +207,7 @@ class _Column:
         with build.goto_entry_block():
             levels = build.alloca(first.type, MAX_DEPTH + 1)
         with cgutils.for_range(build, length) as loop:
-            word = _word_at(build, program, loop.index)
+            word = loaded_word(build, program, loop.index)
             kind = build.and_(word, ir.Constant(INT64, 0xFF))
             level = build.and_(build.lshr(word, ir.Constant(INT64, 8)), ir.Constant(INT64, 0xFF))
             here = build.gep(levels, [level])
@@ -237,7 +237,7 @@ class _Column:
 def _write(lanes: Lanes, arithmetic: Arithmetic, result: Value, work: _Work) -> None:
     build = lanes.build
     item_bytes = FORMATS[arithmetic.result_dtype].item_bytes
-    offset = _offset(build, work.position, arithmetic.result_dtype)
+    offset = byte_offset(build, work.position, arithmetic.result_dtype)
 
     def write_all(alignment: int) -> None:
         with cgutils.for_range(build, work.num_outputs) as loop:
@@ -262,18 +262,22 @@ def _element_bytes(kind: Any) -> int:
     return kind.width // 8 if isinstance(kind, ir.IntType) else {HALF: 2, SINGLE: 4, DOUBLE: 8}[kind]
 
 
-def _offset(build: Builder, position: Value, dtype: str) -> Value:
+def byte_offset(build: Builder, position: Value, dtype: str) -> Value:
+    """How far into an array of a dtype an element is."""
     return build.mul(position, ir.Constant(INT64, FORMATS[dtype].item_bytes))
 
 
-def _word_at(build: Builder, address: Value, index: Value) -> Value:
+def loaded_word(build: Builder, address: Value, index: Value) -> Value:
+    """What `word_at` gives, for code that is emitted."""
     place = build.add(address, build.mul(index, ir.Constant(INT64, WORD_BYTES)))
     return build.load(build.inttoptr(place, INT64.as_pointer()))
 
 
 def _data_of(build: Builder, arrays: Value, index: Value) -> Value:
-    array = _word_at(build, arrays, index)
-    return _word_at(build, build.add(array, ir.Constant(INT64, OBJECT_HEADER_BYTES)), ir.Constant(INT64, 0))
+    array = loaded_word(build, arrays, index)
+    return loaded_word(
+        build, build.add(array, ir.Constant(INT64, OBJECT_HEADER_BYTES)), ir.Constant(INT64, 0)
+    )
 
 
 @intrinsic
@@ -291,7 +295,7 @@ def word_at(typing_context: Any, address: Any, index: Any) -> Any:
     """The 64-bit word that is `index` words after `address`."""
 
     def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        return _word_at(builder, *arguments)
+        return loaded_word(builder, *arguments)
 
     return types.int64(address, index), emit
 

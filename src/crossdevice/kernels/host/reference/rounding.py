@@ -46,11 +46,15 @@ def two_product(left: Floats, right: float) -> tuple[Floats, Floats]:
     Factors are cut by their bits into 26 and (signed) 26: all partial products are then exact.
     """
     product = left * right
-    size = np.abs(product)
-    is_known = (size >= SMALLEST_PRODUCT) & (size <= LARGEST_PRODUCT) & (np.abs(left) <= LARGEST_PRODUCT)
     (upper, lower), (first, second) = _halves(left), _halves(np.float64(right))
     error = ((upper * first - product) + upper * second + lower * first) + lower * second
-    return product, np.where(is_known, error, 0.0)
+    return product, np.where(is_error_known(left, product), error, 0.0)
+
+
+def is_error_known(left: Floats, product: Floats) -> NDArray[np.bool_]:
+    """Where `two_product` gives the error of a rounded product of `left`."""
+    size = np.abs(product)
+    return (size >= SMALLEST_PRODUCT) & (size <= LARGEST_PRODUCT) & (np.abs(left) <= LARGEST_PRODUCT)
 
 
 def _halves(values: Any) -> tuple[Any, Any]:

@@ -24,9 +24,8 @@ from crossdevice.kernels.host.reference.exact import (
 )
 from crossdevice.kernels.host.reference.long_accumulator import HEAD_BITS, Floats, Mask, rounded_once
 from crossdevice.kernels.host.reference.rounding import (
-    LARGEST_PRODUCT,
-    SMALLEST_PRODUCT,
     exact_remainder,
+    is_error_known,
     rounded,
     two_product,
     two_sum,
@@ -60,9 +59,7 @@ def _grown(state: list[Floats], element: Floats, weight: float, family: str, los
     if family == "compensated":
         total, error = two_sum(state[0], product)
         return [total, (state[1] + error) + rest]
-    size = np.abs(product)
-    is_known = (size >= SMALLEST_PRODUCT) & (size <= LARGEST_PRODUCT) & (np.abs(element) <= LARGEST_PRODUCT)
-    lost |= ~is_known & (element != 0) & (weight != 0)
+    lost |= ~is_error_known(element, product) & (element != 0) & (weight != 0)
     parts = list(state)
     for term in (product, rest):
         left = term

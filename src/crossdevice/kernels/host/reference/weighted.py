@@ -18,8 +18,7 @@ from crossdevice.kernels.host.reference.exact import (
 )
 from crossdevice.kernels.host.reference.long_accumulator import Floats, Integers, scaled_integers
 from crossdevice.kernels.host.reference.rounding import (
-    LARGEST_PRODUCT,
-    SMALLEST_PRODUCT,
+    is_error_known,
     rounded,
     two_product,
     two_sum,
@@ -91,9 +90,7 @@ def _enclosed_sum(inputs: Sequence[Floats], factors: Sequence[float]) -> Enclosu
         total, error = two_sum(total, product)
         low, lost = two_sum(low, error)
         low, more = two_sum(low, of_product)
-        size = np.abs(product)
-        is_known = (size >= SMALLEST_PRODUCT) & (size <= LARGEST_PRODUCT) & (np.abs(array) <= LARGEST_PRODUCT)
-        unknown = ~is_known & (array != 0) if factor else ~np.isfinite(array)
+        unknown = ~is_error_known(array, product) & (array != 0) if factor else ~np.isfinite(array)
         doubt += np.abs(lost) + np.abs(more) + np.where(unknown, np.inf, 0.0)
     near, rest = two_sum_keeping_zero(total, low)
     return Enclosure(near, rest, 2 * doubt)
