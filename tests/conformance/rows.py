@@ -161,10 +161,10 @@ class BackendRow:
         )
 
     def product(self, *columns: Any) -> Iterator[Any]:
-        """All combinations, or a regular sample of ten or more in which all of up to ten entries occur."""
+        """All combinations, or a regular sample: five or more of long tables, three or four of short ones."""
         combinations = list(itertools.product(*columns))
-        strides = [prime for prime in (19, 13, 11, 7) if len(combinations) >= 10 * prime]
-        return iter(combinations[:: strides[0] if self.is_sampled and strides else 1])
+        strides = [prime for prime in (37, 19, 13, 11, 7, 5) if len(combinations) >= 5 * prime] or [3]
+        return iter(combinations[:: strides[0] if self.is_sampled else 1])
 
     def bits(self, array: Any) -> bytes:
         """Dtype, shape and every bit."""
