@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -15,11 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pytest
 
 import crossdevice
+from multiprocess.rank_server import ForkedRank, RankServer
 
 HERE = Path(__file__).parent
 PACKAGE_PARENT = Path(crossdevice.__file__).parents[1]
@@ -60,27 +62,23 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     mark = secrets.token_hex()
     output = folder / "output"
-    processes = []
+    processes: list[subprocess.Popen[bytes] | ForkedRank] = []
     end = time.monotonic() + seconds
     try:
         with open(output, "wb") as stream:
             for command, variables in commands:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env={**_environment(), **variables, MARK: mark, FOLDER: str(folder)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=stream,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+                environment = {**_environment(), **variables, MARK: mark, FOLDER: str(folder)}
+                if command[0] == sys.executable and command[1].endswith("_rank.py"):
+                    processes.append(_rank_server().fork(command[1:], environment, str(output)))
+                else:
+                    processes.append(_started(command, environment, stream))
             during(folder)
             for process in processes:
                 process.wait(max(end - time.monotonic(), 0))
     except subprocess.TimeoutExpired:
         raise AssertionError(f"not done after {seconds:g} s; printed so far: {output.read_text()}") from None
     finally:
-        left = _still_there(mark)
+        left = _still_there(mark, {process.pid for process in processes})
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         for process in processes:
@@ -89,8 +87,24 @@ def launch(
     return Outcome([process.returncode for process in processes], reports, output.read_text(), left)
 
 
+@functools.cache
+def _rank_server() -> RankServer:
+    return RankServer(_environment())
+
+
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+    )
+
+
 def ranks(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict[str, str]]]:
-    """Plain processes that know each other from RANK and WORLD_SIZE, so that nobody ends one with another."""
+    """Processes that know each other from RANK and WORLD_SIZE, so that nobody ends one with another.
+
+    They are forked from one that has imported PyTorch, so that they start at once.
+    """
     port = str(free_port())
     return [
         (
@@ -170,21 +184,24 @@ def _environment() -> dict[str, str]:
     return {**inherited, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
-def _still_there(mark: str) -> list[int]:
+def _still_there(mark: str, sessions: set[int]) -> list[int]:
     """Processes of a launch that have not ended some time after it; those on their way out get that time."""
     end = time.monotonic() + ENDING_SECONDS
-    while (found := _marked(mark)) and time.monotonic() < end:
+    while (found := _processes_of(mark, sessions)) and time.monotonic() < end:
         time.sleep(0.1)
     return found
 
 
-def _marked(mark: str) -> list[int]:
+def _processes_of(mark: str, sessions: set[int]) -> list[int]:
+    """Those that have the mark, or belong to the session of a forked rank."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             try:
-                if mark.encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
+                is_marked = mark.encode() in (folder / "environ").read_bytes()
+                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
             except OSError:
                 continue  # it ended meanwhile, or belongs to somebody else
+            if is_marked or (int(session) in sessions and state != "Z"):
+                found.append(int(folder.name))
     return found

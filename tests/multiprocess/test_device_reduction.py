@@ -4,8 +4,8 @@ from multiprocess import launching
 
 
 def test_the_engines_own_all_reduce_gives_the_same_results(tmp_path):
-    found = launching.launch(launching.torchrun("device_rank.py", size=2), tmp_path, 120.0)
-    assert found.codes == [0], found.output
+    found = launching.launch(launching.ranks("device_rank.py", size=2), tmp_path, 120.0)
+    assert set(found.codes) == {0}, found.output
     expected = {
         "sum": [[[6.0, 6.0]] * 3] * 2,
         "mean of integers": [0.5, 7.0],

@@ -19,10 +19,8 @@ pytest.importorskip("torch.distributed")
 @pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
 def test_gradients_are_reproducible_means(tmp_path, tmp_path_factory):
     with launching.in_turn(tmp_path_factory.getbasetemp().parent):
-        found = launching.launch(
-            launching.torchrun("hook_rank.py", size=3), tmp_path / "launch", LAUNCH_SECONDS
-        )
-    assert found.codes == [0], found.output
+        found = launching.launch(launching.ranks("hook_rank.py", size=3), tmp_path / "launch", LAUNCH_SECONDS)
+    assert set(found.codes) == {0}, found.output
     assert found.left == []
     assert sorted(found.reports) == [0, 1, 2]
     for facts in found.reports.values():
@@ -39,9 +37,9 @@ def test_gradients_are_reproducible_means(tmp_path, tmp_path_factory):
 def test_gradients_are_means_over_the_models_own_process_group(tmp_path, tmp_path_factory):
     with launching.in_turn(tmp_path_factory.getbasetemp().parent):
         found = launching.launch(
-            launching.torchrun("hook_groups_rank.py", size=4), tmp_path / "launch", LAUNCH_SECONDS
+            launching.ranks("hook_groups_rank.py", size=4), tmp_path / "launch", LAUNCH_SECONDS
         )
-    assert found.codes == [0], found.output
+    assert set(found.codes) == {0}, found.output
     means = [
         {fact: mean for fact, mean in found.reports[rank].items() if not isinstance(mean, str)}
         for rank in range(4)
@@ -73,6 +71,6 @@ def test_the_example_ends_with_the_same_bits_for_any_bucket_size(tmp_path, tmp_p
         found = launching.launch(
             launching.torchrun(str(EXAMPLE), size=3), tmp_path / "launch", LAUNCH_SECONDS
         )
-    assert found.codes == [0], found.output
+    assert set(found.codes) == {0}, found.output
     digests = re.findall(r"with the hook: buckets of 0.05 MiB ([0-9a-f]{16}), of 25 MiB \1", found.output)
     assert len(digests) == 1, found.output
