@@ -37,7 +37,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> None:
         self.packing = Packing(num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
         self.all_reduce_alg = all_reduce_alg
-        self._algorithm()
+        self._algorithm()  # refuses a name that nobody has now, not in the first call
 
     @property
     def agg_small_grads_max_bytes(self) -> int:
@@ -63,5 +63,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return self._algorithm().plan_sum(build, destinations)
 
     def _algorithm(self) -> CrossDeviceOps:
+        # Made each time: the name may have been set, and plans, not calls, ask for it.
         algorithm: CrossDeviceOps = ALGORITHMS.load(self.all_reduce_alg)()
         return algorithm

@@ -14,18 +14,9 @@ from crossdevice.costs.memory import peak_bytes
 from crossdevice.costs.timing import Parts, addition_parts, fused_pass_parts, served_bytes, transfer_parts
 from crossdevice.costs.topology import Link, Route, Topology
 from crossdevice.errors import TopologyError
+from crossdevice.plans import steps
 from crossdevice.plans.plan import Plan
-from crossdevice.plans.steps import (
-    Add,
-    Buffer,
-    Copy,
-    EngineAllReduce,
-    Finish,
-    Join,
-    Split,
-    sources_of,
-    targets_of,
-)
+from crossdevice.plans.steps import Buffer, sources_of, targets_of
 from crossdevice.values.device import Device
 
 SAME_SECONDS = 1e-12
@@ -170,7 +161,7 @@ class _Run:
         step = self._plan.steps[number]
         self._before[number] = parts
         match step:
-            case Copy() if step.source.device != step.target.device and step.source.length:
+            case steps.Copy() if step.source.device != step.target.device and step.source.length:
                 route = self._route(step)
                 num_bytes = self._bytes_of(step.source)
                 for link in route.links:
@@ -179,17 +170,17 @@ class _Run:
                 self._flows[number] = _Flow(number, route, served_bytes(num_bytes, route), entered, entered)
                 self.spans[number] = Span(number, now, now)
                 self._push(entered, "enter", number)
-            case Copy() | Add():
+            case steps.Copy() | steps.Add():
                 num_arrays = len(sources_of(step))
                 num_bytes = step.target.length * self._item_bytes
                 cost = addition_parts(num_arrays, num_bytes, self._topology) if num_bytes else Parts()
                 self._compute(number, step.target.device, now, cost)
-            case Finish() | Split() | Join():
+            case steps.Finish() | steps.Split() | steps.Join():
                 # Rounding is part of the last addition, parts are views, and shards arrive in their place.
                 self.spans[number] = Span(number, now, now)
                 for target in targets_of(step):
                     self._available(target, now, parts)
-            case EngineAllReduce():
+            case steps.EngineAllReduce():
                 num_bytes = step.sources[0].length * self._item_bytes
                 cost = engine_parts(self._topology, num_bytes)
                 self._after[number] = parts.plus(cost)
@@ -251,5 +242,5 @@ class _Run:
         arrays = sent.num_replicas if self._unsummed and not sent.is_finished else 1
         return arrays * sent.length * self._item_bytes
 
-    def _route(self, step: Copy) -> Route:
+    def _route(self, step: steps.Copy) -> Route:
         return self._topology.route(self._places[step.source.device], self._places[step.target.device])

@@ -12,17 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, assert_never
 
-from crossdevice.plans.steps import (
-    Add,
-    Copy,
-    EngineAllReduce,
-    Finish,
-    Join,
-    Split,
-    Step,
-    sources_of,
-    targets_of,
-)
+from crossdevice.plans import steps
+from crossdevice.plans.steps import Step, sources_of, targets_of
 from crossdevice.values.device import Device, host_device
 
 Phase = Literal["queue", "pack", "reduce", "copy", "unpack", "forward", "backward"]
@@ -197,7 +188,7 @@ def _chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
                 "cat": record.phase,
                 "args": {"bytes": record.num_bytes, "plan": record.plan},
             }
-        if len(threads) == 2 and (isinstance(done, Copy) or record.what == TRANSFER):
+        if len(threads) == 2 and (isinstance(done, steps.Copy) or record.what == TRANSFER):
             flow = {"pid": process, "cat": "copy", "name": "copy", "id": number, "ts": (start + stop) / 2000}
             yield {**flow, "ph": "s", "tid": threads[0]}
             yield {**flow, "ph": "f", "bp": "e", "tid": threads[1]}
@@ -236,13 +227,13 @@ def _record(done: Work | Step, started: float, stopped: float, item_bytes: int) 
 
 def _phase(step: Step) -> Phase:
     match step:
-        case Copy():
+        case steps.Copy():
             return "copy"
-        case Add() | Finish() | EngineAllReduce():
+        case steps.Add() | steps.Finish() | steps.EngineAllReduce():
             return "reduce"
-        case Split():
+        case steps.Split():
             return "pack"
-        case Join():
+        case steps.Join():
             return "unpack"
         case _:
             assert_never(step)

@@ -7,19 +7,9 @@ import operator
 from collections.abc import Iterable, Sequence
 
 from crossdevice.errors import PlanError
+from crossdevice.plans import steps
 from crossdevice.plans.plan import Plan
-from crossdevice.plans.steps import (
-    Add,
-    Buffer,
-    Copy,
-    EngineAllReduce,
-    Finish,
-    Join,
-    Split,
-    Step,
-    sources_of,
-    targets_of,
-)
+from crossdevice.plans.steps import Buffer, Step, sources_of, targets_of
 from crossdevice.values.device import Device
 
 MAX_OWNERS = 64
@@ -72,7 +62,7 @@ class PlanBuilder:
             return sources[0]
         replicas = functools.reduce(operator.or_, (source.replicas for source in sources))
         target = self._buffer(at, sources[0].start, sources[0].stop, replicas)
-        self._steps.append(Add(sources, target))
+        self._steps.append(steps.Add(sources, target))
         return target
 
     def split(self, buffer: Buffer, num_parts: int) -> tuple[Buffer, ...]:
@@ -84,7 +74,7 @@ class PlanBuilder:
             stop = start + size + (part < longer)
             parts.append(self._buffer(buffer.device, start, stop, buffer.replicas, buffer.is_finished))
             start = stop
-        self._steps.append(Split(buffer, tuple(parts)))
+        self._steps.append(steps.Split(buffer, tuple(parts)))
         return tuple(parts)
 
     def join(self, buffers: Sequence[Buffer], at: Device) -> Buffer:
@@ -94,7 +84,7 @@ class PlanBuilder:
             return sources[0]
         first, last = sources[0], sources[-1]
         target = self._buffer(at, first.start, last.stop, first.replicas, first.is_finished)
-        self._steps.append(Join(sources, target))
+        self._steps.append(steps.Join(sources, target))
         return target
 
     def add_by_shards(self) -> list[Buffer]:
@@ -128,7 +118,7 @@ class PlanBuilder:
             self._buffer(buffer.device, buffer.start, buffer.stop, self._all_replicas, True)
             for buffer in buffers
         )
-        self._steps.append(EngineAllReduce(tuple(buffers), targets))
+        self._steps.append(steps.EngineAllReduce(tuple(buffers), targets))
         return targets
 
     def plan(self, outputs: Sequence[Buffer]) -> Plan:
@@ -155,7 +145,7 @@ class PlanBuilder:
     def _copied(self, buffer: Buffer, to: Device) -> Buffer:
         target = self._buffer(to, buffer.start, buffer.stop, buffer.replicas, buffer.is_finished)
         self._copies[buffer.number, to] = target
-        self._steps.append(Copy(buffer, target))
+        self._steps.append(steps.Copy(buffer, target))
         return target
 
     def _finish_if_complete(self, buffer: Buffer) -> Buffer:
@@ -163,7 +153,7 @@ class PlanBuilder:
             return buffer
         if buffer.number not in self._finished:
             target = self._buffer(buffer.device, buffer.start, buffer.stop, buffer.replicas, True)
-            self._steps.append(Finish(buffer, target))
+            self._steps.append(steps.Finish(buffer, target))
             self._finished[buffer.number] = target
         return self._finished[buffer.number]
 
@@ -175,11 +165,11 @@ class PlanBuilder:
         return buffer
 
 
-def _needed_steps(steps: Sequence[Step], outputs: Iterable[Buffer]) -> tuple[Step, ...]:
+def _needed_steps(emitted: Sequence[Step], outputs: Iterable[Buffer]) -> tuple[Step, ...]:
     """The steps that some output depends on, in order."""
     needed = {buffer.number for buffer in outputs}
     kept: list[Step] = []
-    for step in reversed(steps):
+    for step in reversed(emitted):
         if any(buffer.number in needed for buffer in targets_of(step)):
             needed.update(buffer.number for buffer in sources_of(step))
             kept.append(step)

@@ -11,19 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, assert_never
 
 from crossdevice.errors import PlanError
+from crossdevice.plans import steps
 from crossdevice.plans.plan import Plan
-from crossdevice.plans.steps import (
-    Add,
-    Buffer,
-    Copy,
-    EngineAllReduce,
-    Finish,
-    Join,
-    Split,
-    Step,
-    sources_of,
-    targets_of,
-)
+from crossdevice.plans.steps import Buffer, Step, sources_of, targets_of
 
 
 class Holding(NamedTuple):
@@ -54,24 +44,24 @@ def check_plan(plan: Plan) -> None:
 
 
 def _outcomes(step: Step, held: Sequence[Holding], everyone: int) -> Sequence[Holding]:
-    if not isinstance(step, (Copy, EngineAllReduce)):
+    if not isinstance(step, (steps.Copy, steps.EngineAllReduce)):
         devices = {buffer.device for buffer in (*sources_of(step), *targets_of(step))}
         if len(devices) != 1:
             raise PlanError(
                 f"{type(step).__name__} reaches over devices without a copy: {sorted(map(str, devices))}"
             )
     match step:
-        case Copy():
+        case steps.Copy():
             return held
-        case Add():
+        case steps.Add():
             return [_sum_of(held)]
-        case Finish():
+        case steps.Finish():
             return [_finished(held[0], everyone)]
-        case Split():
+        case steps.Split():
             return _parts_of(held[0], step.targets)
-        case Join():
+        case steps.Join():
             return [_joined(held)]
-        case EngineAllReduce():
+        case steps.EngineAllReduce():
             return [_finished(_sum_of(held), everyone)] * len(step.targets)
         case _:
             assert_never(step)

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
+from crossdevice.plans import steps
 from crossdevice.plans.plan import Plan
-from crossdevice.plans.steps import (
-    Add,
-    Buffer,
-    Copy,
-    EngineAllReduce,
-    Finish,
-    Join,
-    Split,
-    Step,
-    sources_of,
-    targets_of,
-)
+from crossdevice.plans.steps import Buffer, Step, sources_of, targets_of
 
 
 def render_plan(plan: Plan, item_bytes: int) -> str:
@@ -36,12 +26,12 @@ def _line(step: Step, item_bytes: int) -> str:
     targets = " ".join(_name(buffer) for buffer in targets_of(step))
     size = size_text(sum(buffer.length for buffer in targets_of(step)) * item_bytes)
     match step:
-        case Copy():
+        case steps.Copy():
             return f"{targets} = copy {sources} from {step.source.device} to {step.target.device} ({size})"
-        case Add() | Finish() | Split() | Join():
+        case steps.Add() | steps.Finish() | steps.Split() | steps.Join():
             verb = type(step).__name__.lower()
             return f"{targets} = {verb} {sources} on {targets_of(step)[0].device}"
-        case EngineAllReduce():
+        case steps.EngineAllReduce():
             return f"{targets} = engine all-reduce {sources} ({size})"
 
 

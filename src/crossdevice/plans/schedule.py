@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, assert_never
 
-from crossdevice.plans.steps import (
-    Add,
-    Copy,
-    EngineAllReduce,
-    Finish,
-    Join,
-    Split,
-    Step,
-    sources_of,
-    targets_of,
-)
+from crossdevice.plans import steps
+from crossdevice.plans.steps import Step, sources_of, targets_of
 from crossdevice.values.device import Track
 
 
@@ -33,13 +24,13 @@ class Scheduled(NamedTuple):
     is_awaited: bool
 
 
-def scheduled(steps: Sequence[Step]) -> tuple[Scheduled, ...]:
+def scheduled(ordered: Sequence[Step]) -> tuple[Scheduled, ...]:
     """The steps with what they wait for; nothing is waited for that an earlier wait has made certain."""
-    tracks = [_tracks_of(step) for step in steps]
+    tracks = [_tracks_of(step) for step in ordered]
     writers: dict[int, tuple[int, ...]] = {}
     certain: dict[tuple[tuple[Track, ...], tuple[Track, ...]], int] = {}
     waits: list[tuple[int, ...]] = []
-    for number, step in enumerate(steps):
+    for number, step in enumerate(ordered):
         needed = {writer for buffer in sources_of(step) for writer in writers.get(buffer.number, ())}
         written = (number,) if tracks[number] else tuple(sorted(needed))
         writers.update((buffer.number, written) for buffer in targets_of(step))
@@ -53,19 +44,20 @@ def scheduled(steps: Sequence[Step]) -> tuple[Scheduled, ...]:
         waits.append(tuple(waited))
     awaited = {number for numbers in waits for number in numbers}
     return tuple(
-        Scheduled(step, tracks[number], waits[number], number in awaited) for number, step in enumerate(steps)
+        Scheduled(step, tracks[number], waits[number], number in awaited)
+        for number, step in enumerate(ordered)
     )
 
 
 def _tracks_of(step: Step) -> tuple[Track, ...]:
     match step:
-        case Copy():
+        case steps.Copy():
             return ((step.source.device, step.target.device),)
-        case Add() | Finish() | Join():
+        case steps.Add() | steps.Finish() | steps.Join():
             return ((step.target.device, step.target.device),)
-        case EngineAllReduce():
+        case steps.EngineAllReduce():
             return tuple((buffer.device, buffer.device) for buffer in step.targets)
-        case Split():
+        case steps.Split():
             return ()
         case _:
             assert_never(step)

@@ -28,22 +28,11 @@ COMPLEXES = tuple(PARTS)
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 ITEM_BYTES = {
-    **dict.fromkeys(SHORT_FLOATS, 1),
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex64": 8,
+    **dict.fromkeys((*SHORT_FLOATS, "int8", "uint8", "bool"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float64", "complex64", "int64", "uint64"), 8),
     "complex128": 16,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "bool": 1,
 }
 
 _MEAN_OF_INTEGER = {

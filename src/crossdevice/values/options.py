@@ -78,6 +78,7 @@ class CommunicationOptions:
         for name in ("share_results", "widen_inputs"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        # Options are part of every cache key; hashing all fields each time would take longer than a look-up.
         object.__setattr__(self, "_hash", hash(dataclasses.astuple(self)))
 
     def __hash__(self) -> int:

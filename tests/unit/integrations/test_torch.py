@@ -19,20 +19,7 @@ from crossdevice.integrations.torch import (
     reproducible_hook,
 )
 from crossdevice.process_groups.thread_group import run_ranks
-
-
-def network(seed=0):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-
-
-def batch(size, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+from unit.integrations.small_networks import batch, network, sgd
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])

@@ -59,6 +59,10 @@ class Competitor(abc.ABC):
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Measurable:
         """Brings its arrays into place; `inputs` are flat, in this process, and not to be written to."""
 
+    def replicas(self, work: Workload) -> Sequence[int]:
+        """Those whose inputs are brought in its process."""
+        return range(work.num_inputs)
+
     def close(self) -> None:  # noqa: B027 - most have nothing to end
         """Ends what was started for it."""
 

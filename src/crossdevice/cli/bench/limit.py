@@ -79,9 +79,9 @@ def streamed_copy(sources: Arrays, targets: Arrays) -> Copy:
     return lambda: fused_batch(tasks, recipe)
 
 
-def measured_limit(num_bytes: int | None = None) -> CopyLimit:
+def measured_limit() -> CopyLimit:
     """The copy limit of this machine, now."""
-    size = (num_bytes or LIMIT_BYTES) // 4
+    size = LIMIT_BYTES // 4
     source, target = np.ones(size, np.float32), np.zeros(size, np.float32)
     copies = {way: ready([source], [target]) for way, ready in WAYS.items()}
     rounds = [{way: seconds_of(copy) for way, copy in copies.items()} for _ in range(ROUNDS + 1)]

@@ -29,35 +29,33 @@ class Peer(NamedTuple):
     """One row of the table."""
 
     target: str
-    needs: tuple[str, ...]
+    needs: str
     runs: Runs
     what: str
 
 
 PEERS: Mapping[str, Peer] = {
-    "numpy": Peer("loops:NumpyLoop", ("numpy",), "here", "a loop of NumPy additions and copies"),
-    "torch": Peer("loops:TorchLoop", ("torch",), "here", "a loop of PyTorch additions and copies"),
-    "torch_flatten": Peer(
-        "loops:TorchFlatten", ("torch",), "here", "PyTorch: concatenate, add, clone, split"
-    ),
+    "numpy": Peer("loops:NumpyLoop", "numpy", "here", "a loop of NumPy additions and copies"),
+    "torch": Peer("loops:TorchLoop", "torch", "here", "a loop of PyTorch additions and copies"),
+    "torch_flatten": Peer("loops:TorchFlatten", "torch", "here", "PyTorch: concatenate, add, clone, split"),
     "tensorflow": Peer(
         "tensorflow_peer:TensorflowReductionToOneDevice",
-        ("tensorflow",),
+        "tensorflow",
         "process",
         "TensorFlow's ReductionToOneDevice in a tf.function",
     ),
     "tensorflow_hierarchical_copy": Peer(
         "tensorflow_peer:TensorflowHierarchicalCopy",
-        ("tensorflow",),
+        "tensorflow",
         "process",
         "TensorFlow's HierarchicalCopyAllReduce(num_packs=1) in a tf.function",
     ),
     "tensorflow_ring": Peer(
-        "tensorflow_peer:TensorflowRing", ("tensorflow",), "process", "TensorFlow's ring in a tf.function"
+        "tensorflow_peer:TensorflowRing", "tensorflow", "process", "TensorFlow's ring in a tf.function"
     ),
-    "jax": Peer("jax_peer:JaxPsum", ("jax",), "process", "JAX's psum in a shard_map"),
-    "gloo": Peer("ranks:GlooRank", ("torch",), "processes", "torch.distributed on gloo"),
-    "mpi": Peer("ranks:MpiRank", ("mpi4py",), "mpirun", "MPI through mpi4py"),
+    "jax": Peer("jax_peer:JaxPsum", "jax", "process", "JAX's psum in a shard_map"),
+    "gloo": Peer("ranks:GlooRank", "torch", "processes", "torch.distributed on gloo"),
+    "mpi": Peer("ranks:MpiRank", "mpi4py", "mpirun", "MPI through mpi4py"),
 }
 
 
@@ -71,9 +69,8 @@ def check_peers(names: list[str]) -> None:
 def lacking(name: str) -> str | None:
     """What a peer needs and this machine does not have; None if it can run."""
     peer = PEERS[name]
-    missing = [module for module in peer.needs if importlib.util.find_spec(module) is None]
-    if missing:
-        return f"{', '.join(missing)} not installed"
+    if importlib.util.find_spec(peer.needs) is None:
+        return f"{peer.needs} not installed"
     if peer.runs == "mpirun" and launcher() is None:
         return "no mpirun or mpiexec found"
     return None

@@ -71,7 +71,7 @@ class PeerProcesses(Competitor):
 
     def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:
         """Processes each look at their own results."""
-        answers: list[Inspection] = self._ask("inspect", place, counts_wrong)
+        answers: list[Inspection] = self._ask("inspect", place, counts_wrong=counts_wrong)
         if len(answers) == 1:
             return answers[0]
         return Inspection("own", sum(answer.wrong or 0 for answer in answers) if counts_wrong else None)
@@ -128,11 +128,11 @@ class PeerProcesses(Competitor):
                 connections.append(connection)
         return connections
 
-    def _ask(self, *message: Any) -> list[Any]:
+    def _ask(self, method: str, *given: Any, **named: Any) -> list[Any]:
         """Tells all processes the same and waits for all of them."""
         try:
             for connection in self._connections:
-                connection.send(message)
+                connection.send((method, given, named))
             for connection in self._connections:
                 if not connection.poll(ANSWER_SECONDS):
                     raise PeerProcessError(f"{self.name} does not answer: {self._last_words()}")

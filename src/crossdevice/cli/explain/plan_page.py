@@ -13,6 +13,7 @@ from crossdevice.cli.explain.explanation import Explanation
 from crossdevice.costs.simulation import SAME_SECONDS, Span, places_of
 from crossdevice.costs.topology import DirectLinks, Switched, Topology
 from crossdevice.errors import OptionError
+from crossdevice.execution.reading.values import few
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.rendering import devices_text, size_text
 from crossdevice.plans.steps import Add, Copy, EngineAllReduce, Finish, Step, sources_of, targets_of
@@ -118,9 +119,8 @@ def _shown(
             finished.add(device)
     said = []
     if sends:
-        listed = ", ".join(f"{source} to {target} ({size})" for source, target, size in sends[:8])
-        more = f" and {len(sends) - 8} more" if len(sends) > 8 else ""
-        said.append(f"{len(sends)} copies: {listed}{more}.")
+        listed = few([f"{source} to {target} ({size})" for source, target, size in sends], 8)
+        said.append(f"{len(sends)} copies: {listed}.")
     if adds:
         said.append(f"Adding on {', '.join(map(str, sorted(set(adds))))}.")
     if finished:

@@ -9,18 +9,9 @@ from crossdevice.backends.protocol import Array, Backend, Streams
 from crossdevice.execution.local.combining import combine
 from crossdevice.execution.tracing import flight_recorder, now
 from crossdevice.kernels.recipe import Recipe
+from crossdevice.plans import steps
 from crossdevice.plans.plan import Plan
-from crossdevice.plans.steps import (
-    Add,
-    Copy,
-    EngineAllReduce,
-    Finish,
-    Join,
-    Split,
-    Step,
-    sources_of,
-    targets_of,
-)
+from crossdevice.plans.steps import Step, sources_of, targets_of
 from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -96,11 +87,11 @@ def _run_and_record(
 
 def _run(step: Step, sources: Sequence[Held], backend: Backend, recipe: Recipe, dtype: str) -> list[Held]:
     match step:
-        case Copy():
+        case steps.Copy():
             return [
                 tuple((replica, backend.copy(array, step.target.device)) for replica, array in sources[0])
             ]
-        case Add():
+        case steps.Add():
             together = tuple(pair for source in sources for pair in source)
             if recipe.precision != "fast":
                 return [tuple(sorted(together, key=lambda pair: pair[0]))]
@@ -108,16 +99,16 @@ def _run(step: Step, sources: Sequence[Held], backend: Backend, recipe: Recipe, 
             partial = recipe._replace(divisor=None, order=None)
             total = combine(backend, arrays, partial, backend.dtype_of(arrays[0]), step.target.device)
             return [((together[0][0], total),)]
-        case Finish():
+        case steps.Finish():
             arrays = [array for _, array in sources[0]]
             return [((0, combine(backend, arrays, recipe._replace(order=None), dtype, step.target.device)),)]
-        case Split():
+        case steps.Split():
             edges = [(part.start - step.source.start, part.stop - step.source.start) for part in step.targets]
             return [
                 tuple((replica, backend.part_of(array, start, stop)) for replica, array in sources[0])
                 for start, stop in edges
             ]
-        case Join():
+        case steps.Join():
             columns = zip(*sources, strict=True)
             return [
                 tuple(
@@ -125,7 +116,7 @@ def _run(step: Step, sources: Sequence[Held], backend: Backend, recipe: Recipe, 
                     for parts in columns
                 )
             ]
-        case EngineAllReduce():
+        case steps.EngineAllReduce():
             arrays = [source[0][1] for source in sources]
             source_dtype, divisor = backend.dtype_of(arrays[0]), recipe.divisor
             if divisor is None:

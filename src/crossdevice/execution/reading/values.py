@@ -276,6 +276,10 @@ MAX_CHARACTERS = 200
 """A structure whose text is longer is described by what is different about it."""
 
 
-def few(paths: Sequence[str]) -> str:
-    """The first three of them, and how many more there are."""
-    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+def few(texts: Sequence[str], most: int = 3) -> str:
+    """The first of them, and how many more there are.
+
+    >>> few(["w", "b", "u", "v"])
+    'w, b, u and 1 more'
+    """
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
+from crossdevice.execution.reading.values import few, replica_at
 from crossdevice.values.device import Device
 
 MAX_NAMED = 8
@@ -49,6 +50,4 @@ class RollCall:
 
 def named(replicas: Sequence[int], devices: Sequence[Device]) -> str:
     """Replicas by number and device: `replica 3 (cpu:3)`."""
-    names = [f"replica {replica} ({devices[replica]})" for replica in replicas[:MAX_NAMED]]
-    more = len(replicas) - len(names)
-    return ", ".join(names) + (f" and {more} more" if more else "")
+    return few([replica_at(replica, devices[replica]) for replica in replicas], MAX_NAMED)
