@@ -100,7 +100,12 @@ def shapes_and_outs(group, facts):
         torch.cuda._sleep(50_000_000)
         late += group.rank + 1
         total = ops.reduce("sum", late, "cuda:0") + 0
-    facts["late"] = bool((total == sum(range(1, group.size + 1))).all())
+        started = torch.zeros(1 << 20, device="cuda")
+        torch.cuda._sleep(1_000_000_000)
+        started += group.rank + 1
+        other = ops.start_reduce("sum", started, "cuda:0").wait()
+    expected = sum(range(1, group.size + 1))
+    facts["late"] = [bool((total == expected).all()), bool((other == expected).all())]
 
 
 def main(what):

@@ -89,7 +89,8 @@ def _found(call: GroupCall, gpu: Device | None) -> Peers:
         why = f"{call.group.members[refusing[0]]} {answers[refusing[0]][1:].decode()}"
         return Peers(why_not=why, are_on_gpus=all(answer[:1] != NO_GPU for answer in answers))
     records = [answer[1:] for answer in answers]
-    from crossdevice.kernels.cuda.peer_memory import Found, Mapped, PeerMemoryError, Probe
+    from crossdevice.kernels.cuda.driver import DriverError
+    from crossdevice.kernels.cuda.peer_memory import Found, Mapped, Probe
 
     mapped = [Mapped() for _ in records]
     probes = list(map(Found.read, records))
@@ -97,7 +98,7 @@ def _found(call: GroupCall, gpu: Device | None) -> Peers:
         found = [
             rank == call.group.rank or Probe.finds(probe, mapped[rank]) for rank, probe in enumerate(probes)
         ]
-    except PeerMemoryError as error:
+    except DriverError as error:
         why_not, found = str(error), [False]
     answers = call.all_gather(b"1" if all(found) else b"0")
     if b"0" not in answers:
@@ -125,11 +126,12 @@ def _own_record(gpu: Device | None) -> tuple[str, bytes | None]:
     missing = kernels_missing()
     if missing is not None:
         return f"lacks kernels: {missing}", None
-    from crossdevice.kernels.cuda.peer_memory import PeerMemoryError, Probe
+    from crossdevice.kernels.cuda.driver import DriverError
+    from crossdevice.kernels.cuda.peer_memory import Probe
 
     try:
         probe = Probe(gpu.index, is_alone=wish == "each")
-    except PeerMemoryError as error:
+    except DriverError as error:
         return f"cannot export GPU memory: {error}", None
     _probes.append(probe)
     return "", probe.record

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +16,15 @@ from crossdevice.execution.processes.shared_reduction import ALONE_BYTES, chunk_
 from crossdevice.execution.processes.travelling import Delivery, partial_dtype, shard_edges
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import delivered
+from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.execution.tracing import Work, recorded
-from crossdevice.kernels.host.fused_pass import fused_batch
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.kernels.host.fused_pass import bound_batch
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.process_groups.shared_memory import WINDOW_BYTES
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
-
-if TYPE_CHECKING:
-    import torch
 
 Bytes = NDArray[np.uint8]
 
@@ -62,10 +60,24 @@ class _Chunk(NamedTuple):
     pieces: tuple[PackedPiece, ...]
     shards: tuple[tuple[PackedPiece, ...], ...]
 
-    def place(self, piece: PackedPiece, element_bytes: int) -> slice:
-        """Where the bytes of a piece are in a window."""
-        first, last = piece.in_pack.start - self.start, piece.in_pack.stop - self.start
-        return slice(first * element_bytes, last * element_bytes)
+    @property
+    def is_combined_by_all(self) -> bool:
+        """Whether every rank combines everything."""
+        return len(self.shards) == 1
+
+    def offset(self, piece: PackedPiece) -> int:
+        """Where a piece begins in a window, in elements."""
+        return piece.offset - self.start
+
+
+class _Windows:
+    """The windows of one parity: their memory, and where it is."""
+
+    def __init__(self, brought: Sequence[Bytes], made: Sequence[Bytes]) -> None:
+        self.brought, self.made = brought, made
+        self.brought_at, self.made_at = (
+            [int(window.__array_interface__["data"][0]) for window in windows] for windows in (brought, made)
+        )
 
 
 class StagedReduction:
@@ -85,41 +97,42 @@ class StagedReduction:
         *,
         is_weighted: bool,
     ) -> None:
-        assert group.shared is not None
+        shared = group.shared
+        assert shared is not None
         # Only now: importing PyTorch takes seconds.
         from crossdevice.kernels.cuda import staging, tensors
 
-        self._staging, self._tensors = staging, tensors
-        self._specs, self._rank, self._shared = specs, group.rank, group.shared
+        self._tensors = tensors
+        self._specs, self._rank, self._steps = specs, group.rank, shared.steps
         self._dtypes = [spec.result_dtype(op, is_weighted) for spec in specs]
         self._packs = process_packs(specs, op, options, counts, is_weighted=is_weighted)
         self._chunks = [_chunks_of(pack) for pack in self._packs]
+        self._windows = list(map(_Windows, shared.brought, shared.made))
+        self._passes: SignatureCache[list[Callable[[], None]]] = SignatureCache()
         device = specs[0].devices[0]
-        self._place = tensors.device_named(device.type if not device.is_host else "cpu", device.index)
+        self._place = tensors.device_named(device.type, device.index)
         self._copies = staging.Staging(self._place)
         if not device.is_host:
-            for windows in (*group.shared.brought, *group.shared.made):
-                for window in windows:
-                    staging.pin(group.shared, window)
+            for windows in self._windows:
+                for address in (*windows.brought_at, *windows.made_at):
+                    staging.pin(shared, address, WINDOW_BYTES)
         num_bytes = sum(spec.num_bytes for spec in specs)
         self._work = Work("reduce", "through shared memory, in chunks", (device,), num_bytes)
 
     def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
         """Reduces with the other ranks; `outs` are written to by whoever calls the delivery."""
-        with self._tensors.on_device(self._place), recorded(self._work):
-            inputs = [
-                [self._staging.bytes_of(tensor) for tensor in self._tensors.tensors_of(column)]
-                for column in columns
-            ]
+        tensors = self._tensors
+        with tensors.on_device(self._place), recorded(self._work):
+            inputs = list(map(tensors.tensors_of, columns))
             results = [
-                self._tensors.empty(spec.shape, dtype, self._place)
+                tensors.empty(spec.shape, dtype, self._place)
                 for spec, dtype in zip(self._specs, self._dtypes, strict=True)
             ]
-            written = list(map(self._staging.bytes_of, results))
+            sources, targets = list(map(tensors.addresses_of, inputs)), tensors.addresses_of(results)
             self._copies.begin()
             try:
-                for pack, chunks in zip(self._packs, self._chunks, strict=True):
-                    self._run_pack(call, pack, chunks, inputs, written, weights)
+                for number in range(len(self._packs)):
+                    self._run_pack(call, number, sources, targets, weights)
             finally:
                 self._copies.wait()  # of memory that is free from now on
         return lambda: [
@@ -130,10 +143,9 @@ class StagedReduction:
     def _run_pack(
         self,
         call: GroupCall,
-        pack: ProcessPack,
-        chunks: Sequence[_Chunk],
-        inputs: Sequence[Sequence[torch.Tensor]],
-        written: Sequence[torch.Tensor],
+        number: int,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[int],
         weights: Weights | None,
     ) -> None:
         """One step for each chunk, and one at the end unless every rank combines everything.
@@ -141,64 +153,68 @@ class StagedReduction:
         Whoever comes to a step has copied back what was made before the last one, so a window is never
         written to while it is read (see shared_steps).
         """
-        steps, recipe = self._shared.steps, pack.final_recipe.with_weights(weights)
-        before: _Chunk | None = None
-        self._fetch(pack, chunks[0], steps.parity, inputs)
-        for number, chunk in enumerate(chunks):
+        pack, chunks, steps = self._packs[number], self._chunks[number], self._steps
+        self._fetch(pack, chunks[0], self._windows[steps.parity], sources)
+        for position, chunk in enumerate(chunks):
             self._copies.wait()
             call.step()
             parity = steps.number & 1
-            if number + 1 < len(chunks):
-                self._fetch(pack, chunks[number + 1], 1 - parity, inputs)
-            if before is not None:
-                self._put(pack, before, 1 - parity, written)
-            self._combine(pack, chunk, parity, recipe)
-            before = chunk
+            if position + 1 < len(chunks):
+                self._fetch(pack, chunks[position + 1], self._windows[1 - parity], sources)
+            if position:
+                self._put(pack, chunks[position - 1], self._windows[1 - parity], targets)
+            self._combine(number, chunk, parity, weights)
         parity = steps.number & 1
-        if len(chunks[0].shards) > 1:
+        if not chunks[0].is_combined_by_all:
             self._copies.wait()
             call.step()
-        assert before is not None
-        self._put(pack, before, parity, written)
+        self._put(pack, chunks[-1], self._windows[parity], targets)
         self._copies.wait()
 
     def _fetch(
-        self, pack: ProcessPack, chunk: _Chunk, parity: int, inputs: Sequence[Sequence[torch.Tensor]]
+        self, pack: ProcessPack, chunk: _Chunk, windows: _Windows, sources: Sequence[Sequence[int]]
     ) -> None:
         """Starts to bring this rank's arrays to its window."""
-        size = pack.dtype.itemsize
-        arrays = _arrays_in(self._shared.brought[parity][self._rank], pack, self._rank)
+        size, window = pack.dtype.itemsize, windows.brought_at[self._rank]
+        room = chunk_length(pack) * size
         for piece in chunk.pieces:
-            source = slice(piece.start * size, piece.stop * size)
-            for array, tensor in zip(arrays, inputs[piece.leaf], strict=True):
-                self._copies.fetch(array[chunk.place(piece, size)], tensor[source])
+            at, num_bytes = window + chunk.offset(piece) * size, (piece.stop - piece.start) * size
+            for number, source in enumerate(sources[piece.leaf]):
+                self._copies.fetch(at + number * room, source + piece.start * size, num_bytes)
 
-    def _put(self, pack: ProcessPack, chunk: _Chunk, parity: int, written: Sequence[torch.Tensor]) -> None:
+    def _put(self, pack: ProcessPack, chunk: _Chunk, windows: _Windows, targets: Sequence[int]) -> None:
         """Starts to copy what all ranks have made to the results."""
         size = pack.result.itemsize
-        makers = range(len(chunk.shards)) if len(chunk.shards) > 1 else [self._rank]
+        makers = [self._rank] if chunk.is_combined_by_all else range(len(chunk.shards))
         for maker, shard in zip(makers, chunk.shards, strict=True):
-            window = self._shared.made[parity][maker]
+            window = windows.made_at[maker]
             for piece in shard:
-                target = written[piece.leaf][piece.start * size : piece.stop * size]
-                self._copies.put(target, window[chunk.place(piece, size)])
+                at, num_bytes = window + chunk.offset(piece) * size, (piece.stop - piece.start) * size
+                self._copies.put(targets[piece.leaf] + piece.start * size, at, num_bytes)
 
-    def _combine(self, pack: ProcessPack, chunk: _Chunk, parity: int, recipe: Recipe) -> None:
-        brought = [
-            array
-            for rank, window in enumerate(self._shared.brought[parity])
-            for array in _arrays_in(window, pack, rank)
-        ]
-        made = self._shared.made[parity][self._rank]
-        mine = chunk.shards[self._rank if len(chunk.shards) > 1 else 0]
-        tasks = [
-            (
-                [array[chunk.place(piece, pack.dtype.itemsize)].view(pack.dtype) for array in brought],
-                [made[chunk.place(piece, pack.result.itemsize)].view(pack.result)],
-            )
-            for piece in mine
-        ]
-        fused_batch(tasks, recipe)
+    def _combine(self, number: int, chunk: _Chunk, parity: int, weights: Weights | None) -> None:
+        """What this rank combines of a chunk; of chunks that are alike it is laid out once."""
+        mine = chunk.shards[0 if chunk.is_combined_by_all else self._rank]
+        places = tuple((chunk.offset(piece), piece.stop - piece.start) for piece in mine)
+        key = (number, parity, places)
+        works = None if weights is not None else self._passes.get(key)
+        if works is None:
+            pack, windows = self._packs[number], self._windows[parity]
+            inputs = [
+                array.view(pack.dtype)
+                for rank, window in enumerate(windows.brought)
+                for array in _arrays_in(window, pack, rank)
+            ]
+            made = windows.made[self._rank].view(pack.result)
+            tasks = [
+                ([array[at : at + length] for array in inputs], [made[at : at + length]])
+                for at, length in places
+            ]
+            works = bound_batch(tasks, pack.final_recipe.with_weights(weights))
+            if weights is None:
+                self._passes[key] = works
+        for work in works:
+            work()
 
     def _delivered(self, spec: LeafSpec, result: Any, out: Sequence[Array] | None) -> tuple[Array, ...]:
         if out is not None:

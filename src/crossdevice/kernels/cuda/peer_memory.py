@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import secrets
 import struct
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from crossdevice.kernels.cuda.driver import DriverError, call
 
 DRIVER_BYTES = 64
 HANDLE_BYTES = DRIVER_BYTES + 8
@@ -37,10 +37,6 @@ class _Handle(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_char * DRIVER_BYTES),)
 
 
-class PeerMemoryError(RuntimeError):
-    """The CUDA driver refuses to export or to map memory."""
-
-
 _exports: dict[int, tuple[bytes, int]] = {}
 """By the number of an allocation its handle, and where it starts."""
 
@@ -48,7 +44,7 @@ _exports: dict[int, tuple[bytes, int]] = {}
 def allocation_of(address: int) -> int:
     """The number of the allocation that an address is in; no other one of this process ever gets it."""
     number = ctypes.c_uint64()
-    _call("cuPointerGetAttribute", ctypes.byref(number), BUFFER_ID, ctypes.c_uint64(address))
+    call("cuPointerGetAttribute", ctypes.byref(number), BUFFER_ID, ctypes.c_uint64(address))
     return number.value
 
 
@@ -58,19 +54,14 @@ def exported(address: int) -> Exported:
     found = _exports.get(number)
     if found is None:
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
         handle = _Handle()
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        call("cuIpcGetMemHandle", ctypes.byref(handle), base)
         if len(_exports) >= MAX_EXPORTED:
             _exports.clear()
         text = ctypes.string_at(ctypes.byref(handle), DRIVER_BYTES) + number.to_bytes(8, "little")
         found = _exports[number] = text, base.value
     return Exported(found[0], address - found[1])
-
-
-def synchronize(stream: int) -> None:
-    """Until all that was put on a stream is done, without an object of PyTorch's for it."""
-    _call("cuStreamSynchronize", ctypes.c_void_p(stream))
 
 
 class Mapped:
@@ -96,7 +87,7 @@ class Mapped:
 
     def close(self) -> None:
         """Lets go of all of it, unless the driver is gone already."""
-        with contextlib.suppress(PeerMemoryError):
+        with contextlib.suppress(DriverError):
             while self._bases:
                 _closed(self._bases.popitem()[1])
 
@@ -135,7 +126,7 @@ class Probe:
         """Whether another process's bytes are where its record says."""
         read = ctypes.create_string_buffer(TOKEN_BYTES)
         address = mapped.address_of(found.place)
-        _call("cuMemcpyDtoH_v2", read, ctypes.c_uint64(address), ctypes.c_size_t(TOKEN_BYTES))
+        call("cuMemcpyDtoH_v2", read, ctypes.c_uint64(address), ctypes.c_size_t(TOKEN_BYTES))
         return read.raw == found.token
 
 
@@ -145,31 +136,17 @@ _RECORD = struct.Struct(f"<{TOKEN_BYTES}s{HANDLE_BYTES}s{GPU_BYTES}sq")
 def _identity(gpu: int) -> bytes:
     """The same in all processes, whatever number the GPU has in each."""
     device, uuid = ctypes.c_int(), ctypes.create_string_buffer(GPU_BYTES)
-    _call("cuDeviceGet", ctypes.byref(device), gpu)
-    _call("cuDeviceGetUuid_v2", uuid, device)
+    call("cuDeviceGet", ctypes.byref(device), gpu)
+    call("cuDeviceGetUuid_v2", uuid, device)
     return uuid.raw
 
 
 def _opened(handle: bytes) -> int:
     base = ctypes.c_uint64()
     given = _Handle.from_buffer_copy(handle[:DRIVER_BYTES])
-    _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), given, ctypes.c_uint(LAZY_PEER_ACCESS))
+    call("cuIpcOpenMemHandle_v2", ctypes.byref(base), given, ctypes.c_uint(LAZY_PEER_ACCESS))
     return base.value
 
 
 def _closed(base: int) -> None:
-    _call("cuIpcCloseMemHandle", ctypes.c_uint64(base))
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name: str, *arguments: Any) -> None:
-    function: Callable[..., int] = getattr(_driver(), name)
-    status = function(*arguments)
-    if status:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorName(status, ctypes.byref(text))
-        raise PeerMemoryError(f"{name}: {(text.value or b'unknown').decode()}")
+    call("cuIpcCloseMemHandle", ctypes.c_uint64(base))

@@ -2,65 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
+from crossdevice.kernels.cuda import driver
+
+READ_WRITE = 0
 
 
 class Staging:
-    """Copies to and from the host on two streams of one device, in either direction at a time.
+    """Copies from and to a device, each on a stream of their own, so that both go on at a time.
 
     On the host itself, where tests have it, they are plain copies.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams: Sequence[torch.cuda.Stream] = ()
-        if device.type == "cuda":
-            self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        self._handles = [stream.cuda_stream for stream in self._streams]
 
     def begin(self) -> None:
         """What follows comes after all that was put on the current stream."""
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def fetch(self, room: Bytes, source: torch.Tensor) -> None:
-        """Starts to copy the bytes of a tensor to the host."""
-        self._copy(torch.from_numpy(room), source, 0)
+    def fetch(self, room: int, source: int, num_bytes: int) -> None:
+        """Starts to copy from an address of the device to one of the host."""
+        if self._handles:
+            driver.copy(room, source, num_bytes, self._handles[0])
+        else:
+            ctypes.memmove(room, source, num_bytes)
 
-    def put(self, target: torch.Tensor, room: Bytes) -> None:
-        """Starts to copy bytes of the host to a tensor."""
-        self._copy(target, torch.from_numpy(room), 1)
+    def put(self, target: int, room: int, num_bytes: int) -> None:
+        """Starts to copy from an address of the host to one of the device."""
+        if self._handles:
+            driver.copy(target, room, num_bytes, self._handles[1])
+        else:
+            ctypes.memmove(target, room, num_bytes)
 
     def wait(self) -> None:
         """Until all that was started is there."""
-        for stream in self._streams:
-            stream.synchronize()
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, number: int) -> None:
-        if not self._streams:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(self._streams[number]):
-            target.copy_(source, non_blocking=True)
+        for handle in self._handles:
+            driver.synchronize(handle)
 
 
-def pin(owner: Any, memory: Bytes) -> None:
-    """Has GPUs copy to and from an owner's memory of the host by themselves, as long as the owner is there.
+def pin(owner: Any, address: int, num_bytes: int) -> None:
+    """Has GPUs copy from and to an owner's memory of the host by themselves, as long as the owner is there.
 
     Where the system does not allow it, copies are slower.
     """
-    address = memory.__array_interface__["data"][0]
-    if address in _pinned or torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0) != 0:
+    if address in _pinned:
         return
-    _pinned.add(address)
-    weakref.finalize(owner, _unpin, address)
+    with contextlib.suppress(driver.DriverError):
+        driver.call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), READ_WRITE)
+        _pinned.add(address)
+        weakref.finalize(owner, _unpin, address)
 
 
 _pinned: set[int] = set()
@@ -68,9 +68,5 @@ _pinned: set[int] = set()
 
 def _unpin(address: int) -> None:
     _pinned.discard(address)
-    torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, flat."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    with contextlib.suppress(driver.DriverError):  # which may be gone already
+        driver.call("cuMemHostUnregister", ctypes.c_void_p(address))

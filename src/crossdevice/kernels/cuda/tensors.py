@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from crossdevice.kernels.cuda.peer_memory import synchronize
+from crossdevice.kernels.cuda.driver import synchronize
 
 _held: dict[int, tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = {}
 """Memory of other libraries that kernels may still read, each with what happens when they are done."""
