@@ -100,10 +100,12 @@ def shapes_and_outs(group, facts):
         torch.cuda._sleep(50_000_000)
         late += group.rank + 1
         total = ops.reduce("sum", late, "cuda:0") + 0
-        started = torch.zeros(1 << 20, device="cuda")
-        torch.cuda._sleep(1_000_000_000)
-        started += group.rank + 1
-        other = ops.start_reduce("sum", started, "cuda:0").wait()
+        started, other = torch.zeros(1 << 20, device="cuda"), torch.zeros(1 << 20, device="cuda")
+        for _ in range(2):  # the first time memory is mapped, for which CUDA waits for everything
+            started.zero_()
+            torch.cuda._sleep(200_000_000)
+            started += group.rank + 1
+            ops.start_reduce("sum", started, "cuda:0", out=other).wait()
     expected = sum(range(1, group.size + 1))
     facts["late"] = [bool((total == expected).all()), bool((other == expected).all())]
 
