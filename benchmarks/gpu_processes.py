@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_processes.py [--processes N] [--rounds N]
 
-They may share one GPU. Both ways take turns, round after round; a round's time is that of the slowest
+They may share one GPU. All ways take turns, round after round; a round's time is that of the slowest
 process, and medians are compared. NCCL is measured too if there is a GPU for each process. GB/s count what
 all processes read and write: twice their number times the size.
 """
@@ -48,30 +48,47 @@ def main() -> int:
     return subprocess.run([*command, __file__, "--rounds", str(arguments.rounds)], check=False).returncode
 
 
+WAYS = {"peer memory": "1", "a shard each": "each", "host memory": "0"}
+"""By the value of CROSSDEVICE_PEER_MEMORY: processes on one GPU leave it to one of them, or do not."""
+
+LARGEST_BOUND_BYTES = 64 * KIB
+LARGEST_REPEATED_BYTES, REPEATS = 1 * MIB, 20
+"""Small messages are sent one after the other: ranks leave a barrier further apart than they take."""
+
+
 def measure(rounds: int) -> None:
     """One rank: the first prints."""
     here = cd.cluster_from_env()
     gpu = here.rank % torch.cuda.device_count()
     torch.cuda.set_device(gpu)
-    ways = {}
-    for name, variable in (("peer memory", "1"), ("host memory", "0")):
+    ops_of = {}
+    for name, variable in WAYS.items():
         os.environ["CROSSDEVICE_PEER_MEMORY"] = variable
         group = here.form_group("torch", timeout_seconds=100.0)
-        ops = cd.CollectiveAllReduce(group=group)
+        ops = ops_of[name] = cd.CollectiveAllReduce(group=group)
         ops.reduce("sum", torch.zeros(1, device="cuda"), f"cuda:{gpu}")  # in which ranks find out which way
         if here.rank == 0:
-            print(f"{name}: {ops.explain(torch.zeros(1, device='cuda'), f'cuda:{gpu}').splitlines()[1]}")
-        ways[name] = ours(ops, gpu)
-    dist.init_process_group("nccl" if here.size <= torch.cuda.device_count() else "gloo")
-    if dist.get_backend() == "nccl":
-        ways["NCCL, its own bits"] = lambda _, out: dist.all_reduce(out)
+            print(f"{name}: {ops.explain(torch.zeros(1, device='cuda'), f'cuda:{gpu}').splitlines()[-1]}")
+    has_nccl = here.size <= torch.cuda.device_count()
+    dist.init_process_group("nccl" if has_nccl else "gloo")
+    if here.rank == 0 and not has_nccl:
+        print("NCCL: not measured, it refuses two ranks on one GPU")
     for size in SIZES:
         tensor = torch.full((size // FLOAT_BYTES,), float(here.rank + 1), device="cuda")
         out = torch.empty_like(tensor)
+        ways = {
+            name: functools.partial(ops.reduce, "sum", tensor, f"cuda:{gpu}", out=out)
+            for name, ops in ops_of.items()
+        }
+        if size <= LARGEST_BOUND_BYTES:
+            ways["bound"] = ops_of["peer memory"].bind("sum", tensor, f"cuda:{gpu}", out=out)
+        if has_nccl:
+            ways["NCCL, its own bits"] = functools.partial(dist.all_reduce, out)
         times = {name: [] for name in ways}
+        repeats = REPEATS if size <= LARGEST_REPEATED_BYTES else 1
         for _ in range(rounds + 2):
             for name, way in ways.items():
-                times[name].append(slowest(functools.partial(way, tensor, out)))
+                times[name].append(slowest(way, repeats))
         if here.rank == 0:
             row = []
             for name, seconds in times.items():
@@ -83,20 +100,16 @@ def measure(rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def ours(ops, gpu):
-    """Our all-reduce into given memory."""
-    return lambda tensor, out: ops.reduce("sum", tensor, f"cuda:{gpu}", out=out)
-
-
-def slowest(call) -> float:
-    """The seconds that the slowest process takes for a call that all of them make at once."""
+def slowest(call, repeats) -> float:
+    """The seconds that the slowest process takes for one of so many calls that all of them make at once."""
     torch.cuda.synchronize()
     dist.barrier()
     started = time.perf_counter()
-    call()
+    for _ in range(repeats):
+        call()
     torch.cuda.synchronize()
     seconds = torch.tensor(
-        [time.perf_counter() - started], device="cuda" if dist.get_backend() == "nccl" else "cpu"
+        [(time.perf_counter() - started) / repeats], device="cuda" if dist.get_backend() == "nccl" else "cpu"
     )
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return float(seconds)

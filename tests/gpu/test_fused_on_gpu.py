@@ -343,8 +343,9 @@ def test_a_graph_and_calls_outside_of_it_do_not_share_their_tables():
 def test_explain_says_what_is_fused_and_why_not():
     value, ops = placed(tensors("float32", 3)), cd.RingAllReduce()
     assert "all float32 values are in the memory of cuda:0: one fused pass" in ops.explain(value, value)
-    text = ops.explain(value, value, cd.CommunicationOptions(precision="exact"))
-    assert "run step by step: exact sums and products of float32 have no GPU kernel" in text
+    wide = placed(tensors("float64", 3))
+    text = ops.explain(wide, wide, cd.CommunicationOptions(precision="exact"))
+    assert "run step by step: exact sums and products of float64 have no GPU kernel" in text
     assert "run step by step: lowering is off" in ops.explain(
         value, value, cd.CommunicationOptions(lowering="off")
     )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from multiprocess import launching
+
 torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
@@ -21,3 +23,17 @@ def test_the_sanitizer_finds_nothing(tool):
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
     assert "reductions" in found.stdout
+
+
+@pytest.mark.parametrize("wish", ["1", "each"])
+def test_the_sanitizer_finds_nothing_in_kernels_over_memory_of_other_processes(tmp_path, wish):
+    (command, more), *others = launching.ranks(str(Path(__file__).with_name("peer_rank.py")), "few", size=2)
+    checked = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *command]
+    commands = [(checked, more), *others]
+    commands = [(each, {**given, "CROSSDEVICE_PEER_MEMORY": wish}) for each, given in commands]
+    found = launching.launch(commands, tmp_path, 200.0)
+    assert found.codes == [0, 0], found.output[-4000:]
+    assert "ERROR SUMMARY: 0 errors" in found.output
+    for facts in found.reports.values():
+        assert facts["wrong"] == []
+        assert "the GPU memory of all" in facts["explained"]

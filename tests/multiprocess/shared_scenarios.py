@@ -175,7 +175,98 @@ def kills(number="20"):
     return {"seed": seed, "trials": [[odd, ranks.results()] for odd, ranks in trials]}
 
 
-SCENARIOS = {each.__name__: each for each in (off, deadline, interrupt, differ, crowd, arrays, kills)}
+def peers():
+    """How ranks tell each other where their GPU arrays are; numbers stand in for a GPU's memory."""
+    from crossdevice.execution.processes.peer_addresses import MAX_TOLD, PeerAddresses, meet
+    from crossdevice.kernels.cuda import peer_memory
+
+    class Mapped:
+        """Finds an address of another rank at that address, with the number of its allocation."""
+
+        def address_of(self, place):
+            return [place.offset, place.handle[0]]
+
+        def forget_old(self):
+            return False
+
+    def program(group):
+        allocations = {}
+        peer_memory.allocation_of = lambda address: allocations[address]
+        peer_memory.exported = lambda address: peer_memory.Exported(
+            bytes([allocations[address]]) * peer_memory.HANDLE_BYTES, address
+        )
+        addresses = PeerAddresses(group.rank, [Mapped() for _ in range(group.size)])
+
+        def met(number, allocation):
+            """The numbers found, and how many exchanges that took; rank 0 moves only with new allocations."""
+            own = [100 * group.rank + number * (group.rank > 0), 7 + number * (group.rank > 0)]
+            allocations.update(dict.fromkeys(own, allocation))
+            with group.call("reduce", b"the same") as call:
+                found = addresses.met(call, own)
+                num_exchanges = call.num_exchanges
+                meet(call)
+            others = [each for each in found if isinstance(each, list)]
+            return [others, num_exchanges]
+
+        first = [met(1, 5), met(1, 5), met(2, 5), met(1, 5), met(1, 6)]
+        for number in range(MAX_TOLD):  # so that the first ones are forgotten, by all ranks at once
+            met(10 + number, 5)
+        return [*first, met(1, 6), met(1, 5)]
+
+    return Ranks(3, program).results()
+
+
+def staged():
+    """Chunks of GPU arrays go through shared memory; PyTorch's tensors on the host stand in for a GPU's."""
+    import torch
+
+    from crossdevice.backends.registry import backend_named
+    from crossdevice.execution.processes.staged_reduction import StagedReduction
+    from crossdevice.execution.reading.leaf_spec import LeafSpec
+    from crossdevice.values.device import host_device
+    from crossdevice.values.reduce_op import ReduceOp
+
+    torch.set_num_threads(1)
+    host, backend = host_device(0), backend_named("torch")
+    cases = [
+        ("float32", ((5,), (3, 40)), (1, 1, 1), "sum", "accurate"),
+        ("float32", ((7,), (LARGE,), (33, 31), ()), (1, 1, 1), "mean", "exact"),
+        ("bfloat16", ((LARGE,),), (1, 2, 1), "sum", "exact"),
+        ("int64", ((300_001,),), (2, 1, 1), "mean", "accurate"),
+        ("complex64", ((100_000,),), (1, 1, 1), "sum", "fast"),
+    ]
+
+    def program(group):
+        facts = []
+        for dtype, shapes, counts, op, precision in cases:
+            options = cd.CommunicationOptions(precision=precision)
+            source = torch.Generator().manual_seed(1)
+            replicas = [
+                [(torch.randn(shape, generator=source) * 99).to(getattr(torch, dtype)) for shape in shapes]
+                for _ in range(sum(counts))
+            ]
+            first = sum(counts[: group.rank])
+            own = replicas[first : first + counts[group.rank]]
+            specs = [LeafSpec(backend, dtype, shape, (host,) * len(own), (host, host)) for shape in shapes]
+            reduction = StagedReduction(
+                specs, ReduceOp(op), options, [counts] * len(shapes), group, is_weighted=False
+            )
+            expected = [
+                cd.reduce(list(column), op, options=options) for column in zip(*replicas, strict=True)
+            ]
+            for _ in range(2):  # windows that were used before
+                with group.call("reduce", b"the same") as call:
+                    delivery = reduction.run(call, list(zip(*own, strict=True)), [None] * len(shapes))
+                pairs = zip(delivery(), expected, strict=True)
+                facts.append([torch.equal(copy, total) for copies, total in pairs for copy in copies])
+        return facts
+
+    return Ranks(3, program).results()
+
+
+SCENARIOS = {
+    each.__name__: each for each in (off, deadline, interrupt, differ, crowd, arrays, kills, peers, staged)
+}
 
 if __name__ == "__main__":
     sys.stdout.write(json.dumps(SCENARIOS[sys.argv[1]](*sys.argv[2:])))

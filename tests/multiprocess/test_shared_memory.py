@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,6 +17,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is share
 
 NUM_KILLS = os.environ.get("CROSSDEVICE_TEST_KILLS", "20")
 """More take longer: 100 of them about half a minute."""
+
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +38,10 @@ def found():
         assert running[scenario].returncode == 0
         return json.loads(output)
 
-    for scenario in ("off", "deadline", "interrupt", "differ", "crowd", "arrays"):
+    for scenario in ("off", "deadline", "interrupt", "differ", "crowd", "arrays", "peers"):
         start(scenario)
+    if HAS_TORCH:
+        start("staged")
     start("kills", NUM_KILLS)
     return result
 
@@ -104,6 +110,31 @@ def test_killed_ranks_are_named_and_leave_nothing(found):
     after = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
     assert not [path for path in after - before if "crossdevice" in path.name]
     assert not [pid for pid in Path("/proc").iterdir() if pid.name.isdigit() and _has_memory(pid)]
+
+
+def test_ranks_find_each_others_gpu_arrays_and_ask_only_once(found):
+    def arrays(rank, number, allocation):
+        moved = number * (rank > 0)
+        return [[100 * rank + moved, allocation], [7 + moved, allocation]]
+
+    for rank, (*first, again, old) in enumerate(found("peers")):
+        others = [each for each in range(3) if each != rank]
+        wanted = [(1, 5), (1, 5), (2, 5), (1, 5), (1, 6)]
+        assert [found for found, _ in first] == [
+            [place for each in others for place in arrays(each, *numbers)] for numbers in wanted
+        ]
+        assert [steps for _, steps in first] == [3, 1, 3, 1, 3]
+        # Rank 0 has told of two sets of arrays only; the others' first ones were forgotten meanwhile.
+        assert (again[1], old[1]) == (3, 3)
+        assert again[0] == first[4][0]
+        assert old[0] == first[0][0]
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="PyTorch is not installed")
+def test_arrays_that_are_staged_have_the_bits_of_one_process(found):
+    for facts in found("staged"):
+        assert len(facts) == 10
+        assert all(answer for answers in facts for answer in answers), facts
 
 
 def _has_memory(process):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Self
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Self, TypeVar
 
 from crossdevice.backends.protocol import Array
 from crossdevice.values.device import Device, Track
+
+Result = TypeVar("Result")
 
 
 class CudaStreams(abc.ABC):
@@ -175,6 +178,23 @@ class SideStreams:
         """What is put on the current streams from now on comes after what was put on the side streams."""
         for device, event in self._done.items():
             self._streams.make_wait(self._streams.current_stream(device), event)
+
+
+def on_current_stream(work: Callable[[], Result]) -> Callable[[], Result]:
+    """Work for another thread, done there with this thread's GPU and stream of PyTorch as the current ones.
+
+    So it comes after what this thread has put on that stream; each thread has current streams of its own.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return work
+    stream = torch.cuda.current_stream()
+
+    def run() -> Result:
+        with torch.cuda.stream(stream):
+            return work()
+
+    return run
 
 
 def _gpus(track: Track) -> list[Device]:

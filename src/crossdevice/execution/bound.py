@@ -30,8 +30,8 @@ class BoundReduction:
     (`ndarray.resize`, `Tensor.set_`), or is to be written and has become read-only (`setflags`), raises
     BoundError before anything is written. Each call returns new results if the library's arrays cannot be
     written to, if values are sparse, if the algorithm overrides `reduce_implementation` or has an
-    `accumulation_fn`, and between processes if arrays are on GPUs or have weights. Results of processes of
-    one host are in memory that these share.
+    `accumulation_fn`, and between processes if arrays have weights, or are on GPUs and the group has not
+    reduced any yet. Results of processes of one host are in memory that these share.
 
     `start` lets it run while Python goes on. Several threads may call it; they take turns.
 

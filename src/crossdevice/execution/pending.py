@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from crossdevice.backends.cuda_streams import SideStreams
+from crossdevice.backends.cuda_streams import SideStreams, on_current_stream
 from crossdevice.errors import DeadlineError, OptionError
 from crossdevice.process_groups.courier import Courier, Errand
 
@@ -107,7 +107,7 @@ def start(work: Callable[[], Any], owner: object = THIS_PROCESS, side: SideStrea
     lane = _lanes.get(owner)
     if lane is None:
         lane = _lanes.setdefault(owner, _Lane())
-    return lane.start(work)
+    return lane.start(on_current_stream(work))
 
 
 def finish_started(owner: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.errors import BoundError, ContextError, DeadlineError, OptionError, ShapeMismatchError
+from crossdevice.execution.pending import start
 from crossdevice.process_groups.thread_group import run_ranks
 
 torch = pytest.importorskip("torch")
@@ -182,3 +184,23 @@ def test_nothing_is_started_in_a_replica_function():
             cd.RingAllReduce().start_reduce("sum", np.zeros(1, np.float32), "cpu:0")
 
     strategy.run(step)
+
+
+def test_what_a_thread_does_for_gpus_it_does_on_the_stream_of_the_caller(monkeypatch):
+    """PyTorch's streams are those of threads; here their names stand in for them."""
+    current = threading.local()
+
+    @contextlib.contextmanager
+    def stream(name):
+        current.name = name
+        yield
+        del current.name
+
+    for name, function in (
+        ("is_initialized", lambda: True),
+        ("current_stream", lambda: getattr(current, "name", "the default")),
+        ("stream", stream),
+    ):
+        monkeypatch.setattr(torch.cuda, name, function)
+    current.name = "the caller's"
+    assert start(torch.cuda.current_stream).wait() == "the caller's"

@@ -14,7 +14,7 @@ from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
-from crossdevice.kernels.cuda.families import MAX_ARRAYS, arranged, parts_in
+from crossdevice.kernels.cuda.families import MAX_ARRAYS, MAX_EXACT_ARRAYS, arranged, parts_in
 from crossdevice.kernels.cuda.task import AddressOffset, KernelTask
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import Device
@@ -32,8 +32,9 @@ def why_stepped(spec: LeafSpec, recipe: Recipe, dtype: str) -> str | None:
     """Why a leaf on one GPU is reduced step by step; None if a fused pass does it."""
     if not spec.backend.shares_gpu_arrays:
         return f"arrays of {spec.backend.name} do not reach the kernels of the GPU"
-    if max(len(spec.devices), len(spec.destinations)) > MAX_ARRAYS:
-        return f"the kernels of the GPU take {MAX_ARRAYS} replicas at most"
+    most = MAX_EXACT_ARRAYS if recipe.precision == "exact" else MAX_ARRAYS
+    if max(len(spec.devices), len(spec.destinations)) > most:
+        return f"the kernels of the GPU take {most} replicas at most"
     arrangement = arranged(recipe, spec.dtype, dtype)
     if isinstance(arrangement, str):
         return arrangement

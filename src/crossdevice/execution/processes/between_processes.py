@@ -25,16 +25,15 @@ from crossdevice.execution.processes.agreement import (
 )
 from crossdevice.execution.processes.all_to_all import exchanged_parts
 from crossdevice.execution.processes.dense_call import DenseCall
-from crossdevice.execution.processes.device_reduction import DeviceReduction, Prepare
-from crossdevice.execution.processes.device_shards import DeviceReduceScatter, DeviceShards
+from crossdevice.execution.processes.device_reduction import Prepare
+from crossdevice.execution.processes.device_shards import DeviceReduceScatter
 from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank
-from crossdevice.execution.processes.peer_reduction import PeerReduction
-from crossdevice.execution.processes.peers import find_peers, why_no_peers
+from crossdevice.execution.processes.peers import explained_peers, find_peers, why_no_peers
 from crossdevice.execution.processes.reduction import ProcessReduction
 from crossdevice.execution.processes.scattering import ProcessReduceScatter, reduced_parts
 from crossdevice.execution.processes.sparse_rows import gathered_rows, index_dtype
 from crossdevice.execution.processes.travelling import Delivery
-from crossdevice.execution.processes.ways import Way, agreed_way, own_gpu, way_of
+from crossdevice.execution.processes.ways import Part, agreed_way, own_gpu, parts_of, way_of
 from crossdevice.execution.processes.weighing import weights_of_all_ranks
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.outputs import wrapped_into
@@ -63,9 +62,7 @@ class BetweenProcesses:
         self._prepare = prepare
         self._remarks = Remarks()
         self._descriptions: SignatureCache[Description] = SignatureCache()
-        self._reductions: SignatureCache[
-            ProcessReduction | DeviceReduction | DeviceShards | PeerReduction
-        ] = SignatureCache()
+        self._parts: SignatureCache[list[Part]] = SignatureCache()
         self._scatterings: SignatureCache[ProcessReduceScatter | DeviceReduceScatter] = SignatureCache()
 
     def reduce(self, batch: CheckedBatch) -> list[Any]:
@@ -88,21 +85,22 @@ class BetweenProcesses:
         return batch.wrapped(results[number] for number in range(len(results)))
 
     def prepared(self, batch: CheckedBatch) -> DenseCall | None:
-        """What makes the call of dense arrays on the host again, with others; None for any other batch."""
+        """What makes a call of dense arrays again, all on the host or all on a GPU; None for any other."""
         specs = tuple(leaf.spec for leaf in batch.dense)
-        are_simple = all(
-            spec.shares_host_memory and way_of(spec, batch.op, batch.options, self.group) == "host"
-            for spec in specs
+        ways = [way_of(spec, batch.op, batch.options, self.group) for spec in specs]
+        are_on_host = all(
+            spec.shares_host_memory and way == "host" for spec, way in zip(specs, ways, strict=True)
         )
+        are_simple = are_on_host or set(ways) in ({"peer memory"}, {"staged"})
         if batch.is_weighted or not are_simple or len(specs) < len(batch.all_leaves):
             return None
         description, seconds = self._description(batch), seconds_of(batch.options)
-        return DenseCall(self.group, description, seconds, specs, batch.op, batch.options)
+        return DenseCall(self.group, description, seconds, specs, batch.op, batch.options, self._prepare)
 
     def empty_results(self, spec: LeafSpec, dtype: str) -> tuple[Array, ...]:
         """Memory for a leaf's result on each destination, the first where other ranks can write to it."""
         element = dtype_named(dtype)
-        is_large = spec.num_elements * element.itemsize >= SMALLEST_SHARED_BYTES
+        is_large = spec.shares_host_memory and spec.num_elements * element.itemsize >= SMALLEST_SHARED_BYTES
         flats = [(self.group.empty if is_large else np.empty)(spec.num_elements, element)]
         flats += [np.empty(spec.num_elements, element) for _ in spec.destinations[1:]]
         return spec.adopted(flats, is_shared=False)
@@ -112,10 +110,10 @@ class BetweenProcesses:
         group, here = self.group, len(request.value.devices)
         (checked,) = CheckedBatch([request], op, options).leaves
         specs = [leaf.spec for leaf in checked if isinstance(leaf, Dense)]
-        ways = [way_of(spec, op, options, group) for spec in specs]
-        ways = ["host" if way == "shards" and here > 1 else way for way in ways]
+        all_alike = (here,) * group.size
+        ways = [agreed_way(spec, op, options, group, all_alike, is_weighted=False) for spec in specs]
         by_host = [spec for spec, way in zip(specs, ways, strict=True) if way == "host"]
-        counts = [(here,) * group.size] * len(by_host)
+        counts = [all_alike] * len(by_host)
         lines = [
             f"{op.name} of {here} replicas in each of {group.size} processes on {group.engine_name}, "
             f"precision {options.precision}; this is rank {group.rank}"
@@ -135,9 +133,15 @@ class BetweenProcesses:
             )
         if "peer memory" in ways:
             number = ways.count("peer memory")
-            lines.append(f"{number} values: each process sums its shard from the GPU memory of all")
-        elif any(spec.shared_gpu is not None for spec in by_host):
+            lines.append(f"{number} values: {explained_peers(group)}")
+        elif "staged" in ways or any(spec.shared_gpu is not None for spec in by_host):
             lines.append(f"no GPU memory of other processes is used: {why_no_peers(group)}")
+        if "staged" in ways:
+            number = ways.count("staged")
+            lines.append(
+                f"{number} values: through memory of the host that processes share, in chunks: one is "
+                "combined while others are copied from and to the GPU"
+            )
         if by_host:
             lines += ProcessReduction(by_host, op, options, counts, group.rank).explained(group.shared)
         return "\n".join(lines)
@@ -258,7 +262,8 @@ class BetweenProcesses:
         if batch.options.implementation is not CommunicationImplementation.NCCL:
             return
         if not all(
-            isinstance(leaf, Dense) and way_of(leaf.spec, batch.op, batch.options, self.group) != "host"
+            isinstance(leaf, Dense)
+            and way_of(leaf.spec, batch.op, batch.options, self.group) not in ("host", "staged")
             for leaf in batch.all_leaves
         ):
             self._remarks.make(
@@ -293,34 +298,19 @@ class BetweenProcesses:
         weights: Weights | None,
     ) -> list[tuple[Sequence[int], Delivery]]:
         """What brings dense leaves, given by their numbers, to their destinations."""
-        op, options, group = batch.op, batch.options, self.group
-        deliveries: list[tuple[Sequence[int], Delivery]] = []
-        ways: dict[Way, dict[int, Dense]] = {}
-        for number, leaf in enumerate(batch.all_leaves):
-            if isinstance(leaf, Dense):
-                way = agreed_way(leaf.spec, op, options, group, counts[number], batch.is_weighted)
-                ways.setdefault(way, {})[number] = leaf
-        for way, dense in sorted(ways.items()):
-            leaves = dense.values()
-            specs, own_counts = tuple(leaf.spec for leaf in leaves), tuple(counts[number] for number in dense)
-            key = (way, specs, op, options, own_counts, batch.is_weighted)
-            known = self._reductions.get(key)
-            if known is None:
-                if way == "engine":
-                    known = DeviceReduction(specs, op, options, own_counts, self._prepare)
-                elif way == "peer memory":
-                    known = PeerReduction(specs, op, options, own_counts, group)
-                elif way == "shards":
-                    known = DeviceShards(specs, op, options, group.size, self._prepare)
-                else:
-                    known = ProcessReduction(
-                        specs, op, options, own_counts, group.rank, is_weighted=batch.is_weighted
-                    )
-                self._reductions[key] = known
-            arrays, outs = [leaf.arrays for leaf in leaves], [leaf.out for leaf in leaves]
-            delivery = known.run(call, arrays, outs, weights)
-            deliveries.append((tuple(dense), delivery))
-        return deliveries
+        dense = {number: leaf for number, leaf in enumerate(batch.all_leaves) if isinstance(leaf, Dense)}
+        numbers, leaves = list(dense), list(dense.values())
+        work = (tuple(leaf.spec for leaf in leaves), batch.op, batch.options)
+        own_counts = tuple(counts[number] for number in numbers)
+        key = (*work, own_counts, batch.is_weighted)
+        parts = self._parts.get(key)
+        if parts is None:
+            parts = parts_of(*work, own_counts, self.group, self._prepare, is_weighted=batch.is_weighted)
+            self._parts[key] = parts
+        arrays, outs = [leaf.arrays for leaf in leaves], [leaf.out for leaf in leaves]
+        return [
+            ([numbers[leaf] for leaf in part.leaves], part.run(call, arrays, outs, weights)) for part in parts
+        ]
 
 
 def _place(leaf: Leaf, entry: int, requests: Sequence[Request]) -> str:

@@ -1,13 +1,17 @@
-"""A reduction of dense arrays on the host with the other ranks, of which all but the arrays is known."""
+"""A reduction of dense arrays with the other ranks, of which all but the arrays is known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.processes.agreement import Description, agreed_call
+from crossdevice.execution.processes.device_reduction import Prepare
+from crossdevice.execution.processes.peer_reduction import PeerReduction
 from crossdevice.execution.processes.peers import find_peers
 from crossdevice.execution.processes.reduction import ProcessReduction
+from crossdevice.execution.processes.ways import Part, in_order, parts_of
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
@@ -30,11 +34,13 @@ class DenseCall:
         specs: tuple[LeafSpec, ...],
         op: ReduceOp,
         options: CommunicationOptions,
+        prepare: Prepare,
     ) -> None:
         replicas = tuple(len(spec.devices) for spec in specs)
         self._place = (group, description, replicas, timeout_seconds)
         self._work = (specs, op, options)
-        self._reductions: dict[OfRanks, ProcessReduction] = {}
+        self._prepare = prepare
+        self._known: dict[OfRanks, list[Part]] = {}
 
     def run(
         self,
@@ -47,7 +53,12 @@ class DenseCall:
         """For each leaf its result on each destination, written to `outs` where given."""
         assert weights is None
         with agreed_call(*self._place) as (call, of_ranks):
-            delivery = self._reduction(call, of_ranks).run(call, columns, outs)
+            parts = self._parts(call, of_ranks)
+            if len(parts) == 1:
+                delivery = parts[0].reduction.run(call, columns, outs)
+            else:
+                deliveries = [(part.leaves, part.run(call, columns, outs)) for part in parts]
+                delivery = functools.partial(in_order, deliveries)
         return delivery()  # inputs in `outs` are written to when nothing can fail any more
 
     def bound(self, columns: Columns, outs: Columns) -> Callable[[], None]:
@@ -58,16 +69,29 @@ class DenseCall:
             with agreed_call(*self._place) as (call, of_ranks):
                 work = works.get(of_ranks)
                 if work is None:
-                    work = works[of_ranks] = self._reduction(call, of_ranks).bound(call, columns, outs)
+                    work = works[of_ranks] = self._bound(call, self._parts(call, of_ranks), columns, outs)
                 work(call)
 
         return run
 
-    def _reduction(self, call: GroupCall, of_ranks: OfRanks) -> ProcessReduction:
-        known = self._reductions.get(of_ranks)
+    def _bound(
+        self, call: GroupCall, parts: Sequence[Part], columns: Columns, outs: Columns
+    ) -> Callable[[GroupCall], None]:
+        if len(parts) == 1 and isinstance(parts[0].reduction, ProcessReduction):
+            return parts[0].reduction.bound(call, columns, outs)
+        if len(parts) == 1 and isinstance(parts[0].reduction, PeerReduction):
+            return parts[0].reduction.bound(columns, outs)
+
+        def run(call: GroupCall) -> None:
+            for delivery in [part.run(call, columns, outs) for part in parts]:
+                delivery()
+
+        return run
+
+    def _parts(self, call: GroupCall, of_ranks: OfRanks) -> list[Part]:
+        known = self._known.get(of_ranks)
         if known is None:
             find_peers(call, None)  # as in any first reduction of a group
             counts = tuple(zip(*of_ranks, strict=True))
-            known = ProcessReduction(*self._work, counts, self._place[0].rank)
-            self._reductions[of_ranks] = known
+            known = self._known[of_ranks] = parts_of(*self._work, counts, call.group, self._prepare)
         return known

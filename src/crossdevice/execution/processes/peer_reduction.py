@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.local.gpu_passes import why_stepped
 from crossdevice.execution.local.prepared import recipe_for
+from crossdevice.execution.processes.peer_addresses import meet
 from crossdevice.execution.processes.peers import known_peers
 from crossdevice.execution.processes.travelling import Delivery, partial_dtype, shard_edges
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.tracing import Work, recorded
-from crossdevice.kernels.cuda.families import MAX_ARRAYS, arranged, parts_in
+from crossdevice.kernels.cuda.families import MAX_ARRAYS, MAX_EXACT_ARRAYS, arranged, parts_in
 from crossdevice.kernels.cuda.task import AddressOffset, KernelTask
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
@@ -27,9 +25,6 @@ from crossdevice.values.weights import Weights
 
 if TYPE_CHECKING:
     from crossdevice.kernels.cuda.gpu_pass import GpuPass
-    from crossdevice.kernels.cuda.peer_memory import Exported
-
-DIGEST_BYTES = 16
 
 
 def is_on_peers(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, group: ProcessGroup) -> bool:
@@ -51,19 +46,22 @@ def has_bits_of_the_host(
     spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, counts: Sequence[int]
 ) -> bool:
     """Whether one kernel over the replicas of all ranks gives what shards sent through the host would."""
-    if sum(counts) > MAX_ARRAYS:
+    if sum(counts) > (MAX_EXACT_ARRAYS if options.precision == "exact" else MAX_ARRAYS):
         return False
     if options.precision == "fast":  # where each process adds its own replicas first
         return max(counts) == 1
     return partial_dtype(spec.dtype, op, options.precision, max(counts)) is None
 
 
+_left_behind: list[object] = []
+"""Arrays of calls that failed: another process may still read them, or write to them."""
+
+
 class PeerReduction:
     """Dense leaves of a batch, all on one GPU of each process; prepared before there are arrays.
 
-    In each call ranks tell each other where their arrays are; a few bytes say that nothing has moved. No GPU
-    waits for another one: the host does, before and after the kernel, so that a
-    process that is lost leaves nobody's stream stuck.
+    One rank of each GPU reduces a part of every leaf, in one launch. No GPU waits for another process: the
+    host does, before and after the launch, so that a process that is lost leaves nobody's stream stuck.
     """
 
     def __init__(
@@ -76,47 +74,74 @@ class PeerReduction:
     ) -> None:
         peers = known_peers(group)
         assert peers is not None
-        gpu = peers.gpu
-        assert gpu is not None
+        assert peers.gpu is not None
+        assert peers.addresses is not None
         # Only now: importing PyTorch and Triton takes seconds.
-        from crossdevice.kernels.cuda import gpu_pass, peer_memory, tensors
+        from crossdevice.kernels.cuda import gpu_pass, tensors
 
-        self._memory, self._tensors, self._peers = peer_memory, tensors, peers
-        self._specs, self._counts, self._gpu = specs, counts, gpu
+        self._tensors = tensors
+        self._specs, self._counts, self._addresses = specs, counts, peers.addresses
         self._dtypes = [result_dtype(spec.dtype, op) for spec in specs]
-        self._rank, self._size = group.rank, group.size
-        self._place = tensors.device_named(gpu.type, gpu.index)
-        self._digests: list[bytes] = []
-        self._addresses: list[int] = []
-        with self._on_gpu():
-            self._pass: GpuPass = gpu_pass.GpuPass(self._tasks(op, options), self._place)
+        self._rank, self._size, self._workers = group.rank, group.size, peers.workers
+        self._place = tensors.device_named(peers.gpu.type, peers.gpu.index)
+        self._pass: GpuPass | None = None
+        if self._rank in self._workers:
+            with tensors.on_device(self._place):
+                self._pass = gpu_pass.GpuPass(self._tasks(op, options), self._place)
         num_bytes = sum(spec.num_bytes for spec in specs)
-        self._work = Work("reduce", "shard of this process, from the memory of all", (gpu,), num_bytes)
+        self._work = Work("reduce", "from the GPU memory of all processes", (peers.gpu,), num_bytes)
 
     def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
         """Reduces with the other ranks; inputs in `outs` are written to by whoever calls the delivery."""
         assert weights is None, "weights go through the host"
-        with self._on_gpu(), recorded(self._work):
+        with self._tensors.on_device(self._place):
             inputs = self._tensors.tensors_of([array for column in columns for array in column])
             results = [self._result(number, columns[number], out) for number, out in enumerate(outs)]
-            self._memory.wait_for_gpu(self._place)
-            self._meet(call, [*inputs, *results])
-            self._pass.run(self._addresses, self._tensors.stream_of(self._place))
-            self._memory.wait_for_gpu(self._place)
-            call.all_gather(b"done")
-            self._peers.forget_old()
+            arrays = [*inputs, *results]
+            self._reduce(call, arrays, self._tensors.addresses_of(arrays))
         return lambda: [
             self._delivered(number, result, out)
             for number, (result, out) in enumerate(zip(results, outs, strict=True))
         ]
 
-    def _on_gpu(self) -> AbstractContextManager[None]:
-        if self._tensors.is_current(self._place):
-            return nullcontext()
-        return self._tensors.working_on(self._place, None)
+    def bound(self, columns: Columns, outs: Columns) -> Callable[[GroupCall], None]:
+        """What reduces these very arrays into those of `outs` in a call, however often."""
+        inputs = [array for column in columns for array in column]
+        results = [self._result(number, column, outs[number]) for number, column in enumerate(columns)]
+        written = [array for out in outs for array in out]
+        arrays = [*inputs, *results]
+        if not self._tensors.are_plain(inputs) or list(map(id, results)) != list(map(id, written)):
+            # Copies have to be made in each call.
+            def run(call: GroupCall) -> None:
+                self.run(call, columns, outs)()
+
+            return run
+        addresses, backend = self._tensors.addresses_of(arrays), self._specs[0].backend
+
+        def launch(call: GroupCall) -> None:
+            with self._tensors.on_device(self._place):
+                self._reduce(call, arrays, addresses)
+            backend.mark_written(written)
+
+        return launch
+
+    def _reduce(self, call: GroupCall, arrays: Sequence[Any], own: Sequence[int]) -> None:
+        """From the inputs of all ranks to their results, which are among the arrays at these addresses."""
+        with recorded(self._work):
+            try:
+                self._tensors.wait_for(self._place)
+                addresses = self._addresses.met(call, own)
+                if self._pass is not None:
+                    self._pass.run(addresses, self._tensors.stream_of(self._place))
+                    self._tensors.wait_for(self._place)
+                meet(call)
+            except BaseException:
+                _left_behind.append(arrays)
+                raise
+            self._addresses.forget_old()
 
     def _tasks(self, op: ReduceOp, options: CommunicationOptions) -> list[KernelTask]:
-        """This rank's shard of each leaf. Addresses are in the order of ranks: inputs, then results."""
+        """This rank's part of each leaf. Addresses are in the order of ranks: inputs, then results."""
         firsts = [
             sum(sum(count[:rank]) for count in self._counts) + rank * len(self._specs)
             for rank in range(self._size)
@@ -125,8 +150,9 @@ class PeerReduction:
         for number, (spec, dtype, count) in enumerate(
             zip(self._specs, self._dtypes, self._counts, strict=True)
         ):
-            edges = shard_edges(spec.num_elements, self._size)
-            start, stop = edges[self._rank], edges[self._rank + 1]
+            edges = shard_edges(spec.num_elements, len(self._workers))
+            part = self._workers.index(self._rank)
+            start, stop = edges[part], edges[part + 1]
             arrangement = arranged(recipe_for(op, options, sum(count)), spec.dtype, dtype)
             assert not isinstance(arrangement, str), arrangement  # asked before, by is_on_peers
             inputs = [
@@ -158,7 +184,7 @@ class PeerReduction:
             tensors = self._tensors.writable_tensors(out[:1])
             if tensors is not None:
                 return tensors[0]
-        return self._memory.empty(spec.shape, self._dtypes[number], self._place)
+        return self._tensors.empty(spec.shape, self._dtypes[number], self._place)
 
     def _delivered(self, number: int, result: Any, out: Sequence[Array] | None) -> tuple[Array, ...]:
         backend, destinations = self._specs[number].backend, self._specs[number].destinations
@@ -169,37 +195,3 @@ class PeerReduction:
             delivered([result] * (len(out) - 1), out[1:], backend)
             return tuple(out)
         return delivered([result] * len(out), out, backend)
-
-    def _meet(self, call: GroupCall, tensors: Sequence[Any]) -> None:
-        """Finds out where the arrays of all ranks are; returns when all ranks have come here."""
-        own = self._tensors.addresses_of(tensors)
-        record = _packed([self._memory.exported(address) for address in own])
-        digest = hashlib.blake2b(record, digest_size=DIGEST_BYTES).digest()
-        digests = call.all_gather(digest)
-        if digests == self._digests:
-            return
-        # All ranks have seen the same digests before, so all of them come here.
-        self._digests, self._addresses = [], []
-        addresses: list[int] = []
-        for rank, text in enumerate(call.all_gather_uneven(record)):
-            addresses += own if rank == self._rank else self._mapped(rank, text)
-        self._addresses, self._digests = addresses, digests
-
-    def _mapped(self, rank: int, record: bytes) -> list[int]:
-        return [self._peers.address_of(rank, place) for place in _unpacked(record)]
-
-
-def _packed(places: Sequence[Exported]) -> bytes:
-    """Addresses for others: each allocation's handle once, then which of them, and how far into it."""
-    handles = list(dict.fromkeys(place.handle for place in places))
-    numbers = [number for place in places for number in (handles.index(place.handle), place.offset)]
-    return struct.pack("<q", len(handles)) + b"".join(handles) + struct.pack(f"<{len(numbers)}q", *numbers)
-
-
-def _unpacked(record: bytes) -> list[Exported]:
-    from crossdevice.kernels.cuda.peer_memory import HANDLE_BYTES, Exported
-
-    (number,) = struct.unpack_from("<q", record)
-    end = 8 + number * HANDLE_BYTES
-    handles = [record[start : start + HANDLE_BYTES] for start in range(8, end, HANDLE_BYTES)]
-    return [Exported(handles[which], offset) for which, offset in struct.iter_unpack("<qq", record[end:])]

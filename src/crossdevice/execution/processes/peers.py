@@ -6,40 +6,43 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from crossdevice.execution.processes.peer_addresses import PeerAddresses
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import Device
 
-if TYPE_CHECKING:
-    from crossdevice.kernels.cuda.peer_memory import Exported, Mapped
-
 VARIABLE = "CROSSDEVICE_PEER_MEMORY"
+"""0 turns it off; with `each`, every rank reduces a part, also where ranks share a GPU."""
+
+
+NO_GPU, NO_PEER, PEER = b"0", b"1", b"2"
+"""What a rank says first: that it has nothing on a GPU, nothing that others reach, or what it is."""
 
 
 class Peers:
     """What a group has found out: why its ranks do not reach each other's GPU memory, or how they do."""
 
-    def __init__(self, gpu: Device | None, mapped: Sequence[Mapped], why_not: str | None = None) -> None:
+    def __init__(
+        self,
+        gpu: Device | None = None,
+        addresses: PeerAddresses | None = None,
+        workers: Sequence[int] = (),
+        why_not: str | None = None,
+        are_on_gpus: bool = True,
+    ) -> None:
         self.gpu = gpu
         """Of this process's GPUs the one whose memory the others reach."""
-        self._mapped = mapped
+        self.addresses = addresses
+        self.workers = workers
+        """Ranks that reduce a part, one for each GPU: processes on one GPU would take turns on it."""
         self.why_not = why_not
-
-    def address_of(self, rank: int, place: Exported) -> int:
-        """Where this process finds what another rank has exported."""
-        return self._mapped[rank].address_of(place)
-
-    def forget_old(self) -> None:
-        """Lets go of mappings that were not used for long, when no rank is at work on them."""
-        for mapped in self._mapped:
-            mapped.forget_old()
+        self.are_on_gpus = are_on_gpus
+        """Whether the arrays of all ranks are on GPUs, whether or not these are reached."""
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():
-            for mapped in self._mapped:
-                mapped.close()
+        if self.addresses is not None and not sys.is_finalizing():
+            self.addresses.close()
 
 
 _peers: weakref.WeakKeyDictionary[ProcessGroup, Peers] = weakref.WeakKeyDictionary()
@@ -58,6 +61,16 @@ def why_no_peers(group: ProcessGroup) -> str:
     return peers.why_not or "kernels cannot repeat the bits of the host"
 
 
+def explained_peers(group: ProcessGroup) -> str:
+    """For people: which ranks reduce what from the GPU memory of all."""
+    peers = known_peers(group)
+    assert peers is not None
+    if len(peers.workers) == group.size:
+        return "each process sums its shard from the GPU memory of all"
+    ranks = " and ".join(map(str, peers.workers))
+    return f"one process of each GPU sums its shard from the GPU memory of all (rank {ranks})"
+
+
 def find_peers(call: GroupCall, gpu: Device | None) -> None:
     """Has all ranks of a call try to read each other's GPU memory, the first time it is called for a group.
 
@@ -69,52 +82,56 @@ def find_peers(call: GroupCall, gpu: Device | None) -> None:
 
 def _found(call: GroupCall, gpu: Device | None) -> Peers:
     why_not, record = _own_record(gpu)
-    records = call.all_gather_uneven(record or f"!{why_not}".encode())
-    refusing = {rank: text[1:].decode() for rank, text in enumerate(records) if text.startswith(b"!")}
+    kind = NO_GPU if gpu is None else NO_PEER if record is None else PEER
+    answers = call.all_gather_uneven(kind + (why_not.encode() if record is None else record))
+    refusing = [rank for rank, answer in enumerate(answers) if answer[:1] != PEER]
     if refusing:
-        rank, why = next(iter(refusing.items()))
-        return Peers(gpu, (), f"{call.group.members[rank]} {why}")
-    from crossdevice.kernels.cuda.peer_memory import Mapped, PeerMemoryError, Probe
+        why = f"{call.group.members[refusing[0]]} {answers[refusing[0]][1:].decode()}"
+        return Peers(why_not=why, are_on_gpus=all(answer[:1] != NO_GPU for answer in answers))
+    records = [answer[1:] for answer in answers]
+    from crossdevice.kernels.cuda.driver import DriverError
+    from crossdevice.kernels.cuda.peer_memory import Found, Mapped, Probe
 
     mapped = [Mapped() for _ in records]
-    answer = b"1"
+    probes = list(map(Found.read, records))
     try:
         found = [
-            rank == call.group.rank or Probe.finds(record, mapped[rank])
-            for rank, record in enumerate(records)
+            rank == call.group.rank or Probe.finds(probe, mapped[rank]) for rank, probe in enumerate(probes)
         ]
-    except PeerMemoryError as error:
-        why_not, answer = str(error), b"0"
-    else:
-        answer = b"1" if all(found) else b"0"
-    answers = call.all_gather(answer)
+    except DriverError as error:
+        why_not, found = str(error), [False]
+    answers = call.all_gather(b"1" if all(found) else b"0")
     if b"0" not in answers:
-        return Peers(gpu, mapped)
+        gpus = [probe.gpu for probe in probes]
+        workers = [gpus.index(each) for each in dict.fromkeys(gpus)]
+        return Peers(gpu, PeerAddresses(call.group.rank, mapped), workers)
     rank = answers.index(b"0")
     why = f"{call.group.members[rank]} cannot map the GPU memory of all others"
-    return Peers(gpu, mapped, why if why_not is None else f"{why} ({why_not})")
+    return Peers(why_not=f"{why} ({why_not})" if why_not else why)
 
 
 _probes: list[object] = []
 """Bytes that other processes may be reading stay where they are."""
 
 
-def _own_record(gpu: Device | None) -> tuple[str | None, bytes]:
+def _own_record(gpu: Device | None) -> tuple[str, bytes | None]:
     """Why this process takes no part, or what others need to find its probe."""
-    if os.environ.get(VARIABLE) == "0":
-        return f"has {VARIABLE}=0", b""
+    wish = os.environ.get(VARIABLE, "1")
+    if wish == "0":
+        return f"has {VARIABLE}=0", None
     if gpu is None or not sys.platform.startswith("linux"):
-        return "had nothing on a GPU of its own in the group's first reduction", b""
+        return "had nothing on a GPU of its own in the group's first reduction", None
     from crossdevice.kernels.cuda.availability import kernels_missing
 
     missing = kernels_missing()
     if missing is not None:
-        return f"lacks kernels: {missing}", b""
-    from crossdevice.kernels.cuda.peer_memory import PeerMemoryError, Probe
+        return f"lacks kernels: {missing}", None
+    from crossdevice.kernels.cuda.driver import DriverError
+    from crossdevice.kernels.cuda.peer_memory import Probe
 
     try:
-        probe = Probe(gpu.index)
-    except PeerMemoryError as error:
-        return f"cannot export GPU memory: {error}", b""
+        probe = Probe(gpu.index, is_alone=wish == "each")
+    except DriverError as error:
+        return f"cannot export GPU memory: {error}", None
     _probes.append(probe)
-    return None, probe.record
+    return "", probe.record

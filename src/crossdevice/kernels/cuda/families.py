@@ -20,11 +20,18 @@ BLOCK_BYTES = 4096
 MAX_ARRAYS = 64
 """Inputs, and outputs, of one task: code is written out for each of them."""
 
+MAX_EXACT_ARRAYS = 16
+"""The same for exact sums, which keep as many parts of a sum as there are inputs."""
+
+MAX_EXACT_DIVISOR = 1 << 20
+"""Of exact means: beyond, a quotient may be further from the true one than the kernel relies on."""
+
 COMPILED_FAMILIES = (
     "native",
     "rounded",
     "wide",
     "compensated",
+    "exact",
     "extreme",
     "wrapping",
     "wrapping_mean",
@@ -67,8 +74,8 @@ def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
     >>> from crossdevice.values.reduce_op import ReduceOp
     >>> arranged(Recipe(ReduceOp.SUM, "accurate", 3), "bfloat16", "bfloat16").arithmetic[:4]
     ('wide', 'SUM', 'bfloat16', 'bfloat16')
-    >>> arranged(Recipe(ReduceOp.SUM, "exact"), "float32", "float32")
-    'exact sums and products of float32 have no GPU kernel'
+    >>> arranged(Recipe(ReduceOp.SUM, "exact"), "float64", "float64")
+    'exact sums and products of float64 have no GPU kernel'
     """
     if dtype == "bool":
         return "bool has no GPU kernel"
@@ -78,7 +85,8 @@ def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
         return f"{dtype} has no GPU kernel"
     element, result = PARTS.get(dtype, dtype), PARTS.get(into, into)
     family = family_of(recipe, element, result)
-    if family not in COMPILED_FAMILIES:
+    is_too_wide = element == "float64" or (recipe.divisor or 0) > MAX_EXACT_DIVISOR
+    if family not in COMPILED_FAMILIES or (family == "exact" and is_too_wide):
         what = "exact sums and products" if element in FLOATS else "means without wrap-around"
         if recipe.op.is_of_ranks:
             what = "medians and trimmed means"

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import secrets
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import struct
+from typing import NamedTuple
 
-import torch
+from crossdevice.kernels.cuda.driver import DriverError, call
 
-HANDLE_BYTES = 64
+DRIVER_BYTES = 64
+HANDLE_BYTES = DRIVER_BYTES + 8
 TOKEN_BYTES = 16
+GPU_BYTES = 16
 LAZY_PEER_ACCESS = 1
+BUFFER_ID = 7
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS and CU_POINTER_ATTRIBUTE_BUFFER_ID."""
+
+MAX_EXPORTED = 1024
+"""Allocations of this process whose handles are kept."""
 
 MAX_MAPPED = 256
 """Allocations of one other process that stay mapped; whatever it frees stays allocated until then."""
@@ -23,24 +29,39 @@ class Exported(NamedTuple):
     """An address, as other processes can find it: the handle of its allocation, and how far into that."""
 
     handle: bytes
+    """The driver's, and the number of the allocation: a new one may look like one that was freed."""
     offset: int
 
 
 class _Handle(ctypes.Structure):
-    _fields_ = (("bytes", ctypes.c_char * HANDLE_BYTES),)
+    _fields_ = (("bytes", ctypes.c_char * DRIVER_BYTES),)
 
 
-class PeerMemoryError(RuntimeError):
-    """The CUDA driver refuses to export or to map memory."""
+_exports: dict[int, tuple[bytes, int]] = {}
+"""By the number of an allocation its handle, and where it starts."""
+
+
+def allocation_of(address: int) -> int:
+    """The number of the allocation that an address is in; no other one of this process ever gets it."""
+    number = ctypes.c_uint64()
+    call("cuPointerGetAttribute", ctypes.byref(number), BUFFER_ID, ctypes.c_uint64(address))
+    return number.value
 
 
 def exported(address: int) -> Exported:
     """An address of PyTorch's memory on the current device, for another process."""
-    base, size = ctypes.c_uint64(), ctypes.c_size_t()
-    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
-    handle = _Handle()
-    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-    return Exported(ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES), address - base.value)
+    number = allocation_of(address)
+    found = _exports.get(number)
+    if found is None:
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        handle = _Handle()
+        call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        if len(_exports) >= MAX_EXPORTED:
+            _exports.clear()
+        text = ctypes.string_at(ctypes.byref(handle), DRIVER_BYTES) + number.to_bytes(8, "little")
+        found = _exports[number] = text, base.value
+    return Exported(found[0], address - found[1])
 
 
 class Mapped:
@@ -57,70 +78,75 @@ class Mapped:
         self._bases[place.handle] = base  # last, so that the first is the one not used for longest
         return base + place.offset
 
-    def forget_old(self) -> None:
-        """Lets go of what has not been used for long; nothing may be at work on it."""
+    def forget_old(self) -> bool:
+        """Whether something was let go that has not been used for long; nothing may be at work on it."""
+        is_full = len(self._bases) > MAX_MAPPED
         while len(self._bases) > MAX_MAPPED:
             _closed(self._bases.pop(next(iter(self._bases))))
+        return is_full
 
     def close(self) -> None:
         """Lets go of all of it, unless the driver is gone already."""
-        with contextlib.suppress(PeerMemoryError):
+        with contextlib.suppress(DriverError):
             while self._bases:
                 _closed(self._bases.popitem()[1])
+
+
+class Found(NamedTuple):
+    """What another process has told of its probe."""
+
+    token: bytes
+    place: Exported
+    gpu: bytes
+    """Equal for processes on one GPU."""
+
+    @classmethod
+    def read(cls, record: bytes) -> Found:
+        """Of the record of a probe."""
+        token, handle, gpu, offset = _RECORD.unpack(record)
+        return cls(token, Exported(handle, offset), gpu)
 
 
 class Probe:
     """A few bytes on the GPU by which processes find out whether they reach each other's memory."""
 
-    def __init__(self, gpu: int) -> None:
+    def __init__(self, gpu: int, *, is_alone: bool) -> None:
+        """`is_alone` has the others take the GPU for one that no other process uses."""
+        import torch
+
         token = secrets.token_bytes(TOKEN_BYTES)
         with torch.cuda.device(gpu):
             self._tensor = torch.frombuffer(bytearray(token), dtype=torch.uint8).cuda()
             torch.cuda.current_stream().synchronize()
             handle, offset = exported(self._tensor.data_ptr())
-        self.record = token + handle + offset.to_bytes(8, "little")
+        self.record = _RECORD.pack(token, handle, token if is_alone else _identity(gpu), offset)
 
     @staticmethod
-    def finds(record: bytes, mapped: Mapped) -> bool:
+    def finds(found: Found, mapped: Mapped) -> bool:
         """Whether another process's bytes are where its record says."""
-        token, handle = record[:TOKEN_BYTES], record[TOKEN_BYTES : TOKEN_BYTES + HANDLE_BYTES]
-        offset = int.from_bytes(record[TOKEN_BYTES + HANDLE_BYTES :], "little")
-        found = ctypes.create_string_buffer(TOKEN_BYTES)
-        address = mapped.address_of(Exported(handle, offset))
-        _call("cuMemcpyDtoH_v2", found, ctypes.c_uint64(address), ctypes.c_size_t(TOKEN_BYTES))
-        return found.raw == token
+        read = ctypes.create_string_buffer(TOKEN_BYTES)
+        address = mapped.address_of(found.place)
+        call("cuMemcpyDtoH_v2", read, ctypes.c_uint64(address), ctypes.c_size_t(TOKEN_BYTES))
+        return read.raw == found.token
 
 
-def wait_for_gpu(device: torch.device) -> None:
-    """Until the current stream is done: other processes may read and write what it has worked on."""
-    torch.cuda.current_stream(device).synchronize()
+_RECORD = struct.Struct(f"<{TOKEN_BYTES}s{HANDLE_BYTES}s{GPU_BYTES}sq")
 
 
-def empty(shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Tensor:
-    """Memory for a result."""
-    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+def _identity(gpu: int) -> bytes:
+    """The same in all processes, whatever number the GPU has in each."""
+    device, uuid = ctypes.c_int(), ctypes.create_string_buffer(GPU_BYTES)
+    call("cuDeviceGet", ctypes.byref(device), gpu)
+    call("cuDeviceGetUuid_v2", uuid, device)
+    return uuid.raw
 
 
 def _opened(handle: bytes) -> int:
     base = ctypes.c_uint64()
-    given = _Handle.from_buffer_copy(handle)
-    _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), given, ctypes.c_uint(LAZY_PEER_ACCESS))
+    given = _Handle.from_buffer_copy(handle[:DRIVER_BYTES])
+    call("cuIpcOpenMemHandle_v2", ctypes.byref(base), given, ctypes.c_uint(LAZY_PEER_ACCESS))
     return base.value
 
 
 def _closed(base: int) -> None:
-    _call("cuIpcCloseMemHandle", ctypes.c_uint64(base))
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name: str, *arguments: Any) -> None:
-    function: Callable[..., int] = getattr(_driver(), name)
-    status = function(*arguments)
-    if status:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorName(status, ctypes.byref(text))
-        raise PeerMemoryError(f"{name}: {(text.value or b'unknown').decode()}")
+    call("cuIpcCloseMemHandle", ctypes.c_uint64(base))

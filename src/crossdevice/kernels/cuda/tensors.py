@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from crossdevice.kernels.cuda.driver import synchronize
+
 _held: dict[int, tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = {}
 """Memory of other libraries that kernels may still read, each with what happens when they are done."""
 
@@ -51,6 +53,17 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
+def empty(shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Tensor:
+    """Memory for a result."""
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the current stream is done: other processes may read and write what it has worked on."""
+    if device.type == "cuda":
+        synchronize(stream_of(device))
+
+
 def stream_of(device: torch.device) -> int:
     """The handle of PyTorch's current stream; 0 on the host, where kernels are interpreted."""
     return _raw_stream(device.index) if device.type == "cuda" else 0
@@ -59,6 +72,11 @@ def stream_of(device: torch.device) -> int:
 def is_current(device: torch.device) -> bool:
     """Whether PyTorch's current device is this one."""
     return device.type != "cuda" or torch.cuda.current_device() == device.index
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Inside, this device is the current one."""
+    return contextlib.nullcontext() if is_current(device) else working_on(device, None)
 
 
 @contextlib.contextmanager

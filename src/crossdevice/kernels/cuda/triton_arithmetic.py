@@ -75,7 +75,7 @@ def way_of(arithmetic: Arithmetic) -> Way:
 def widened(stored, WAY: tl.constexpr):
     """The form in which elements are combined."""
     value = stored
-    if WAY.family == "wide" or WAY.family == "weighted":
+    if WAY.family == "wide" or WAY.family == "weighted" or WAY.family == "exact":
         if WAY.element != "float64":
             value = _as_single(stored, WAY).to(tl.float64)
     elif WAY.family == "rounded":
@@ -165,13 +165,66 @@ def compensated(total, errors, WAY: tl.constexpr):
 
 
 @triton.jit
+def enlarged(parts, element):
+    """The parts of a sum, from small to large, with one more element in it, and no error (Shewchuk)."""
+    total = parts[0] + element
+    rest = (error_of(parts[0], element, total),)
+    for number in tl.static_range(1, len(parts)):
+        more = total + parts[number]
+        rest = rest + (error_of(total, parts[number], more),)
+        total = more
+    return rest + (total,)
+
+
+@triton.jit
+def _leading(parts):
+    """The float64 nearest to the sum of parts, and what comes next: it has the sign of all that is left."""
+    near = parts[len(parts) - 1]
+    rest = tl.zeros_like(near)
+    for number in tl.static_range(1, len(parts)):
+        part = parts[len(parts) - 1 - number]
+        total = near + part
+        error = error_of(near, part, total)
+        is_open = rest == 0
+        near = tl.where(is_open, total, near)
+        rest = tl.where(is_open, error, rest)
+    return near, rest
+
+
+@triton.jit
+def exact(parts, plain, infinite, WAY: tl.constexpr):
+    """The true sum, or mean, as a float64 rounded to odd: rounded once more, it is rounded once.
+
+    `plain` is the sum as float64 adds it, and `infinite` that of all elements that are not finite: the first
+    has the sign of a zero, the second is the result if it is not 0.
+    """
+    near, rest = _leading(parts)
+    is_zero = near == 0
+    if WAY.divisor is not None:
+        number = tl.full(near.shape, WAY.divisor, tl.float64)
+        first = near / number
+        product = first * number
+        remainder = (near - product) - error_of_product(first, number, product)
+        near = first + (remainder + rest) / number  # less than one unit of the last place from the mean
+        product = near * number
+        left = enlarged(enlarged(parts, -error_of_product(near, number, product)), -product)
+        rest, _ = _leading(left)
+    bits = near.to(tl.int64, bitcast=True)
+    is_inexact = rest != 0
+    bits = tl.where(is_inexact & ((rest < 0) != (near < 0)), bits - 1, bits)
+    odd = tl.where(is_inexact, bits | 1, bits).to(tl.float64, bitcast=True)
+    zero = tl.where(plain == 0, plain, 0.0)
+    return tl.where(infinite != 0, infinite, tl.where(is_zero, zero, odd))
+
+
+@triton.jit
 def finished(total, WAY: tl.constexpr):
     """What is written."""
     if WAY.family == "true_mean":
         total = total.to(tl.float64)
     elif WAY.family == "wrapping_mean":
         total = total.to(WAY.written_as)
-    if WAY.divisor is not None and WAY.family != "compensated":
+    if WAY.divisor is not None and WAY.family != "compensated" and WAY.family != "exact":
         number = tl.full(total.shape, WAY.divisor, total.dtype)
         if not WAY.divides:
             total = total * (1.0 / WAY.divisor)
@@ -180,7 +233,9 @@ def finished(total, WAY: tl.constexpr):
             total = tl.div_rn(total, number)
         else:
             total = total / number
-    if (WAY.family == "wide" or WAY.family == "compensated") or WAY.numbers_per_input == 2:
+    if (WAY.family == "wide" or WAY.family == "compensated" or WAY.family == "exact") or (
+        WAY.numbers_per_input == 2
+    ):
         total = _rounded_once(total, WAY)
     elif WAY.family == "rounded":
         total = _halves_of(total, WAY)

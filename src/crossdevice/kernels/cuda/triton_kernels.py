@@ -15,8 +15,10 @@ import triton.language as tl
 from crossdevice.kernels.cuda.triton_arithmetic import (
     combined,
     compensated,
+    enlarged,
     error_of,
     error_of_product,
+    exact,
     finished,
     number_of,
     stepped,
@@ -106,6 +108,17 @@ def _combination(inputs, start, left, WAY: tl.constexpr, BLOCK: tl.constexpr, IS
             errors += error_of(total, element, grown)
             total = grown
         total = compensated(total, errors, WAY)
+    elif WAY.family == "exact":
+        infinity: tl.constexpr = float("inf")
+        parts = (tl.where(tl.abs(total) < infinity, total, 0.0),)
+        plain, infinite = total, tl.where(tl.abs(total) < infinity, 0.0, total)
+        for number in tl.static_range(1, len(inputs)):
+            element = _element(inputs[number], start, left, WAY, BLOCK, IS_WHOLE)
+            is_finite = tl.abs(element) < infinity
+            parts = enlarged(parts, tl.where(is_finite, element, 0.0))
+            plain += element
+            infinite += tl.where(is_finite, 0.0, element)
+        total = exact(parts, plain, infinite, WAY)
     else:
         for number in tl.static_range(1, len(inputs)):
             total = combined(total, _element(inputs[number], start, left, WAY, BLOCK, IS_WHOLE), WAY)

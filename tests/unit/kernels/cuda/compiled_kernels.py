@@ -26,6 +26,7 @@ KINDS = {
     "wide into another dtype": (MEAN, "bfloat16", "float32"),
     "wide product": (Recipe(ReduceOp.PROD, "accurate"), "float16", "float16"),
     "compensated": (MEAN, "float64", "float64"),
+    "exact": (Recipe(ReduceOp.SUM, "exact", 3), "float32", "float32"),
     "native": (Recipe(ReduceOp.SUM, "fast", 4), "float32", "float32"),
     "native tree": (Recipe(ReduceOp.SUM, "fast", 3, (0, (2, 1))), "float32", "float32"),
     "rounded tree": (Recipe(ReduceOp.SUM, "fast", 3, (0, (2, 1))), "bfloat16", "bfloat16"),

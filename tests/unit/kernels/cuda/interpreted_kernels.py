@@ -10,7 +10,14 @@ import itertools
 import numpy as np
 import pytest
 
-from crossdevice.kernels.cuda.families import BLOCK_BYTES, Arrangement, arranged, block_elements, parts_in
+from crossdevice.kernels.cuda.families import (
+    BLOCK_BYTES,
+    MAX_EXACT_ARRAYS,
+    Arrangement,
+    arranged,
+    block_elements,
+    parts_in,
+)
 from crossdevice.kernels.cuda.triton_launching import is_interpreted, launch_by_arguments, launch_by_table
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.recipe import Recipe
@@ -83,11 +90,10 @@ def test_kernels_have_the_bits_of_the_host(dtype, precision):
         for recipe, into in recipes(dtype, count, precision):
             if not check(recipe, dtype, into, count, size=300):
                 lacking.add((recipe.op.name, recipe.divisor is not None))
-    sums_and_products = {("SUM", False), ("SUM", True), ("PROD", False)}
-    if dtype in COMPLEXES:
-        assert lacking == (sums_and_products if precision == "exact" else {("PROD", False)})
-    elif "float" in dtype:
-        assert lacking == (sums_and_products if precision == "exact" else set())
+    sums = {("SUM", False), ("SUM", True)} if dtype in ("float64", "complex128") else set()
+    if dtype in COMPLEXES or "float" in dtype:
+        products = {("PROD", False)} if dtype in COMPLEXES or precision == "exact" else set()
+        assert lacking == (sums | products if precision == "exact" else products)
     else:
         is_mean_of_64_bits = dtype.endswith("64") and precision != "fast"
         assert lacking == ({("SUM", True)} if is_mean_of_64_bits else set())
@@ -104,10 +110,40 @@ def test_whole_blocks_tails_and_odd_addresses_are_right(dtype):
 
 def test_divisors_are_those_of_the_result():
     for dtype in ("float16", "bfloat16", "float32", "int16"):
-        for precision in ("fast", "accurate"):
+        for precision in ("fast", "accurate", "exact"):
             for divisor in (3, 4, 257, 70_001):
                 recipe = Recipe(ReduceOp.SUM, precision, divisor)
                 assert check(recipe, dtype, result_dtype(dtype, ReduceOp.MEAN), 2, size=300)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_exact_sums_that_cancel_and_means_near_ties_are_rounded_once(dtype):
+    random = np.random.default_rng(3)
+    for count, divisor in ((2, None), (5, None), (MAX_EXACT_ARRAYS, None), (5, 3), (9, 9), (2, 1 << 20)):
+        arrays = [adversarial(random, dtype_named(dtype), 2000) for _ in range(count)]
+        arrays[-1][:900] = -arrays[0][:900]  # so that what is small counts
+        near_ties(arrays, divisor or 1)
+        recipe = Recipe(ReduceOp.SUM, "exact", divisor)
+        expected, found = np.empty_like(arrays[0]), np.empty_like(arrays[0])
+        numpy_pass(arrays, [expected], recipe)
+        arithmetic = arranged(recipe, dtype, dtype).arithmetic
+        launch = launch_by_arguments(arithmetic, count, 1, -(-2000 // block_elements(arithmetic)))
+        launch(0, addresses(arrays), addresses([found]), 2000)
+        assert same_bits(found, expected), (count, divisor)
+
+
+def near_ties(arrays, divisor):
+    """Makes means of some elements lie at, or hardly beside, the middle of two numbers of their dtype."""
+    dtype = arrays[0].dtype
+    bits = {"float16": 11, "bfloat16": 8, "float32": 24}[dtype.name]
+    places = np.arange(1000, 1900)
+    for array in arrays[1:]:
+        array[places] = 0
+    arrays[0][places] = divisor * (2.0 ** (bits - 1) + places % 64)
+    arrays[1][places] = divisor * 0.5 * (-1.0) ** places
+    if len(arrays) > 2:
+        smallest = 2.0 ** {"float16": -24, "bfloat16": -133, "float32": -149}[dtype.name]
+        arrays[2][places] = smallest * (places % 3 - 1)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])

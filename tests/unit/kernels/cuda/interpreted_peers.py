@@ -14,7 +14,9 @@ import torch
 import crossdevice as cd
 from crossdevice.backends.registry import backend_named
 from crossdevice.execution.processes import peer_reduction
+from crossdevice.execution.processes.peer_addresses import PeerAddresses
 from crossdevice.execution.processes.peer_reduction import PeerReduction, has_bits_of_the_host
+from crossdevice.execution.processes.peers import Peers
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.kernels.cuda import peer_memory
 from crossdevice.process_groups.thread_group import run_ranks
@@ -26,17 +28,31 @@ SHAPES = ((5,), (3, 40), (), (3000,))
 
 
 class OneProcess:
-    """Peers whose addresses are everybody's."""
+    """Another rank's memory, mapped: its addresses are everybody's."""
 
-    gpu, why_not = HOST, None
-    found: ClassVar[list[tuple[int, int]]] = []
+    found: ClassVar[list[int]] = []
 
-    def address_of(self, rank, place):
-        self.found.append((rank, place.offset))
+    def address_of(self, place):
+        self.found.append(place.offset)
         return place.offset
 
     def forget_old(self):
+        return False
+
+    def close(self):
         pass
+
+
+@pytest.fixture(params=["all", "not the last"])
+def workers(request, monkeypatch):
+    """Which ranks reduce a part: as if each had a GPU, or the last two shared one."""
+
+    def peers_of(group):
+        addresses = PeerAddresses(group.rank, [OneProcess() for _ in range(group.size)])
+        return Peers(HOST, addresses, range(group.size - (request.param == "not the last")))
+
+    monkeypatch.setattr(peer_reduction, "known_peers", peers_of)
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +67,12 @@ def _threads_for_gpus(monkeypatch):
 
     run = GpuPass.run
     monkeypatch.setattr(GpuPass, "run", run_alone)
-    monkeypatch.setattr(peer_reduction, "known_peers", lambda group: OneProcess())
     monkeypatch.setattr(
         peer_memory,
         "exported",
         lambda address: peer_memory.Exported(b"h" * peer_memory.HANDLE_BYTES, address),
     )
-    monkeypatch.setattr(peer_memory, "wait_for_gpu", lambda device: None)
+    monkeypatch.setattr(peer_memory, "allocation_of", lambda address: 1)
     OneProcess.found.clear()
 
 
@@ -93,8 +108,11 @@ def right(counts, op, options, dtype):
     ]
 
 
-@pytest.mark.parametrize("counts", [(1, 1), (1, 1, 1), (2, 1, 2)])
-@pytest.mark.parametrize(("op", "dtype"), [("mean", "float32"), ("sum", "bfloat16"), ("max", "int32")])
+@pytest.mark.parametrize(
+    ("counts", "op", "dtype"),
+    [((1, 1), "mean", "float32"), ((1, 1, 1), "sum", "bfloat16"), ((2, 1, 2), "max", "int32")],
+)
+@pytest.mark.usefixtures("workers")
 def test_ranks_get_the_bits_of_one_process(counts, op, dtype):
     options = cd.CommunicationOptions()
     expected = right(counts, op, options, dtype)
@@ -104,6 +122,7 @@ def test_ranks_get_the_bits_of_one_process(counts, op, dtype):
             assert all(torch.equal(copy, total) for copy in copies)
 
 
+@pytest.mark.usefixtures("workers")
 def test_arrays_that_stay_where_they_are_are_looked_for_once():
     options = cd.CommunicationOptions()
     outs = lambda columns: [(torch.empty_like(column[0]), torch.empty_like(column[0])) for column in columns]  # noqa: E731
@@ -112,6 +131,7 @@ def test_arrays_that_stay_where_they_are_are_looked_for_once():
     assert len(OneProcess.found) == 2 * 2 * len(SHAPES)  # of each other rank an input and a result per leaf
 
 
+@pytest.mark.usefixtures("workers")
 def test_inputs_that_are_results_are_written_to_at_the_end():
     options, counts = cd.CommunicationOptions(), (2, 2)
     expected = right(counts, "sum", options, "float32")
@@ -146,3 +166,39 @@ def test_where_bits_would_differ_the_host_does_it(precision, counts, is_same):
     spec = LeafSpec(backend_named("torch"), "float32", (4,), (HOST,), (HOST,))
     options = cd.CommunicationOptions(precision=precision)
     assert has_bits_of_the_host(spec, ReduceOp.SUM, options, counts) is is_same
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_bound_reductions_read_what_is_there_when_they_are_called(is_in_place):
+    def program(group):
+        specs = [LeafSpec(backend_named("torch"), "float32", (600,), (HOST,), (HOST,))]
+        reduction = PeerReduction(specs, ReduceOp.SUM, cd.CommunicationOptions(), [(1, 1)], group)
+        array = torch.empty(600)
+        out = array if is_in_place else torch.empty(600)
+        run = reduction.bound([(array,)], [(out,)])
+        answers = []
+        for factor in (1.0, 5.0):
+            array[:] = factor * (group.rank + 1)
+            with group.call("reduce", b"the same") as call:
+                run(call)
+            answers.append(bool((out == 3 * factor).all()))
+        return answers
+
+    assert run_ranks(2, program) == [[True, True]] * 2
+
+
+@pytest.mark.usefixtures("workers")
+def test_arrays_of_a_call_that_failed_are_kept_for_those_who_may_still_use_them(monkeypatch):
+    kept = []
+    monkeypatch.setattr(peer_reduction, "_left_behind", kept)
+    monkeypatch.setattr(
+        peer_reduction, "meet", lambda call: (_ for _ in ()).throw(cd.errors.DeadlineError("late"))
+    )
+
+    def program(group):
+        with pytest.raises(cd.errors.DeadlineError):
+            reduced(group, (1, 1), "sum", cd.CommunicationOptions(), "float32")
+
+    run_ranks(2, program)
+    assert [len(arrays) for arrays in kept] == [2 * len(SHAPES)] * 2

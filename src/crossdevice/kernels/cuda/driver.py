@@ -1,0 +1,43 @@
+"""Functions of the CUDA driver, called without PyTorch where that has none, or takes long."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver refuses something."""
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Calls a function by its name; raises DriverError unless it succeeds."""
+    status = _function(name)(*arguments)
+    if status:
+        text = ctypes.c_char_p()
+        _function("cuGetErrorName")(status, ctypes.byref(text))
+        raise DriverError(f"{name}: {(text.value or b'unknown').decode()}")
+
+
+def synchronize(stream: int) -> None:
+    """Until all that was put on a stream is done."""
+    call("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+
+def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
+    """Puts a copy between addresses, of the host or of GPUs, on a stream."""
+    places = ctypes.c_uint64(target), ctypes.c_uint64(source)
+    call("cuMemcpyAsync", *places, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., int]:
+    function: Callable[..., int] = getattr(_driver(), name)
+    return function
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,124 @@
+"""One rank that keeps the laws of reductions with its arrays on a GPU, and reports what became of each."""
+
+import warnings
+
+import ml_dtypes
+import numpy as np
+import torch
+
+import crossdevice as cd
+from crossdevice.process_groups import cluster
+from crossdevice.values.nesting import flatten, unflatten
+from multiprocess import laws_of_reductions
+from multiprocess.launching import report
+from multiprocess.laws_rank import fate
+
+ON_THE_HOST = {
+    "sparse_rows_come_in_the_order_of_replicas",
+    "gathers_may_be_uneven",
+    "broadcasts_may_come_from_any_rank",
+    "tensors_of_pytorch_come_back_as_such",
+    "backward_passes_are_calls_of_all_ranks",
+    "bound_reductions_may_be_anywhere_in_memory",
+}
+"""Laws of other calls, or of memory of the host."""
+
+
+def on_gpu(tree):
+    """The same structure of tensors; NumPy's bfloat16 goes by way of integers."""
+    leaves, structure = flatten(tree)
+    tensors = []
+    for leaf in leaves:
+        array = np.array(leaf)
+        if array.dtype == ml_dtypes.bfloat16:
+            tensors.append(torch.from_numpy(array.view(np.int16)).cuda().view(torch.bfloat16))
+        else:
+            tensors.append(torch.from_numpy(array).cuda())
+    return tensors[0] if structure is None else unflatten(structure, tensors)
+
+
+def on_host(tree):
+    leaves, structure = flatten(tree)
+    arrays = []
+    for leaf in leaves:
+        assert leaf.is_cuda
+        if leaf.dtype == torch.bfloat16:
+            arrays.append(leaf.cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+        else:
+            arrays.append(leaf.cpu().numpy())
+    return arrays[0] if structure is None else unflatten(structure, arrays)
+
+
+class OnGpu(cd.CollectiveAllReduce):
+    """Takes arrays of NumPy to the GPU, and results from there."""
+
+    def reduce(self, op, value, destinations, options=None, *, out=None, weights=None):
+        if "IndexedSlices" in str(value):  # which go through the host
+            return super().reduce(op, value, destinations, options, weights=weights)
+        placed, targets = pair_on_gpu(value, destinations)
+        into = None
+        if out is not None:
+            outs = out.values if isinstance(out, cd.DistributedValues) else (out,)
+            into = cd.PerReplica([on_gpu(each) for each in outs], ["cuda:0"] * len(outs))
+            into = into if targets is placed else into.values[0]
+        found = results_on_host(super().reduce(op, placed, targets, options, out=into, weights=weights))
+        if out is None:
+            return found
+        results = found.values if isinstance(found, cd.DistributedValues) else (found,)
+        for target, each in zip(outs, results, strict=True):
+            for array, leaf in zip(flatten(target)[0], flatten(each)[0], strict=True):
+                array[...] = leaf
+        return out
+
+    def batch_reduce(self, op, pairs, options=None):
+        results = super().batch_reduce(op, [pair_on_gpu(*pair) for pair in pairs], options)
+        return [results_on_host(result) for result in results]
+
+
+def pair_on_gpu(value, destinations):
+    is_distributed = isinstance(value, cd.DistributedValues)
+    values = value.values if is_distributed else (value,)
+    placed = cd.PerReplica([on_gpu(each) for each in values], ["cuda:0"] * len(values))
+    return placed, placed if destinations is value and is_distributed else "cuda:0"
+
+
+def results_on_host(result):
+    if isinstance(result, cd.DistributedValues):
+        return cd.Mirrored([on_host(each) for each in result.values])
+    return on_host(result)
+
+
+class CrossdeviceOnGpu:
+    """The package, but for one class."""
+
+    @staticmethod
+    def CollectiveAllReduce(group):
+        # NCCL, which `fast` is left to where ranks do not reach each other's memory, refuses to share a GPU.
+        return OnGpu(group=group, options=cd.CommunicationOptions(implementation="ring"))
+
+    def __getattr__(self, name):
+        return getattr(cd, name)
+
+
+def main():
+    warnings.simplefilter("error")
+    here = cluster.cluster_from_env()
+    torch.cuda.set_device(0)
+    laws_of_reductions.cd = CrossdeviceOnGpu()
+
+    def form():
+        return here.form_group("torch", timeout_seconds=60.0)
+
+    with form() as group:
+        laws = laws_of_reductions.REDUCTION_LAWS.items()
+        fates = {name: fate(law, group, form) for name, law in laws if name not in ON_THE_HOST}
+        explained = (
+            CrossdeviceOnGpu.CollectiveAllReduce(group)
+            .explain(torch.ones(3, device="cuda"), "cuda:0")
+            .splitlines()[-1]
+        )
+    report(here.rank, {"fates": fates, "explained": explained})
+
+
+if __name__ == "__main__":
+    main()
