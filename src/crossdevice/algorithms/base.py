@@ -106,10 +106,11 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         pairs = [(per_replica_value, destinations)]
         if weights is not None:
             return self._reduce_weighted(reduce_op, pairs, chosen, [out], weights)[0]
-        found = self._known_calls.find(reduce_op, pairs, chosen, [out])
-        if found.call is not None:
-            return found.call.run(found.columns, [out])[0]
-        return self._reduce(reduce_op, pairs, chosen, [out], found.key, is_batch=False)[0]
+        outs = [out]
+        key, known, columns = self._known_calls.find(reduce_op, pairs, chosen, outs)
+        if known is not None:
+            return known.run(columns, outs)[0]
+        return self._reduce(reduce_op, pairs, chosen, outs, key, is_batch=False)[0]
 
     def batch_reduce(
         self,
@@ -131,10 +132,10 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         outs = checked_outs(out, len(pairs))
         if weights is not None:
             return self._reduce_weighted(reduce_op, pairs, chosen, outs, weights)
-        found = self._known_calls.find(reduce_op, pairs, chosen, outs)
-        if found.call is not None:
-            return found.call.run(found.columns, outs)
-        return self._reduce(reduce_op, pairs, chosen, outs, found.key, is_batch=True)
+        key, known, columns = self._known_calls.find(reduce_op, pairs, chosen, outs)
+        if known is not None:
+            return known.run(columns, outs)
+        return self._reduce(reduce_op, pairs, chosen, outs, key, is_batch=True)
 
     def broadcast(
         self,
@@ -273,10 +274,10 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         """A call with weights, known or not."""
         op = self._checked_op(reduce_op)
         factors = self._checked_factors(weights, op)
-        found = self._known_calls.find(op, pairs, options, outs, len(factors))
-        if found.call is not None:
-            return found.call.run(found.columns, outs, weights_for(factors, op))
-        return self._reduce(op, pairs, options, outs, found.key, is_batch=True, factors=factors)
+        key, known, columns = self._known_calls.find(op, pairs, options, outs, len(factors))
+        if known is not None:
+            return known.run(columns, outs, weights_for(factors, op))
+        return self._reduce(op, pairs, options, outs, key, is_batch=True, factors=factors)
 
     def _reduce(
         self,

@@ -65,7 +65,8 @@ class BoundReduction:
     def __call__(self) -> Any:
         """Runs the reduction: one result for one value, a list for pairs."""
         check_cross_replica("a bound reduction")
-        self._check_waited_for()
+        if self._pending is not None:
+            self._check_waited_for()
         return self._run_in_turn()
 
     def start(self) -> Pending:
@@ -215,29 +216,32 @@ class _Memory:
             for k, (array, device) in enumerate(zip(out, leaf.spec.destinations, strict=True)):
                 of_backend.setdefault(id(array), (array, f"out[{k}] ({device}) of value {number}"))
         # In place, an array is input and output: it is looked at once.
-        self._arrays = {backend: [array for array, _ in found.values()] for backend, found in names.items()}
-        self._names = {backend: [name for _, name in found.values()] for backend, found in names.items()}
-        self._fixed = {
-            backend: FixedArrays(arrays, [id(array) in written for array in arrays])
-            if backend.name == "numpy"
-            else backend.addresses_of(arrays)
-            for backend, arrays in self._arrays.items()
-        }
+        self._looks: list[tuple[Callable[[], int], list[str]]] = []
+        self._kept: list[FixedArrays] = []
+        for backend, found in names.items():
+            arrays = [array for array, _ in found.values()]
+            if backend.name == "numpy":
+                fixed = FixedArrays(arrays, [id(array) in written for array in arrays])
+                self._kept.append(fixed)
+                first_changed = fixed.first_changed
+            else:
+                known = backend.addresses_of(arrays)
+                first_changed = functools.partial(_first_moved, backend, arrays, known)
+            self._looks.append((first_changed, [name for _, name in found.values()]))
 
     def check(self) -> None:
         """Raises BoundError if an array is not where it was; nothing has been written then."""
-        for backend, known in self._fixed.items():
-            if isinstance(known, FixedArrays):
-                moved = known.first_changed()
-            else:
-                addresses = backend.addresses_of(self._arrays[backend])
-                if addresses == known:
-                    continue
-                moved = next(
-                    n for n, pair in enumerate(zip(addresses, known, strict=True)) if len(set(pair)) > 1
-                )
-            if moved is not None:
+        for first_changed, names in self._looks:
+            changed = first_changed()
+            if changed >= 0:
                 raise BoundError(
-                    f"{self._names[backend][moved]} has another address or shape than when the reduction was "
+                    f"{names[changed]} has another address or shape than when the reduction was "
                     "bound, or has become read-only; bind again"
                 )
+
+
+def _first_moved(backend: Backend, arrays: Sequence[Array], known: list[int]) -> int:
+    addresses = backend.addresses_of(arrays)
+    if addresses == known:
+        return -1
+    return next(n for n, pair in enumerate(zip(addresses, known, strict=True)) if len(set(pair)) > 1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from types import NoneType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
 
 from crossdevice.backends.protocol import Array
 from crossdevice.backends.registry import backend_of_type
@@ -12,19 +15,13 @@ from crossdevice.execution.local.batch import CheckedBatch
 from crossdevice.execution.reading.leaf_spec import Columns, Dense, Outs
 from crossdevice.execution.reading.outputs import check_outs, out_components
 from crossdevice.execution.signature_cache import SignatureCache
+from crossdevice.kernels.host.fixed_arrays import likeness
+from crossdevice.kernels.host.work_list import TUPLE_HEADER_BYTES
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
-
-
-class Found(NamedTuple):
-    """What is known of a call: under which key it is kept (None: not at all), and what runs it again."""
-
-    key: Hashable | None = None
-    call: KnownCall | None = None
-    columns: Columns = ()
 
 
 class Prepared(Protocol):
@@ -70,6 +67,15 @@ class KnownCall:
         return written
 
 
+Found: TypeAlias = "tuple[Hashable | None, KnownCall | None, Columns]"
+"""Under which key a call is kept (None: not at all), what runs it again, and its arrays."""
+
+NOT_KEPT: Found = (None, None, ())
+
+ITSELF = ("the value itself",)
+"""Where results go: its devices are in the key already, or follow from its arrays."""
+
+
 class KnownCalls:
     """The calls of one algorithm by their signatures; `hits` counts those that were found again.
 
@@ -97,30 +103,39 @@ class KnownCalls:
             and isinstance(op, (str, ReduceOp))
             and isinstance(options, (CommunicationOptions, NoneType))
         ):
-            return Found()
+            return NOT_KEPT
         columns: list[Sequence[Array]] = []
         key: list[Hashable] = [op, options, num_weights]
         for value, destinations in pairs:
-            is_distributed = isinstance(value, DistributedValues)
-            # A bare array is the only replica.
-            values = value.values if is_distributed else (value,)
-            backend = backend_of_type(type(values[0])) if values else None
-            where = _where(destinations, value)
+            if isinstance(value, DistributedValues):
+                values, devices = value.values, value.given_devices
+            else:
+                values, devices = (value,), None  # a bare array is the only replica
+            kind = type(values[0]) if values else NoneType
+            backend = backend_of_type(kind)
+            where = ITSELF if destinations is value else _where(destinations)
             if where is None or backend is None:
-                return Found()
+                return NOT_KEPT
             columns.append(values)
-            key += (where, value.given_devices if is_distributed else None, len(values))
+            key += (where, devices, len(values))
+            if kind is np.ndarray and self._likeness(id(values) + TUPLE_HEADER_BYTES, len(values)):
+                key.append(backend.signature(values[0]))
+                continue
             try:
                 key += map(backend.signature, values)
             except (AttributeError, RuntimeError):  # not all are arrays of that library
-                return Found()
+                return NOT_KEPT
         # Memory of another dtype makes it another call.
         key += [_dtype_of(out) for out in outs if out is not None]
         signature = tuple(key)
         known = self._calls.get(signature)
         if known is not None:
             self.hits += 1
-        return Found(signature, known, columns)
+        return signature, known, columns
+
+    @functools.cached_property
+    def _likeness(self) -> Callable[[int, int], bool]:
+        return likeness() or (lambda _place, _number: False)
 
     def keep(self, key: Hashable, batch: CheckedBatch, prepared: Prepared) -> None:
         """Keeps a batch of plain values that was run, and what runs it again."""
@@ -135,11 +150,8 @@ def _dtype_of(out: Any) -> Any:
     return getattr(out, "dtype", None)
 
 
-def _where(destinations: Any, value: Any) -> Hashable | None:
+def _where(destinations: Any) -> Hashable | None:
     """Where results go, in a form that can be compared; None if there is none."""
-    if destinations is value:
-        # Its devices are in the key already, or follow from its arrays: to ask for them would cost more.
-        return "the value itself", None
     if isinstance(destinations, DistributedValues):
         return destinations.devices
     return destinations if isinstance(destinations, (str, Device)) else None

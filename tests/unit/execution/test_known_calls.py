@@ -10,7 +10,10 @@ import pytest
 import crossdevice as cd
 from crossdevice.errors import MismatchError, ShapeMismatchError
 from crossdevice.execution.local import batch as batch_module
-from crossdevice.kernels.host.fused_pass import fused_pass
+from crossdevice.kernels.host import fused_pass as fused_pass_module
+from crossdevice.kernels.host.fixed_arrays import likeness
+from crossdevice.kernels.host.fused_pass import SmallPass, fused_pass
+from crossdevice.kernels.host.work_list import TUPLE_HEADER_BYTES
 from crossdevice.process_groups.thread_group import run_ranks
 
 torch = pytest.importorskip("torch")
@@ -217,22 +220,21 @@ def test_a_first_call_reads_its_value_once(monkeypatch):
 
 def frames_to_the_kernels(call):
     """How many Python functions a call enters, one inside the other, up to the entry of the kernels."""
-    deepest = []
+    depths, entries = [], {fused_pass.__code__, SmallPass.__call__.__code__}
 
     def profile(frame, event, argument):
-        if event == "call" and frame.f_code is fused_pass.__code__:
+        if event == "call" and frame.f_code in entries:
             depth = 0
             while frame is not None and frame.f_code is not call.__code__:
                 depth, frame = depth + 1, frame.f_back
-            deepest.append(depth)
+            depths.append(depth)
 
     sys.setprofile(profile)
     try:
         call()
     finally:
         sys.setprofile(None)
-    (depth,) = deepest
-    return depth
+    return depths[0]
 
 
 def test_it_is_a_short_walk_to_the_kernels():
@@ -261,3 +263,53 @@ def test_known_arrays_of_any_shape_have_the_results_of_a_first_call(shape):
         assert ops._known_calls.hits == 1
         assert first.shape == second.shape == shape
         assert first.tobytes() == second.tobytes(), (op, options)
+
+
+class OwnArray(np.ndarray):
+    """An array of another type."""
+
+
+UNLIKE = {
+    "shape": np.ones((3, 2), np.float32),
+    "dimensions": np.ones((2, 3, 1), np.float32),
+    "dtype": np.ones((2, 3), np.float64),
+    "byte order": np.ones((2, 3), ">f4"),
+    "order of axes": np.ones((3, 2), np.float32).T,
+    "gaps": np.ones((2, 6), np.float32)[:, ::2],
+    "type": np.ones((2, 3), np.float32).view(OwnArray),
+    "a number": np.float32(1),
+    "no array": None,
+}
+
+
+def test_arrays_are_alike_if_checks_see_no_difference():
+    are_alike = likeness()
+    first, equal = np.ones((2, 3), np.float32), np.zeros((4, 3), np.float32)[1:3]
+    for name, other in {"nothing": equal, **UNLIKE}.items():
+        items = (first, equal, other)
+        assert are_alike(id(items) + TUPLE_HEADER_BYTES, 3) is (name == "nothing"), name
+
+
+@pytest.mark.parametrize("name", ["byte order", "order of axes", "gaps", "type"])
+def test_a_known_call_does_not_stand_for_one_with_an_array_that_differs(name):
+    ops, other = cd.DirectAllReduce(), UNLIKE[name]
+    for second in (np.ones((2, 3), np.float32), other, np.ones((2, 3), np.float32), other):
+        result = ops.reduce("sum", cd.PerReplica([np.full((2, 3), 2, np.float32), second]), "cpu:0")
+        assert result.tolist() == [[3] * 3] * 2
+    assert hits(ops) == 2
+
+
+def test_known_calls_use_the_kernels_that_were_selected_last(monkeypatch):
+    ops, value = cd.DirectAllReduce(), batch(np.array)[0]
+    for _ in range(2):
+        expected = first_numbers([ops.reduce("sum", value, value)])
+    passes, numpy_pass = [], fused_pass_module.numpy_pass
+    monkeypatch.setattr(
+        fused_pass_module, "numpy_pass", lambda *call: passes.append(call) or numpy_pass(*call)
+    )
+    fused_pass_module.select_kernels("numpy")
+    try:
+        assert first_numbers([ops.reduce("sum", value, value)]) == expected
+    finally:
+        fused_pass_module.select_kernels(None)
+    assert (len(passes), hits(ops)) == (1, 2)

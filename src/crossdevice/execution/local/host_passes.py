@@ -14,7 +14,7 @@ from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.execution.local.passes import LeafRange, Passes, in_turn
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.tracing import Work, flight_recorder, now
-from crossdevice.kernels.host.fused_pass import bound_batch, fused_batch, fused_pass
+from crossdevice.kernels.host.fused_pass import bound_batch, fused_batch, fused_pass, repeated_pass
 from crossdevice.kernels.host.resources.pool import SMALLEST_POOLED_BYTES, result_pool
 from crossdevice.values.weights import Weights
 
@@ -36,6 +36,7 @@ class HostPasses(Passes):
         self._packing = Work("pack", "views of inputs, memory for results", devices)
         self._reducing = Work("reduce", "fused passes", devices)
         self._unpacking = Work("unpack", "results as arrays", devices)
+        self._small_pass: Callable[[Any, Any], None] | None = None
 
     def run(
         self, columns: Columns, outs: Outs, weights: Weights | None = None
@@ -71,29 +72,32 @@ class HostPasses(Passes):
         self, arrays: Sequence[Array], out: Sequence[Array] | None, weights: Weights | None, *, are_flat: bool
     ) -> tuple[Array, ...]:
         """The short way for a single leaf in a single pass, where small calls spend their time."""
+        if are_flat and out is None and weights is None and self._small_results is not None:
+            results = tuple(map(np.empty, *self._small_results))
+            if self._small_pass is None:
+                self._small_pass = repeated_pass(arrays, results, next(iter(self._passes)))
+            self._small_pass(arrays, results)
+            return results
         ((recipe, (task,)),) = self._passes.items()
-        if weights is not None:
-            recipe = recipe.with_weights(weights)
         size, spec, dtype = task.stop, self._specs[0], self._dtypes[0]
         views = arrays if are_flat else list(map(spec.backend.host_view, arrays))
         if out is None:
             num_results = 1 if self._shares[0] else len(spec.destinations)
-            adopts = spec.backend.is_immutable
-            # Such a library adopts only memory that starts on a line, which the pool's does; NumPy's may not.
-            if adopts or size * dtype.itemsize * num_results >= SMALLEST_POOLED_BYTES:
-                flats = result_pool.empty_batch([(size, dtype)] * num_results, on_lines=adopts)
-            elif are_flat and num_results == len(spec.destinations):
-                shape = spec.shape  # which a kernel does not look at: nothing needs to be reshaped
-                results = tuple([np.empty(shape, dtype) for _ in spec.destinations])
-                fused_pass(views, results, recipe)
-                return results
-            else:
-                flats = [np.empty(size, dtype) for _ in range(num_results)]
+            # A library that adopts memory does so only where that starts on a line.
+            flats = result_pool.empty_batch([(size, dtype)] * num_results, on_lines=spec.backend.is_immutable)
         else:
             # In place, the inputs' views are the outputs': no second look at each array.
             flats = list(views) if out is arrays else list(map(spec.backend.host_view, out))
-        fused_pass(views, flats, recipe)
+        fused_pass(views, flats, recipe.with_weights(weights))
         return self._adopted(0, flats, out)
+
+    @functools.cached_property
+    def _small_results(self) -> tuple[list[tuple[int, ...]], list[np.dtype[Any]]] | None:
+        """The shapes and dtypes of a single leaf's results, if each has small memory of its own."""
+        spec, dtype, number = self._specs[0], self._dtypes[0], len(self._specs[0].destinations)
+        if self._shares[0] or spec.num_elements * dtype.itemsize * number >= SMALLEST_POOLED_BYTES:
+            return None
+        return [spec.shape] * number, [dtype] * number
 
     def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], Any]:
         """What reduces these arrays into those of `outs` whenever it is called."""

@@ -97,7 +97,7 @@ class PreparedReduction:
         started = now()
         try:
             if self._is_alone:
-                results = {0: self._passes.run_alone(columns[0], outs[0], weights, are_flat=are_flat)}
+                results = [self._passes.run_alone(columns[0], outs[0], weights, are_flat=are_flat)]
             else:
                 results = self._run(columns, outs, weights)
         except Exception as error:
@@ -105,15 +105,15 @@ class PreparedReduction:
             flight_recorder.dump_after(error)
             raise
         flight_recorder.events.append((self._work, started, now(), 1))
-        return [results[number] for number in range(self._num_leaves)]
+        return results
 
-    def _run(self, columns: Columns, outs: Outs, weights: Weights | None) -> dict[int, tuple[Array, ...]]:
+    def _run(self, columns: Columns, outs: Outs, weights: Weights | None) -> list[tuple[Array, ...]]:
         results = self._passes.run(columns, outs, weights) if self._uses_host else {}
         for passes in self._gpu_passes:
             results.update(passes.run(columns, outs, weights))
         if self._crosses_memories:
             results.update(self._packs.run(columns, outs, weights))
-        return results
+        return [results[number] for number in range(self._num_leaves)]
 
     def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], None]:
         """What reduces these very arrays into those of `outs`, however often it is called."""

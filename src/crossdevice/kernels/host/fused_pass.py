@@ -27,6 +27,7 @@ from crossdevice.kernels.host.work_list import (
     Pieces,
     Task,
     WorkList,
+    as_words,
     pieces_in,
     traffic_bytes,
 )
@@ -50,8 +51,6 @@ STREAMED_BYTES = 24 << 20
 
 RANGES_PER_THREAD = 8
 """So many that threads end together even if one of them comes late."""
-
-NO_ROOM = array("q")
 
 MAX_INPUTS = 1 << 15
 """As many 16-bit integers are sure to have a sum of 32 bits."""
@@ -85,6 +84,11 @@ class _Prepared(NamedTuple):
     program: array[Any]
     """Instructions for inputs that combine as a tree; the weights of a recipe that has some."""
 
+    @property
+    def needs_views(self) -> bool:
+        """Whether arrays are not handed to the kernel as they come."""
+        return self.part is not None or self.positions is not None
+
 
 _kernels: str | None = None
 _prepared: dict[tuple[Recipe, np.dtype[Any], np.dtype[Any]], _Prepared | None] = {}
@@ -105,17 +109,17 @@ def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
     arrays, results = _as_read(inputs, prepared), _as_written(outputs, prepared)
     if traffic_bytes(arrays, results) >= THREADED_BYTES:
         _Passes([(arrays, results)], prepared, recipe)()
-        return
-    size = arrays[0].size
-    room = EMPTY_ROOM[:] if prepared.is_exact else NO_ROOM
-    prepared.kernel(
-        *(0, 0, 0, prepared.divisor, id(arrays) + TUPLE_HEADER_BYTES, len(arrays)),
-        *(id(results) + TUPLE_HEADER_BYTES, len(results), 0, size, 0, room.buffer_info()[0]),
-        *prepared.program.buffer_info(),
-        _scratch.place() if len(arrays) >= MANY_INPUTS else 0,
-    )
-    if room and room[0]:
-        _run_pieces(arrays, results, pieces_in(room, size), recipe)
+    else:
+        SmallPass(arrays, results, prepared, recipe)(arrays, results)
+
+
+def repeated_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> Callable[[Arrays, Arrays], None]:
+    """What does this pass, and any other over tuples of as many arrays of these dtypes and sizes."""
+    prepared = _prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
+    is_small = traffic_bytes(inputs, outputs) < THREADED_BYTES and len(inputs) <= MAX_INPUTS
+    if prepared is None or prepared.needs_views or not is_small:
+        return functools.partial(fused_pass, recipe=recipe)
+    return SmallPass(inputs, outputs, _with_weights(prepared, recipe), recipe)
 
 
 def fused_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe) -> None:
@@ -154,9 +158,9 @@ def _pass_without_kernel(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> Non
 
 def select_kernels(name: str | None) -> None:
     """Chooses "numba" or "numpy"; None goes back to CROSSDEVICE_KERNELS, or numba where it can be had."""
-    global _kernels
+    global _kernels, _prepared
     _kernels = None if name is None else _checked_kernels(name, "the name of kernels")
-    _prepared.clear()
+    _prepared = {}  # another one: what was prepared for the old one notices
 
 
 def selected_kernels() -> str:
@@ -222,7 +226,9 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prep
         element = element.removeprefix("u")
     kernel = numba_pass.compiled_kernel(f"{shape} {family} {recipe.op.name} {element}")
     is_exact = family in ("exact", "enclosed", "weighted_exact")
-    return _Prepared(kernel, divisor_for(recipe, into), is_exact, part, positions, array("q", program or ()))
+    # The compiled function itself: numba's dispatcher would look at the type of every argument again.
+    entry = kernel.get_overload(numba_pass.SIGNATURE)
+    return _Prepared(entry, divisor_for(recipe, into), is_exact, part, positions, array("q", program or ()))
 
 
 def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
@@ -270,6 +276,34 @@ def _flat(arrays: Arrays) -> list[NDArray[Any]]:
     return [array.reshape(-1) for array in arrays]
 
 
+class SmallPass:
+    """A pass for one thread, at once, over any tuples of arrays like those it was made for."""
+
+    def __init__(self, inputs: Arrays, outputs: Arrays, prepared: _Prepared, recipe: Recipe) -> None:
+        self._size, self._recipe = inputs[0].size, recipe
+        row = (0, len(inputs), 0, len(outputs), 0, self._size, False, 0)
+        self._words = as_words([row], prepared.divisor, prepared.program, is_shared=False)
+        self._place = self._words.buffer_info()[0]
+        self._has_many_inputs = len(inputs) >= MANY_INPUTS
+        self._kernel, self._is_exact, self._program = prepared.kernel, prepared.is_exact, prepared.program
+        self._made_for = _prepared
+
+    def __call__(self, inputs: Arrays, outputs: Arrays) -> None:
+        """Does the pass over these arrays."""
+        if self._made_for is not _prepared:  # other kernels have been selected
+            fused_pass(inputs, outputs, self._recipe)
+            return
+        arrays, results = id(inputs) + TUPLE_HEADER_BYTES, id(outputs) + TUPLE_HEADER_BYTES
+        scratch = _scratch.place() if self._has_many_inputs else 0
+        if not self._is_exact:
+            self._kernel(self._place, arrays, results, 0, scratch)
+            return
+        room = EMPTY_ROOM[:]
+        self._kernel(self._place, arrays, results, room.buffer_info()[0], scratch)
+        if room[0]:
+            _run_pieces(inputs, outputs, pieces_in(room, self._size), self._recipe)
+
+
 class _Passes:
     """Tasks of one kernel, laid out so that threads take the work of all of them."""
 
@@ -280,32 +314,32 @@ class _Passes:
         )
         self._work_list = WorkList(
             tasks,
+            prepared.divisor,
+            prepared.program,
             range_bytes=traffic // (RANGES_PER_THREAD * self._participants),
+            is_shared=self._participants > 1,
             is_streamed=traffic >= STREAMED_BYTES,
             may_leave_pieces=prepared.is_exact,
         )
         self._recipe = recipe
         self._is_exact = prepared.is_exact
-        program = prepared.program.buffer_info()
-        # Bound to this object, so that its arrays live for as long as any thread works on them.
-        self._arguments = (*self._work_list.place, prepared.divisor, *([0] * 8), *program)
         self._has_many_inputs = any(len(inputs) >= MANY_INPUTS for inputs, _ in tasks)
-        self._prepared = prepared
         self._kernel = prepared.kernel
+        self._place = self._work_list.place
 
     def __call__(self) -> None:
         """Does all the work, and what the kernel is not certain of in NumPy."""
-        self._work_list.restart()
-        if self._participants == 1:
+        if self._participants == 1 and not self._is_exact:
             self._work()
-        else:
-            run_together(self._work, self._participants)
-        if self._is_exact:
-            for (inputs, outputs), pieces in self._work_list.pieces_left():
-                _run_pieces(inputs, outputs, pieces, self._recipe)
+            return
+        self._work_list.restart()
+        run_together(self._work, self._participants)
+        for (inputs, outputs), pieces in self._work_list.pieces_left():
+            _run_pieces(inputs, outputs, pieces, self._recipe)
 
     def _work(self) -> None:
-        self._kernel(*self._arguments, _scratch.place() if self._has_many_inputs else 0)
+        # Of this object, so that its arrays live for as long as any thread works on them.
+        self._kernel(self._place, 0, 0, 0, _scratch.place() if self._has_many_inputs else 0)
 
 
 def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
@@ -17,6 +18,9 @@ TUPLE_HEADER_BYTES = tuple.__basicsize__
 
 WORD_BYTES = 8
 
+HEADER_WORDS = 6
+"""How many rows, the counter, whether threads share it, the divisor, the program and its length."""
+
 ROW_WORDS = 8
 """Inputs, how many, outputs, how many, start, stop, whether results bypass the cache, room for pieces."""
 
@@ -25,6 +29,7 @@ ROOM_WORDS = 2 + 2 * MAX_PIECES_LEFT
 """How many pieces are left, where the kernel gave up for want of room (-1: nowhere), starts and lengths."""
 
 EMPTY_ROOM = array("q", [0, -1, *([0] * 2 * MAX_PIECES_LEFT)])
+NO_PROGRAM: array[Any] = array("q")
 
 MANY_INPUTS, BLOCK_INPUTS = 12, 8
 """From so many inputs on, kernels read so many at a time."""
@@ -42,9 +47,20 @@ RANGE_ELEMENTS = 256
 """Rows are multiples of that many elements, which are whole lines of any dtype."""
 
 
-def traffic_bytes(inputs: Arrays, outputs: Arrays) -> int:
+def traffic_bytes(inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]) -> int:
     """What a pass reads and writes, an output of another dtype counted like an input."""
     return inputs[0].nbytes * (len(inputs) + len(outputs))
+
+
+def as_words(
+    rows: Sequence[Sequence[int]], divisor: float, program: array[Any], *, is_shared: bool
+) -> array[int]:
+    """A header and rows as a kernel reads them; the program must live as long as they do."""
+    (divisor_word,) = struct.unpack("q", struct.pack("d", divisor))
+    words = [len(rows), 0, is_shared, divisor_word, *program.buffer_info()]
+    for row in rows:
+        words += row
+    return array("q", words)
 
 
 class WorkList:
@@ -54,11 +70,19 @@ class WorkList:
     """
 
     def __init__(
-        self, tasks: Sequence[Task], *, range_bytes: int, is_streamed: bool, may_leave_pieces: bool
+        self,
+        tasks: Sequence[Task],
+        divisor: float = 1.0,
+        program: array[Any] = NO_PROGRAM,
+        *,
+        range_bytes: int,
+        is_shared: bool = False,
+        is_streamed: bool = False,
+        may_leave_pieces: bool = False,
     ) -> None:
-        self._tasks = tasks
+        self._tasks, self._program = tasks, program
         range_bytes = min(max(range_bytes, SMALLEST_RANGE_BYTES), LARGEST_RANGE_BYTES)
-        words: list[int] = []
+        rows: list[tuple[int, ...]] = []
         for inputs, outputs in tasks:
             places = (
                 id(inputs) + TUPLE_HEADER_BYTES,
@@ -67,34 +91,33 @@ class WorkList:
                 len(outputs),
             )
             for start, stop in _ranges(inputs[0].size, traffic_bytes(inputs, outputs) // range_bytes):
-                words += (*places, start, stop, is_streamed, 0)
-        self.num_rows = len(words) // ROW_WORDS
+                rows.append((*places, start, stop, is_streamed, 0))
+        self.num_rows = len(rows)
+        self._words = as_words(rows, divisor, program, is_shared=is_shared)
+        self.place = self._words.buffer_info()[0]
         self._rooms = EMPTY_ROOM * (self.num_rows * may_leave_pieces)
-        if may_leave_pieces:
-            first = self._rooms.buffer_info()[0]
-            step = ROOM_WORDS * WORD_BYTES
-            words[ROW_WORDS - 1 :: ROW_WORDS] = range(first, first + self.num_rows * step, step)
-        self._rows = array("q", words)
-        self._counter = array("q", [0])
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """The address of the rows, their number, and the address of the counter."""
-        return self._rows.buffer_info()[0], self.num_rows, self._counter.buffer_info()[0]
+        for number in range(self.num_rows * may_leave_pieces):
+            room = self._rooms.buffer_info()[0] + number * ROOM_WORDS * WORD_BYTES
+            self._words[HEADER_WORDS + (number + 1) * ROW_WORDS - 1] = room
 
     def restart(self) -> None:
         """All rows are there to be taken again."""
-        self._counter[0] = 0
+        self._words[1] = 0
         if self._rooms:
             self._rooms[:] = EMPTY_ROOM * self.num_rows
+
+    def row(self, number: int) -> array[int]:
+        """One row's words."""
+        first = HEADER_WORDS + number * ROW_WORDS
+        return self._words[first : first + ROW_WORDS]
 
     def pieces_left(self) -> Iterator[tuple[Task, Pieces]]:
         """What the kernel was not certain of, and did not write: inputs there are still what they were."""
         tasks = {id(inputs) + TUPLE_HEADER_BYTES: (inputs, outputs) for inputs, outputs in self._tasks}
-        for row, number in enumerate(self._rooms[::ROOM_WORDS]):
-            if number:
-                inputs_place, *_, stop, _, _ = self._rows[row * ROW_WORDS : (row + 1) * ROW_WORDS]
-                room = self._rooms[row * ROOM_WORDS : (row + 1) * ROOM_WORDS]
+        for number, left in enumerate(self._rooms[::ROOM_WORDS]):
+            if left:
+                inputs_place, *_, stop, _, _ = self.row(number)
+                room = self._rooms[number * ROOM_WORDS : (number + 1) * ROOM_WORDS]
                 yield tasks[inputs_place], pieces_in(room, stop)
 
 

@@ -195,8 +195,8 @@ def test_no_arrays_are_kept_alive(random):
 def test_rows_cover_every_element_once():
     for size in (0, 1, 255, 256, 257, 100_000, 1 << 20):
         arrays = (np.empty(size, np.float32),) * 2
-        work = WorkList([(arrays, arrays)], range_bytes=1 << 19, is_streamed=False, may_leave_pieces=False)
-        bounds = [(work._rows[row * 8 + 4], work._rows[row * 8 + 5]) for row in range(work.num_rows)]
+        work = WorkList([(arrays, arrays)], range_bytes=1 << 19)
+        bounds = [tuple(work.row(number)[4:6]) for number in range(work.num_rows)]
         assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds)][: len(bounds)]
         assert (bounds[-1][1] if bounds else 0) == size
         assert all(start % RANGE_ELEMENTS == 0 for start, _ in bounds)
@@ -222,3 +222,16 @@ def test_a_bad_variable_is_refused_before_anything_is_written(variable):
     done = subprocess.run([sys.executable, "-c", REFUSED], env=environment, capture_output=True, text=True)
     assert done.stdout.startswith(f"{variable} must be "), done.stderr
     assert done.stdout.endswith("got 'abc' False False\n")
+
+
+@pytest.mark.parametrize("precision", ["fast", "accurate"])
+def test_a_mean_has_the_bits_of_a_division_by_powers_of_two_too(precision):
+    for dtype in ("float16", "float32", "float64"):
+        limits = np.finfo(dtype)
+        odd = [3 * limits.smallest_subnormal, -limits.smallest_subnormal, limits.tiny, limits.max / 2]
+        special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, *odd, *range(-40, 40)], dtype)
+        for divisor in (2, 3, 4, 8, 12, 1024):
+            recipe, outputs = Recipe(SUM, precision, divisor), np.empty((2, special.size), dtype)
+            for compute, output in zip((fused_pass, numpy_pass), outputs, strict=True):
+                compute([special, special], [output], recipe)
+            assert outputs[0].tobytes() == outputs[1].tobytes(), (dtype, divisor)

@@ -301,6 +301,16 @@ def word_at(typing_context: Any, address: Any, index: Any) -> Any:
 
 
 @intrinsic
+def number_at(typing_context: Any, address: Any, index: Any) -> Any:
+    """The float64 that is `index` words after `address`."""
+
+    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        return builder.bitcast(_word_at(builder, *arguments), DOUBLE)
+
+    return types.float64(address, index), emit
+
+
+@intrinsic
 def set_word(typing_context: Any, address: Any, index: Any, word: Any) -> Any:
     """Stores `word` `index` words after `address`."""
 

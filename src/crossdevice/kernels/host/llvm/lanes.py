@@ -112,10 +112,22 @@ class Lanes:
         return self.build.select(self.is_nan(value), self.constant(value.type.element, float("nan")), value)
 
     def divided(self, value: Value, divisor: Value) -> Value:
-        """value / divisor; a sum has divisor 1, and skips the division, which is slow in cache."""
-        (result,) = self.unless_one(
-            divisor, (value,), lambda: (self.build.fdiv(value, self.spread(divisor)),)
-        )
+        """value / divisor, without a division, which is slow in cache, by 1 (a sum) and powers of two."""
+        build = self.build
+
+        def quotient() -> State:
+            is_double = divisor.type == DOUBLE
+            bits = build.bitcast(divisor, INT64 if is_double else INT32)
+            fraction = build.and_(bits, ir.Constant(bits.type, (1 << (52 if is_double else 23)) - 1))
+            has_reciprocal = build.icmp_unsigned("==", fraction, ir.Constant(bits.type, 0))
+            reciprocal = self.spread(build.fdiv(ir.Constant(divisor.type, 1.0), divisor))
+            return self.unless(
+                has_reciprocal,
+                (build.fmul(value, reciprocal),),
+                lambda: (build.fdiv(value, self.spread(divisor)),),
+            )
+
+        (result,) = self.unless_one(divisor, (value,), quotient)
         return result
 
     def unless_one(self, divisor: Value, values: State, quotients: Callable[[], State]) -> State:

@@ -23,6 +23,7 @@ from crossdevice.kernels.host.llvm.code import (
     combine_lanes,
     data_of,
     finish_streaming,
+    number_at,
     set_word,
     take_number,
     word_at,
@@ -31,6 +32,7 @@ from crossdevice.kernels.host.llvm.families import arithmetic_named
 from crossdevice.kernels.host.llvm.lanes import FORMATS
 from crossdevice.kernels.host.work_list import (
     BLOCK_INPUTS,
+    HEADER_WORDS,
     MANY_INPUTS,
     MAX_PIECES_LEFT,
     ROW_WORDS,
@@ -39,7 +41,7 @@ from crossdevice.kernels.host.work_list import (
     WORD_BYTES,
 )
 
-SIGNATURE = f"void(int64,int64,int64,float64,{','.join(['int64'] * 11)})"
+SIGNATURE = "void(int64,int64,int64,int64,int64)"
 
 Kernel = Callable[..., Any]
 
@@ -98,8 +100,8 @@ def can_run_here() -> bool:
     array = np.empty(1)
     items = (array,)
     item = ctypes.c_void_p.from_address(id(items) + TUPLE_HEADER_BYTES).value
-    data = ctypes.c_void_p.from_address(id(array) + OBJECT_HEADER_BYTES).value
-    return item == id(array) and data == array.ctypes.data
+    fields = (ctypes.c_void_p * 6).from_address(id(array) + OBJECT_HEADER_BYTES)
+    return item == id(array) and (fields[0], fields[5]) == (array.ctypes.data, id(array.dtype))
 
 
 @functools.cache
@@ -114,25 +116,25 @@ def has_half_conversions() -> bool:
 def compiled_kernel(name: str) -> Kernel:
     """The kernel of one arithmetic, such as "chain wide SUM float32", compiled or loaded from disk.
 
-    Called with (rows, number of rows, counter, divisor, ...) it takes rows until none is left; with 0
-    rows it does the one piece of work that the other arguments describe, in the order of a row's words,
-    followed by the address and length of the program of a "tree", or of weights, and by the address of
-    scratch memory (`SCRATCH_BYTES`), which may be 0 if there are fewer than `MANY_INPUTS`.
+    Called with the address of a header and rows (`as_words`), and zeros, it takes rows until none is left.
+    Pointers to inputs and outputs, and the address of room for pieces, if given, take the place of those in
+    the only row. Last comes the address of scratch memory (`SCRATCH_BYTES`), which may be 0 if there are
+    fewer inputs than `MANY_INPUTS`.
     """
     return compiled(_kernel_function(name), name, SIGNATURE)
 
 
-def compiled(function: Kernel, name: str, signature: str) -> Kernel:
+def compiled(function: Kernel, name: str, signature: str, *, nogil: bool = True) -> Kernel:
     """A function made for this call alone, compiled, or loaded from disk if one of this name was kept."""
     # numba numbers the files of one name, and processes that compile different closures of one function
     # at once may take the same number for both. So every kernel gets a name, and files, of its own.
     function.__qualname__ = f"{name.replace(' ', '_')}_{_code_version():08x}"
     if _keeps_kernels():
         try:
-            return njit(signature, nogil=True, cache=True)(function)
+            return njit(signature, nogil=nogil, cache=True)(function)
         except OSError as error:  # the disk is full, or the files there belong to somebody else
             _warn_once(f"compiled kernels cannot be kept in {cache_folder()}: {error.strerror}")
-    return njit(signature, nogil=True)(function)
+    return njit(signature, nogil=nogil)(function)
 
 
 def lanes_of(name: str) -> int:
@@ -167,37 +169,29 @@ def _kernel_function(name: str) -> Kernel:
     tile = SCRATCH_BYTES // element_bytes - lanes
     result_bytes = FORMATS[arithmetic.result_dtype].item_bytes
 
-    def kernel(
-        rows: int,
-        num_rows: int,
-        counter: int,
-        divisor: float,
-        inputs: int,
-        num_inputs: int,
-        outputs: int,
-        num_outputs: int,
-        start: int,
-        stop: int,
-        is_nontemporal: int,
-        room: int,
-        program: int,
-        program_length: int,
-        scratch: int,
-    ) -> None:
+    def kernel(work: int, inputs: int, outputs: int, room: int, scratch: int) -> None:
+        num_rows, is_shared, divisor = word_at(work, 0), word_at(work, 2), number_at(work, 3)
+        program, program_length = word_at(work, 4), word_at(work, 5)
+        are_given, number = inputs != 0, 0
         while True:
-            if num_rows:
-                number = take_number(counter)
-                if number >= num_rows:
-                    break
-                row = rows + number * (ROW_WORDS * WORD_BYTES)
-                inputs, num_inputs = word_at(row, 0), word_at(row, 1)
-                outputs, num_outputs = word_at(row, 2), word_at(row, 3)
-                start, stop = word_at(row, 4), word_at(row, 5)
-                is_nontemporal, room = word_at(row, 6), word_at(row, 7)
+            if is_shared:
+                number = take_number(work + WORD_BYTES)
+            if number >= num_rows:
+                break
+            row = work + (HEADER_WORDS + number * ROW_WORDS) * WORD_BYTES
+            number += 1
+            if not are_given:
+                inputs, outputs, room = word_at(row, 0), word_at(row, 2), word_at(row, 7)
+            num_inputs, num_outputs = word_at(row, 1), word_at(row, 3)
+            start, stop, is_nontemporal = word_at(row, 4), word_at(row, 5), word_at(row, 6)
             # Where the first whole line of the outputs starts, if they all have one there.
             head = start
             if is_nontemporal:
                 first = data_of(outputs, 0)
+                for index in range(num_inputs):
+                    # In place, lines that were just read would have to leave the cache: half the speed.
+                    if data_of(inputs, index) == first:
+                        is_nontemporal = 0
                 for index in range(1, num_outputs):
                     if (data_of(outputs, index) - first) % STREAMED_LINE_BYTES:
                         is_nontemporal = 0
@@ -268,7 +262,5 @@ def _kernel_function(name: str) -> Kernel:
                     first = last
             if is_nontemporal:
                 finish_streaming()
-            if not num_rows:
-                break
 
     return kernel

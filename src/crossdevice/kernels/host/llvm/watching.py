@@ -1,23 +1,24 @@
-"""A compiled look at many ndarrays: whether each still has the address and the shape it had."""
+"""Compiled looks at many ndarrays: whether they are as they were, and whether they are alike."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-
-from numba import njit
 
 from crossdevice.kernels.host.llvm.code import OBJECT_HEADER_BYTES, word_at
+from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
 
-NDIM_MASK = 0xFFFFFFFF
-"""The number of dimensions is a C int, followed by padding, behind the address."""
+# The C struct of an ndarray, in words: the type of any object, then the address, dimensions (a C int), shape,
+# strides, base, dtype and flags (a C int).
+TYPE, ADDRESS, NUM_DIMENSIONS, SHAPE, STRIDES, DTYPE, FLAGS = -1, 0, 1, 2, 3, 5, 6
+
+INT_MASK = 0xFFFFFFFF
 
 WRITEABLE_FLAG = 0x400
-"""NPY_ARRAY_WRITEABLE, in the C int behind the address, dimensions, shape, strides, base and dtype."""
+"""NPY_ARRAY_WRITEABLE."""
 
 
 @functools.cache
-def compiled_watch() -> Callable[[int, int, int], int]:
+def compiled_watch() -> Kernel:
     """Called with (pointers to ndarrays, how many, known words): the first that differs, or -1.
 
     The words of an array are its address, the flag it needs if any, its number of dimensions and its shape.
@@ -27,19 +28,55 @@ def compiled_watch() -> Callable[[int, int, int], int]:
         word = 0
         for index in range(number):
             fields = word_at(arrays, index) + OBJECT_HEADER_BYTES
-            if word_at(fields, 0) != word_at(known, word):
+            if word_at(fields, ADDRESS) != word_at(known, word):
                 return index
             needed = word_at(known, word + 1)
-            if word_at(fields, 6) & needed != needed:
+            if word_at(fields, FLAGS) & needed != needed:
                 return index
-            num_dimensions = word_at(fields, 1) & NDIM_MASK
+            num_dimensions = word_at(fields, NUM_DIMENSIONS) & INT_MASK
             if num_dimensions != word_at(known, word + 2):
                 return index
-            shape = word_at(fields, 2)
+            shape = word_at(fields, SHAPE)
             for dimension in range(num_dimensions):
                 if word_at(shape, dimension) != word_at(known, word + 3 + dimension):
                     return index
             word += 3 + num_dimensions
         return -1
 
-    return njit("int64(int64,int64,int64)", nogil=True)(first_changed)
+    return _compiled(first_changed, "watch", "int64(int64,int64,int64)")
+
+
+@functools.cache
+def compiled_likeness() -> Kernel:
+    """Called with (pointers to objects of which the first is an ndarray, how many): whether all are alike.
+
+    Those have the type, dtype object, shape and strides of the first.
+    """
+
+    def are_alike(arrays: int, number: int) -> bool:
+        first = word_at(arrays, 0) + OBJECT_HEADER_BYTES
+        num_dimensions = word_at(first, NUM_DIMENSIONS) & INT_MASK
+        for index in range(1, number):
+            fields = word_at(arrays, index) + OBJECT_HEADER_BYTES
+            if (
+                word_at(fields, TYPE) != word_at(first, TYPE)
+                or word_at(fields, DTYPE) != word_at(first, DTYPE)
+                or word_at(fields, NUM_DIMENSIONS) & INT_MASK != num_dimensions
+            ):
+                return False
+            for dimension in range(num_dimensions):
+                if word_at(word_at(fields, SHAPE), dimension) != word_at(word_at(first, SHAPE), dimension):
+                    return False
+                if word_at(word_at(fields, STRIDES), dimension) != word_at(
+                    word_at(first, STRIDES), dimension
+                ):
+                    return False
+        return True
+
+    return _compiled(are_alike, "alike", "boolean(int64,int64)")
+
+
+def _compiled(function: Kernel, name: str, signature: str) -> Kernel:
+    """As short as these are, letting other threads run meanwhile would take longer than they do."""
+    kernel: Kernel = compiled(function, name, signature, nogil=False).get_overload(signature)
+    return kernel
