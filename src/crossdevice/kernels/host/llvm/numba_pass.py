@@ -114,6 +114,9 @@ def has_half_conversions() -> bool:
 def compiled_kernel(name: str) -> Kernel:
     """The kernel of one arithmetic, such as "chain wide SUM float32", compiled or loaded from disk.
 
+    A "chain" combines inputs from left to right, "onto" adds them to what the output holds, of float64, and
+    a "tree" combines them as a program says.
+
     Called with (rows, number of rows, counter, divisor, ...) it takes rows until none is left; with 0
     rows it does the one piece of work that the other arguments describe, in the order of a row's words,
     followed by the address and length of the program of a "tree", or of weights, and by the address of
@@ -162,7 +165,7 @@ def _register_bytes() -> int:
 def _kernel_function(name: str) -> Kernel:
     lanes = lanes_of(name)
     arithmetic = arithmetic_named(name.partition(" ")[2])
-    is_chain = name.startswith("chain ")
+    is_in_order = not name.startswith("tree ")
     element_bytes = arithmetic.bytes_per_lane or FORMATS[arithmetic.dtype].item_bytes
     tile = SCRATCH_BYTES // element_bytes - lanes
     result_bytes = FORMATS[arithmetic.result_dtype].item_bytes
@@ -209,7 +212,7 @@ def _kernel_function(name: str) -> Kernel:
             # Many inputs are read in blocks of a few over tiles that stay in cache: more streams at once are
             # more than processors prefetch.
             block, tile_stop, position = num_inputs, stop, start
-            if is_chain and num_inputs >= MANY_INPUTS:
+            if is_in_order and num_inputs >= MANY_INPUTS:
                 block = -(-num_inputs // -(-num_inputs // BLOCK_INPUTS))
             while position < stop:
                 tile_start, first = position, 0
