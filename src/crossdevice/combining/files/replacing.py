@@ -35,7 +35,7 @@ def replaced(file: str | PathLike[str]) -> Iterator[BinaryIO]:
 
 def write_at(file: BinaryIO, place: int, elements: NDArray[Any]) -> None:
     """Writes to any byte of a file; several threads may, at once."""
-    left = memoryview(elements.view(np.uint8))
+    left = elements.view(np.uint8).data
     while left:
         number = os.pwrite(file.fileno(), left, place)
         left, place = left[number:], place + number
