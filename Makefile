@@ -92,11 +92,11 @@ test: $(VENV)/installed $(LOOKED_FOR)  ## Everything that can run on this machin
 $(VENV)/flower-installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)/flower
 	$(VENV)/flower/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' pytest pytest-timeout
-	$(VENV)/flower/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[flower]'
+	$(VENV)/flower/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[flower]' 'flwr[simulation]'
 	touch $@
 
 flower: $(VENV)/flower-installed  ## The strategies for Flower, with the real one; `make test` skips them where it is missing.
-	$(VENV)/flower/bin/python -m pytest -q tests/unit/integrations/test_flower.py
+	$(VENV)/flower/bin/python -m pytest -q tests/unit/integrations/test_flower.py tests/unit/integrations/test_flower_simulation.py
 
 format: $(VENV)/installed
 	$(BIN)/ruff format .

@@ -310,9 +310,9 @@ def files_row(scale: int, folder: Path) -> Row:
     like = SafetensorsFile(folder / "empty.safetensors")
     for number, path in enumerate(paths):
         random = np.random.default_rng(number)
-        with new_model(path, tensors, like) as write:
+        with new_model(path, tensors, like) as writer:
             for name, spec in tensors.items():
-                write(name, random.standard_normal(spec.num_elements, np.float32).astype(BFLOAT16))
+                writer.write(name, 0, random.standard_normal(spec.num_elements, np.float32).astype(BFLOAT16))
     weights = EIGHT_WEIGHTS
     output = folder / "mean.safetensors"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
@@ -14,11 +15,12 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.combining.files.formats import check_output, new_model, open_model
-from crossdevice.combining.files.model_file import ModelFile, TensorSpec, opened
+from crossdevice.combining.files.model_file import ModelFile, ModelWriter, TensorSpec, opened
 from crossdevice.combining.leaf_total import INTEGERS, Integers
 from crossdevice.errors import DtypeMismatchError, OptionError, ShapeMismatchError, StructureMismatchError
 from crossdevice.execution.reading.values import few
 from crossdevice.kernels.host.fused_pass import fused_pass
+from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.kernels.host.running_sum import RunningSum
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.disagreement import disagreement
@@ -30,11 +32,17 @@ from crossdevice.values.weights import Weights, factors_of, weights_for
 Keys = Literal["strict", "union", "intersection"]
 KEYS: tuple[Keys, ...] = ("strict", "union", "intersection")
 
-RANGE_BYTES = 4 << 20
-"""Of each file at a time."""
+RANGE_BYTES, SMALLEST_RANGE_BYTES = 4 << 20, 64 << 10
+"""Of all files together at a time, in one thread, and of each file at least."""
+
+MAX_READERS = 8
+"""Threads, each of which reads, computes and writes: that is where memory is busy, on large machines too."""
 
 READ_AHEAD_BYTES = 64 << 20
 """Of all files together, asked for before they are needed."""
+
+ADVICE_BYTES = 4 << 20
+"""Of each file, asked for, and left behind, at a time."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that have been read so far, and those that will be."""
@@ -47,6 +55,10 @@ class _Tensor(NamedTuple):
     spec: TensorSpec
     files: list[ModelFile]
     weights: Weights
+    all_bytes: int
+    """Of one element in all files together."""
+    widest_bytes: int
+    """Of one element in any file, or in the result."""
 
 
 class _Range(NamedTuple):
@@ -57,8 +69,7 @@ class _Range(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Of all files together."""
-        sizes = (dtype_named(file.tensors[self.tensor.name].dtype).itemsize for file in self.tensor.files)
-        return (self.stop - self.start) * sum(sizes)
+        return (self.stop - self.start) * self.tensor.all_bytes
 
 
 def average_files(
@@ -86,7 +97,7 @@ def average_files(
             that of the first file, `"max"` the largest.
         keys: `"strict"` refuses files with different tensors, `"union"` takes the mean of each tensor over
             the files that have it, `"intersection"` leaves out what not all have.
-        progress: called with the number of bytes read so far and in all.
+        progress: called with the number of bytes read so far and in all, by any thread, one at a time.
 
     >>> import numpy as np, os, tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -107,15 +118,51 @@ def average_files(
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(opened(open_model(Path(path)))) for path in paths]
         tensors = list(_tensors(files, factors, dtype, keys))
-        write = stack.enter_context(new_model(target, {each.name: each.spec for each in tensors}, files[0]))
-        total, done = sum(part.num_bytes for part in _ranges(tensors)), 0
-        for part in _read_ahead(_ranges(tensors)):
-            write(part.tensor.name, _mean(part, precision, integers))
-            for file in part.tensor.files:
-                file.leave_behind(part.tensor.name, part.start, part.stop)
-            done += part.num_bytes
-            if progress is not None:
-                progress(done, total)
+        writer = stack.enter_context(new_model(target, {each.name: each.spec for each in tensors}, files[0]))
+        work = _Work(tensors, lambda part, room: _mean(part, precision, integers, room), writer, progress)
+        run_together(work, min(num_threads(), MAX_READERS) if writer.in_any_order else 1)
+
+
+class _Work:
+    """All ranges of all tensors, of which each thread that calls it takes one after another."""
+
+    def __init__(
+        self,
+        tensors: Sequence[_Tensor],
+        mean_of: Callable[[_Range, NDArray[np.uint8]], NDArray[Any]],
+        writer: ModelWriter,
+        progress: Progress | None,
+    ) -> None:
+        most_files = max((len(tensor.files) for tensor in tensors), default=1)
+        self._range_bytes = max(RANGE_BYTES // most_files, SMALLEST_RANGE_BYTES)
+        self._ranges = _read_ahead(tensors, self._range_bytes)
+        self._mean_of = mean_of
+        self._writer = writer
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done = 0
+        self._total = sum(tensor.spec.num_elements * tensor.all_bytes for tensor in tensors)
+
+    def __call__(self) -> None:
+        """Reads, computes and writes until nothing is left, or something went wrong in any thread."""
+        room = np.empty(self._range_bytes, np.uint8)
+        try:
+            while (part := self._taken()) is not None:
+                self._writer.write(part.tensor.name, part.start, self._mean_of(part, room))
+                self._tell(part)
+        except BaseException:
+            self._ranges = iter(())
+            raise
+
+    def _taken(self) -> _Range | None:
+        with self._lock:
+            return next(self._ranges, None)
+
+    def _tell(self, part: _Range) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._done += part.num_bytes
+                self._progress(self._done, self._total)
 
 
 def _check_options(paths: Any, precision: str, dtype: str | None, integers: str, keys: str) -> None:
@@ -155,7 +202,15 @@ def _tensors(
                 raise DtypeMismatchError(f"{odd}; of floats, dtype= says which the mean has")
         into = dtype if dtype is not None and first.dtype in FLOATS else first.dtype
         weights = weights_for(tuple(factors[number] for number in having), ReduceOp.MEAN)
-        yield _Tensor(name, TensorSpec(into, first.shape), [files[number] for number in having], weights)
+        sizes = [dtype_named(spec.dtype).itemsize for spec in specs.values()]
+        yield _Tensor(
+            name,
+            TensorSpec(into, first.shape),
+            [files[number] for number in having],
+            weights,
+            sum(sizes),
+            max(*sizes, dtype_named(into).itemsize),
+        )
 
 
 def _check_names(files: Sequence[ModelFile], everything: dict[str, None], keys: Keys) -> None:
@@ -177,40 +232,47 @@ def _check_names(files: Sequence[ModelFile], everything: dict[str, None], keys: 
             )
 
 
-def _ranges(tensors: Sequence[_Tensor]) -> Iterator[_Range]:
-    """All tensors, a few MiB of each file at a time; an empty one is one range."""
+def _ranges(tensors: Sequence[_Tensor], num_bytes: int) -> Iterator[_Range]:
+    """All tensors, at most so many bytes of each file at a time; an empty one is one range."""
     for tensor in tensors:
-        widest = max(dtype_named(file.tensors[tensor.name].dtype).itemsize for file in tensor.files)
-        step = RANGE_BYTES // widest
+        step = num_bytes // tensor.widest_bytes
         for start in range(0, max(tensor.spec.num_elements, 1), step):
             yield _Range(tensor, start, min(start + step, tensor.spec.num_elements))
 
 
-def _read_ahead(ranges: Iterator[_Range]) -> Iterator[_Range]:
-    """The ranges, those that follow being read from the disk meanwhile."""
-    asked: deque[_Range] = deque()
-    num_bytes = 0
-    for part in ranges:
-        for file in part.tensor.files:
-            file.read_ahead(part.tensor.name, part.start, part.stop)
-        asked.append(part)
-        num_bytes += part.num_bytes
-        while num_bytes > READ_AHEAD_BYTES:
-            num_bytes -= asked[0].num_bytes
-            yield asked.popleft()
-    yield from asked
+def _read_ahead(tensors: Sequence[_Tensor], num_bytes: int) -> Iterator[_Range]:
+    """The ranges, those that follow being read from the disk meanwhile, and those before them left behind."""
+    following, asked = _ranges(tensors, ADVICE_BYTES), deque[_Range]()
+    asked_bytes = left_bytes = taken_bytes = 0
+    for part in _ranges(tensors, num_bytes):
+        while asked_bytes < taken_bytes + READ_AHEAD_BYTES and (ahead := next(following, None)) is not None:
+            for file in ahead.tensor.files:
+                file.read_ahead(ahead.tensor.name, ahead.start, ahead.stop)
+            asked_bytes += ahead.num_bytes
+            asked.append(ahead)
+        # Other threads may still read the last ones.
+        while left_bytes + asked[0].num_bytes + READ_AHEAD_BYTES < taken_bytes:
+            behind = asked.popleft()
+            for file in behind.tensor.files:
+                file.leave_behind(behind.tensor.name, behind.start, behind.stop)
+            left_bytes += behind.num_bytes
+        taken_bytes += part.num_bytes
+        yield part
 
 
-def _mean(part: _Range, precision: Precision, integers: Integers) -> NDArray[Any]:
-    """The elements of a range of the result."""
+def _mean(part: _Range, precision: Precision, integers: Integers, room: NDArray[np.uint8]) -> NDArray[Any]:
+    """The elements of a range of the result, in the room or elsewhere."""
     tensor, start, stop = part
     arrays = [file.elements(tensor.name, start, stop) for file in tensor.files]
     into = dtype_named(tensor.spec.dtype)
     if into.kind in "iub" and integers != "mean":
         return arrays[0] if integers == "first" else np.maximum.reduce(arrays)
-    result = np.empty(stop - start, into)
+    result = room[: (stop - start) * into.itemsize].view(into)
     if into.kind not in "iub" and all(array.dtype == into for array in arrays):
-        fused_pass(arrays, [result], Recipe(ReduceOp.SUM, precision, weights=tensor.weights))
+        recipe = Recipe(ReduceOp.SUM, precision, weights=tensor.weights)
+        if set(tensor.weights.factors) == {1.0}:  # the same bits, and there are faster kernels
+            recipe = Recipe(ReduceOp.SUM, precision, len(arrays))
+        fused_pass(arrays, [result], recipe)
         return result
     running = RunningSum(result.size, max((array.dtype for array in arrays), key=_width), precision)
     for array, factor in zip(arrays, tensor.weights.factors, strict=True):

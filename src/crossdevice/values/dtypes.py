@@ -19,7 +19,9 @@ from crossdevice.values.reduce_op import ReduceOp
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 SHORT_FLOATS = ("float8_e4m3fn", "float8_e5m2")
-"""Those of 8 bits: added up in NumPy, as no kernel is compiled for them."""
+"""Those of 8 bits: kernels are compiled for their sums and means on the host under "accurate" only."""
+
+NARROW_FLOATS = (*SHORT_FLOATS, *(name for name in FLOATS if name != "float64"))
 
 PARTS = {"complex64": "float32", "complex128": "float64"}
 """The dtype of a complex number's real and imaginary parts."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import threading
+import time
 from fractions import Fraction
 
 import ml_dtypes
@@ -41,9 +43,9 @@ class Made(ModelFile):
 
 def write(path, arrays, metadata=None):
     tensors = {name: TensorSpec(array.dtype.name, array.shape) for name, array in arrays.items()}
-    with new_model(path, tensors, Made(metadata)) as written:
+    with new_model(path, tensors, Made(metadata)) as writer:
         for name, array in arrays.items():
-            written(name, array.reshape(-1))
+            writer.write(name, 0, array.reshape(-1))
     return path
 
 
@@ -94,6 +96,8 @@ def test_the_mean_of_files_is_the_mean_of_their_tensors(ending, tmp_path, monkey
     if ending == ".pt":
         pytest.importorskip("torch")
     monkeypatch.setattr(module, "RANGE_BYTES", 4096)
+    monkeypatch.setattr(module, "SMALLEST_RANGE_BYTES", 1024)
+    monkeypatch.setattr(module, "num_threads", lambda: 3)
     models = [(model if ending == ".npz" else with_brain)(seed) for seed in range(3)]
     paths = [write(tmp_path / f"{k}{ending}", arrays) for k, arrays in enumerate(models)]
     output, seen = tmp_path / f"mean{ending}", []
@@ -107,12 +111,13 @@ def test_the_mean_of_files_is_the_mean_of_their_tensors(ending, tmp_path, monkey
     backwards = tmp_path / f"backwards{ending}"
     cd.average_files(paths[::-1], backwards, WEIGHTS[::-1], precision="exact")
     assert all(read(backwards)[name].tobytes() == array.tobytes() for name, array in found.items())
-    cd.average_files(paths, output, WEIGHTS)
-    total = cd.Accumulator()
-    for arrays, weight in zip(models, WEIGHTS, strict=True):
-        total.add(arrays, weight)
-    for name, array in read(output).items():
-        assert array.tobytes() == total.mean()[name].tobytes(), name
+    for weights in (WEIGHTS, None):
+        cd.average_files(paths, output, weights)
+        total = cd.Accumulator()
+        for arrays, weight in zip(models, weights or [1] * len(models), strict=True):
+            total.add(arrays, weight)
+        for name, array in read(output).items():
+            assert array.tobytes() == total.mean()[name].tobytes(), name
     assert seen[-1][0] == seen[-1][1] == sum(array.nbytes for each in models for array in each.values())
     assert sorted(seen) == seen
 
@@ -402,3 +407,26 @@ def test_an_input_may_be_the_output(tmp_path):
     paths = [write(tmp_path / f"{k}.safetensors", {"a": np.float32([k])}) for k in (1, 2)]
     cd.average_files(paths, paths[0])
     assert read(paths[0])["a"].tolist() == [1.5]
+
+
+def test_what_goes_wrong_in_one_thread_ends_all_of_them(tmp_path, monkeypatch):
+    path = write(tmp_path / "0.safetensors", {"a": np.ones(100_000, np.float32)})
+    monkeypatch.setattr(module, "RANGE_BYTES", 4096)
+    monkeypatch.setattr(module, "SMALLEST_RANGE_BYTES", 1024)
+    monkeypatch.setattr(module, "num_threads", lambda: 3)
+    meet, calls = threading.Barrier(3, timeout=60), []
+
+    def mean(part, *_):
+        calls.append(part.start)
+        if len(calls) <= 3:
+            meet.wait()
+        if part.start == 0:
+            raise OSError(28, "No space left on device")
+        time.sleep(0.05)
+        return np.ones(part.stop - part.start, np.float32)
+
+    monkeypatch.setattr(module, "_mean", mean)
+    with pytest.raises(FileError, match=r"mean.safetensors cannot be written: No space left"):
+        cd.average_files([path], tmp_path / "mean.safetensors")
+    assert 0 in calls
+    assert len(calls) < 20, "of 98 ranges or more"

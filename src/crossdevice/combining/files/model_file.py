@@ -44,13 +44,13 @@ class ModelFile(abc.ABC):
 
     @abc.abstractmethod
     def elements(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Some elements of a tensor, flat: a view of the file, else a copy."""
+        """Some elements of a tensor, flat: a view of the file, else a copy; several threads may ask."""
 
     def read_ahead(self, name: str, start: int, stop: int) -> None:  # noqa: B027 - only where it helps
         """Says that these elements are needed soon."""
 
     def leave_behind(self, name: str, start: int, stop: int) -> None:  # noqa: B027 - only where it helps
-        """Says that these elements are not needed any more."""
+        """Says that these elements are hardly needed any more."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -71,7 +71,13 @@ def opened(model: ModelFile) -> Iterator[ModelFile]:
         model.close()
 
 
-WriteElements = Callable[[str, NDArray[Any]], None]
-"""Called with the name of a tensor and its next elements, in the order in which tensors were announced."""
+class ModelWriter(NamedTuple):
+    """What takes the elements of a new file."""
 
-Writing = AbstractContextManager[WriteElements]
+    write: Callable[[str, int, NDArray[Any]], None]
+    """Called with the name of a tensor, the number of the first element, and elements."""
+    in_any_order: bool = True
+    """Else the next elements come next, in the order in which tensors were announced."""
+
+
+Writing = AbstractContextManager[ModelWriter]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 from crossdevice.backends.host_memory import native
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.combining.files.mapped_file import MappedFile
-from crossdevice.combining.files.model_file import ModelFile, TensorSpec, WriteElements, unreadable
-from crossdevice.combining.files.replacing import replaced
+from crossdevice.combining.files.model_file import ModelFile, ModelWriter, TensorSpec, unreadable
+from crossdevice.combining.files.replacing import replaced, write_at
 from crossdevice.errors import FileError
 from crossdevice.values.dtypes import ITEM_BYTES
 
@@ -39,6 +40,7 @@ class NumpyFile(MappedFile):
         self._others: dict[str, zipfile.ZipInfo] = {}
         """Arrays that are compressed, or in another order: they are read as a whole."""
         self._last: tuple[str, NDArray[Any]] | None = None
+        self._reading = threading.Lock()
         try:
             if path.suffix == ".npy":
                 self._add(ONLY, 0, None)
@@ -81,14 +83,17 @@ class NumpyFile(MappedFile):
         """A view of the file; of a compressed array, a part of what was read."""
         if name in self.places:
             return super().elements(name, start, stop)
-        if self._last is None or self._last[0] != name:
-            try:
-                with zipfile.ZipFile(self.path) as archive, archive.open(self._others[name]) as file:
-                    whole = np.lib.format.read_array(file, allow_pickle=False)
-            except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-                raise unreadable(self.path, f"array {name!r}: {error}") from error
-            self._last = name, native(whole)
-        return self._last[1][start:stop]
+        with self._reading:
+            if self._last is None or self._last[0] != name:
+                self._last = name, self._whole(name)
+            return self._last[1][start:stop]
+
+    def _whole(self, name: str) -> NDArray[Any]:
+        try:
+            with zipfile.ZipFile(self.path) as archive, archive.open(self._others[name]) as file:
+                return native(np.lib.format.read_array(file, allow_pickle=False))
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise unreadable(self.path, f"array {name!r}: {error}") from error
 
     def _advise(self, advice: str, name: str, start: int, stop: int) -> None:
         if name in self.places:
@@ -103,13 +108,13 @@ def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 @contextlib.contextmanager
-def written_npz(path: Path, tensors: Mapping[str, TensorSpec], _like: ModelFile) -> Iterator[WriteElements]:
+def written_npz(path: Path, tensors: Mapping[str, TensorSpec], _like: ModelFile) -> Iterator[ModelWriter]:
     """One array after another, not compressed."""
     with replaced(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         member: IO[bytes] | None = None
         current: str | None = None
 
-        def write(name: str, elements: NDArray[Any]) -> None:
+        def write(name: str, start: int, elements: NDArray[Any]) -> None:  # noqa: ARG001 - in order
             nonlocal member, current
             if name != current:
                 if member is not None:
@@ -120,14 +125,14 @@ def written_npz(path: Path, tensors: Mapping[str, TensorSpec], _like: ModelFile)
             member.write(elements.view("uint8").data)
 
         try:
-            yield write
+            yield ModelWriter(write, in_any_order=False)
         finally:
             if member is not None:
                 member.close()
 
 
 @contextlib.contextmanager
-def written_npy(path: Path, tensors: Mapping[str, TensorSpec], _like: ModelFile) -> Iterator[WriteElements]:
+def written_npy(path: Path, tensors: Mapping[str, TensorSpec], _like: ModelFile) -> Iterator[ModelWriter]:
     """The only array there is."""
     if len(tensors) != 1:
         raise FileError(
@@ -136,7 +141,11 @@ def written_npy(path: Path, tensors: Mapping[str, TensorSpec], _like: ModelFile)
     ((name, spec),) = tensors.items()
     with replaced(path) as file:
         _write_header(file, spec, path, name)
-        yield lambda _, elements: file.write(elements.view("uint8").data)  # type: ignore[misc]
+        file.flush()
+        data = file.tell()
+        yield ModelWriter(
+            lambda _, start, elements: write_at(file, data + start * elements.itemsize, elements)
+        )
 
 
 def _write_header(file: IO[bytes] | BinaryIO, spec: TensorSpec, path: Path, name: str) -> None:

@@ -8,7 +8,10 @@ import secrets
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
 
 from crossdevice.errors import FileError
 
@@ -28,3 +31,11 @@ def replaced(file: str | PathLike[str]) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and not isinstance(error, FileError):
             raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
         raise
+
+
+def write_at(file: BinaryIO, place: int, elements: NDArray[Any]) -> None:
+    """Writes to any byte of a file; several threads may, at once."""
+    left = elements.view(np.uint8).data
+    while left:
+        number = os.pwrite(file.fileno(), left, place)
+        left, place = left[number:], place + number

@@ -12,8 +12,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from crossdevice.combining.files.mapped_file import MappedFile
-from crossdevice.combining.files.model_file import ModelFile, TensorSpec, WriteElements, unreadable
-from crossdevice.combining.files.replacing import replaced
+from crossdevice.combining.files.model_file import ModelFile, ModelWriter, TensorSpec, unreadable
+from crossdevice.combining.files.replacing import replaced, write_at
 
 LENGTH_BYTES = 8
 
@@ -91,7 +91,7 @@ class SafetensorsFile(MappedFile):
 @contextlib.contextmanager
 def written_safetensors(
     path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile
-) -> Iterator[WriteElements]:
+) -> Iterator[ModelWriter]:
     """A file with the metadata of another one of the format."""
     header: dict[str, Any] = {"__metadata__": like.metadata} if _is_metadata(like.metadata) else {}
     end = 0
@@ -106,11 +106,14 @@ def written_safetensors(
             # A disk that is too small is found out now.
             os.posix_fallocate(file.fileno(), 0, LENGTH_BYTES + len(text) + end)
         file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        file.flush()
+        data = LENGTH_BYTES + len(text)
 
-        def write(name: str, elements: NDArray[Any]) -> None:  # noqa: ARG001 - they come in order
-            file.write(elements.view("uint8").data)
+        def write(name: str, start: int, elements: NDArray[Any]) -> None:
+            place = data + header[name]["data_offsets"][0] + start * elements.itemsize
+            write_at(file, place, elements)
 
-        yield write
+        yield ModelWriter(write)
 
 
 def _is_metadata(found: Any) -> bool:

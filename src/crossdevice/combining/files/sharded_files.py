@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from crossdevice.combining.files.model_file import ModelFile, TensorSpec, WriteElements, unreadable
+from crossdevice.combining.files.model_file import ModelFile, ModelWriter, TensorSpec, unreadable
 from crossdevice.combining.files.replacing import replaced
 from crossdevice.combining.files.safetensors_files import SafetensorsFile, written_safetensors
 from crossdevice.errors import FileError
@@ -63,7 +63,7 @@ class ShardedModel(ModelFile):
 
 
 @contextlib.contextmanager
-def written_shards(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile) -> Iterator[WriteElements]:
+def written_shards(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile) -> Iterator[ModelWriter]:
     """The same shards as another model has, and then their index; tensors that it lacks go to the last."""
     if not isinstance(like, ShardedModel):
         raise FileError(
@@ -87,4 +87,4 @@ def written_shards(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFil
             if named
         }
         writer_of = {name: writers[file] for file, named in by_shard.items() for name in named}
-        yield lambda name, elements: writer_of[name](name, elements)
+        yield ModelWriter(lambda name, start, elements: writer_of[name].write(name, start, elements))

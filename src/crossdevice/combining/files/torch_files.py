@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.backends.registry import backend_named
-from crossdevice.combining.files.model_file import ModelFile, TensorSpec, WriteElements, unreadable
+from crossdevice.combining.files.model_file import ModelFile, ModelWriter, TensorSpec, unreadable
 from crossdevice.combining.files.replacing import replaced
 from crossdevice.errors import FileError
 from crossdevice.values.device import host_device
@@ -77,17 +77,15 @@ def _collect(node: Any, prefix: str, found: dict[str, torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def written_torch(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile) -> Iterator[WriteElements]:
+def written_torch(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile) -> Iterator[ModelWriter]:
     """A file with all that another one of the format holds around its tensors; written from memory."""
     flats = {name: np.empty(spec.num_elements, dtype_named(spec.dtype)) for name, spec in tensors.items()}
-    ends = dict.fromkeys(tensors, 0)
 
-    def write(name: str, elements: NDArray[Any]) -> None:
-        flats[name][ends[name] : ends[name] + elements.size] = elements
-        ends[name] += elements.size
+    def write(name: str, start: int, elements: NDArray[Any]) -> None:
+        flats[name][start : start + elements.size] = elements
 
     with replaced(path) as file:
-        yield write
+        yield ModelWriter(write)
         backend = backend_named("torch")
         made = {
             name: backend.from_host(flat, tensors[name].shape, host_device(0)) for name, flat in flats.items()

@@ -32,8 +32,9 @@ from crossdevice.kernels.host.work_list import (
     traffic_bytes,
 )
 from crossdevice.kernels.recipe import Recipe
-from crossdevice.values.dtypes import FLOATS
+from crossdevice.values.dtypes import FLOATS, NARROW_FLOATS, SHORT_FLOATS
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import Weights
 
 VARIABLE = "CROSSDEVICE_KERNELS"
 KERNELS = ("numba", "numpy")
@@ -161,6 +162,7 @@ def select_kernels(name: str | None) -> None:
     global _kernels, _prepared
     _kernels = None if name is None else _checked_kernels(name, "the name of kernels")
     _prepared = {}  # another one: what was prepared for the old one notices
+    summing_kernels.cache_clear()
 
 
 def selected_kernels() -> str:
@@ -234,6 +236,12 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prep
 def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
     """The same bits, from what is fastest here."""
     family = family_of(recipe, dtype, into)
+    if (
+        dtype == into
+        and dtype in SHORT_FLOATS
+        and (recipe.op, recipe.precision) == (ReduceOp.SUM, "accurate")
+    ):
+        return "wide" if recipe.weights is None else "weighted"
     if family == "exact" and dtype == "float64":
         return "enclosed"
     # float32 holds sums of bfloat16 exactly where exponents lie close together, at half the cost.
@@ -253,7 +261,7 @@ def divisor_for(recipe: Recipe, into: np.dtype[Any]) -> float:
     """What a kernel divides by: under "fast" the divisor as the result's dtype has it."""
     if recipe.divisor is None:
         return 1.0
-    if recipe.precision != "fast" and into.name in FLOATS:
+    if recipe.precision != "fast" and into.name in (*FLOATS, *SHORT_FLOATS):
         return float(recipe.divisor)
     with np.errstate(over="ignore"):
         return float(into.type(recipe.divisor))
@@ -353,6 +361,31 @@ def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe)
         for item in outputs:
             item[start:stop] = result[first : first + stop - start]
         first += stop - start
+
+
+@functools.cache
+def summing_kernels(dtype: np.dtype[Any]) -> tuple[Callable[..., None], Callable[..., None]] | None:
+    """Kernels that make float64 sums of weighted narrow floats, and that add to such; None without numba."""
+    if selected_kernels() != "numba" or dtype.name not in NARROW_FLOATS:
+        return None
+    from crossdevice.kernels.host.llvm import numba_pass
+
+    if dtype == np.float16 and not numba_pass.has_half_conversions():
+        return None
+    first, second = (
+        numba_pass.compiled_kernel(f"{shape} weighted SUM {dtype.name} float64").get_overload(
+            numba_pass.SIGNATURE
+        )
+        for shape in ("chain", "onto")
+    )
+    return first, second
+
+
+def summed_batch(tasks: Sequence[Task], kernel: Callable[..., None], factors: Sequence[float]) -> None:
+    """Makes sums of inputs times factors, or adds to them, as the kernel does; threads share all of it."""
+    weights = Weights(tuple(factors))
+    prepared = _Prepared(kernel, 1.0, False, None, None, weights.words)
+    _Passes(tasks, prepared, Recipe(ReduceOp.SUM, "accurate", weights=weights))()
 
 
 def narrowed_batch(

@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.kernels.host.fused_pass import THREADED_BYTES, narrowed_batch, selected_kernels
+from crossdevice.kernels.host.fused_pass import (
+    THREADED_BYTES,
+    narrowed_batch,
+    selected_kernels,
+    summed_batch,
+    summing_kernels,
+)
 from crossdevice.kernels.host.reference.numpy_pass import BLOCK_ELEMENTS
 from crossdevice.kernels.host.reference.running import (
     NUM_PARTS,
@@ -21,6 +27,7 @@ from crossdevice.kernels.host.reference.running import (
 )
 from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
+from crossdevice.kernels.host.work_list import Task
 from crossdevice.values.dtypes import FLOATS
 from crossdevice.values.options import Precision
 from crossdevice.values.weights import Weights
@@ -57,21 +64,32 @@ class RunningSum:
         """Of `size` elements of a float dtype, or of integers (kept exactly under any precision)."""
         self.dtype = dtype
         self.family = _family_of(dtype, precision)
+        self.size = size
         parts = [(size, np.dtype(np.float64))] * NUM_PARTS[self.family]
-        self.parts: tuple[Floats, ...] = tuple(result_pool.empty_batch(parts))
+        self._parts: tuple[Floats, ...] = tuple(result_pool.empty_batch(parts))
         self.fractions: dict[int, Fraction] = {}
         """What parts do not hold, by element."""
         self.specials: dict[int, float] = {}
         """Sums of infinities and NaNs, by element, where parts hold the rest."""
-        self.clear()
+        self._is_empty = True
 
-    def clear(self) -> None:
-        """Starts again."""
-        # Adding to -0.0 leaves every number, and every zero, as it is.
-        for number, part in enumerate(self.parts):
-            part.fill(0.0 if number else -0.0)
-        self.fractions.clear()
-        self.specials.clear()
+    @property
+    def parts(self) -> tuple[Floats, ...]:
+        """float64 arrays whose sum is what has been added so far."""
+        if self._is_empty:
+            # Adding to -0.0 leaves every number, and every zero, as it is.
+            for number, part in enumerate(self._parts):
+                part.fill(0.0 if number else -0.0)
+            self._is_empty = False
+        return self._parts
+
+    def task_of(self, inputs: Sequence[NDArray[Any]]) -> tuple[Callable[..., None], Task] | None:
+        """The pass that adds these arrays, the first ones or others, if there is a kernel for it."""
+        kernels = summing_kernels(self.dtype) if self.family == "wide" else None
+        if kernels is None or inputs[0].dtype != self.dtype:
+            return None
+        is_first, self._is_empty = self._is_empty, False
+        return kernels[0 if is_first else 1], (tuple(inputs), self._parts)
 
     def add(self, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> None:
         """Adds flat, contiguous, native arrays of one dtype, in this order."""
@@ -196,15 +214,23 @@ def add_all(
     """Adds arrays to several sums; threads share all of the work."""
     works: list[Callable[[], None]] = []
     traffic = 0
+    passes: dict[tuple[Callable[..., None], tuple[float, ...]], list[Task]] = {}
     for running, inputs, weights in tasks:
+        found = running.task_of(inputs)
+        if found is not None:
+            kernel, task = found
+            passes.setdefault((kernel, tuple(weights)), []).append(task)
+            continue
         steps = running.steps_of(inputs, weights)
-        size = running.parts[0].size
+        size = running.size
         length = RANGE_ELEMENTS if len(steps) > 1 else LONG_RANGE_ELEMENTS
         works += [
             functools.partial(_take_steps, steps, start, min(start + length, size))
             for start in range(0, size, length)
         ]
         traffic += size * (8 * len(running.parts) + sum(item.itemsize for item in inputs))
+    for (kernel, factors), group in passes.items():
+        summed_batch(group, kernel, factors)
     _share_out(works, traffic)
 
 

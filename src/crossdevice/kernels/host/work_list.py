@@ -31,7 +31,7 @@ ROOM_WORDS = 2 + 2 * MAX_PIECES_LEFT
 EMPTY_ROOM = array("q", [0, -1, *([0] * 2 * MAX_PIECES_LEFT)])
 NO_PROGRAM: array[Any] = array("q")
 
-MANY_INPUTS, BLOCK_INPUTS = 12, 8
+MANY_INPUTS, BLOCK_INPUTS = 9, 8
 """From so many inputs on, kernels read so many at a time."""
 
 SCRATCH_BYTES = 1 << 18

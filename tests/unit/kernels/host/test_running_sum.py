@@ -120,3 +120,27 @@ def test_infinities_and_nans_end_up_in_the_result():
         running.add([values], [2.0])
         running.add([others], [1.0])
         np.testing.assert_array_equal(written(running, 3), [np.inf, -np.inf, np.nan, np.nan, np.inf])
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float8_e5m2"])
+def test_kernels_that_begin_a_sum_and_add_to_it_have_the_bits_of_the_reference(name):
+    """Also of zeros with a sign, of what is not finite, and of more inputs than are read at once."""
+    dtype = dtype_named(name)
+    random = np.random.default_rng(0)
+    arrays = [random.standard_normal(1003).astype(np.float32).astype(dtype) for _ in range(14)]
+    arrays[0][:3], arrays[1][:3] = [-0.0, np.inf, np.nan], [-0.0, -np.inf, 1.0]
+    weights = [float(number) for number in random.integers(1, 900, len(arrays))]
+    found = {}
+    for kernels in ("numba", "numpy"):
+        select_kernels(kernels)
+        try:
+            running = RunningSum(1003, dtype, "accurate")
+            for start, stop in ((0, 2), (2, 3), (3, 14)):
+                running.add(arrays[start:stop], weights[start:stop])
+        finally:
+            select_kernels(None)
+        found[kernels] = running.parts[0]
+    is_number = ~np.isnan(found["numpy"])
+    assert np.count_nonzero(is_number) == 1001
+    np.testing.assert_array_equal(np.isnan(found["numba"]), ~is_number)
+    assert found["numba"][is_number].tobytes() == found["numpy"][is_number].tobytes()

@@ -13,6 +13,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from crossdevice.kernels.host.llvm.code import byte_offset, loaded_word, set_word
+from crossdevice.kernels.host.llvm.conversions import (
+    as_single,
+    in_memory_order,
+)
 from crossdevice.kernels.host.llvm.lanes import (
     DOUBLE,
     FORMATS,
@@ -21,8 +25,6 @@ from crossdevice.kernels.host.llvm.lanes import (
     Lanes,
     State,
     Value,
-    as_single,
-    in_memory_order,
 )
 from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
 from crossdevice.kernels.host.reference.running import NUM_PARTS

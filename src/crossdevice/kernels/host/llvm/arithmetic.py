@@ -4,6 +4,14 @@
 
 from __future__ import annotations
 
+from crossdevice.kernels.host.llvm.conversions import (
+    as_double,
+    as_single,
+    from_double,
+    from_single,
+    in_memory_order,
+    in_widened_order,
+)
 from crossdevice.kernels.host.llvm.lanes import (
     DOUBLE,
     FORMATS,
@@ -13,12 +21,6 @@ from crossdevice.kernels.host.llvm.lanes import (
     Lanes,
     State,
     Value,
-    as_double,
-    as_single,
-    from_double,
-    from_single,
-    in_memory_order,
-    in_widened_order,
 )
 
 

@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 
 from crossdevice.kernels.association import MAX_DEPTH, START, WITH_LEVEL
 from crossdevice.kernels.host.llvm.arithmetic import Arithmetic
+from crossdevice.kernels.host.llvm.conversions import in_widened_order
 from crossdevice.kernels.host.llvm.families import arithmetic_named
 from crossdevice.kernels.host.llvm.lanes import (
     DOUBLE,
@@ -78,6 +79,7 @@ def combine_lanes(
         column = _Column(Lanes(builder, count), arithmetic.dtype, _Work(*arguments[2:]))
         if shape == "tree":
             return _finish(column, arithmetic, column.combined_by_program(arithmetic))
+        column.adds_to_output = shape == "onto"
         work, doubt = column.work, cgutils.alloca_once_value(builder, ir.Constant(INT64, 0))
         state = column.combined_in_order(arithmetic, work.first, work.last)
         with builder.if_else(builder.icmp_signed("==", work.last, work.num_inputs), likely=True) as (
@@ -142,22 +144,25 @@ class _Column:
         self.lanes, self.work = lanes, work
         self._dtype = dtype
         self._offset = byte_offset(lanes.build, work.position, dtype)
+        self.adds_to_output = False
+        """Whether inputs are added to what the only output, of float64, holds already."""
 
     def combined_in_order(self, arithmetic: Arithmetic, first: Value | None, last: Value) -> State:
         """The inputs up to `last`; from `first` on, if that is not 0, with what was kept of those before."""
-        build, zero, one = self.lanes.build, ir.Constant(INT64, 0), ir.Constant(INT64, 1)
+        build, zero = self.lanes.build, ir.Constant(INT64, 0)
+        second = ir.Constant(INT64, 0 if self.adds_to_output else 1)
         if first is None:
-            places = self._placed(self._grown(arithmetic, None, zero))
-            start = one
+            places = self._placed(self._started(arithmetic))
+            start = second
         else:
             is_new = build.icmp_signed("==", first, zero)
             with build.if_else(is_new, likely=True) as (begins, resumes):
                 with begins:
-                    places = self._placed(self._grown(arithmetic, None, zero))
+                    places = self._placed(self._started(arithmetic))
                 with resumes:
                     for place, kept in zip(places, self._kept([p.type.pointee for p in places]), strict=True):
                         build.store(build.load(kept, align=1), place)
-            start = build.select(is_new, one, first)
+            start = build.select(is_new, second, first)
         with cgutils.for_range(build, last, start=start) as loop:
             state = tuple(build.load(place) for place in places)
             for part, place in zip(self._grown(arithmetic, state, loop.index), places, strict=True):
@@ -175,6 +180,15 @@ class _Column:
             return state
         behind = self.lanes.build.add(self.work.num_inputs, ir.Constant(INT64, 1))
         return *state, self._weight(self.work.num_inputs), self._weight(behind)
+
+    def _started(self, arithmetic: Arithmetic) -> State:
+        zero = ir.Constant(INT64, 0)
+        if not self.adds_to_output:
+            return self._grown(arithmetic, None, zero)
+        build = self.lanes.build
+        offset = byte_offset(build, self.work.position, arithmetic.result_dtype)
+        held = self.lanes.load(build.add(_data_of(build, self.work.outputs, zero), offset), DOUBLE)
+        return (in_widened_order(self.lanes, held, arithmetic.dtype),)
 
     def _grown(self, arithmetic: Arithmetic, state: State | None, index: Value) -> State:
         element = self._element(arithmetic, index)
@@ -305,7 +319,7 @@ def number_at(typing_context: Any, address: Any, index: Any) -> Any:
     """The float64 that is `index` words after `address`."""
 
     def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        return builder.bitcast(_word_at(builder, *arguments), DOUBLE)
+        return builder.bitcast(loaded_word(builder, *arguments), DOUBLE)
 
     return types.float64(address, index), emit
 

@@ -10,6 +10,12 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from crossdevice.kernels.host.llvm.arithmetic import Arithmetic, Wide
+from crossdevice.kernels.host.llvm.conversions import (
+    as_double,
+    as_single,
+    from_double,
+    from_single,
+)
 from crossdevice.kernels.host.llvm.lanes import (
     DOUBLE,
     INT16,
@@ -17,10 +23,6 @@ from crossdevice.kernels.host.llvm.lanes import (
     Lanes,
     State,
     Value,
-    as_double,
-    as_single,
-    from_double,
-    from_single,
 )
 
 

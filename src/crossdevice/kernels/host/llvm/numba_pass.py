@@ -116,6 +116,9 @@ def has_half_conversions() -> bool:
 def compiled_kernel(name: str) -> Kernel:
     """The kernel of one arithmetic, such as "chain wide SUM float32", compiled or loaded from disk.
 
+    A "chain" combines inputs from left to right, "onto" adds them to what the output holds, of float64, and
+    a "tree" combines them as a program says.
+
     Called with the address of a header and rows (`as_words`), and zeros, it takes rows until none is left.
     Pointers to inputs and outputs, and the address of room for pieces, if given, take the place of those in
     the only row. Last comes the address of scratch memory (`SCRATCH_BYTES`), which may be 0 if there are
@@ -164,7 +167,7 @@ def _register_bytes() -> int:
 def _kernel_function(name: str) -> Kernel:
     lanes = lanes_of(name)
     arithmetic = arithmetic_named(name.partition(" ")[2])
-    is_chain = name.startswith("chain ")
+    is_in_order, reads_outputs = not name.startswith("tree "), name.startswith("onto ")
     element_bytes = arithmetic.bytes_per_lane or FORMATS[arithmetic.dtype].item_bytes
     tile = SCRATCH_BYTES // element_bytes - lanes
     result_bytes = FORMATS[arithmetic.result_dtype].item_bytes
@@ -184,6 +187,8 @@ def _kernel_function(name: str) -> Kernel:
                 inputs, outputs, room = word_at(row, 0), word_at(row, 2), word_at(row, 7)
             num_inputs, num_outputs = word_at(row, 1), word_at(row, 3)
             start, stop, is_nontemporal = word_at(row, 4), word_at(row, 5), word_at(row, 6)
+            if reads_outputs:
+                is_nontemporal = 0
             # Where the first whole line of the outputs starts, if they all have one there.
             head = start
             if is_nontemporal:
@@ -203,7 +208,7 @@ def _kernel_function(name: str) -> Kernel:
             # Many inputs are read in blocks of a few over tiles that stay in cache: more streams at once are
             # more than processors prefetch.
             block, tile_stop, position = num_inputs, stop, start
-            if is_chain and num_inputs >= MANY_INPUTS:
+            if is_in_order and num_inputs >= MANY_INPUTS:
                 block = -(-num_inputs // -(-num_inputs // BLOCK_INPUTS))
             while position < stop:
                 tile_start, first = position, 0

@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from crossdevice.values.dtypes import SHORT_FLOATS
+
 Floats = NDArray[np.float64]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -16,8 +18,11 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 def rounded(wide: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """`wide` (float64 or complex128) in `dtype`, rounded once; NaNs become the one quiet NaN."""
-    narrow = _bfloat16_of(wide) if dtype == BFLOAT16 else wide.astype(dtype)
-    return with_one_nan(narrow)
+    if dtype == BFLOAT16:
+        return with_one_nan(_bfloat16_of(wide))
+    # ml_dtypes goes by way of float32 itself, and would round twice.
+    narrow = _odd_single(wide) if dtype.name in SHORT_FLOATS else wide
+    return with_one_nan(narrow.astype(dtype))
 
 
 def with_one_nan(array: NDArray[Any]) -> NDArray[Any]:
@@ -92,12 +97,17 @@ def with_errors(
 
 
 def _bfloat16_of(wide: NDArray[np.float64]) -> NDArray[Any]:
-    """float64 to bfloat16 by way of float32 rounded to odd: two roundings would not be one."""
+    bits = _odd_single(wide).view(np.uint32)
+    upper = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    upper[np.isnan(wide)] = 0x7FC0
+    return upper.view(BFLOAT16)
+
+
+def _odd_single(wide: NDArray[np.float64]) -> NDArray[np.float32]:
+    """float64 to float32 rounded to odd, on the way to something narrower: two roundings would not be one."""
     near = wide.astype(np.float32)
     back = near.astype(np.float64)
     bits = near.view(np.uint32)
     bits -= np.abs(back) > np.abs(wide)
     bits |= back != wide
-    upper = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    upper[np.isnan(wide)] = 0x7FC0
-    return upper.view(BFLOAT16)
+    return near
