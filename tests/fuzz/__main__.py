@@ -23,30 +23,38 @@ from fuzz.fuzzing import Counts, Found, fuzz_between, fuzz_here, keep
 from fuzz.process_cases import SHARES
 
 SHARE_HERE = 0.9
-CASES_PER_TASK = 10_000
-"""After so many a process tells what it has found."""
+"""Of the time; of cases, which take longer between processes, 0.95."""
+
+CASES_PER_ROUND, TASKS_PER_WORKER = 100_000, 5
+"""So many cases are run by processes that then end, and told in so many parts."""
 
 
 def main() -> int:
-    """Prints the seed, failures and how much of what was tried; 1 if anything failed."""
+    """Prints the seed, failures and how much of what was tried; 1 if anything failed. Ctrl-C ends it."""
     seed = int(os.environ.get("FUZZ_SEED") or secrets.randbelow(1 << 32))
     most = float(os.environ.get("FUZZ_CASES") or math.inf)
     seconds = float(os.environ.get("FUZZ_SECONDS") or (600 if math.isinf(most) else math.inf))
     workers = int(os.environ.get("FUZZ_WORKERS") or os.cpu_count() or 1)
     print(f"FUZZ_SEED={seed} FUZZ_SECONDS={seconds:g} FUZZ_CASES={most:g} FUZZ_WORKERS={workers}", flush=True)
-    told = _Told()
-    tasks = workers if math.isinf(most) else -(-int(SHARE_HERE * most) // CASES_PER_TASK)
-    context = multiprocessing.get_context("spawn")
-    # A process that has fuzzed for long is replaced: its libraries keep something of every kind of call.
-    with concurrent.futures.ProcessPoolExecutor(workers, context, max_tasks_per_child=5) as pool:
-        limits = (SHARE_HERE * seconds * workers / tasks, SHARE_HERE * most / tasks)
+    told, rounds = _Told(), 1 if math.isinf(most) else math.ceil(most / CASES_PER_ROUND)
+    try:
+        for number in range(rounds):
+            _run_round(told, seed + 1000 * number, seconds / rounds, most / rounds, workers)
+    except KeyboardInterrupt:
+        print("interrupted")
+    return told.end()
+
+
+def _run_round(told: _Told, seed: int, seconds: float, most: float, workers: int) -> None:
+    tasks = workers if math.isinf(most) else workers * TASKS_PER_WORKER
+    limits = (SHARE_HERE * seconds * workers / tasks, 0.95 * most / tasks)
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         running = [pool.submit(fuzz_here, seed + number, *limits) for number in range(tasks)]
         for task in concurrent.futures.as_completed(running):
             told.add(task.result())
-    limits = ((1 - SHARE_HERE) * seconds / len(SHARES), (1 - SHARE_HERE) * most / len(SHARES))
+    limits = ((1 - SHARE_HERE) * seconds / len(SHARES), 0.05 * most / len(SHARES))
     for size in SHARES:
         told.add(fuzz_between(seed, *limits, size))
-    return told.end()
 
 
 class _Told:
@@ -69,7 +77,8 @@ class _Told:
 
     @property
     def _summary(self) -> str:
-        return f"{self._counts['cases']} cases, {len(self._failures)} failures"
+        areas = [f"{count} {key}" for key, count in sorted(self._counts.items()) if ", " not in key]
+        return f"{', '.join(areas)}: {len(self._failures)} failures"
 
     def end(self) -> int:
         """Prints how often what was tried; 1 if anything failed."""

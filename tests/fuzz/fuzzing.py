@@ -39,7 +39,7 @@ Found = tuple[Counts, list[tuple[Any, str]]]
 DEADLINE_SECONDS = 600.0
 """Of a call between processes, which may be stopped for a while."""
 
-MAX_FAILURES = 10
+MAX_FAILURES = 5
 """After so many one has enough to look at."""
 
 IN_A_ROW = 60
@@ -149,7 +149,7 @@ def fuzzed_between_processes(
         timeout_seconds=DEADLINE_SECONDS,
     )
     counts.update(answers[0][0])
-    failures = [failure for _, found in answers for failure in found]
+    failures = [failure for _, found in answers for failure in found][:MAX_FAILURES]
     return [
         (case, wrong) if process_failure_of(case) is None else (minimised(case), wrong)
         for case, wrong in failures

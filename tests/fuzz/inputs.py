@@ -26,9 +26,9 @@ WEIGHTED_NUMBERS = ("small", "ordinary", "spread")
 """Of which weights make no infinities: products of the largest numbers overflow."""
 
 
-CASES_PER_DRAW = 20
+CASES_PER_DRAW = 30
 
-LIKELIHOODS = {"numpy": 4, "torch": 2}
+LIKELIHOODS = {"numpy": 12, "torch": 6}
 """Of the libraries whose calls are quick, and which can be written to; of others 1."""
 
 
