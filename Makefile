@@ -105,7 +105,7 @@ format: $(VENV)/installed
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-fuzz: $(VENV)/installed  ## Random reductions against an independent model; FUZZ_SECONDS (600), FUZZ_WORKERS (all cores) and FUZZ_SEED (fresh, printed).
+fuzz: $(VENV)/installed  ## Random calls against an independent model; FUZZ_SECONDS (600) or FUZZ_CASES, FUZZ_WORKERS (all cores) and FUZZ_SEED (fresh, printed).
 	$(BIN)/python tests/fuzz
 
 soak: $(VENV)/installed  ## Calls of all kinds for SOAK_SECONDS (3600): what grows or slows down is printed, and fails.

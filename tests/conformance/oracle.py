@@ -68,15 +68,22 @@ def rounded_float(wide: float, dtype: str) -> float:
     return rounded(Fraction(wide), dtype)
 
 
+def is_of_ranks(op: str) -> bool:
+    """Whether it is the mean of the middle of sorted numbers."""
+    return op == "MEDIAN" or op.startswith("TRIMMED_MEAN")
+
+
 def result_dtype(dtype: str, op: str) -> str:
     """A mean of integers is float32 up to 16 bits and float64 beyond; everything else keeps its dtype."""
-    return MEAN_OF_INTEGERS.get(dtype, dtype) if op == "MEAN" else dtype
+    return MEAN_OF_INTEGERS.get(dtype, dtype) if op == "MEAN" or is_of_ranks(op) else dtype
 
 
 def expected(op: str, replicas: Sequence[np.ndarray], dtype: str, precision: str) -> np.ndarray:
     """The result for flat arrays of all replicas."""
     columns = list(zip(*(array.tolist() for array in replicas), strict=True))
-    if dtype.startswith("complex"):
+    if is_of_ranks(op):
+        results = [_mean_of_middle(op, column, dtype, precision) for column in columns]
+    elif dtype.startswith("complex"):
         part = {"complex64": "float32", "complex128": "float64"}[dtype]
         results = [_complex(op, column, part, precision) for column in columns]
     elif dtype in FORMATS:
@@ -88,6 +95,25 @@ def expected(op: str, replicas: Sequence[np.ndarray], dtype: str, precision: str
 
 def _one_nan(number: float) -> float:
     return math.nan if math.isnan(number) else number
+
+
+def _mean_of_middle(op: str, column: Sequence[Any], dtype: str, precision: str) -> float:
+    """The median, or the mean of all but the k least and the k greatest; -0.0 is less than 0.0."""
+    count = len(column)
+    if dtype in FORMATS:
+        column = [float(number) for number in column]
+        if any(map(math.isnan, column)):
+            return math.nan
+    ordered = sorted(column, key=lambda number: (number, math.copysign(1.0, number)))
+    if op == "MEDIAN":
+        middle = ordered[(count - 1) // 2 : count // 2 + 1]
+    else:
+        k = int(op.removeprefix("TRIMMED_MEAN(").removesuffix(")"))
+        middle = ordered[k : count - k]
+    if dtype not in FORMATS:
+        return rounded(Fraction(sum(middle), len(middle)), MEAN_OF_INTEGERS[dtype])
+    mean = exact_sum if precision == "exact" else accurate_sum
+    return _one_nan(mean(middle, dtype, len(middle)))
 
 
 def _whole(op: str, column: Sequence[int], dtype: str, precision: str) -> Any:
@@ -173,9 +199,10 @@ def weighted(
         precision = "exact"
     part = {"complex64": "float32", "complex128": "float64"}.get(into, into)
     total = sum(map(Fraction, weights)) if op == "MEAN" else Fraction(1)
+    is_wide = dtype in ("float64", "complex128")
 
     def result(column: Sequence[Any]) -> float:
-        found = weighted_sum(column, weights, part, total, precision, is_wide=dtype == part == "float64")
+        found = weighted_sum(column, weights, part, total, precision, is_wide=is_wide)
         return _one_nan(found)
 
     columns = list(zip(*(array.tolist() for array in replicas), strict=True))

@@ -12,6 +12,7 @@ import crossdevice as cd
 from conformance.oracle import expected
 from conformance.rows import (
     ALGORITHM_ROWS,
+    LOWERINGS,
     NUMPY,
     TORCH,
     components_of,
@@ -210,3 +211,18 @@ def test_variables_that_hold_plain_numbers_are_read_like_the_numbers():
         assert row.make().reduce("sum", value, "cpu:0") == 3.0
         assert row.make().reduce("sum", cd.Variable([1.0, 2.0]), "cpu:0").tolist() == [1, 2]
         assert row.make().broadcast(cd.Variable(1.0), "cpu:0") == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_matrices_are_read_as_arrays(lowering):
+    """They multiply, and keep two dimensions, in ways of their own."""
+    arrays = [np.arange(6.0).reshape(2, 3) + number for number in range(3)]
+    options = cd.CommunicationOptions(lowering=lowering)
+    for op, right in (("sum", sum(arrays)), ("mean", sum(arrays) / 3), ("prod", np.prod(arrays, axis=0))):
+        for algorithm in ("ring", "one_device"):
+            found = cd.all_reduce(
+                [np.matrix(array) for array in arrays], op, algorithm=algorithm, options=options
+            )
+            assert {type(each) for each in found} == {np.ndarray}
+            assert [each.tolist() for each in found] == [right.tolist()] * 3

@@ -1,7 +1,6 @@
-"""`make fuzz`: random reductions against an independent model, for FUZZ_SECONDS, from FUZZ_SEED.
+"""`make fuzz`: random calls against an independent model, from FUZZ_SEED, for FUZZ_SECONDS or FUZZ_CASES.
 
-Nine tenths of the time go to reductions in one process, of which every core runs its own; one tenth goes to
-groups of processes.
+Most goes to calls in one process, of which every core runs its own; the rest goes to groups of processes.
 """
 
 # ruff: noqa: T201 - a command, which prints
@@ -11,54 +10,88 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import math
 import multiprocessing
 import os
 import secrets
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fuzz.cases import FIELDS
-from fuzz.fuzzing import Found, fuzz_between, fuzz_here, keep
-from fuzz.process_cases import PROCESS_FIELDS, SHARES
+from fuzz.fuzzing import Counts, Found, fuzz_between, fuzz_here, keep
+from fuzz.process_cases import SHARES
+
+SHARE_HERE = 0.9
+"""Of the time; of cases, which take longer between processes, 0.95."""
+
+CASES_PER_ROUND, TASKS_PER_WORKER = 100_000, 5
+"""So many cases are run by processes that then end, and told in so many parts."""
 
 
 def main() -> int:
-    """Prints the seed, failures and how much of what was tried; 1 if anything failed."""
+    """Prints the seed, failures and how much of what was tried; 1 if anything failed. Ctrl-C ends it."""
     seed = int(os.environ.get("FUZZ_SEED") or secrets.randbelow(1 << 32))
-    seconds = float(os.environ.get("FUZZ_SECONDS") or 600)
+    most = float(os.environ.get("FUZZ_CASES") or math.inf)
+    seconds = float(os.environ.get("FUZZ_SECONDS") or (600 if math.isinf(most) else math.inf))
     workers = int(os.environ.get("FUZZ_WORKERS") or os.cpu_count() or 1)
-    print(f"FUZZ_SEED={seed} FUZZ_SECONDS={seconds:g} FUZZ_WORKERS={workers}", flush=True)
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        seeds = [seed + worker for worker in range(workers)]
-        here = list(pool.map(fuzz_here, seeds, [0.9 * seconds] * workers))
-    between = [fuzz_between(seed, 0.1 * seconds / len(SHARES), size) for size in SHARES]
-    failures = _told("in one process", FIELDS, here) + _told("between processes", PROCESS_FIELDS, between)
-    total = sum(counts["cases"] for counts, _ in (*here, *between))
-    print(f"{total} cases, {failures} failures")
-    return 1 if failures else 0
+    print(f"FUZZ_SEED={seed} FUZZ_SECONDS={seconds:g} FUZZ_CASES={most:g} FUZZ_WORKERS={workers}", flush=True)
+    told, rounds = _Told(), 1 if math.isinf(most) else math.ceil(most / CASES_PER_ROUND)
+    try:
+        for number in range(rounds):
+            _run_round(told, seed + 1000 * number, seconds / rounds, most / rounds, workers)
+    except KeyboardInterrupt:
+        print("interrupted")
+    return told.end()
 
 
-def _told(area: str, fields: dict[str, Any], found: list[Found]) -> int:
-    """Prints the failures of an area, keeps their kinds, and prints how much was tried; returns how many."""
-    total = sum((counts for counts, _ in found), collections.Counter())
-    kinds = set()
-    for case, wrong in (failure for _, failures in found for failure in failures):
-        if (kind := dataclasses.replace(case, seed=0)) not in kinds:
-            kinds.add(kind)
-            keep(case)
-            print(f"{case}\n  {wrong}", flush=True)
-    print(f"\n{area}: {total['cases']} cases, {len(kinds)} failures")
-    for name in ("ranks", *fields):
-        tried = {
-            key.removeprefix(f"{name} "): count for key, count in total.items() if key.startswith(f"{name} ")
-        }
-        if tried:
-            print(f"  {name}: " + ", ".join(f"{count} {option}" for option, count in sorted(tried.items())))
-    return len(kinds)
+def _run_round(told: _Told, seed: int, seconds: float, most: float, workers: int) -> None:
+    tasks = workers if math.isinf(most) else workers * TASKS_PER_WORKER
+    limits = (SHARE_HERE * seconds * workers / tasks, 0.95 * most / tasks)
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        running = [pool.submit(fuzz_here, seed + number, *limits) for number in range(tasks)]
+        for task in concurrent.futures.as_completed(running):
+            told.add(task.result())
+    limits = ((1 - SHARE_HERE) * seconds / len(SHARES), 0.05 * most / len(SHARES))
+    for size in SHARES:
+        told.add(fuzz_between(seed, *limits, size))
+
+
+class _Told:
+    """What was tried and what failed, printed as it comes and in the end."""
+
+    def __init__(self) -> None:
+        self._counts: Counts = collections.Counter()
+        self._failures: set[object] = set()
+
+    def add(self, found: Found) -> None:
+        """Prints failures and keeps them, one of each kind."""
+        counts, failures = found
+        self._counts.update(counts)
+        for case, wrong in failures:
+            if (kind := dataclasses.replace(case, seed=0)) not in self._failures:
+                self._failures.add(kind)
+                keep(case)
+                print(f"{case}\n  {wrong}", flush=True)
+        print(self._summary, flush=True)
+
+    @property
+    def _summary(self) -> str:
+        areas = [f"{count} {key}" for key, count in sorted(self._counts.items()) if ", " not in key]
+        return f"{', '.join(areas)}: {len(self._failures)} failures"
+
+    def end(self) -> int:
+        """Prints how often what was tried; 1 if anything failed."""
+        fields: dict[tuple[str, str], list[str]] = {}
+        for key, count in sorted(self._counts.items()):
+            area, _, tried = key.partition(", ")
+            name, _, option = tried.partition(" ")
+            fields.setdefault((area, name), []).append(f"{count} {option}".rstrip())
+        del fields["cases", ""]
+        for (area, name), counted in fields.items():
+            print(f"  {name}: {', '.join(counted)}" if name else f"\n{area}: {counted[0]} cases")
+        print(self._summary)
+        return 1 if self._failures else 0
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@ All ranks draw the same cases from one seed, so that each knows what the others 
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import random
-import time
 import zlib
 from collections.abc import Iterator
 from functools import reduce
@@ -19,10 +17,21 @@ from typing import Any
 import numpy as np
 
 import crossdevice as cd
-from conformance.oracle import FORMATS, NUMPY_DTYPES, result_dtype, rounded_float
-from conformance.rows import is_defined, same_numbers
-from crossdevice.testing import run_ranks
-from fuzz.cases import BACKENDS, DTYPES, FIELDS, Inputs, columns_of, drawn, laid_out, memory_of, wrong_result
+from conformance.oracle import FORMATS, NUMPY_DTYPES, rounded_float
+from conformance.rows import components_of, same_numbers
+from fuzz.cases import FIELDS, is_reducible
+from fuzz.inputs import (
+    BACKENDS,
+    Inputs,
+    can_hold,
+    columns_of,
+    drawn,
+    laid_out,
+    memory_of,
+    random_draws,
+    weights_of,
+)
+from fuzz.model import ALL, result_dtype_of, wrong_result
 
 SHARES = {
     2: ((1, 1), (2, 2), (1, 2), (4, 3)),
@@ -36,12 +45,10 @@ PROCESS_FIELDS: dict[str, tuple[Any, ...]] = {
     "shares": tuple(itertools.chain(*SHARES.values())),
     "layout": ("contiguous", "transposed", "shifted"),
     "destinations": ("same", "one"),
-    "call": ("plain", "out", "in place", "bound", "batch"),
+    "call": ("plain", "out", "in place", "bound", "batch", "bound out", "started", "start_reduce"),
+    "weights": FIELDS["weights"],
 }
-PROCESS_VARIED = ("precision", "layout", "destinations", "call")
-CASES_PER_DRAW = 10
-CASES_PER_MEETING = 50
-"""After so many, ranks compare their bits, and decide whether to go on."""
+PROCESS_VARIED = ("precision", "layout", "destinations", "call", "weights")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +66,7 @@ class ProcessCase:
     destinations: str
     call: str
     seed: int
+    weights: str = "none"
 
     @property
     def replicas(self) -> int:
@@ -68,66 +76,17 @@ class ProcessCase:
     @property
     def is_possible(self) -> bool:
         """Whether the library offers it, and the model knows what it gives."""
-        has_same_dtype = result_dtype(self.dtype, self.op) == self.dtype
+        fits_in_place = self.destinations == "same" and result_dtype_of(self) == self.dtype
         return (
-            self.dtype in (*BACKENDS[self.backend].dtypes, *DTYPES)
-            and is_defined(self.op, self.dtype)
-            and not (self.call == "in place" and (self.destinations != "same" or not has_same_dtype))
-            and not (self.call == "in place" and self.layout == "transposed")
-            # Any order may overflow on the way, or not.
-            and not (self.precision == "fast" and self.numbers in ("special", "bits"))
+            can_hold(self.backend, self.dtype, self.layout)
+            and is_reducible(self)
+            and not (self.call == "in place" and (not fits_in_place or self.layout == "transposed"))
         )
 
 
 def random_process_cases(choose: random.Random, size: int) -> Iterator[ProcessCase]:
-    """Cases for so many ranks, several in a row of the same inputs."""
-    options = {**PROCESS_FIELDS, "shares": SHARES[size]}
-    while True:
-        chosen = {name: choose.choice(some) for name, some in options.items()}
-        first = ProcessCase(**chosen, seed=choose.randrange(1 << 32))
-        for _ in range(CASES_PER_DRAW):
-            varied = {name: choose.choice(options[name]) for name in PROCESS_VARIED}
-            case = dataclasses.replace(first, **varied)
-            if case.is_possible:
-                yield case
-
-
-def process_failure_of(case: ProcessCase) -> str | None:
-    """What is wrong on the first rank on which something is, with ranks as threads; None if nothing is."""
-
-    def answer(group: cd.ProcessGroup) -> tuple[str | None, int]:
-        return checked(case, cd.CollectiveAllReduce(group=group), group.rank)
-
-    answers = run_ranks(len(case.shares), answer)
-    digests = {digest for _, digest in answers}
-    return next((wrong for wrong, _ in answers if wrong), "bits differ" if len(digests) > 1 else None)
-
-
-def fuzz_rank(
-    group: cd.ProcessGroup, seed: int, seconds: float
-) -> tuple[collections.Counter[str], list[tuple[ProcessCase, str]]]:
-    """What one of several ranks does: the cases of all others, until time is up or something is wrong."""
-    ops, end = cd.CollectiveAllReduce(group=group), time.monotonic() + seconds
-    cases = random_process_cases(random.Random(seed), group.size)
-    counts: collections.Counter[str] = collections.Counter()
-    while True:
-        some = list(itertools.islice(cases, CASES_PER_MEETING))
-        failures, digests = [], []
-        for case in some:
-            counts.update(["cases", *(f"{name} {getattr(case, name)}" for name in PROCESS_FIELDS)])
-            wrong, digest = checked(case, ops, group.rank)
-            digests.append(digest)
-            if wrong is not None:
-                failures.append((case, f"rank {group.rank}: {wrong}"))
-            if group.is_broken:
-                return counts, failures
-        mine = np.array([[time.monotonic() >= end or bool(failures), *digests]], np.int64)
-        rows = ops.gather(mine, "cpu:0")
-        for case, column in zip(some, rows.T[1:], strict=True):
-            if len(set(column.tolist())) > 1:
-                failures.append((case, "ranks have different bits"))
-        if failures or rows[:, 0].any():
-            return counts, failures
+    """Cases for so many ranks."""
+    return random_draws(ProcessCase, {**PROCESS_FIELDS, "shares": SHARES[size]}, PROCESS_VARIED, choose)
 
 
 def checked(case: ProcessCase, ops: cd.CollectiveAllReduce, rank: int) -> tuple[str | None, int]:
@@ -139,7 +98,7 @@ def checked(case: ProcessCase, ops: cd.CollectiveAllReduce, rank: int) -> tuple[
         [laid_out(row, array, case.layout, replica) for array in leaves] for replica, leaves in enumerate(own)
     ]
     try:
-        results = _reduced(case, ops, trees)
+        results = _reduced(case, ops, trees, slice(first, first + len(trees)))
     except Exception as error:
         return f"{type(error).__name__}: {error}", 0
     digest = 0
@@ -147,13 +106,15 @@ def checked(case: ProcessCase, ops: cd.CollectiveAllReduce, rank: int) -> tuple[
         for tree in results:
             found = memory_of(row, tree[leaf])
             wrong = wrong_result(case, leaf, found)
-            if wrong is not None and not _is_by_partial_results(case, leaf, found):
+            if wrong is not None and not is_by_partial_results(case, leaf, found):
                 return f"leaf {leaf}: {wrong}", 0
         digest = zlib.crc32(np.ascontiguousarray(found).tobytes(), digest)
     return None, digest
 
 
-def _reduced(case: ProcessCase, ops: cd.CollectiveAllReduce, trees: list[list[Any]]) -> list[list[Any]]:
+def _reduced(
+    case: ProcessCase, ops: cd.CollectiveAllReduce, trees: list[list[Any]], own: slice
+) -> list[list[Any]]:
     """The leaves at each destination."""
     row = BACKENDS[case.backend]
     value = cd.PerReplica(trees)
@@ -163,29 +124,37 @@ def _reduced(case: ProcessCase, ops: cd.CollectiveAllReduce, trees: list[list[An
     outs: Any = None
     if case.call == "in place":
         outs = trees
-    elif case.call == "out":
-        dtype = NUMPY_DTYPES[result_dtype(case.dtype, case.op)]
+    elif case.call in ("out", "bound out"):
+        dtype = NUMPY_DTYPES[result_dtype_of(case)]
         outs = [[row.make(np.zeros(shape, dtype)) for shape in case.shapes] for _ in range(number)]
+    common: dict[str, Any] = {}
+    if case.weights != "none":
+        common["weights"] = weights_of(Inputs.of(case), case.weights)[own]
     if case.call == "batch":
         columns = [cd.PerReplica(list(column)) for column in zip(*trees, strict=True)]
         pairs = [(column, column if case.destinations == "same" else "cpu:0") for column in columns]
-        found = ops.batch_reduce(case.op, pairs, options)
-        parts = [each.values if isinstance(each, cd.Mirrored) else (each,) for each in found]
-        return [list(tree) for tree in zip(*parts, strict=True)]
-    out = outs if outs is None or number > 1 else outs[0]
-    if case.call == "bound":
-        found = ops.bind(case.op, value, target, options)()
+        found = ops.batch_reduce(case.op, pairs, options, **common)
+        return [list(tree) for tree in zip(*map(components_of, found), strict=True)]
+    common["out"] = outs if outs is None or number > 1 else outs[0]
+    arguments = (case.op, value, target, options)
+    if case.call in ("bound", "bound out", "started"):
+        bound = ops.bind(*arguments, **common)
+        bound()
+        found = bound.start().wait() if case.call == "started" else bound()
+    elif case.call == "start_reduce":
+        found = ops.start_reduce(*arguments, **common).wait()
     else:
-        found = ops.reduce(case.op, value, target, options, out=out)
-    return list(found.values) if isinstance(found, cd.Mirrored) else [found]
+        found = ops.reduce(*arguments, **common)
+    return list(components_of(found))
 
 
-def _is_by_partial_results(case: ProcessCase, leaf: int, found: np.ndarray) -> bool:
+def is_by_partial_results(case: Any, leaf: int, found: np.ndarray, at: Any = ALL) -> bool:
     """Whether it is what wide results of each rank's replicas give: `accurate` may send these instead."""
     part = {"complex64": "float32"}.get(case.dtype, case.dtype)
-    if case.precision != "accurate" or part not in FORMATS or case.op in ("MIN", "MAX"):
+    is_sent_so = case.precision == "accurate" and case.weights == "none"
+    if not is_sent_so or part not in FORMATS or case.op not in ("SUM", "MEAN", "PROD"):
         return False
-    columns = columns_of(Inputs.of(case), leaf)
+    columns = [array[at] for array in columns_of(Inputs.of(case), leaf)]
     if case.dtype == "complex64":
         if case.op == "PROD":
             return False

@@ -1,5 +1,6 @@
 """What happens to forked ranks that share memory: `shared_scenarios.py SCENARIO` prints what it found."""
 
+import contextlib
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import numpy as np
 
 import crossdevice as cd
 from crossdevice.errors import CrossDeviceError
+from crossdevice.testing import faults
 from multiprocess.forked_ranks import Ranks, say_ready
 
 LARGE = 1_500_000
@@ -36,6 +38,15 @@ def memory_files():
     """The files without names of this process, as it has mapped them."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return len({line.split()[4] for line in lines if "/memfd:crossdevice-" in line})
+
+
+def memory_descriptors():
+    """Those of files without names that this process keeps open."""
+    number = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+            number += os.readlink(path).startswith("/memfd:crossdevice-")
+    return number
 
 
 def off():
@@ -91,6 +102,61 @@ def differ():
     return Ranks(3, program, timeout_seconds=30).results()
 
 
+def faulty():
+    """What the second rank shows in one call of each kind is wrong; then the length that it announces."""
+
+    def program(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        small, large, shared = (
+            np.ones(5, np.uint8),
+            np.ones(5 << 20, np.uint8),
+            group.empty(5 << 20, np.uint8),
+        )
+        shared[:] = 1
+        bound = ops.bind("sum", small, "cpu:0")
+        facts = {}
+        for name, call in {
+            "small": lambda: total(ops, small),
+            "bound": bound,
+            "large": lambda: total(ops, large),
+            "shared": lambda: total(ops, shared),
+            "mean": lambda: ops.reduce("mean", cd.PerReplica([large, large]), "cpu:0"),
+            "gather": lambda: ops.gather(small, "cpu:0"),
+        }.items():
+            call()
+            with faults(group, rank=1, corrupt=inverted, calls=[1]) as injected:
+                found = [np.unique(call()).tolist() for _ in range(3)]
+            facts[name] = [found, injected.count]
+        with faults(group, rank=1, corrupt=np.invert):
+            facts["length"] = caught(lambda: ops.gather(small, "cpu:0"))
+        return facts
+
+    def inverted(sent):
+        """Lengths, which come before what is gathered, stay as they are."""
+        return sent if sent.size == 8 else ~sent
+
+    return Ranks(2, program).results()
+
+
+def dropped():
+    """Nothing that the last rank shows is seen."""
+
+    def program(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        facts = []
+        for array in (np.ones(4), np.ones(LARGE)):
+            total(ops, array)
+        options = cd.CommunicationOptions(timeout_seconds=1.0)
+        with faults(group, rank=2, drop=True):
+            facts.append(caught(lambda: ops.reduce("sum", np.ones(4), "cpu:0", options)))
+        say_ready(group)
+        while len(list(group._engine.folder.glob("ready ?"))) < group.size:
+            time.sleep(0.01)
+        return facts
+
+    return Ranks(3, program).results()
+
+
 def crowd():
     """More ranks than any machine of ours has cores."""
 
@@ -111,7 +177,7 @@ def arrays():
     def program(group):
         ops = cd.CollectiveAllReduce(group=group)
         before = memory_files()
-        facts = {}
+        facts = {"descriptors": [memory_descriptors()]}
         for who in ("all", "one", "none"):
             is_shared = who == "all" or (who == "one" and group.rank == 1)
             empty = group.empty if is_shared else np.empty
@@ -131,6 +197,9 @@ def arrays():
             ops.reduce("sum", array, "cpu:0", out=array)
             facts[who].append(array.tobytes() == bits)
         del array, out, empty
+        array = group.empty(3)
+        facts["descriptors"].append(memory_descriptors())
+        del array
         total(ops, np.ones(LARGE, np.float32))  # in which others are told what is gone
         total(ops, np.ones(LARGE, np.float32))
         explained = [ops.explain(np.ones(size, np.float32), "cpu:0").splitlines()[1] for size in (4, LARGE)]
@@ -265,7 +334,11 @@ def staged():
 
 
 SCENARIOS = {
-    each.__name__: each for each in (off, deadline, interrupt, differ, crowd, arrays, kills, peers, staged)
+    each.__name__: each
+    for each in (
+        *(off, deadline, interrupt, differ, faulty, dropped),
+        *(crowd, arrays, kills, peers, staged),
+    )
 }
 
 if __name__ == "__main__":

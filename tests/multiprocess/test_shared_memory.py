@@ -38,7 +38,17 @@ def found():
         assert running[scenario].returncode == 0
         return json.loads(output)
 
-    for scenario in ("off", "deadline", "interrupt", "differ", "crowd", "arrays", "peers"):
+    for scenario in (
+        "off",
+        "deadline",
+        "interrupt",
+        "differ",
+        "faulty",
+        "dropped",
+        "crowd",
+        "arrays",
+        "peers",
+    ):
         start(scenario)
     if HAS_TORCH:
         start("staged")
@@ -80,6 +90,36 @@ def test_known_calls_that_differ_are_refused_and_named(found):
         assert "of float64 (5,)" in facts["text"]
 
 
+def test_wrong_bytes_on_purpose_reach_others_in_the_calls_that_are_named(found):
+    other, faulty = found("faulty")
+    lengths = [facts.pop("length") for facts in (other, faulty)]
+    for facts, count in ((other, 0), (faulty, 1)):
+        for name, ((before, _, after), injected) in facts.items():
+            assert before == after == ([1] if name in ("mean", "gather") else [2]), name
+            assert injected == count, name
+    # 1 + ~1 where the first rank adds, and ~2 of what the second rank has added; partial sums are float64.
+    assert {name: wrong for name, ((_, wrong, _), _) in other.items()} == {
+        "small": [255],
+        "bound": [255],
+        "large": [253, 255],
+        "shared": [253, 255],
+        "mean": [-3.999999761581421, 127.5],
+        "gather": [1, 254],
+    }
+    assert [facts["error"] for facts in lengths] == ["ProcessGroupError"] * 2
+    assert "rank 1 (" in lengths[0]["text"]
+    assert "says that it sends an array of shape (-6,)" in lengths[0]["text"]
+    assert "rank 0 (" in lengths[1]["text"]
+
+
+def test_nobody_waits_for_what_is_dropped_on_purpose_beyond_the_deadline(found):
+    *others, faulty = found("dropped")
+    assert faulty == [{"error": None}]
+    for (facts,) in others:
+        assert facts["error"] == "DeadlineError", facts
+        assert "rank 2 (" in facts["text"]
+
+
 def test_more_ranks_than_cores_get_through(found):
     assert found("crowd") == [True] * 8
 
@@ -92,6 +132,8 @@ def test_arrays_in_shared_memory_give_the_same_bits_and_are_given_back(found):
         )
         assert large.startswith("pack 0 (1 values of float32): brings its arrays to shared memory, ")
         assert large.endswith(" bytes, and combines its shard there, in 4 steps")
+        # Others find an array by its descriptor; that of the group's own memory is needed while it is formed.
+        assert facts.pop("descriptors") == [0, 1]
         assert facts == {who: [True] * 4 for who in ("all", "one", "none")} | {"left": 0}
 
 

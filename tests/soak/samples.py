@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,24 +97,30 @@ def sample(seconds: float, calls_per_second: float, calls_per_processor_second: 
 
 
 def drifts(samples: Sequence[Sample]) -> list[str]:
-    """What has grown or slowed down from the first to the last third of what is judged."""
+    """What has grown or slowed down from the first to the last third of what is judged.
+
+    What is used swings, as things live until they are collected; what leaks is never given back. So of what
+    is used the least counts, and of how fast calls are the median.
+    """
     judged = samples[int(len(samples) * WARM_UP) :]
     third = max(len(judged) // 3, 1)
-    first, last = judged[:third], judged[-third:]
 
-    def medians(field: str) -> tuple[float, float]:
-        return tuple(statistics.median(getattr(each, field) for each in part) for part in (first, last))  # type: ignore[return-value]
+    def of_thirds(measure: Callable[[Iterable[float]], float], field: str) -> tuple[float, float]:
+        first, last = (
+            measure([getattr(each, field) for each in part]) for part in (judged[:third], judged[-third:])
+        )
+        return first, last
 
     found = []
-    before, after = medians("memory_bytes")
+    before, after = of_thirds(min, "memory_bytes")
     if after - before > max(MAX_GROWTH_BYTES, MAX_GROWTH * before):
         found.append(f"memory grew from {before / 2**20:.1f} to {after / 2**20:.1f} MiB")
     for field in ("descriptors", "threads"):
-        before, after = medians(field)
+        before, after = of_thirds(min, field)
         if after - before > MAX_MORE:
             found.append(f"{field} grew from {before:g} to {after:g}")
     for field, slowdown in MAX_SLOWDOWN.items():
-        before, after = medians(field)
+        before, after = of_thirds(statistics.median, field)
         if after < before * (1 - slowdown):
             found.append(f"{field.replace('_', ' ')} fell from {before:.1f} to {after:.1f}")
     return found

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from crossdevice.process_groups.protocol import Begin, Message, Started, Waited
+from crossdevice.process_groups.rooms import room_for
 from crossdevice.process_groups.shared_exchange import SharedExchange
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ class GroupCall:
 
     def _gathered(self, record: bytes, lengths: Sequence[int]) -> list[bytes]:
         own = np.frombuffer(record, np.uint8)
-        rooms = {rank: np.empty(lengths[rank], np.uint8) for rank in self.others()}
+        members = self.group.members
+        rooms = {rank: room_for(members[rank], [lengths[rank]], np.uint8) for rank in self.others()}
         self.exchange([Message(rank, own) for rank in rooms], list(map(Message, rooms, rooms.values())))
         return [rooms[rank].tobytes() if rank in rooms else record for rank in range(self.group.size)]
 

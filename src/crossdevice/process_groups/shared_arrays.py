@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-import mmap
 import os
 import secrets
 import sys
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from crossdevice.process_groups.mapping import mapped_file
 from crossdevice.values.nesting import flatten, unflatten
 
 Bytes = NDArray[np.uint8]
@@ -56,7 +56,7 @@ class SharedArrays:
         try:
             length = max(num_bytes, 1)
             os.ftruncate(descriptor, length)
-            mapped = mmap.mmap(descriptor, length)
+            mapped = mapped_file(descriptor, length)
         except BaseException:
             os.close(descriptor)
             raise
@@ -85,7 +85,7 @@ class SharedArrays:
         if key not in self._mapped:
             descriptor = os.open(self._path(rank, place), os.O_RDWR | os.O_CLOEXEC)
             try:
-                memory = np.frombuffer(mmap.mmap(descriptor, place.num_bytes), np.uint8)
+                memory = np.frombuffer(mapped_file(descriptor, place.num_bytes), np.uint8)
             finally:
                 os.close(descriptor)
             self._mapped[key] = (place.descriptor, memory)

@@ -75,7 +75,10 @@ class SharedExchange:
         places: dict[int, tuple[int, int]] = {}
         for number, stream in enumerate(self._streams):
             start = number * share
-            places[id(stream)] = (start, stream.copy_to(window[start : start + share]))
+            length = stream.copy_to(window[start : start + share])
+            places[id(stream)] = (start, length)
+            if self._shared.on_shown is not None:
+                self._shared.on_shown(window[start : start + length])
         table = [0, 0] * self._size
         for peer, stream in self._going.items():
             table[2 * peer : 2 * peer + 2] = places[id(stream)]
@@ -91,8 +94,11 @@ class SharedExchange:
             stream.copy_from(windows[peer][start : start + length])
         if any(steps.numbers_of(rank, 0, 1)[0] for rank in range(self._size)):
             self._post()
-        else:
-            self._is_done = True
+            return
+        for peer, stream in self._coming.items():
+            if stream.num_left:
+                raise RuntimeError(f"{stream.num_left} bytes of rank {peer} were to come, and did not")
+        self._is_done = True
 
 
 class _Stream:

@@ -13,11 +13,14 @@ import platform
 import secrets
 import struct
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crossdevice.errors import OptionError
+from crossdevice.process_groups.mapping import mapped_file
 from crossdevice.process_groups.process_births import birth_of
 from crossdevice.process_groups.shared_arrays import Bytes, SharedArrays, name_of
 from crossdevice.process_groups.shared_steps import SharedSteps, steps_bytes
@@ -51,6 +54,8 @@ class SharedMemory:
         self.brought: list[list[Bytes]] = [list(pages[0, parity]) for parity in (0, 1)]
         """By parity of the step and by rank."""
         self.made: list[list[Bytes]] = [list(pages[1, parity]) for parity in (0, 1)]
+        self.on_shown: Callable[[NDArray[Any]], None] | None = None
+        """Called with what this rank has put into a window, before others read it: for faults on purpose."""
 
 
 class _Offer(NamedTuple):
@@ -101,7 +106,7 @@ def memory_shared_by(call: GroupCall, *, wanted: bool) -> tuple[SharedMemory | N
         try:
             descriptor = os.memfd_create(name_of(_number(token)), os.MFD_CLOEXEC)
             os.ftruncate(descriptor, num_bytes)
-            mapped = mmap.mmap(descriptor, num_bytes)
+            mapped = mapped_file(descriptor, num_bytes)
             mapped[:TOKEN_BYTES] = token
         except OSError as error:
             reason = f"no memory could be made: {error}"
@@ -140,7 +145,7 @@ def _opened(offer: _Offer, num_bytes: int) -> tuple[mmap.mmap | None, str | None
             return None, f"rank 0 is in another container or on another host: {place} is something else"
         descriptor = os.open(place, os.O_RDWR | os.O_CLOEXEC)
         try:
-            mapped = mmap.mmap(descriptor, num_bytes)
+            mapped = mapped_file(descriptor, num_bytes)
         finally:
             os.close(descriptor)
     except FileNotFoundError:

@@ -80,6 +80,23 @@ class SharedSteps:
 
     def post(self, call: int, exchange: int, signature: bytes, numbers: Sequence[int] = ()) -> None:
         """Comes to the next step, for that exchange of that call; all that was written before can be read."""
+        step = self._announce(call, exchange, signature, numbers)
+        words = self._words
+        words[self._own // 8] = step
+        for place in self._counters:
+            if words[place] < step:
+                return
+        self._gates[_GATE // 4] = step & 0xFFFFFFFF
+        wake_all(self._gate_address)
+
+    def withhold(self, call: int, exchange: int, signature: bytes, numbers: Sequence[int] = ()) -> bool:
+        """As `post`, but others never see it: for faults on purpose."""
+        header = self._own_headers[self._announce(call, exchange, signature, numbers) & 1]
+        self._memory[header : header + _KEY.size] = bytes(_KEY.size)  # of no exchange: these count from 1
+        return False
+
+    def _announce(self, call: int, exchange: int, signature: bytes, numbers: Sequence[int]) -> int:
+        """Writes what belongs to the next step, and returns its number; nobody reads it yet."""
         if len(signature) > SIGNATURE_BYTES:
             signature = hashlib.blake2b(signature, digest_size=SIGNATURE_BYTES).digest()
         step = self.number + 1
@@ -89,13 +106,7 @@ class SharedSteps:
         if numbers:
             struct.pack_into(f"<{len(numbers)}q", self._memory, header + _KEY.size, *numbers)
         self._key, self.number, self._is_over = key, step, False
-        words = self._words
-        words[self._own // 8] = step
-        for place in self._counters:
-            if words[place] < step:
-                return
-        self._gates[_GATE // 4] = step & 0xFFFFFFFF
-        wake_all(self._gate_address)
+        return step
 
     def wait(self, seconds: float) -> bool:
         """Whether all ranks have come to this step, for the same exchange, after at most so long."""

@@ -1,6 +1,7 @@
 """For tests of programs that use crossdevice: faults on purpose, and ranks as threads or processes."""
 
-from crossdevice.testing.fault_injection import Injected, faults
+from crossdevice.testing.fault import Injected
+from crossdevice.testing.fault_injection import faults
 from crossdevice.testing.ranks import run_ranks
 
 __all__ = ["Injected", "faults", "run_ranks"]

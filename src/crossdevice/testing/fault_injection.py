@@ -9,11 +9,8 @@ import inspect
 import itertools
 import math
 import numbers
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
-
-import numpy as np
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import group_of
@@ -21,25 +18,11 @@ from crossdevice.errors import OptionError
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.pending import start
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.group_call import GroupCall
-from crossdevice.process_groups.protocol import Message
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.running.place import current_context
-from crossdevice.testing.components import with_component_changed, without_component
+from crossdevice.testing.fault import Fault, Injected, replaced
+from crossdevice.testing.group_faults import in_group
 from crossdevice.values.options import whole_number
-
-
-@dataclasses.dataclass
-class Injected:
-    """What `faults` gives to its block: how often the fault has happened, in this process.
-
-    >>> import crossdevice as cd
-    >>> with faults(cd.RingAllReduce(), delay=0.0, raises=TimeoutError) as injected:
-    ...     injected.count
-    0
-    """
-
-    count: int = 0
 
 
 def faults(
@@ -79,7 +62,7 @@ def faults(
     """
     if corrupt is not None and not callable(corrupt):
         raise OptionError(f"corrupt must be a function of an array, got {corrupt!r}")
-    fault = _Fault(_checked_delay(delay), _checked_error(raises), corrupt, drop, _checked_calls(calls))
+    fault = Fault(_checked_delay(delay), _checked_error(raises), corrupt, drop, _checked_calls(calls))
     if not (fault.strikes or corrupt or drop):
         raise OptionError("no fault was named; expected delay, raises, corrupt or drop")
     if isinstance(target, Strategy):
@@ -93,42 +76,8 @@ def faults(
     if isinstance(target, ProcessGroup):
         _check_absent("replica", replica, "a group has ranks")
         is_meant = target.rank == _checked("rank", rank, target.size)
-        return _in_group(target, fault) if is_meant else _nowhere()
+        return in_group(target, fault) if is_meant else _nowhere()
     raise OptionError(f"faults happen in a strategy, an algorithm or a group; got a {type(target).__name__}")
-
-
-@dataclasses.dataclass
-class _Fault:
-    """What goes wrong, and in which calls."""
-
-    delay: float
-    raises: BaseException | type[BaseException] | None
-    corrupt: Callable[[Any], Any] | None
-    drop: bool
-    calls: frozenset[int] | None
-    injected: Injected = dataclasses.field(default_factory=Injected)
-
-    @property
-    def strikes(self) -> bool:
-        """Whether something happens before the call."""
-        return self.delay > 0 or self.raises is not None
-
-    def is_due(self, call: int) -> bool:
-        """Whether a call goes wrong."""
-        return self.calls is None or call in self.calls
-
-    def strike(self) -> None:
-        """Counts, is late, and raises."""
-        self.injected.count += 1
-        time.sleep(self.delay)
-        if self.raises is not None:
-            raise self.raises
-
-    def brought(self, value: Any, replica: int) -> Any:
-        """What a faulty replica makes of a value."""
-        if self.corrupt is not None:
-            value = with_component_changed(value, replica, self.corrupt)
-        return without_component(value, replica) if self.drop else value
 
 
 @contextlib.contextmanager
@@ -138,7 +87,7 @@ def _nowhere() -> Iterator[Injected]:
 
 
 @contextlib.contextmanager
-def _in_strategy(strategy: Strategy, replica: int, fault: _Fault) -> Iterator[Injected]:
+def _in_strategy(strategy: Strategy, replica: int, fault: Fault) -> Iterator[Injected]:
     run, call = strategy.run, -1
 
     def faulty_run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -163,19 +112,19 @@ def _in_strategy(strategy: Strategy, replica: int, fault: _Fault) -> Iterator[In
     if fault.corrupt is not None and 0 <= own < len(strategy.extended.worker_devices):
         in_reductions = dataclasses.replace(fault, delay=0.0, raises=None, drop=False)  # counts with it
         methods = _faulty_calls(ops, own, in_reductions, lambda: call >= 0 and fault.is_due(call))
-    with _replaced(strategy, run=faulty_run), _replaced(ops, **methods):
+    with replaced(strategy, run=faulty_run), replaced(ops, **methods):
         yield fault.injected
 
 
 @contextlib.contextmanager
-def _in_algorithm(ops: CrossDeviceOps, replica: int, fault: _Fault) -> Iterator[Injected]:
+def _in_algorithm(ops: CrossDeviceOps, replica: int, fault: Fault) -> Iterator[Injected]:
     calls = itertools.count()
-    with _replaced(ops, **_faulty_calls(ops, replica, fault, lambda: fault.is_due(next(calls)))):
+    with replaced(ops, **_faulty_calls(ops, replica, fault, lambda: fault.is_due(next(calls)))):
         yield fault.injected
 
 
 def _faulty_calls(
-    ops: CrossDeviceOps, replica: int, fault: _Fault, is_due: Callable[[], bool]
+    ops: CrossDeviceOps, replica: int, fault: Fault, is_due: Callable[[], bool]
 ) -> Mapping[str, Callable[..., Any]]:
     """The calls of an algorithm as one with a faulty replica makes them."""
 
@@ -230,49 +179,6 @@ def _calls_of_values(ops: CrossDeviceOps) -> list[str]:
         and name != "explain"
         and "per_replica_value" in inspect.signature(method).parameters
     ]
-
-
-@contextlib.contextmanager
-def _in_group(group: ProcessGroup, fault: _Fault) -> Iterator[Injected]:
-    make_call, calls = group.call, itertools.count()
-
-    @contextlib.contextmanager
-    def faulty_call(*args: Any, **kwargs: Any) -> Iterator[GroupCall]:
-        is_due = fault.is_due(next(calls))
-        if is_due:
-            fault.strike()
-        with make_call(*args, **kwargs) as call:
-            if is_due and (fault.corrupt or fault.drop):
-                start_exchange = call.start_exchange
-
-                def start_faulty_exchange(sends: Sequence[Message], receives: Sequence[Message]) -> None:
-                    start_exchange([] if fault.drop else [*map(changed, sends)], receives)
-
-                vars(call)["start_exchange"] = start_faulty_exchange
-            yield call
-
-    def changed(message: Message) -> Message:
-        if fault.corrupt is None:
-            return message
-        sent = message.memory.reshape(-1).view(np.uint8).copy()
-        return message._replace(memory=np.asarray(fault.corrupt(sent), np.uint8).reshape(sent.shape))
-
-    with _replaced(group, call=faulty_call):
-        yield fault.injected
-
-
-@contextlib.contextmanager
-def _replaced(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Gives an object other methods for a block."""
-    attributes = vars(target)  # past `__setattr__`, for which they would be settings
-    before = {name: attributes[name] for name in methods if name in attributes}
-    attributes.update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del attributes[name]
-        attributes.update(before)
 
 
 def _checked(name: str, given: int | None, count: int) -> int:

@@ -192,6 +192,13 @@ def test_integers_follow_the_policy():
         assert bits(other.mean()) == bits(total.mean())
 
 
+def test_sums_of_integers_end_where_their_dtype_does():
+    models = [{"a": np.int8([100, -100, 7]), "b": np.uint16([9, 65000, 0])}] * 3
+    assert accumulated(models).sum()["a"].tolist() == [127, -128, 21]
+    assert accumulated(models, [-1, 0, 0]).sum()["b"].tolist() == [0, 0, 0]
+    assert accumulated(models).sum()["b"].tolist() == [27, 65535, 0]
+
+
 def test_weights_that_float64_cannot_add_up_are_added_up():
     weights = [1e17, 1.0, 1.0, 1.0]
     total = accumulated([f32(1), f32(1), f32(1), f32(1)], weights, precision="exact")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from crossdevice.errors import ProcessGroupError
 from crossdevice.execution.local.all_to_all import AllToAll
 from crossdevice.execution.processes.agreement import (
     Description,
@@ -23,6 +24,7 @@ from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
+from crossdevice.process_groups.rooms import room_for
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.options import CommunicationOptions
 
@@ -113,10 +115,11 @@ def parts_of_all(
         for leaf, of_leaf in zip(leaves, lengths, strict=True)
     ]
     records = call.all_gather_uneven(b"".join(of_leaf.tobytes() for of_leaf in lengths))
-    coming = [_lengths_for(rank, leaves, record, peer) for peer, record in enumerate(records)]
+    members = call.group.members
+    coming = [_lengths_for(rank, leaves, record, peer, members) for peer, record in enumerate(records)]
     rooms = {
         peer: [
-            np.empty((of_leaf.sum(), *leaf.replicas[0].shape[1:]), leaf.replicas[0].dtype)
+            room_for(members[peer], (of_leaf.sum(), *leaf.replicas[0].shape[1:]), leaf.replicas[0].dtype)
             for leaf, of_leaf in zip(leaves, coming[peer], strict=True)
         ]
         for peer in call.others()
@@ -141,8 +144,16 @@ def parts_of_all(
     return results
 
 
-def _lengths_for(rank: int, leaves: Sequence[LeafRows], record: bytes, peer: int) -> list[NDArray[np.int64]]:
+def _lengths_for(
+    rank: int, leaves: Sequence[LeafRows], record: bytes, peer: int, members: Sequence[str]
+) -> list[NDArray[np.int64]]:
     """For each leaf the lengths of the parts that each of a peer's replicas has for each of this rank's."""
+    expected = 8 * sum(leaf.counts[peer] * sum(leaf.counts) for leaf in leaves)
+    if len(record) != expected:
+        raise ProcessGroupError(
+            f"{members[peer]} sends the lengths of its parts in {len(record)} bytes; expected {expected}. "
+            "Its message was corrupted"
+        )
     left, found = np.frombuffer(record, np.int64), []
     for leaf in leaves:
         number = leaf.counts[peer] * sum(leaf.counts)

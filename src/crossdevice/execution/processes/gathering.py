@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
+from crossdevice.process_groups.rooms import room_for
 
 Flat = NDArray[Any]
 
@@ -19,7 +20,10 @@ def arrays_of_all_ranks(call: GroupCall, arrays: Sequence[Flat]) -> list[list[Fl
     lengths = np.array([array.size for array in arrays], np.int64)
     of_ranks = [np.frombuffer(record, np.int64) for record in call.all_gather(lengths.tobytes())]
     rooms = {
-        peer: [np.empty(length, array.dtype) for length, array in zip(of_ranks[peer], arrays, strict=True)]
+        peer: [
+            room_for(call.group.members[peer], [length], array.dtype)
+            for length, array in zip(of_ranks[peer], arrays, strict=True)
+        ]
         for peer in call.others()
     }
     call.exchange(

@@ -97,6 +97,7 @@ class SharedPack:
         parity = self._shared.steps.parity
         for array, view in zip(self._own[parity], views, strict=True):
             array[:] = view
+        self._tell_of(self._own[parity])
         call.step()
         return self._inputs[parity]
 
@@ -110,6 +111,7 @@ class SharedPack:
             parity = steps.parity
             for array, view in copies[parity]:
                 array[:] = view
+            self._tell_of(self._own[parity])
             call.step()
             for work in passes[parity]:
                 work()
@@ -212,6 +214,7 @@ class SharedPack:
                 place = chunk.place(piece)
                 for array, view in zip(arrays, views[piece.leaf], strict=True):
                     array[place] = view[piece.in_leaf]
+                self._tell_of([array[place] for array in arrays])
             return
         (partial,) = arrays
         tasks = [
@@ -219,6 +222,13 @@ class SharedPack:
             for piece in chunk.brought
         ]
         fused_batch(tasks, self._pack.local_recipe)
+        self._tell_of([window for _, (window,) in tasks])
+
+    def _tell_of(self, shown: Sequence[Flat]) -> None:
+        """Of what others are about to read, whoever wants to know."""
+        if self._shared.on_shown is not None:
+            for array in shown:
+                self._shared.on_shown(array)
 
     def _combine(
         self,
@@ -255,6 +265,8 @@ class SharedPack:
             fused_pass(*tasks[0], recipe)
         else:
             fused_batch(tasks, recipe)
+        if not self._is_alone and found.outputs is None:
+            self._tell_of([outputs[-1] for _, outputs in tasks])
 
     def _collect(self, chunk: _Chunk, parity: int, total: Flat, copies: Mapping[int, Sequence[Flat]]) -> None:
         for peer, piece in chunk.theirs:

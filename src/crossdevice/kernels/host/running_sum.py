@@ -24,6 +24,7 @@ from crossdevice.kernels.host.reference.running import (
     add_weighted,
     rounded_fraction,
     rounded_parts,
+    with_neutral_rests,
 )
 from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
@@ -108,7 +109,7 @@ class RunningSum:
 
     def merge(self, other: RunningSum) -> None:
         """Adds all that another sum of the same dtype holds."""
-        self.add(other.parts, [1.0] * len(other.parts))
+        self.add(with_neutral_rests(other.parts), [1.0] * len(other.parts))
         for element, fraction in other.fractions.items():
             self.fractions[element] = self.fractions.get(element, Fraction(0)) + fraction
         for element, special in other.specials.items():

@@ -74,6 +74,18 @@ def test_plain_sums_have_the_bits_of_one_pass_over_all(kernels, name, precision)
         assert not differ.size, (found[differ][:5], out[differ][:5])
 
 
+@pytest.mark.parametrize("name", DTYPES)
+def test_exact_sums_of_nothing_but_negative_zeros_are_negative_zeros(kernels, name):
+    arrays = [np.array(signs * 20, dtype_named(name)) for signs in ([-0.0, -0.0, 0.0], [-0.0, 0.0, -0.0])]
+    whole, first, second = (RunningSum(60, arrays[0].dtype, "exact") for _ in range(3))
+    whole.add(arrays, [1.0, 3.0])
+    first.add(arrays[:1], [1.0])
+    second.add(arrays[1:], [3.0])
+    first.merge(second)
+    for running, divisor in ((whole, 1), (whole, 4), (first, 1), (first, Fraction(1, 3))):
+        assert np.signbit(written(running, divisor)).tolist() == [True, False, False] * 20
+
+
 @pytest.mark.parametrize("name", ["int8", "uint16", "int32", "int64", "uint64", "bool"])
 def test_means_of_integers_are_rounded_to_nearest_even(kernels, name):
     random, dtype = np.random.default_rng(3), np.dtype(name)

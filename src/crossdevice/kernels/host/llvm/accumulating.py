@@ -163,6 +163,8 @@ def _grown(
         build.fcmp_unordered("!=", element, zero), build.fcmp_unordered("!=", weight, zero)
     )
     is_lost = build.and_(build.not_(is_known), has_factors)
+    no_rest = build.fcmp_ordered("==", rest, zero)
+    rest = build.select(no_rest, vectors.constant(DOUBLE, -0.0), rest)  # so that a sum of -0.0 stays that
     for term in (product, rest):
         left = term
         for number, part in enumerate(parts):

@@ -61,12 +61,22 @@ def _grown(state: list[Floats], element: Floats, weight: float, family: str, los
         return [total, (state[1] + error) + rest]
     lost |= ~is_error_known(element, product) & (element != 0) & (weight != 0)
     parts = list(state)
-    for term in (product, rest):
+    for term in (product, _neutral(rest)):
         left = term
         for number, part in enumerate(parts):
             parts[number], left = two_sum(part, left)
         lost |= left != 0
     return parts
+
+
+def with_neutral_rests(parts: Sequence[Floats]) -> list[Floats]:
+    """The same sum, in which a first part of -0.0 stays what it is."""
+    return [parts[0], *map(_neutral, parts[1:])]
+
+
+def _neutral(part: Floats) -> Floats:
+    """Zeros as -0.0, which leaves every number and every zero to which it is added as it is."""
+    return np.where(part == 0, -0.0, part)
 
 
 def rounded_parts(
@@ -86,7 +96,7 @@ def rounded_parts(
             remainder = exact_remainder if is_whole else remainder_of  # as in one pass over all inputs
             quotient = with_errors(parts[0], parts[1], number, remainder)
             return rounded(quotient, dtype), decided
-        enclosure = enclosed_sum(parts)
+        enclosure = enclosed_sum(with_neutral_rests(parts))
         if divisor.exact_divisor != 1:
             enclosure = enclosed_quotient(enclosure, divisor)
         undecided = np.flatnonzero(~is_decided(enclosure))
@@ -103,6 +113,8 @@ def _rounded_to_integers(
     whole = np.rint(near)
     is_inside = (np.abs((near - whole) + rest) < 0.5 - 2.0**-20) & (doubt < 2.0**-30)
     is_sure = (np.abs(near) < 2.0**31) & (is_inside | ((rest == 0) & (doubt == 0)))
+    if dtype.kind != "b":
+        whole = whole.clip(np.iinfo(dtype).min, np.iinfo(dtype).max)
     return whole.astype(dtype), np.union1d(np.flatnonzero(~is_sure), undecided)
 
 
