@@ -78,5 +78,4 @@ def compiled_likeness() -> Kernel:
 
 def _compiled(function: Kernel, name: str, signature: str) -> Kernel:
     """As short as these are, letting other threads run meanwhile would take longer than they do."""
-    kernel: Kernel = compiled(function, name, signature, nogil=False).get_overload(signature)
-    return kernel
+    return compiled(function, name, signature, nogil=False).get_overload(signature)
