@@ -17,9 +17,8 @@ from conformance.rows import (
     BACKEND_ROWS,
     LOWERINGS,
     NUMPY,
-    components_of,
-    plain_arrays,
-    wild_arrays,
+    bits_of,
+    plain_and_wild_arrays,
 )
 from crossdevice.errors import ReduceOpError
 from crossdevice.kernels.host.fused_pass import fused_pass
@@ -55,17 +54,8 @@ def expected(k, arrays, dtype, precision):
     return np.array(results, NUMPY_DTYPES[into])
 
 
-def bits_of(ops, op, arrays, options, backend=NUMPY):
-    value = backend.per_replica(arrays)
-    (bits,) = {backend.bits(array) for array in components_of(ops.reduce(op, value, value, options))}
-    return bits
-
-
 def arrays_of(dtype, count):
-    plain = plain_arrays(dtype, count)
-    if "int" in dtype:
-        return list(plain)
-    return [np.concatenate(pair) for pair in zip(plain, wild_arrays(dtype, count, 20, 2), strict=True)]
+    return plain_and_wild_arrays(dtype, count, 20, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
