@@ -311,6 +311,15 @@ def wild_arrays(dtype: str, num_replicas: int, num_elements: int, seed: int) -> 
     return list(arrays.astype(NUMPY_DTYPES[dtype]))
 
 
+def plain_and_wild_arrays(dtype: str, num_replicas: int, num_wild: int, seed: int) -> list[np.ndarray]:
+    """Arrays of plain numbers, and for floats of some far apart too."""
+    plain = list(plain_arrays(dtype, num_replicas))
+    if "int" in dtype:
+        return plain
+    wild = wild_arrays(dtype, num_replicas, num_wild, seed)
+    return [np.concatenate(pair) for pair in zip(plain, wild, strict=True)]
+
+
 def same_numbers(left: np.ndarray, right: np.ndarray) -> bool:
     """Equal dtypes, shapes and bits, except that one NaN is as good as another."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):
@@ -334,6 +343,21 @@ def placed(*devices: str) -> cd.PerReplica:
 def components_of(result: Any) -> tuple[Any, ...]:
     """What each destination got."""
     return result.values if isinstance(result, cd.DistributedValues) else (result,)
+
+
+def bits_of(
+    ops: cd.CrossDeviceOps,
+    op: str,
+    arrays: Sequence[np.ndarray],
+    options: cd.CommunicationOptions,
+    backend: BackendRow = NUMPY,
+    weights: Any = None,
+) -> bytes:
+    """The bits every destination got, which must be the same."""
+    value = backend.per_replica(arrays)
+    results = components_of(ops.reduce(op, value, value, options, weights=weights))
+    (bits,) = {backend.bits(array) for array in results}
+    return bits
 
 
 def patterns(dtype: str) -> st.SearchStrategy[int]:

@@ -15,9 +15,8 @@ from conformance.rows import (
     BACKEND_ROWS,
     LOWERINGS,
     NUMPY,
-    components_of,
-    plain_arrays,
-    wild_arrays,
+    bits_of,
+    plain_and_wild_arrays,
 )
 from crossdevice.errors import ReduceOpError
 from crossdevice.kernels.host.fused_pass import fused_pass
@@ -29,17 +28,8 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32",
 OPS = ("MEDIAN", "TRIMMED_MEAN(0)", "TRIMMED_MEAN(1)")
 
 
-def bits_of(ops, op, arrays, options, backend=NUMPY):
-    value = backend.per_replica(arrays)
-    (bits,) = {backend.bits(array) for array in components_of(ops.reduce(op, value, value, options))}
-    return bits
-
-
 def arrays_of(dtype, count):
-    plain = plain_arrays(dtype, count)
-    if "int" in dtype:
-        return list(plain)
-    return [np.concatenate(pair) for pair in zip(plain, wild_arrays(dtype, count, 20, 2), strict=True)]
+    return plain_and_wild_arrays(dtype, count, 20, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

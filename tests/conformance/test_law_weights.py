@@ -15,8 +15,8 @@ from conformance.rows import (
     BACKEND_ROWS,
     LOWERINGS,
     NUMPY,
-    components_of,
-    plain_arrays,
+    bits_of,
+    plain_and_wild_arrays,
     wild_arrays,
 )
 from crossdevice.errors import OptionError, ReduceOpError
@@ -30,20 +30,10 @@ WEIGHTS = {
 CASES = [(op, weights) for op, sets in WEIGHTS.items() for weights in sets]
 
 
-def bits_of(ops, op, arrays, weights, options, backend=NUMPY):
-    """The bits every destination got, which must be the same."""
-    value = backend.per_replica(arrays)
-    results = components_of(ops.reduce(op, value, value, options, weights=weights))
-    (bits,) = {backend.bits(array) for array in results}
-    return bits
-
-
 @pytest.mark.parametrize("dtype", [*FLOATS, "int16", "int64"])
 @pytest.mark.parametrize("precision", ["accurate", "exact"])
 def test_every_algorithm_gives_what_the_weights_say(dtype, precision):
-    plain = list(plain_arrays(dtype, 4))
-    arrays = [np.concatenate([a, b]) for a, b in zip(plain, wild_arrays(dtype, 4, 25, 7), strict=True)]
-    arrays = plain if "int" in dtype else arrays
+    arrays = plain_and_wild_arrays(dtype, 4, 25, 7)
     for number, (op, weights) in enumerate(CASES):
         right = NUMPY.bits(weighted(op, arrays, weights, dtype, precision))
         rows = ALGORITHM_ROWS if number == 1 else ALGORITHM_ROWS[number : number + 1]
@@ -51,7 +41,7 @@ def test_every_algorithm_gives_what_the_weights_say(dtype, precision):
             if row.name == OWN_HOOKS:
                 continue
             options = cd.CommunicationOptions(precision=precision, lowering=lowering)
-            assert bits_of(row.make(), op, arrays, weights, options) == right, (
+            assert bits_of(row.make(), op, arrays, options, weights=weights) == right, (
                 op,
                 weights,
                 row.name,
@@ -71,7 +61,7 @@ def test_every_library_has_the_same_bits(backend):
         arrays = wild_arrays(dtype, 4, 25, 3)
         for lowering in LOWERINGS:
             options = cd.CommunicationOptions(precision=precision, lowering=lowering)
-            found = bits_of(cd.TreeAllReduce(), "mean", arrays, WEIGHTS["MEAN"][1], options, backend)
+            found = bits_of(cd.TreeAllReduce(), "mean", arrays, options, backend, WEIGHTS["MEAN"][1])
             exactness = "exact" if precision == "exact" else "accurate"
             right = weighted("MEAN", arrays, WEIGHTS["MEAN"][1], dtype, exactness)
             assert found == NUMPY.bits(right), (dtype, precision, lowering)
@@ -85,17 +75,14 @@ def test_exact_weighted_results_do_not_depend_on_the_order_of_replicas():
         found = set()
         for seed in range(5):
             random.Random(seed).shuffle(pairs)
-            found.add(bits_of(cd.DirectAllReduce(), op, *map(list, zip(*pairs, strict=True)), options))
+            shuffled, own = map(list, zip(*pairs, strict=True))
+            found.add(bits_of(cd.DirectAllReduce(), op, shuffled, options, weights=own))
         assert len(found) == 1, (dtype, op, weights)
 
 
 def test_weights_of_one_have_the_bits_of_the_plain_mean():
     for dtype, precision in itertools.product((*FLOATS, "int8", "int32", "int64"), ("accurate", "exact")):
-        arrays = list(plain_arrays(dtype, 5))
-        if "int" not in dtype:
-            arrays = [
-                np.concatenate([a, b]) for a, b in zip(arrays, wild_arrays(dtype, 5, 200, 1), strict=True)
-            ]
+        arrays = plain_and_wild_arrays(dtype, 5, 200, 1)
         options = cd.CommunicationOptions(precision=precision)
         plain = cd.reduce(arrays, "mean", options=options)
         assert NUMPY.bits(cd.reduce(arrays, "mean", options=options, weights=[1] * 5)) == NUMPY.bits(plain)

@@ -23,7 +23,7 @@ from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.outputs import wrapped
-from crossdevice.execution.reading.structures import checked_outs, checked_pairs, spread_outs, spread_pairs
+from crossdevice.execution.reading.structures import checked_outs, checked_pairs, spread_pairs
 from crossdevice.execution.reading.values import read_value
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.steps import Buffer
@@ -180,9 +180,7 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
     ) -> Any:
         """Concatenates the replicas of a value along `axis`, on each destination; sizes there may differ."""
         check_cross_replica("gather")
-        pairs = [(per_replica_value, destinations)]
-        spread, rebuilt = spread_pairs(pairs)
-        outs = spread_outs(pairs, [out])
+        spread, outs, rebuilt = spread_pairs([(per_replica_value, destinations)], [out])
         placed = [
             (value, read_destinations(target), into)
             for (value, target), into in zip(spread, outs, strict=True)
@@ -295,13 +293,13 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         requests, rebuilt = read_requests(pairs, outs)
         recorded = recorded_leaves([(request.value, request.destinations) for request in requests], outs)
         if recorded is not None and factors is None and self._differentiates(op):
-            apart = spread_pairs(pairs)[0]
+            apart, _, _ = spread_pairs(pairs, outs)
             again = (op, apart, chosen, [None] * len(apart), None)
             run = functools.partial(self._reduce, *again, is_batch=is_batch)
             return rebuilt(recorded.reduced(run, self._calls, op, chosen))
         batch = CheckedBatch(requests, op, chosen, in_any_order=self._can_be_known, factors=factors)
         if self._overrides_hooks:
-            targets = [target for _, target in spread_pairs(pairs)[0]]
+            targets = [target for _, target in spread_pairs(pairs, outs)[0]]
             return rebuilt(self._reduce_by_hooks(batch, targets, is_batch))
         between = self._between
         results = batch.run(self._planner) if between is None else between.reduce(batch)

@@ -10,7 +10,7 @@ from crossdevice.execution.linear_maps import Calls
 from crossdevice.execution.local.all_to_all import AllToAll, read_all_to_all
 from crossdevice.execution.local.scattering import Scatter, per_replica, read_scatter
 from crossdevice.execution.processes.between_processes import BetweenProcesses
-from crossdevice.execution.reading.structures import spread_outs, spread_pairs
+from crossdevice.execution.reading.structures import spread_pairs
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
@@ -165,6 +165,5 @@ class ShardedCalls:
 
 def _spread(value: Any, out: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], list[Any]]]:
     """The distributed values of a structure, the `out` of each, and what puts results in their places."""
-    pairs = [(value, None)]
-    spread, rebuilt = spread_pairs(pairs)
-    return [each for each, _ in spread], spread_outs(pairs, [out]), rebuilt
+    spread, outs, rebuilt = spread_pairs([(value, None)], [out])
+    return [each for each, _ in spread], outs, rebuilt

@@ -72,15 +72,7 @@ def _frames(plan: Plan, spans: tuple[Span, ...]) -> list[dict[str, Any]]:
     for buffer in plan.inputs:
         for cell in held[places[buffer.device]]:
             cell[0] |= buffer.replicas
-    frames = [
-        {
-            "seconds": 0.0,
-            "text": "Every device holds its own contribution.",
-            "sends": [],
-            "adds": [],
-            "held": _written(held),
-        }
-    ]
+    frames = [_frame(0.0, "Every device holds its own contribution.", [], [], held)]
     begun = 0.0
     together: list[Step] = []
     for span in sorted(spans, key=lambda each: (each.start_seconds, each.step)):
@@ -127,11 +119,12 @@ def _shown(
         said.append(f"Results finished on {', '.join(map(str, sorted(finished)))}.")
     if not said:
         return []
-    return [
-        {"seconds": seconds, "text": " ".join(said), "sends": sends, "adds": adds, "held": _written(held)}
-    ]
+    return [_frame(seconds, " ".join(said), sends, adds, held)]
 
 
-def _written(held: list[Any]) -> list[Any]:
-    """For each device and range the replicas that count, as bits in hexadecimal; results end in !."""
-    return [[f"{replicas:x}{'!' if finished else ''}" for replicas, finished in cells] for cells in held]
+def _frame(
+    seconds: float, text: str, sends: list[list[Any]], adds: list[int], held: list[Any]
+) -> dict[str, Any]:
+    """`held` has for each device and range the replicas that count, written as bits; results end in !."""
+    written = [[f"{replicas:x}{'!' if finished else ''}" for replicas, finished in cells] for cells in held]
+    return {"seconds": seconds, "text": text, "sends": sends, "adds": adds, "held": written}

@@ -25,7 +25,7 @@ from crossdevice.execution.reading.outputs import (
     read_out,
     wrapped,
 )
-from crossdevice.execution.reading.structures import spread_outs, spread_pairs
+from crossdevice.execution.reading.structures import spread_pairs
 from crossdevice.execution.reading.values import Leaf, Value, checked_spec, read_value, widened
 from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded
 from crossdevice.values.device import Device
@@ -49,10 +49,10 @@ def read_requests(
     pairs: Sequence[tuple[Any, Any]], outs: Sequence[Any]
 ) -> tuple[list[Request], Callable[[list[Any]], list[Any]]]:
     """Each value of the pairs as read, and what puts results into the structures they came from."""
-    spread, rebuilt = spread_pairs(pairs)
+    spread, own_outs, rebuilt = spread_pairs(pairs, outs)
     requests = [
         Request(read_value(value), read_destinations(destinations), out)
-        for (value, destinations), out in zip(spread, spread_outs(pairs, outs), strict=True)
+        for (value, destinations), out in zip(spread, own_outs, strict=True)
     ]
     return requests, rebuilt
 

@@ -46,22 +46,28 @@ def _is_value(node: Any) -> bool:
 
 
 def spread_pairs(
-    pairs: Sequence[tuple[Any, Any]],
-) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]], list[Any]]]:
-    """Pairs in which structures of distributed values are replaced by their parts, and the way back."""
+    pairs: Sequence[tuple[Any, Any]], outs: Sequence[Any]
+) -> tuple[list[tuple[Any, Any]], list[Any], Callable[[list[Any]], list[Any]]]:
+    """Pairs, and the `out` of each, with the parts of structures of distributed values; and the way back."""
     if not any(_is_distributed_structure(value) for value, _ in pairs):
-        return list(pairs), lambda results: results
+        return list(pairs), list(outs), lambda results: results
     spread: list[tuple[Any, Any]] = []
+    spread_outs: list[Any] = []
     shapes: list[tuple[int, Any]] = []
-    for value, destinations in pairs:
+    for (value, destinations), out in zip(pairs, outs, strict=True):
         if not _is_distributed_structure(value):
             spread.append((value, destinations))
+            spread_outs.append(out)
             shapes.append((1, None))
             continue
         parts, structure = flatten(value, _is_value)
         targets, target_structure = flatten(destinations, _is_value)
         same = target_structure == structure
         spread += [(part, targets[i] if same else destinations) for i, part in enumerate(parts)]
+        found, out_structure = ([None] * len(parts), structure) if out is None else flatten(out, _is_value)
+        if out_structure != structure:
+            raise OutError(f"out has another structure than the value: {out_structure}")
+        spread_outs += found
         shapes.append((len(parts), structure))
 
     def rebuilt(results: list[Any]) -> list[Any]:
@@ -71,19 +77,4 @@ def spread_pairs(
             for count, structure in shapes
         ]
 
-    return spread, rebuilt
-
-
-def spread_outs(pairs: Sequence[tuple[Any, Any]], outs: Sequence[Any]) -> list[Any]:
-    """The `out` of every part, spread as the values are."""
-    spread: list[Any] = []
-    for (value, _), out in zip(pairs, outs, strict=True):
-        if not _is_distributed_structure(value):
-            spread.append(out)
-            continue
-        parts, structure = flatten(value, _is_value)
-        found, out_structure = ([None] * len(parts), structure) if out is None else flatten(out, _is_value)
-        if out_structure != structure:
-            raise OutError(f"out has another structure than the value: {out_structure}")
-        spread += found
-    return spread
+    return spread, spread_outs, rebuilt
