@@ -48,7 +48,8 @@ From cache to cache, two threads lose to one at 4 MiB, where waking costs as muc
 """
 
 STREAMED_BYTES = 24 << 20
-"""Traffic from which results bypass the cache; below, whoever reads them next finds them there."""
+"""Traffic from which results bypass the cache, unless they take the place of inputs, which are in it; below,
+whoever reads them next finds them there."""
 
 RANGES_PER_THREAD = 8
 """So many that threads end together even if one of them comes late."""

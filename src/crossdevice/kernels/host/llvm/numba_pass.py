@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import llvmlite.binding
 import numba
@@ -44,16 +44,6 @@ from crossdevice.kernels.host.work_list import (
 SIGNATURE = "void(int64,int64,int64,int64,int64)"
 
 Kernel = Callable[..., Any]
-
-
-class Dispatcher(Protocol):
-    """What numba makes of a function."""
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Looks at the types of all arguments, then calls the function that was compiled for them."""
-
-    def get_overload(self, signature: str) -> Kernel:
-        """The function itself."""
 
 
 logger = logging.getLogger("crossdevice")
@@ -124,7 +114,7 @@ def has_half_conversions() -> bool:
 
 
 @functools.cache
-def compiled_kernel(name: str) -> Dispatcher:
+def compiled_kernel(name: str) -> Any:
     """The kernel of one arithmetic, such as "chain wide SUM float32", compiled or loaded from disk.
 
     A "chain" combines inputs from left to right, "onto" adds them to what the output holds, of float64, and
@@ -138,19 +128,17 @@ def compiled_kernel(name: str) -> Dispatcher:
     return compiled(_kernel_function(name), name, SIGNATURE)
 
 
-def compiled(function: Kernel, name: str, signature: str, *, nogil: bool = True) -> Dispatcher:
-    """A function made for this call alone, compiled, or loaded from disk if one of this name was kept."""
+def compiled(function: Kernel, name: str, signature: str, *, nogil: bool = True) -> Any:
+    """A function made for this call alone, as numba dispatches it: compiled, or loaded from disk if kept."""
     # numba numbers the files of one name, and processes that compile different closures of one function
     # at once may take the same number for both. So every kernel gets a name, and files, of its own.
     function.__qualname__ = f"{name.replace(' ', '_')}_{_code_version():08x}"
     if _keeps_kernels():
         try:
-            kept: Dispatcher = njit(signature, nogil=nogil, cache=True)(function)
-            return kept
+            return njit(signature, nogil=nogil, cache=True)(function)
         except OSError as error:  # the disk is full, or the files there belong to somebody else
             _warn_once(f"compiled kernels cannot be kept in {cache_folder()}: {error.strerror}")
-    made: Dispatcher = njit(signature, nogil=nogil)(function)
-    return made
+    return njit(signature, nogil=nogil)(function)
 
 
 def lanes_of(name: str) -> int:
