@@ -13,6 +13,7 @@ import numpy as np
 
 import crossdevice as cd
 from crossdevice.errors import CrossDeviceError
+from crossdevice.process_groups.protocol import Message
 from crossdevice.testing import faults
 from multiprocess.forked_ranks import Ranks, say_ready
 
@@ -155,6 +156,17 @@ def dropped():
         return facts
 
     return Ranks(3, program).results()
+
+
+def short():
+    """The first rank sends less than the second expects."""
+
+    def exchange(group):
+        with group.call("exchange", b"the same") as call:
+            other, mine = 1 - group.rank, np.zeros(8 if group.rank else 5, np.uint8)
+            call.exchange([Message(other, mine)], [Message(other, np.empty(8, np.uint8))])
+
+    return Ranks(2, lambda group: caught(lambda: exchange(group))).results()
 
 
 def crowd():
@@ -336,7 +348,7 @@ def staged():
 SCENARIOS = {
     each.__name__: each
     for each in (
-        *(off, deadline, interrupt, differ, faulty, dropped),
+        *(off, deadline, interrupt, differ, faulty, dropped, short),
         *(crowd, arrays, kills, peers, staged),
     )
 }

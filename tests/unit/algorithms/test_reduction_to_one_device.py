@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from crossdevice import Device, PerReplica, ReductionToOneDevice
+from crossdevice.errors import CrossDeviceError
 from crossdevice.values.device import host_device
 from unit.algorithms.planning import COUNTS, planned
 
@@ -45,6 +46,15 @@ def test_accumulation_fn_may_return_a_number_or_one_of_its_arguments():
     first = ReductionToOneDevice(accumulation_fn=lambda arrays: arrays[0]).reduce("sum", value, value)
     assert [part.tolist() for part in first.values] == [[1.0], [1.0]]
     assert not np.shares_memory(first.values[0], first.values[1])
+
+
+def test_nothing_is_written_if_the_result_of_a_later_leaf_does_not_fit():
+    value = {name: PerReplica([np.ones(size, np.float32)] * 2) for name, size in (("a", 2), ("b", 3))}
+    out = {name: np.zeros(size, np.float32) for name, size in (("a", 2), ("b", 3))}
+    ops = ReductionToOneDevice(accumulation_fn=lambda arrays: arrays[0][:2])
+    with pytest.raises(CrossDeviceError, match="accumulation_fn's result"):
+        ops.reduce("sum", value, "cpu:0", out=out)
+    assert [array.tolist() for array in out.values()] == [[0, 0], [0, 0, 0]]
 
 
 def test_accumulation_fn_must_be_callable():
