@@ -227,7 +227,7 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prep
         element += f" {into.name}"
     if family == "wrapping":  # which does not know signs, so one kernel does for both
         element = element.removeprefix("u")
-    kernel = numba_pass.compiled_kernel(f"{shape} {family} {recipe.op.name} {element}")
+    kernel: Any = numba_pass.compiled_kernel(f"{shape} {family} {recipe.op.name} {element}")
     is_exact = family in ("exact", "enclosed", "weighted_exact")
     # The compiled function itself: numba's dispatcher would look at the type of every argument again.
     entry = kernel.get_overload(numba_pass.SIGNATURE)

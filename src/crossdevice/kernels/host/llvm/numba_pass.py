@@ -114,7 +114,7 @@ def has_half_conversions() -> bool:
 
 
 @functools.cache
-def compiled_kernel(name: str) -> Any:
+def compiled_kernel(name: str) -> Kernel:
     """The kernel of one arithmetic, such as "chain wide SUM float32", compiled or loaded from disk.
 
     A "chain" combines inputs from left to right, "onto" adds them to what the output holds, of float64, and
@@ -128,7 +128,7 @@ def compiled_kernel(name: str) -> Any:
     return compiled(_kernel_function(name), name, SIGNATURE)
 
 
-def compiled(function: Kernel, name: str, signature: str, *, nogil: bool = True) -> Any:
+def compiled(function: Kernel, name: str, signature: str, *, nogil: bool = True) -> Kernel:
     """A function made for this call alone, as numba dispatches it: compiled, or loaded from disk if kept."""
     # numba numbers the files of one name, and processes that compile different closures of one function
     # at once may take the same number for both. So every kernel gets a name, and files, of its own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from crossdevice.kernels.host.llvm.code import OBJECT_HEADER_BYTES, word_at
 from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
@@ -78,4 +79,6 @@ def compiled_likeness() -> Kernel:
 
 def _compiled(function: Kernel, name: str, signature: str) -> Kernel:
     """As short as these are, letting other threads run meanwhile would take longer than they do."""
-    return compiled(function, name, signature, nogil=False).get_overload(signature)
+    dispatcher: Any = compiled(function, name, signature, nogil=False)
+    kernel: Kernel = dispatcher.get_overload(signature)
+    return kernel
