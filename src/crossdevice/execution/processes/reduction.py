@@ -16,6 +16,7 @@ from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import written_view
 from crossdevice.execution.tracing import Work, flight_recorder, now, recorded
 from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass
+from crossdevice.kernels.host.meeting import compiled_meeting
 from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.recipe import COPYING
 from crossdevice.process_groups.group_call import GroupCall
@@ -227,6 +228,7 @@ class ProcessReduction:
         known = self._shared_packs.get(id(pack))
         shared = call.group.shared
         if known is None and shared is not None and chunk_length(pack):
+            shared.steps.meet = compiled_meeting()
             known = self._shared_packs[id(pack)] = SharedPack(pack, shared)
         return known
 
@@ -260,33 +262,38 @@ class ProcessReduction:
         out: Sequence[Array] | None,
         weights: Weights | None,
     ) -> Delivery:
-        """As `run`, of a small leaf that every rank combines itself: nothing but what that takes."""
-        pack = self._packs[0]
+        """As `run`, of a small leaf that every rank combines itself: nothing but what that takes.
+
+        Who has the arrays of all ranks depends on none of them any more: it writes to `out` at once.
+        """
+        pack, backend = self._packs[0], self._specs[0].backend
+        recipe = pack.final_recipe if weights is None else pack.final_recipe.with_weights(weights)
         with recorded(self._combining):
             contributions = exchanged(call, self._views(0, arrays, pack.dtype))
-            whole = np.empty(pack.num_elements, pack.result)
-            fused_pass(contributions, [whole], pack.final_recipe.with_weights(weights))
-        whole = whole.view(self._dtypes[0])
-        if out is not None:
-            return lambda: [self._written(0, [whole], out)]
-        flats = self._flats(0, whole)
-        for flat in flats:
-            if flat is not whole:
-                flat[:] = whole
-        return lambda: [self._adopted(0, flats)]
+            views = [] if out is None else [backend.writable_view(array) for array in out]
+            flats = [view for view in views if view is not None]
+            is_in_out = 0 < len(flats) == len(views)
+            if not is_in_out:
+                flats = self._flats(0, np.empty(pack.num_elements // pack.per_element, self._dtypes[0]))
+            fused_pass(contributions, _viewed_as(flats, pack.result), recipe)
+        if out is None:
+            return lambda: [self._adopted(0, flats)]
+        return lambda: [self._written(0, [] if is_in_out else flats, out)]
 
     def _views(self, leaf: int, arrays: Sequence[Array], dtype: np.dtype[Any]) -> list[Flat]:
         """The leaf's replicas on the host."""
         spec = self._specs[leaf]
         backend = spec.backend
-        return [
-            (
+        if spec.shares_host_memory:
+            views = [backend.host_view(array) for array in arrays]
+        else:
+            views = [
                 backend.host_view(array)
                 if backend.memory_of(device) == HOST_MEMORY
                 else backend.to_host(array)
-            ).view(dtype)
-            for array, device in zip(arrays, spec.devices, strict=True)
-        ]
+                for array, device in zip(arrays, spec.devices, strict=True)
+            ]
+        return _viewed_as(views, dtype)
 
     def _room_for_share(self, pack: ProcessPack, views: Mapping[int, Sequence[Flat]]) -> Sequence[Flat]:
         """What this process contributes, before it is filled; a lone leaf's arrays are sent as they are."""
@@ -322,6 +329,8 @@ class ProcessReduction:
     def _flats(self, leaf: int, whole: Flat) -> list[Flat]:
         """For each destination the host memory its result is to be in: the whole's own where it can be."""
         spec = self._specs[leaf]
+        if len(spec.destinations) == 1:
+            return [whole]
         is_host = [spec.backend.memory_of(device) == HOST_MEMORY for device in spec.destinations]
         if self._shares[leaf]:
             return [whole] * len(is_host)
@@ -374,3 +383,8 @@ class ProcessReduction:
             else:
                 backend.write(array, backend.from_host(whole, spec.shape, device))
         return tuple(out)
+
+
+def _viewed_as(flats: Sequence[Flat], dtype: np.dtype[Any]) -> list[Flat]:
+    """The same memory in another dtype, where it has another."""
+    return [flat if flat.dtype == dtype else flat.view(dtype) for flat in flats]

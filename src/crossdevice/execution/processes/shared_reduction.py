@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from crossdevice.execution.processes.packs import PackedPiece, ProcessPack, pieces_between
 from crossdevice.execution.processes.travelling import LINE_ELEMENTS, shard_edges
-from crossdevice.kernels.host.fused_pass import bound_batch, fused_batch, fused_pass
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.kernels.host.fused_pass import STREAMED_BYTES, bound_batch, fused_batch, fused_pass
+from crossdevice.kernels.recipe import COPYING, Recipe
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared_arrays import NOWHERE, Bytes, Place
 from crossdevice.process_groups.shared_memory import WINDOW_BYTES, SharedMemory
@@ -69,6 +69,9 @@ class SharedPack:
         all_bytes = pack.num_elements * pack.travelling.itemsize * sum(numbers)
         self._is_alone = all_bytes <= ALONE_BYTES and pack.num_elements <= self._length
         self._is_lone = pack.is_sent_as_it_is and set(numbers) == {1} and not self._is_alone
+        self.is_small_and_lone = self._is_alone and pack.is_sent_as_it_is and pack.num_elements > 0
+        """Whether it is one leaf of which every rank combines everything, so that `exchanged` will do."""
+        self._is_streamed = pack.num_elements * pack.result.itemsize * len(numbers) >= STREAMED_BYTES
         self._nothing_in_place = _InPlace([None] * len(numbers))
         self._whole = self._chunk(0, pack.num_elements)
         self._chunks = [
@@ -86,11 +89,6 @@ class SharedPack:
             [window[: self._length * pack.result.itemsize].view(pack.result) for window in windows]
             for windows in shared.made
         ]
-
-    @property
-    def is_small_and_lone(self) -> bool:
-        """Whether it is one leaf of which every rank combines everything, so that `exchanged` will do."""
-        return self._is_alone and self._pack.is_sent_as_it_is and self._pack.num_elements > 0
 
     def exchanged(self, call: GroupCall, views: Sequence[Flat]) -> Sequence[Flat]:
         """The arrays of all ranks, of a small and lone leaf; they stay until the step after the next."""
@@ -257,11 +255,14 @@ class SharedPack:
             fused_batch(tasks, recipe)
 
     def _collect(self, chunk: _Chunk, parity: int, total: Flat, copies: Mapping[int, Sequence[Flat]]) -> None:
-        for peer, piece in chunk.theirs:
-            found = self._made[parity][peer][chunk.place(piece)]
-            total[piece.in_pack] = found
-            for copy in copies[piece.leaf]:
-                copy[piece.in_leaf] = found
+        tasks = [
+            (
+                [self._made[parity][peer][chunk.place(piece)]],
+                [total[piece.in_pack], *(copy[piece.in_leaf] for copy in copies[piece.leaf])],
+            )
+            for peer, piece in chunk.theirs
+        ]
+        fused_batch(tasks, COPYING, is_streamed=self._is_streamed)
 
 
 def chunk_length(pack: ProcessPack) -> int:
