@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import HOST_MEMORY, Array, dtype_named
 from crossdevice.execution.processes.packs import PackedPiece, ProcessPack, process_packs
 from crossdevice.execution.processes.shared_reduction import SharedPack, chunk_length
+from crossdevice.execution.processes.small_reduction import SmallReduction
 from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import written_view
@@ -59,6 +60,7 @@ class ProcessReduction:
         self._dtypes = [dtype_named(spec.result_dtype(op, is_weighted)) for spec in specs]
         self._packs = process_packs(specs, op, options, counts, is_weighted=is_weighted, edges=edges)
         self._shared_packs: dict[int, SharedPack] = {}
+        self._small: SmallReduction | None = None
         self._is_lone = len(specs) == len(self._packs) == 1 and specs[0].shares_host_memory
         devices = tuple(dict.fromkeys(device for spec in specs for device in spec.devices))
         num_bytes = sum(spec.num_bytes for spec in specs)
@@ -75,9 +77,12 @@ class ProcessReduction:
         Only a large `out` that no input is in comes to hold its result before: should a rank be lost
         meanwhile, all inputs are still there.
         """
-        exchanged = self._lone_exchange(call) if self._is_lone else None
-        if exchanged is not None:
-            return self._run_lone(call, exchanged, columns[0], outs[0], weights)
+        if self._is_lone:
+            if weights is None and self._small is not None:
+                return self._small.run(call, columns[0], outs[0])
+            exchanged = self._lone_exchange(call)
+            if exchanged is not None:
+                return self._run_lone(call, exchanged, columns[0], outs[0], weights)
         flats: dict[int, list[Flat]] = {}
         for pack in self._packs:
             leaf = pack.leaves[0].leaf
@@ -230,6 +235,14 @@ class ProcessReduction:
         if known is None and shared is not None and chunk_length(pack):
             shared.steps.meet = compiled_meeting()
             known = self._shared_packs[id(pack)] = SharedPack(pack, shared)
+            if self._is_lone and known.is_small_and_lone and pack.final_recipe.weights is None:
+                self._small = SmallReduction(
+                    known,
+                    self._specs[0],
+                    self._dtypes[0],
+                    shares_results=self._shares[0],
+                    work=self._combining,
+                )
         return known
 
     def _lone_exchange(self, call: GroupCall) -> Exchanged | None:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.execution.processes.packs import PackedPiece, ProcessPack, pieces_between
@@ -15,6 +16,7 @@ from crossdevice.kernels.recipe import COPYING, Recipe
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared_arrays import NOWHERE, Bytes, Place
 from crossdevice.process_groups.shared_memory import WINDOW_BYTES, SharedMemory
+from crossdevice.process_groups.shared_steps import SharedSteps
 from crossdevice.values.weights import Weights
 
 Flat = NDArray[Any]
@@ -89,6 +91,20 @@ class SharedPack:
             [window[: self._length * pack.result.itemsize].view(pack.result) for window in windows]
             for windows in shared.made
         ]
+
+    @property
+    def steps(self) -> SharedSteps:
+        """Those of its group."""
+        return self._shared.steps
+
+    def laid_out(self) -> tuple[list[list[Flat]], Flat, list[list[Callable[[], None]]]]:
+        """Of a small and lone leaf: where own arrays go, the memory of results, and what writes them there.
+
+        The first and the last are by parity of the step.
+        """
+        total = np.empty(self._pack.num_elements, self._pack.result)
+        passes = [bound_batch([(inputs, [total])], self._pack.final_recipe) for inputs in self._inputs]
+        return self._own, total, passes
 
     def exchanged(self, call: GroupCall, views: Sequence[Flat]) -> Sequence[Flat]:
         """The arrays of all ranks, of a small and lone leaf; they stay until the step after the next."""
