@@ -149,10 +149,8 @@ class SharedSteps:
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Whether all ranks have come to this step, for the same exchange, after at most so long."""
+        """The same, after at most so long; it sleeps, so `have_soon_come` or `come` is asked before."""
         end = time.monotonic() + seconds
-        if self.have_soon_come():
-            return True
         while not self._have_all_come():
             left = end - time.monotonic()
             if left <= 0:
