@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 
 import crossdevice as cd
 from crossdevice.errors import CrossDeviceError
+from crossdevice.kernels.host.meeting import compiled_meeting
 from crossdevice.process_groups.protocol import Message
 from crossdevice.testing import faults
 from multiprocess.forked_ranks import Ranks, say_ready
@@ -220,10 +222,48 @@ def arrays():
     return Ranks(3, program).results()
 
 
+def small():
+    """Small arrays of any layout, in place, and into memory that becomes read-only while a rank waits."""
+
+    def program(group):
+        ops, one = cd.CollectiveAllReduce(group=group), np.arange(1, 7)
+        layouts = [
+            np.float32(3).reshape(()),
+            one.astype(np.float32).reshape(2, 3),
+            np.asfortranarray(one.astype(np.float64).reshape(2, 3)),
+            one.astype(">i4")[::2],
+            (one * (1 + 2j)).astype(np.complex64).reshape(3, 2),
+            one.astype(np.int8),
+        ]
+        factor = sum(range(1, group.size + 1))
+        facts = []
+        for layout in layouts:
+            value, out = layout * (group.rank + 1), np.empty(layout.shape, layout.dtype.newbyteorder("="))
+            for _ in range(3):
+                facts.append((total(ops, value) == layout * factor).all())
+                ops.reduce("sum", value, "cpu:0", out=out)
+                facts.append((out == layout * factor).all())
+        place = np.full(4, group.rank + 1, np.float32)
+        for times in range(3):
+            facts.append(ops.reduce("sum", place, "cpu:0", out=place) is place)
+            facts.append((place == factor * group.size**times).all())
+        if group.rank == 0:
+            threading.Timer(0.1, lambda: place.setflags(write=False)).start()
+        else:
+            time.sleep(0.5)
+        error = caught(lambda: ops.reduce("sum", place, "cpu:0", out=place))["error"]
+        again = total(ops, np.ones(4, np.float32)).tolist()
+        return {"error": error, "right": all(map(bool, facts)), "again": again}
+
+    return Ranks(2, program).results()
+
+
 def kills(number="20"):
     """Ranks that are killed at random moments: the others say who, and no number is wrong."""
     seed = random.randrange(1 << 30)
     source = random.Random(seed)
+    compiled_meeting()  # all is compiled before ranks are forked
+    cd.bind([np.ones(3, np.float32)] * 3, "sum", "cpu:0")()
 
     def program(group):
         ops = cd.CollectiveAllReduce(group=group)
@@ -349,7 +389,7 @@ SCENARIOS = {
     each.__name__: each
     for each in (
         *(off, deadline, interrupt, differ, faulty, dropped, short),
-        *(crowd, arrays, kills, peers, staged),
+        *(crowd, arrays, small, kills, peers, staged),
     )
 }
 

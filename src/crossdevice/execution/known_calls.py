@@ -39,12 +39,14 @@ class Prepared(Protocol):
 class KnownCall:
     """A batch of plain values, prepared: all of it but the arrays."""
 
-    __slots__ = ("_are_flat", "_prepared", "_result_dtypes", "_specs")
+    __slots__ = ("_are_flat", "_fitting", "_prepared", "_result_dtypes", "_specs")
 
     def __init__(self, prepared: Prepared, leaves: Sequence[Dense], dtypes: Sequence[str]) -> None:
         self._prepared, self._result_dtypes = prepared, dtypes
         self._specs = [leaf.spec for leaf in leaves]
         self._are_flat = all(leaf.spec.backend.are_flat(leaf.arrays) for leaf in leaves)
+        self._fitting: Hashable | None = None
+        """The signature of an ndarray that has passed all checks of `out` before."""
 
     def run(self, columns: Columns, outs: Sequence[Any], weights: Weights | None = None) -> list[Any]:
         """Reduces arrays that have the signatures of those before; `outs` are checked as in a first call."""
@@ -59,12 +61,27 @@ class KnownCall:
         ]
 
     def _checked(self, columns: Columns, outs: Sequence[Any]) -> list[Sequence[Array] | None]:
+        if len(outs) == 1 and self._fits(columns[0], outs[0]):
+            return [(outs[0],)]
         written = [
             None if out is None else out_components(out, spec.destinations)
             for out, spec in zip(outs, self._specs, strict=True)
         ]
         check_outs(list(map(Dense, columns, self._specs, written)), self._result_dtypes)
+        if len(outs) == 1 and type(outs[0]) is np.ndarray:
+            self._fitting = self._specs[0].backend.signature(outs[0])
         return written
+
+    def _fits(self, arrays: Sequence[Array], out: Any) -> bool:
+        """Whether `out` of a lone replica is as one that was checked, is writable, and apart or in place."""
+        return (
+            self._fitting is not None
+            and type(out) is np.ndarray
+            and len(arrays) == 1
+            and self._specs[0].backend.signature(out) == self._fitting
+            and out.flags.writeable
+            and (out is arrays[0] or not np.may_share_memory(out, arrays[0]))
+        )
 
 
 Found: TypeAlias = "tuple[Hashable | None, KnownCall | None, Columns]"

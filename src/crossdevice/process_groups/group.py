@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -26,10 +26,13 @@ from crossdevice.process_groups.shared_arrays import empty_array, empty_tree
 from crossdevice.process_groups.shared_exchange import SharedExchange
 from crossdevice.process_groups.shared_memory import SharedMemory, is_wanted, memory_shared_by
 from crossdevice.process_groups.shared_steps import SharedSteps
+from crossdevice.process_groups.turn import HasBegun, Turn
 from crossdevice.process_groups.watch import CALLS_DIFFER, DEADLINE_PASSED, PATIENCE_SECONDS, Watch
 
 Checks = Literal["new", "always", "off"]
 CHECKS: tuple[Checks, ...] = ("new", "always", "off")
+
+Answer = TypeVar("Answer")
 
 TIMEOUT_SECONDS = 300.0
 """The deadline of a call that was given none."""
@@ -90,7 +93,7 @@ class ProcessGroup:
         self._lock = threading.Lock()
         self._holder = self._number = self._num_calls = 0
         self._conflict: str | None = None
-        self._turn = _Turn()
+        self._turn = HasBegun()
         self._last_refused = Refused()
         self._broken: str | None = None
         self._carrying = Courier(f"crossdevice rank {self.rank}")
@@ -143,21 +146,9 @@ class ProcessGroup:
         if self.checks == "new":
             self.checks = "always"
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Around all that leads to a call: an error before it begins takes its place.
-
-        Other ranks may make that call, and would take this rank's next one for it. They are told.
-        """
-        outer, self._turn.has_begun = self._turn.has_begun, False
-        try:
-            yield
-        except BaseException as error:
-            if not self._turn.has_begun:
-                self._refuse(f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            self._turn.has_begun |= outer
+    def turn(self) -> Turn:
+        """Around all that leads to a call: an error before it begins takes its place."""
+        return Turn(self._turn, self._refuse)
 
     @contextmanager
     def call(self, what: str, signature: bytes, timeout_seconds: float | None = None) -> Iterator[GroupCall]:
@@ -167,6 +158,37 @@ class ProcessGroup:
             what: for people, such as "reduce SUM of 3 values".
             signature: equal on all ranks whose calls fit together.
         """
+        before = self._called_before(what)
+        with self._lock:
+            call = self._begun(before, what, signature, timeout_seconds)
+            try:
+                yield call
+                self._check_ended(call)
+            except BaseException as error:
+                self._leave(call, error)
+                raise
+
+    def make_call(
+        self,
+        work: Callable[[GroupCall], Answer],
+        what: str,
+        signature: bytes,
+        timeout_seconds: float | None = None,
+    ) -> Answer:
+        """What the work does in the next call of this group: as `call`, without what a generator costs."""
+        before = self._called_before(what)
+        with self._lock:
+            call = self._begun(before, what, signature, timeout_seconds)
+            try:
+                answer = work(call)
+                self._check_ended(call)
+            except BaseException as error:
+                self._leave(call, error)
+                raise
+        return answer
+
+    def _called_before(self, what: str) -> int:
+        """How many calls there were before one that may begin now."""
         if os.getpid() != self._process:  # whose threads and connections were left behind
             self._turn.has_begun = True
             raise ProcessGroupError(
@@ -177,32 +199,33 @@ class ProcessGroup:
         if self._lock.locked():
             self._check_free(what)
         self._turn.has_begun = True
-        with self._lock:
-            if self._num_calls != before:  # another thread came in between
-                self._check_free(what)
-            self._holder = threading.get_ident()
-            if self._broken is not None:
-                raise ProcessGroupError(
-                    f"this group is broken, so a new one has to be formed: {self._broken}"
-                )
-            seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-            call = GroupCall(self, self._num_calls, what, signature, seconds)
-            self._number = call.number
-            self._num_calls += 1
-            try:
-                yield call
-                if self.size > 1 and not call.has_heard:
-                    call.meet()
-                if self.shared is not None:
-                    self._board.read_unasked(call.began)
-                if self._conflict is not None:
-                    raise ProcessGroupError(self._conflict)
-            except BaseException as error:
-                # Others are in the middle of it, unless they got the same error.
-                is_shared = isinstance(error, MismatchError) and error.is_on_all_ranks
-                if call.num_exchanges and not is_shared:
-                    self.give_up(f"call {call.number} ({call.what}) was left early: {error!r}")
-                raise
+        return before
+
+    def _begun(self, before: int, what: str, signature: bytes, timeout_seconds: float | None) -> GroupCall:
+        if self._num_calls != before:  # another thread came in between
+            self._check_free(what)
+        self._holder = threading.get_ident()
+        if self._broken is not None:
+            raise ProcessGroupError(f"this group is broken, so a new one has to be formed: {self._broken}")
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        call = GroupCall(self, self._num_calls, what, signature, seconds)
+        self._number = call.number
+        self._num_calls += 1
+        return call
+
+    def _check_ended(self, call: GroupCall) -> None:
+        if self.size > 1 and not call.has_heard:
+            call.meet()
+        if self.shared is not None:
+            self._board.read_unasked(call.began)
+        if self._conflict is not None:
+            raise ProcessGroupError(self._conflict)
+
+    def _leave(self, call: GroupCall, error: BaseException) -> None:
+        # Others are in the middle of it, unless they got the same error.
+        is_shared = isinstance(error, MismatchError) and error.is_on_all_ranks
+        if call.num_exchanges and not is_shared:
+            self.give_up(f"call {call.number} ({call.what}) was left early: {error!r}")
 
     def give_up(self, why: str) -> None:
         """Breaks the group and tells the others, who would wait for this rank until their deadlines."""
@@ -391,9 +414,3 @@ class ProcessGroup:
 
 
 atexit.register(ProcessGroup.end_all)  # before couriers are waited for: what is registered last runs first
-
-
-class _Turn(threading.local):
-    """Whether the thread's call has begun; outside of a turn there is nothing to refuse."""
-
-    has_begun = True

@@ -28,6 +28,9 @@ PAUSE_SECONDS = 0.0001
 FAREWELL_SECONDS = 5.0
 """What other ranks get to come to their end after an error, before one of them ends the job."""
 
+NOTES_SECONDS = 0.1
+"""How long notes may lie that nobody has asked for: a rank puts up a few in a second, while it waits."""
+
 LARGEST_MESSAGE_BYTES = 1 << 30
 """Larger ones are cut, because not every MPI counts beyond 2 GiB."""
 
@@ -90,6 +93,7 @@ class MpiEngine:
         self._posting: list[tuple[MPI.Request, bytes]] = []
         self._notes: dict[int, str] = {}
         self._reading = threading.Lock()
+        self._read_at = -math.inf
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
@@ -152,6 +156,12 @@ class MpiEngine:
     def close(self) -> None:
         """Communicators stay until MPI ends, since all ranks would have to give them up together."""
         self.is_abandoned = True
+
+    def read_notes_now_and_then(self) -> None:
+        """After an exchange, in which MPI was asked often enough: ranks put up notes much more rarely."""
+        if time.monotonic() - self._read_at > NOTES_SECONDS:
+            self.read_notes()
+            self._read_at = time.monotonic()
 
     def read_notes(self) -> None:
         """Takes what has come. Nobody may ever ask for it, and it piles up."""
@@ -216,7 +226,7 @@ class _Messages:
             )
             if self._is_over:
                 self._coming, self._requests = [], []  # and the memory with them
-                self._engine.read_notes()
+                self._engine.read_notes_now_and_then()
         return self._is_over
 
     def result(self) -> None:
@@ -233,6 +243,8 @@ class _Messages:
 
 def _pieces(memory: Any) -> list[Any]:
     flat = memory.reshape(-1).view(np.uint8)
+    if flat.size <= LARGEST_MESSAGE_BYTES:
+        return [flat] if flat.size else []
     return [
         flat[start : start + LARGEST_MESSAGE_BYTES] for start in range(0, flat.size, LARGEST_MESSAGE_BYTES)
     ]

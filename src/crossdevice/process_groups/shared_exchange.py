@@ -51,7 +51,8 @@ class SharedExchange:
         """Whether everything has come, after at most so long."""
         end = time.monotonic() + seconds
         while not self._is_done:
-            if not self._shared.steps.wait(max(end - time.monotonic(), 0.0)):
+            steps = self._shared.steps
+            if not steps.have_soon_come() and not steps.wait(max(end - time.monotonic(), 0.0)):
                 return False
             self._take()
         return True

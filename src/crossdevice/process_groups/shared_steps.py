@@ -11,8 +11,10 @@ import hashlib
 import mmap
 import os
 import struct
+import threading
 import time
-from collections.abc import Collection, Sequence
+from array import array
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -29,6 +31,9 @@ It does not yield meanwhile. On a busy machine who yields comes last, and who ha
 CROWDED_SPIN_SECONDS = 0.000005
 """The same where there are more ranks than processors: another rank needs this one's."""
 
+LOOK_SECONDS = 3e-8
+"""What a compiled look takes, more or less."""
+
 SLEEP_SECONDS = 0.02
 """The longest sleep in one piece. A wake-up is never lost for longer, and an interrupt never waits longer."""
 
@@ -37,7 +42,7 @@ _KEY = struct.Struct(f"<qq{SIGNATURE_BYTES}s")
 _LINE_BYTES = 64
 _PAGE_BYTES = 4096
 _GATE = 64
-_WITHDRAWN = 1
+_WITHDRAWN, _ASLEEP = 1, 2
 """In words, after the number of the step that a rank has come to."""
 
 
@@ -58,6 +63,7 @@ class SharedSteps:
         self._block_bytes = block_bytes(size)
         self._places = [_PAGE_BYTES + number * self._block_bytes for number in range(size)]
         self._own = self._places[rank]
+        self._own_word = self._own // 8
         self._others = {number: place for number, place in enumerate(self._places) if number != rank}
         self._counters = [place // 8 for place in self._others.values()]
         # Where others post, for odd and even steps.
@@ -67,27 +73,54 @@ class SharedSteps:
         ]
         self._own_headers = [self._header(self._own, parity) for parity in (0, 1)]
         self._key = b""
+        self._fence = threading.RLock()  # which a signal handler may take again
         is_crowded = size > len(os.sched_getaffinity(0))
         self._spin_seconds = CROWDED_SPIN_SECONDS if is_crowded else SPIN_SECONDS
+        self._num_looks = 1 + int(self._spin_seconds / LOOK_SECONDS)
         self.number = 0
         """Of the last step this rank has come to."""
         self._is_over = True
+        start = address_of(memory)
+        self._own_address = start + self._own
+        self._other_addresses = array("q", [start + place for place in self._others.values()])
+        self.meet: Callable[..., int] | None = None
+        """A compiled function that comes to a step and looks for the others; see `come`."""
 
     @property
     def parity(self) -> int:
         """Which of two places the next step uses."""
         return (self.number + 1) & 1
 
+    def come(self, call: int, exchange: int, signature: bytes, numbers: Sequence[int] = ()) -> bool:
+        """As `post`; whether all ranks have come to the step, too, without being waited for long."""
+        if self.meet is None:
+            self.post(call, exchange, signature, numbers)
+            return self.have_soon_come()
+        step = self._announce(call, exchange, signature, numbers)
+        found = self.meet(
+            self._own_address,
+            *self._other_addresses.buffer_info(),
+            self._own_headers[step & 1] - self._own,
+            _KEY.size // 8,
+            step,
+            self._num_looks,
+        )
+        if found > 1:
+            self._wake(step)
+        self._is_over = found > 0
+        return self._is_over
+
     def post(self, call: int, exchange: int, signature: bytes, numbers: Sequence[int] = ()) -> None:
         """Comes to the next step, for that exchange of that call; all that was written before can be read."""
         step = self._announce(call, exchange, signature, numbers)
         words = self._words
-        words[self._own // 8] = step
+        words[self._own_word] = step
+        self._let_others_see()
         for place in self._counters:
             if words[place] < step:
                 return
-        self._gates[_GATE // 4] = step & 0xFFFFFFFF
-        wake_all(self._gate_address)
+        if any(words[place + _ASLEEP] for place in self._counters):
+            self._wake(step)
 
     def withhold(self, call: int, exchange: int, signature: bytes, numbers: Sequence[int] = ()) -> bool:
         """As `post`, but others never see it: for faults on purpose."""
@@ -108,19 +141,49 @@ class SharedSteps:
         self._key, self.number, self._is_over = key, step, False
         return step
 
-    def wait(self, seconds: float) -> bool:
-        """Whether all ranks have come to this step, for the same exchange, after at most so long."""
-        begin = time.monotonic()
-        while True:
-            gate = self._gates[_GATE // 4]
-            if self._have_all_come():
-                self._is_over = True
-                return True
-            passed = time.monotonic() - begin
-            if passed >= seconds:
+    def _wake(self, step: int) -> None:
+        self._gates[_GATE // 4] = step & 0xFFFFFFFF
+        wake_all(self._gate_address)
+
+    def have_soon_come(self) -> bool:
+        """Whether all ranks have come to this step, for the same exchange, without being waited for long."""
+        end = time.monotonic() + self._spin_seconds
+        while not self._have_all_come():
+            if time.monotonic() >= end:
                 return False
-            if passed >= self._spin_seconds:
-                sleep_while(self._gate_address, gate, min(seconds - passed, SLEEP_SECONDS))
+        self._is_over = True
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """The same, after at most so long; it sleeps, so `have_soon_come` or `come` is asked before."""
+        end = time.monotonic() + seconds
+        while not self._have_all_come():
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            self._sleep(min(left, SLEEP_SECONDS))
+        self._is_over = True
+        return True
+
+    def _sleep(self, seconds: float) -> None:
+        """Until the last rank comes.
+
+        That looks who sleeps after it has come, and this one who has come after it says that it sleeps: one
+        of the two sees the other.
+        """
+        gate, asleep = self._gates[_GATE // 4], self._own_word + _ASLEEP
+        try:
+            self._words[asleep] = 1
+            self._let_others_see()
+            if not self._have_all_come():
+                sleep_while(self._gate_address, gate, seconds)
+        finally:
+            self._words[asleep] = 0
+
+    def _let_others_see(self) -> None:
+        """What was written before is seen by others before anything is read: to take a lock is a fence."""
+        with self._fence:
+            pass
 
     def result(self) -> None:
         """As of an errand; a step has none."""

@@ -20,18 +20,27 @@ from crossdevice.testing.fault import Fault, Injected, replaced
 @contextlib.contextmanager
 def in_group(group: ProcessGroup, fault: Fault) -> Iterator[Injected]:
     """Makes calls of this rank faulty."""
-    make_call, calls = group.call, itertools.count()
+    call, make_call, calls = group.call, group.make_call, itertools.count()
 
     @contextlib.contextmanager
-    def faulty_call(*args: Any, **kwargs: Any) -> Iterator[GroupCall]:
+    def due_fault() -> Iterator[None]:
         with contextlib.ExitStack() as changes:
             if fault.is_due(next(calls)):
                 fault.strike()
                 changes.enter_context(_faulty_engine(group, fault))
                 changes.enter_context(_faulty_memory(group, fault))
-            yield changes.enter_context(make_call(*args, **kwargs))
+            yield
 
-    with replaced(group, call=faulty_call):
+    @contextlib.contextmanager
+    def faulty_call(*args: Any, **kwargs: Any) -> Iterator[GroupCall]:
+        with due_fault(), call(*args, **kwargs) as made:
+            yield made
+
+    def faulty_make_call(*args: Any, **kwargs: Any) -> Any:
+        with due_fault():
+            return make_call(*args, **kwargs)
+
+    with replaced(group, call=faulty_call, make_call=faulty_make_call):
         yield fault.injected
 
 
@@ -57,7 +66,7 @@ def _faulty_memory(group: ProcessGroup, fault: Fault) -> Iterator[None]:
     if shared is None or not (fault.drop or fault.corrupt):
         yield
     elif fault.drop:
-        with replaced(shared.steps, post=shared.steps.withhold):
+        with replaced(shared.steps, post=shared.steps.withhold, come=shared.steps.withhold):
             yield
     else:
 

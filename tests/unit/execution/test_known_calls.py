@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import crossdevice as cd
-from crossdevice.errors import MismatchError, ShapeMismatchError
+from crossdevice.errors import MismatchError, OutError, ShapeMismatchError
 from crossdevice.execution.local import batch as batch_module
 from crossdevice.kernels.host import fused_pass as fused_pass_module
 from crossdevice.kernels.host.fixed_arrays import likeness
@@ -115,6 +115,23 @@ def test_mistakes_are_found_after_calls_without_any(make):
     values[1] = cd.PerReplica([make(np.ones(5, np.float32)), make(np.ones(4, np.float32))])
     with pytest.raises(ShapeMismatchError, match=r"replica 1 .* has shape \(4,\)"):
         ops.batch_reduce("sum", to_itself(values))
+
+
+def test_memory_for_results_is_looked_at_after_calls_in_which_it_was_good(make):
+    ops, memory = cd.ReductionToOneDevice(), make(np.zeros(8, np.float32))
+    value, out = memory[:4], make(np.zeros(4, np.float32))
+    for _ in range(3):
+        assert ops.reduce("sum", value, "cpu:0", out=out) is out
+    assert ops.reduce("sum", out, "cpu:0", out=out) is out
+    with pytest.raises(OutError, match="overlaps replica 0"):
+        ops.reduce("sum", value, "cpu:0", out=memory[2:6])
+    for wrong in (make(np.zeros(5, np.float32)), make(np.zeros(8, np.float32))[::2], [0.0] * 4):
+        with pytest.raises(OutError):
+            ops.reduce("sum", value, "cpu:0", out=wrong)
+    if make is np.array:
+        out.flags.writeable = False
+        with pytest.raises(OutError, match="is read-only"):
+            ops.reduce("sum", value, "cpu:0", out=out)
 
 
 def test_numbers_structures_and_slices_are_read_every_time(make):

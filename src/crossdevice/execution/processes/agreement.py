@@ -126,17 +126,28 @@ def agreed_call(
         group.agreed.clear()  # on all ranks in the same call, so that all compare again
     if known is None and not compares:
         known = group.agreed[key] = Agreed.of(description, (replicas,) * group.size)
-    arrays = f"{sum(replicas)} array{'' if sum(replicas) == 1 else 's'}"
     signature = COMPARING if known is None or compares else known.signature
-    with group.call(f"{description.what} ({arrays})", signature, timeout_seconds) as call:
+    with group.call(what_is_called(description, replicas), signature, timeout_seconds) as call:
         if known is None or compares:
             if group.checks == "new":
-                call.what = f"{description.what} ({arrays}, for the first time)"
+                call.what = f"{call.what[:-1]}, for the first time)"
             known = group.agreed[key] = Agreed.of(description, _compared(call, description, replicas))
             call.signature = known.signature
             if len(set(known.counts)) > 1:
                 group.compare_always()
         yield call, known.counts
+
+
+def known_agreement(
+    group: ProcessGroup, description: Description, replicas: tuple[int, ...]
+) -> Agreed | None:
+    """What ranks know of a kind of call; None if they have to compare it."""
+    return None if group.checks == "always" else group.agreed.get((description.digest, replicas))
+
+
+def what_is_called(description: Description, replicas: tuple[int, ...]) -> str:
+    """A call and the number of its arrays, for people."""
+    return f"{description.what} ({sum(replicas)} array{'' if sum(replicas) == 1 else 's'})"
 
 
 def _compared(

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from crossdevice.backends.protocol import Array
-from crossdevice.execution.processes.agreement import Description, agreed_call
+from crossdevice.execution.processes.agreement import (
+    Description,
+    agreed_call,
+    known_agreement,
+    what_is_called,
+)
 from crossdevice.execution.processes.device_reduction import Prepare
 from crossdevice.execution.processes.peer_reduction import PeerReduction
 from crossdevice.execution.processes.peers import find_peers
 from crossdevice.execution.processes.reduction import ProcessReduction
+from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.processes.ways import Part, in_order, parts_of
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.process_groups.group import ProcessGroup
@@ -21,6 +28,8 @@ from crossdevice.values.weights import Weights
 
 OfRanks = tuple[tuple[int, ...], ...]
 """For each rank the number of its replicas of each leaf."""
+
+Answer = TypeVar("Answer")
 
 
 class DenseCall:
@@ -38,6 +47,7 @@ class DenseCall:
     ) -> None:
         replicas = tuple(len(spec.devices) for spec in specs)
         self._place = (group, description, replicas, timeout_seconds)
+        self._what = what_is_called(description, replicas)
         self._work = (specs, op, options)
         self._prepare = prepare
         self._known: dict[OfRanks, list[Part]] = {}
@@ -52,27 +62,37 @@ class DenseCall:
     ) -> list[tuple[Array, ...]]:
         """For each leaf its result on each destination, written to `outs` where given."""
         assert weights is None
-        with agreed_call(*self._place) as (call, of_ranks):
-            parts = self._parts(call, of_ranks)
-            if len(parts) == 1:
-                delivery = parts[0].reduction.run(call, columns, outs)
-            else:
-                deliveries = [(part.leaves, part.run(call, columns, outs)) for part in parts]
-                delivery = functools.partial(in_order, deliveries)
+        delivery = self._made(lambda call, of_ranks: self._run(call, of_ranks, columns, outs))
         return delivery()  # inputs in `outs` are written to when nothing can fail any more
 
     def bound(self, columns: Columns, outs: Columns) -> Callable[[], None]:
         """What reduces these very arrays into those of `outs`, however often it is called."""
         works: dict[OfRanks, Callable[[GroupCall], None]] = {}
 
-        def run() -> None:
-            with agreed_call(*self._place) as (call, of_ranks):
-                work = works.get(of_ranks)
-                if work is None:
-                    work = works[of_ranks] = self._bound(call, self._parts(call, of_ranks), columns, outs)
-                work(call)
+        def work(call: GroupCall, of_ranks: OfRanks) -> None:
+            known = works.get(of_ranks)
+            if known is None:
+                known = works[of_ranks] = self._bound(call, self._parts(call, of_ranks), columns, outs)
+            known(call)
 
-        return run
+        return lambda: self._made(work)
+
+    def _made(self, work: Callable[[GroupCall, OfRanks], Answer]) -> Answer:
+        """What the work does in the group's next call, whose ranks are asked only if they have to be."""
+        group, description, replicas, seconds = self._place
+        known = known_agreement(group, description, replicas)
+        if known is None:
+            with agreed_call(*self._place) as (call, of_ranks):
+                return work(call, of_ranks)
+        counts, signature = known
+        return group.make_call(lambda call: work(call, counts), self._what, signature, seconds)
+
+    def _run(self, call: GroupCall, of_ranks: OfRanks, columns: Columns, outs: Outs) -> Delivery:
+        parts = self._parts(call, of_ranks)
+        if len(parts) == 1:
+            return parts[0].reduction.run(call, columns, outs)
+        deliveries = [(part.leaves, part.run(call, columns, outs)) for part in parts]
+        return functools.partial(in_order, deliveries)
 
     def _bound(
         self, call: GroupCall, parts: Sequence[Part], columns: Columns, outs: Columns

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import HOST_MEMORY, Array, dtype_named
 from crossdevice.execution.processes.packs import PackedPiece, ProcessPack, process_packs
 from crossdevice.execution.processes.shared_reduction import SharedPack, chunk_length
+from crossdevice.execution.processes.small_reduction import SmallReduction
 from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import written_view
 from crossdevice.execution.tracing import Work, flight_recorder, now, recorded
 from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass
+from crossdevice.kernels.host.meeting import compiled_meeting
 from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.recipe import COPYING
 from crossdevice.process_groups.group_call import GroupCall
@@ -58,6 +60,7 @@ class ProcessReduction:
         self._dtypes = [dtype_named(spec.result_dtype(op, is_weighted)) for spec in specs]
         self._packs = process_packs(specs, op, options, counts, is_weighted=is_weighted, edges=edges)
         self._shared_packs: dict[int, SharedPack] = {}
+        self._small: SmallReduction | None = None
         self._is_lone = len(specs) == len(self._packs) == 1 and specs[0].shares_host_memory
         devices = tuple(dict.fromkeys(device for spec in specs for device in spec.devices))
         num_bytes = sum(spec.num_bytes for spec in specs)
@@ -74,9 +77,12 @@ class ProcessReduction:
         Only a large `out` that no input is in comes to hold its result before: should a rank be lost
         meanwhile, all inputs are still there.
         """
-        exchanged = self._lone_exchange(call) if self._is_lone else None
-        if exchanged is not None:
-            return self._run_lone(call, exchanged, columns[0], outs[0], weights)
+        if self._is_lone:
+            if weights is None and self._small is not None:
+                return self._small.run(call, columns[0], outs[0])
+            exchanged = self._lone_exchange(call)
+            if exchanged is not None:
+                return self._run_lone(call, exchanged, columns[0], outs[0], weights)
         flats: dict[int, list[Flat]] = {}
         for pack in self._packs:
             leaf = pack.leaves[0].leaf
@@ -227,7 +233,16 @@ class ProcessReduction:
         known = self._shared_packs.get(id(pack))
         shared = call.group.shared
         if known is None and shared is not None and chunk_length(pack):
+            shared.steps.meet = compiled_meeting()
             known = self._shared_packs[id(pack)] = SharedPack(pack, shared)
+            if self._is_lone and known.is_small_and_lone and pack.final_recipe.weights is None:
+                self._small = SmallReduction(
+                    known,
+                    self._specs[0],
+                    self._dtypes[0],
+                    shares_results=self._shares[0],
+                    work=self._combining,
+                )
         return known
 
     def _lone_exchange(self, call: GroupCall) -> Exchanged | None:
@@ -260,33 +275,38 @@ class ProcessReduction:
         out: Sequence[Array] | None,
         weights: Weights | None,
     ) -> Delivery:
-        """As `run`, of a small leaf that every rank combines itself: nothing but what that takes."""
-        pack = self._packs[0]
+        """As `run`, of a small leaf that every rank combines itself: nothing but what that takes.
+
+        Who has the arrays of all ranks depends on none of them any more: it writes to `out` at once.
+        """
+        pack, backend = self._packs[0], self._specs[0].backend
+        recipe = pack.final_recipe if weights is None else pack.final_recipe.with_weights(weights)
         with recorded(self._combining):
             contributions = exchanged(call, self._views(0, arrays, pack.dtype))
-            whole = np.empty(pack.num_elements, pack.result)
-            fused_pass(contributions, [whole], pack.final_recipe.with_weights(weights))
-        whole = whole.view(self._dtypes[0])
-        if out is not None:
-            return lambda: [self._written(0, [whole], out)]
-        flats = self._flats(0, whole)
-        for flat in flats:
-            if flat is not whole:
-                flat[:] = whole
-        return lambda: [self._adopted(0, flats)]
+            views = [] if out is None else [backend.writable_view(array) for array in out]
+            flats = [view for view in views if view is not None]
+            is_in_out = 0 < len(flats) == len(views)
+            if not is_in_out:
+                flats = self._flats(0, np.empty(pack.num_elements // pack.per_element, self._dtypes[0]))
+            fused_pass(contributions, _viewed_as(flats, pack.result), recipe)
+        if out is None:
+            return lambda: [self._adopted(0, flats)]
+        return lambda: [self._written(0, [] if is_in_out else flats, out)]
 
     def _views(self, leaf: int, arrays: Sequence[Array], dtype: np.dtype[Any]) -> list[Flat]:
         """The leaf's replicas on the host."""
         spec = self._specs[leaf]
         backend = spec.backend
-        return [
-            (
+        if spec.shares_host_memory:
+            views = [backend.host_view(array) for array in arrays]
+        else:
+            views = [
                 backend.host_view(array)
                 if backend.memory_of(device) == HOST_MEMORY
                 else backend.to_host(array)
-            ).view(dtype)
-            for array, device in zip(arrays, spec.devices, strict=True)
-        ]
+                for array, device in zip(arrays, spec.devices, strict=True)
+            ]
+        return _viewed_as(views, dtype)
 
     def _room_for_share(self, pack: ProcessPack, views: Mapping[int, Sequence[Flat]]) -> Sequence[Flat]:
         """What this process contributes, before it is filled; a lone leaf's arrays are sent as they are."""
@@ -322,6 +342,8 @@ class ProcessReduction:
     def _flats(self, leaf: int, whole: Flat) -> list[Flat]:
         """For each destination the host memory its result is to be in: the whole's own where it can be."""
         spec = self._specs[leaf]
+        if len(spec.destinations) == 1:
+            return [whole]
         is_host = [spec.backend.memory_of(device) == HOST_MEMORY for device in spec.destinations]
         if self._shares[leaf]:
             return [whole] * len(is_host)
@@ -374,3 +396,8 @@ class ProcessReduction:
             else:
                 backend.write(array, backend.from_host(whole, spec.shape, device))
         return tuple(out)
+
+
+def _viewed_as(flats: Sequence[Flat], dtype: np.dtype[Any]) -> list[Flat]:
+    """The same memory in another dtype, where it has another."""
+    return [flat if flat.dtype == dtype else flat.view(dtype) for flat in flats]

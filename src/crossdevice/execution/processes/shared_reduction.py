@@ -6,15 +6,17 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.execution.processes.packs import PackedPiece, ProcessPack, pieces_between
 from crossdevice.execution.processes.travelling import LINE_ELEMENTS, shard_edges
-from crossdevice.kernels.host.fused_pass import bound_batch, fused_batch, fused_pass
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.kernels.host.fused_pass import STREAMED_BYTES, bound_batch, fused_batch, fused_pass
+from crossdevice.kernels.recipe import COPYING, Recipe
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared_arrays import NOWHERE, Bytes, Place
 from crossdevice.process_groups.shared_memory import WINDOW_BYTES, SharedMemory
+from crossdevice.process_groups.shared_steps import SharedSteps
 from crossdevice.values.weights import Weights
 
 Flat = NDArray[Any]
@@ -69,6 +71,9 @@ class SharedPack:
         all_bytes = pack.num_elements * pack.travelling.itemsize * sum(numbers)
         self._is_alone = all_bytes <= ALONE_BYTES and pack.num_elements <= self._length
         self._is_lone = pack.is_sent_as_it_is and set(numbers) == {1} and not self._is_alone
+        self.is_small_and_lone = self._is_alone and pack.is_sent_as_it_is and pack.num_elements > 0
+        """Whether it is one leaf of which every rank combines everything, so that `exchanged` will do."""
+        self._is_streamed = pack.num_elements * pack.result.itemsize * len(numbers) >= STREAMED_BYTES
         self._nothing_in_place = _InPlace([None] * len(numbers))
         self._whole = self._chunk(0, pack.num_elements)
         self._chunks = [
@@ -88,16 +93,25 @@ class SharedPack:
         ]
 
     @property
-    def is_small_and_lone(self) -> bool:
-        """Whether it is one leaf of which every rank combines everything, so that `exchanged` will do."""
-        return self._is_alone and self._pack.is_sent_as_it_is and self._pack.num_elements > 0
+    def steps(self) -> SharedSteps:
+        """Those of its group."""
+        return self._shared.steps
+
+    def laid_out(self) -> tuple[list[list[Flat]], Flat, list[list[Callable[[], None]]]]:
+        """Of a small and lone leaf: where own arrays go, the memory of results, and what writes them there.
+
+        The first and the last are by parity of the step.
+        """
+        total = np.empty(self._pack.num_elements, self._pack.result)
+        passes = [bound_batch([(inputs, [total])], self._pack.final_recipe) for inputs in self._inputs]
+        return self._own, total, passes
 
     def exchanged(self, call: GroupCall, views: Sequence[Flat]) -> Sequence[Flat]:
         """The arrays of all ranks, of a small and lone leaf; they stay until the step after the next."""
         parity = self._shared.steps.parity
         for array, view in zip(self._own[parity], views, strict=True):
             array[:] = view
-        self._tell_of(self._own[parity])
+        self.tell_of(self._own[parity])
         call.step()
         return self._inputs[parity]
 
@@ -111,7 +125,7 @@ class SharedPack:
             parity = steps.parity
             for array, view in copies[parity]:
                 array[:] = view
-            self._tell_of(self._own[parity])
+            self.tell_of(self._own[parity])
             call.step()
             for work in passes[parity]:
                 work()
@@ -214,7 +228,7 @@ class SharedPack:
                 place = chunk.place(piece)
                 for array, view in zip(arrays, views[piece.leaf], strict=True):
                     array[place] = view[piece.in_leaf]
-                self._tell_of([array[place] for array in arrays])
+                self.tell_of([array[place] for array in arrays])
             return
         (partial,) = arrays
         tasks = [
@@ -222,9 +236,9 @@ class SharedPack:
             for piece in chunk.brought
         ]
         fused_batch(tasks, self._pack.local_recipe)
-        self._tell_of([window for _, (window,) in tasks])
+        self.tell_of([window for _, (window,) in tasks])
 
-    def _tell_of(self, shown: Sequence[Flat]) -> None:
+    def tell_of(self, shown: Sequence[Flat]) -> None:
         """Of what others are about to read, whoever wants to know."""
         if self._shared.on_shown is not None:
             for array in shown:
@@ -266,14 +280,17 @@ class SharedPack:
         else:
             fused_batch(tasks, recipe)
         if not self._is_alone and found.outputs is None:
-            self._tell_of([outputs[-1] for _, outputs in tasks])
+            self.tell_of([outputs[-1] for _, outputs in tasks])
 
     def _collect(self, chunk: _Chunk, parity: int, total: Flat, copies: Mapping[int, Sequence[Flat]]) -> None:
-        for peer, piece in chunk.theirs:
-            found = self._made[parity][peer][chunk.place(piece)]
-            total[piece.in_pack] = found
-            for copy in copies[piece.leaf]:
-                copy[piece.in_leaf] = found
+        tasks = [
+            (
+                [self._made[parity][peer][chunk.place(piece)]],
+                [total[piece.in_pack], *(copy[piece.in_leaf] for copy in copies[piece.leaf])],
+            )
+            for peer, piece in chunk.theirs
+        ]
+        fused_batch(tasks, COPYING, is_streamed=self._is_streamed)
 
 
 def chunk_length(pack: ProcessPack) -> int:

@@ -124,13 +124,18 @@ def repeated_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> Callable[[
     return SmallPass(inputs, outputs, _with_weights(prepared, recipe), recipe)
 
 
-def fused_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe) -> None:
-    """Does many passes of one recipe, of any dtypes and sizes, as one: threads share the whole list."""
-    for work in bound_batch(tasks, recipe):
+def fused_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe, *, is_streamed: bool = False) -> None:
+    """Does many passes of one recipe, of any dtypes and sizes, as one: threads share the whole list.
+
+    `is_streamed` says that results are part of more, too much for the cache, which they bypass then.
+    """
+    for work in bound_batch(tasks, recipe, is_streamed=is_streamed):
         work()
 
 
-def bound_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe) -> list[Callable[[], None]]:
+def bound_batch(
+    tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe, *, is_streamed: bool = False
+) -> list[Callable[[], None]]:
     """The calls that do many passes of one recipe, as often as they are made, but not at the same time.
 
     They keep the arrays alive and find their memory as it is when they are made; sizes must not change.
@@ -145,7 +150,8 @@ def bound_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe) -> list[
             _, group = groups.setdefault(id(prepared), (prepared, []))
             group.append((_as_read(inputs, prepared), _as_written(outputs, prepared)))
     return works + [
-        _Passes(group, _with_weights(prepared, recipe), recipe) for prepared, group in groups.values()
+        _Passes(group, _with_weights(prepared, recipe), recipe, is_streamed=is_streamed)
+        for prepared, group in groups.values()
     ]
 
 
@@ -316,7 +322,9 @@ class SmallPass:
 class _Passes:
     """Tasks of one kernel, laid out so that threads take the work of all of them."""
 
-    def __init__(self, tasks: Sequence[Task], prepared: _Prepared, recipe: Recipe) -> None:
+    def __init__(
+        self, tasks: Sequence[Task], prepared: _Prepared, recipe: Recipe, *, is_streamed: bool = False
+    ) -> None:
         traffic = sum(traffic_bytes(*task) for task in tasks)
         self._participants = (
             1 if traffic < THREADED_BYTES else min(num_threads(), 2 * traffic // THREADED_BYTES)
@@ -327,7 +335,7 @@ class _Passes:
             prepared.program,
             range_bytes=traffic // (RANGES_PER_THREAD * self._participants),
             is_shared=self._participants > 1,
-            is_streamed=traffic >= STREAMED_BYTES,
+            is_streamed=is_streamed or traffic >= STREAMED_BYTES,
             may_leave_pieces=prepared.is_exact,
         )
         self._recipe = recipe
