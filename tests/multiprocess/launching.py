@@ -89,6 +89,28 @@ def launch(
     return Outcome([process.returncode for process in processes], reports, output.read_text(), left)
 
 
+def scenarios(script: str, named: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """Starts a script beside this file for each scenario, with its words; returns what one has printed."""
+    paths = [str(PACKAGE_PARENT), str(HERE.parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CROSSDEVICE_KERNELS": "numpy"}
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, str(HERE / script), name, *words],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name, words in named.items()
+    }
+
+    def result(name: str) -> Any:
+        output, _ = running[name].communicate(timeout=300)
+        assert running[name].returncode == 0
+        return json.loads(output)
+
+    return result
+
+
 def ranks(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict[str, str]]]:
     """Plain processes that know each other from RANK and WORLD_SIZE, so that nobody ends one with another."""
     port = str(free_port())
