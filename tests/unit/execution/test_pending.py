@@ -148,16 +148,19 @@ def test_ranks_make_started_and_plain_calls_in_the_order_of_their_programs():
     def program(group):
         ops = cd.CollectiveAllReduce(group=group)
         mine = np.float32([group.rank + 1])
-        bound = ops.bind("sum", np.float32([10 * (group.rank + 1)]), "cpu:0")
+        bound, called = (ops.bind("sum", np.float32([k * (group.rank + 1)]), "cpu:0") for k in (10, 20))
         if group.rank == 1:
             time.sleep(0.05)
         pending = [ops.start_reduce("sum", mine * k, "cpu:0") for k in (1, 2, 3)]
         later = bound.start()
-        plain = ops.reduce("max", mine, "cpu:0")  # after all that was started
-        assert all(each.done() for each in pending)
-        return [float(each.wait(60)[0]) for each in (*pending, later)] + [float(plain[0])]
+        at_once = float(called()[0])  # after all that was started
+        assert all(each.done() for each in (*pending, later))
+        again = ops.start_reduce("sum", mine * 4, "cpu:0")
+        plain = ops.reduce("max", mine, "cpu:0")
+        assert again.done()
+        return [float(each.wait(60)[0]) for each in (*pending, later, again)] + [at_once, float(plain[0])]
 
-    assert run_ranks(2, program) == [[3, 6, 9, 30, 2]] * 2
+    assert run_ranks(2, program) == [[3, 6, 9, 30, 12, 60, 2]] * 2
 
 
 def test_a_mismatch_between_ranks_surfaces_in_wait():
