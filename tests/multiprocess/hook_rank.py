@@ -1,7 +1,9 @@
 """One rank that trains with DistributedDataParallel and our hook, and reports the bits of its gradients."""
 
 import hashlib
+import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,7 +11,8 @@ import torch.distributed as dist
 import crossdevice as cd
 from crossdevice.integrations.torch import ReproducibleMean, reproducible_hook
 from crossdevice.process_groups.torch_group import form_group
-from multiprocess.launching import report
+from multiprocess import overlap
+from multiprocess.launching import FOLDER, report
 
 
 def network(dtype):
@@ -37,9 +40,9 @@ def digest(tensors):
     ).hexdigest()
 
 
-def hooked(dtype, share, bucket_cap_mb, precision="accurate", group=None):
+def hooked(dtype, share, bucket_cap_mb, precision="accurate", group=None, **options):
     """Gradients of two steps: DDP lays out its buckets anew after the first."""
-    model = torch.nn.parallel.DistributedDataParallel(network(dtype), bucket_cap_mb=bucket_cap_mb)
+    model = torch.nn.parallel.DistributedDataParallel(network(dtype), bucket_cap_mb=bucket_cap_mb, **options)
     model.register_comm_hook(ReproducibleMean(group, precision), reproducible_hook)
     return [gradients(model, batch(share + step, dtype)) for step in (0, 10)]
 
@@ -73,6 +76,11 @@ def main():
             "the order of ranks makes no difference to exact": digest(exact[0]) == digest(turned[0]),
             "bits": digest(small[0]),
         }
+    views = hooked(torch.float32, rank, 25, group=group, gradient_as_bucket_view=True)
+    facts["in buckets"] = digest(views[0])
+    folder = Path(os.environ[FOLDER])
+    facts["inside, with the hook"] = overlap.with_our_hook(group, folder / f"hook {rank}.json")
+    facts["inside, mirrored"] = overlap.with_a_mirrored_module(group, folder / f"mirrored {rank}.json")
     facts["sparse"] = sparse_means(rank, size, group)
     facts["error"] = error_of_a_broken_group(group)
     report(rank, facts)

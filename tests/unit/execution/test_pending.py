@@ -12,7 +12,8 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.errors import BoundError, ContextError, DeadlineError, OptionError, ShapeMismatchError
-from crossdevice.process_groups.thread_group import run_ranks
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.thread_group import Room, ThreadEngine, run_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -161,6 +162,21 @@ def test_ranks_make_started_and_plain_calls_in_the_order_of_their_programs():
         return [float(each.wait(60)[0]) for each in (*pending, later, again)] + [at_once, float(plain[0])]
 
     assert run_ranks(2, program) == [[3, 6, 9, 30, 12, 60, 2]] * 2
+
+
+def test_started_reductions_of_two_groups_overlap():
+    room = Room(2)
+
+    def program(group):
+        with ProcessGroup(ThreadEngine(room, group.rank), timeout_seconds=60) as another:
+            first, second = (cd.CollectiveAllReduce(group=each) for each in (group, another))
+            started = [first.start_reduce("sum", np.float32(1), "cpu:0")] if group.rank == 0 else []
+            meanwhile = float(second.start_reduce("sum", np.float32(2), "cpu:0").wait(60))
+            if group.rank == 1:  # which comes to the first one when the second is done
+                started.append(first.start_reduce("sum", np.float32(1), "cpu:0"))
+            return [float(started[0].wait(60)), meanwhile]
+
+    assert run_ranks(2, program) == [[2, 4]] * 2
 
 
 def test_a_mismatch_between_ranks_surfaces_in_wait():
