@@ -35,13 +35,8 @@ def main(scenario, engine, seconds, odd_rank=None):
         start = time.monotonic()
         SCENARIOS[scenario](group)
     except CrossDeviceError as error:
-        facts |= {
-            "error": type(error).__name__,
-            "text": str(error),
-            "seconds": time.monotonic() - start,
-            "at": time.time(),
-            "is_broken": group.is_broken,
-        }
+        facts |= described(error)
+        facts |= {"seconds": time.monotonic() - start, "is_broken": group.is_broken}
         facts["later"] = refusal(group)
     if engine == "torch":
         group.close()
@@ -64,11 +59,11 @@ def absent(here, engine, seconds):
     try:
         here.form_group(engine, timeout_seconds=seconds)
     except CrossDeviceError as error:
-        return {
-            "error": type(error).__name__,
-            "text": str(error),
-            "seconds": time.monotonic() - start,
-        }
+        return {**described(error), "seconds": time.monotonic() - start}
+
+
+def described(error):
+    return {"error": type(error).__name__, "text": str(error), "at": time.time()}
 
 
 def kill(group):

@@ -1,15 +1,18 @@
 """Ranks that are forked from a process without threads: they start at once, and meet over pipes.
 
-Once their group is formed, everything but notes goes through shared memory, which is what they are for.
+Once their group is formed, everything but notes goes through shared memory, which is what they are for; but
+for what goes to ranks that are made to believe that they are on another host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import socket
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -20,10 +23,12 @@ from typing import Any
 import numpy as np
 
 from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.host_agreement import HOST_VARIABLE
+from crossdevice.process_groups.protocol import RankLostError
 
 
 class PipeEngine:
-    """An engine for small messages; notes are files in a folder."""
+    """An engine that counts what it sends; notes are files in a folder."""
 
     name = "pipes"
     largest_tag = (1 << 31) - 1
@@ -32,13 +37,36 @@ class PipeEngine:
 
     def __init__(self, rank, size, peers, folder):
         self.rank, self.size, self._peers, self.folder = rank, size, peers, folder
+        self.num_sent_bytes = 0
 
     def exchange(self, sends, receives, tag, timeout_seconds):
+        going = {}
         for peer, memory in sends:
-            self._peers[peer].sendall(memory.tobytes())
+            going.setdefault(peer, []).append(tag.to_bytes(4, "little") + memory.tobytes())
+            self.num_sent_bytes += memory.nbytes
+        threads = [threading.Thread(target=self._send, args=each, daemon=True) for each in going.items()]
+        for thread in threads:
+            thread.start()
         for peer, memory in receives:
-            received = self._peers[peer].recv(memory.nbytes, socket.MSG_WAITALL)
-            memory.reshape(-1).view(np.uint8)[:] = np.frombuffer(received, np.uint8)
+            found = bytearray(4)
+            self._receive(peer, memoryview(found))
+            if int.from_bytes(found, "little") != tag:  # what is waited for will not come
+                time.sleep(timeout_seconds)
+            self._receive(peer, memoryview(memory.reshape(-1).view(np.uint8)))
+        for thread in threads:
+            thread.join()
+
+    def _receive(self, peer, room):
+        while room:
+            length = self._peers[peer].recv_into(room)
+            if not length:
+                raise RankLostError(peer, "end of file")
+            room = room[length:]
+
+    def _send(self, peer, pieces):
+        with contextlib.suppress(OSError):  # whoever waits for its answer finds out
+            for piece in pieces:
+                self._peers[peer].sendall(piece)
 
     def post(self, note):
         path = self.folder / f"note {self.rank}"
@@ -59,9 +87,14 @@ class PipeEngine:
 
 
 class Ranks:
-    """A group of forked processes, each of which calls `function(group)`."""
+    """A group of forked processes, each of which calls `function(group)`.
 
-    def __init__(self, size: int, function: Callable[[ProcessGroup], Any], **options: Any) -> None:
+    `hosts` has for each the name of the host that it is made to believe to be on.
+    """
+
+    def __init__(
+        self, size: int, function: Callable[[ProcessGroup], Any], hosts: str | None = None, **options: Any
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
@@ -71,6 +104,10 @@ class Ranks:
         for rank in range(size):
             pid = os.fork()
             if pid == 0:
+                os.environ[HOST_VARIABLE] = hosts[rank] if hosts else ""
+                for other, sockets in enumerate(ends):
+                    for each in sockets.values() if other != rank else ():
+                        each.close()  # or nobody would see that its owner is gone
                 _be(rank, size, ends[rank], folder, function, options)
             self.pids.append(pid)
         for sockets in ends:

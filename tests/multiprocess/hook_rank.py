@@ -1,6 +1,8 @@
 """One rank that trains with DistributedDataParallel and our hook, and reports the bits of its gradients."""
 
+import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -8,15 +10,18 @@ import torch.distributed as dist
 import crossdevice as cd
 from crossdevice.integrations.torch import ReproducibleMean, reproducible_hook
 from crossdevice.process_groups.torch_group import form_group
+from multiprocess import overlap
 from multiprocess.gradients import batch, digest, gradients, network
-from multiprocess.launching import report
+from multiprocess.launching import FOLDER, report
 
 WIDTHS = (64, 600, 700, 8)
 
 
-def hooked(dtype, share, bucket_cap_mb, precision="accurate", group=None):
+def hooked(dtype, share, bucket_cap_mb, precision="accurate", group=None, **options):
     """Gradients of two steps: DDP lays out its buckets anew after the first."""
-    model = torch.nn.parallel.DistributedDataParallel(network(WIDTHS, dtype), bucket_cap_mb=bucket_cap_mb)
+    model = torch.nn.parallel.DistributedDataParallel(
+        network(WIDTHS, dtype), bucket_cap_mb=bucket_cap_mb, **options
+    )
     model.register_comm_hook(ReproducibleMean(group, precision), reproducible_hook)
     return [gradients(model, batch(share + step, WIDTHS[0], dtype)) for step in (0, 10)]
 
@@ -50,6 +55,11 @@ def main():
             "the order of ranks makes no difference to exact": digest(exact[0]) == digest(turned[0]),
             "bits": digest(small[0]),
         }
+    views = hooked(torch.float32, rank, 25, group=group, gradient_as_bucket_view=True)
+    facts["in buckets"] = digest(views[0])
+    folder = Path(os.environ[FOLDER])
+    facts["inside, with the hook"] = overlap.with_our_hook(group, folder / f"hook {rank}.json")
+    facts["inside, mirrored"] = overlap.with_a_mirrored_module(group, folder / f"mirrored {rank}.json")
     facts["sparse"] = sparse_means(rank, size, group)
     facts["error"] = error_of_a_broken_group(group)
     report(rank, facts)

@@ -100,6 +100,30 @@ def _started(
     )
 
 
+def scenarios(script: str, named: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """Starts a script beside this file for each scenario, with its words; returns what one has printed."""
+    paths = [str(PACKAGE_PARENT), str(HERE.parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    # In "kills" steps are compiled, if they can be; elsewhere they are in Python.
+    in_python = {**environment, "CROSSDEVICE_KERNELS": "numpy"}
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, str(HERE / script), name, *words],
+            env=environment if name == "kills" else in_python,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name, words in named.items()
+    }
+
+    def result(name: str) -> Any:
+        output, _ = running[name].communicate(timeout=300)
+        assert running[name].returncode == 0
+        return json.loads(output)
+
+    return result
+
+
 def ranks(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict[str, str]]]:
     """Processes that know each other from RANK and WORLD_SIZE, so that nobody ends one with another.
 

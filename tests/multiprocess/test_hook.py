@@ -27,6 +27,10 @@ def test_gradients_are_reproducible_means(tmp_path, tmp_path_factory):
         for dtype in ("torch.float32", "torch.bfloat16"):
             assert all(facts[dtype].values()), facts[dtype]
             assert facts[dtype]["bits"] == found.reports[0][dtype]["bits"]
+        assert facts["in buckets"] == found.reports[0]["torch.float32"]["bits"]
+        # Four layers are four buckets, or three; all but that of the first layer can be done before it.
+        assert facts["inside, with the hook"] >= 1
+        assert facts["inside, mirrored"] >= 1
         sparse = [True, [1.0, *[pytest.approx(1 / 3)] * 3, 0.0]]
         assert facts["sparse"] == [sparse, sparse]
         assert "ProcessGroupError: this group is broken" in facts["error"]

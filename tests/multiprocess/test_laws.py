@@ -20,7 +20,7 @@ LAWS = GROUP_LAWS | REDUCTION_LAWS | SHARD_LAWS
 ROWS = [
     ("torch", 2, "shared"),
     ("torch", 3, "private"),
-    ("torch", 4, "shared"),
+    ("torch", 4, "hosts"),
     ("mpi", 2, "private"),
     ("mpi", 4, "shared"),
 ]
@@ -81,6 +81,7 @@ def test_launches_are_recognised_and_leave_no_process(engine, size, memory, outc
     for rank, facts in found.reports.items():
         assert facts["recognised"].startswith(f"{launcher}: rank {rank} of {size}, ")
         assert facts["shares"] is (memory == "shared")
+        assert facts["hosts"] == ([[0, 1, 3], [2]] if memory == "hosts" else None)
         assert facts["engine"].startswith("Open MPI" if engine == "mpi" else "gloo")
 
 

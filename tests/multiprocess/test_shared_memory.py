@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from multiprocess.launching import HERE, PACKAGE_PARENT
+from multiprocess.launching import scenarios
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux")
 
@@ -25,22 +23,7 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 @pytest.fixture(scope="module")
 def found():
     """What each scenario has found; they run side by side, since ranks wait most of the time."""
-    running = {}
-
-    def start(scenario, *words):
-        paths = [str(PACKAGE_PARENT), str(HERE.parent)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        if scenario != "kills":  # in which steps are compiled, if they can be; here they are in Python
-            environment["CROSSDEVICE_KERNELS"] = "numpy"
-        command = [sys.executable, str(HERE / "shared_scenarios.py"), scenario, *words]
-        running[scenario] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-
-    def result(scenario):
-        output, _ = running[scenario].communicate(timeout=300)
-        assert running[scenario].returncode == 0
-        return json.loads(output)
-
-    for scenario in (
+    names = (
         "off",
         "deadline",
         "interrupt",
@@ -52,21 +35,19 @@ def found():
         "arrays",
         "small",
         "peers",
-    ):
-        start(scenario)
-    if HAS_TORCH:
-        start("staged")
-    start("kills", NUM_KILLS)
-    return result
+    )
+    named = dict.fromkeys((*names, *["staged"] * HAS_TORCH), ())
+    return scenarios("shared_scenarios.py", {**named, "kills": (NUM_KILLS,)})
 
 
-def test_one_rank_that_does_without_is_named_to_all(found):
-    for is_not_shared, explained, total, num_files in found("off"):
+def test_one_rank_that_does_without_is_named_to_all_and_the_others_share(found):
+    for rank, (is_not_shared, explained, total, num_files) in enumerate(found("off")):
         assert is_not_shared
-        assert "not through shared memory: rank 1 (" in explained
+        assert "through shared memory within hosts (ranks 0, 2; rank 1), over pipes between them" in explained
+        assert ": rank 1 (" in explained
         assert "it was switched off" in explained
         assert total == [3.0] * 4
-        assert num_files == 0
+        assert num_files == (0 if rank == 1 else 1)
 
 
 def test_a_late_rank_is_named_and_does_not_take_the_call_for_done(found):

@@ -15,7 +15,7 @@ from crossdevice.errors import BoundError, ContextError
 from crossdevice.execution.local.batch import CheckedBatch
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.sparse import SparseReduction
-from crossdevice.execution.pending import THIS_PROCESS, Pending, start
+from crossdevice.execution.pending import THIS_PROCESS, Pending, finish_started, start
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.leaf_spec import Columns, Dense
 from crossdevice.kernels.host.fixed_arrays import FixedArrays
@@ -170,6 +170,7 @@ class BoundReduction:
         work = prepared.bound(columns, outs)
 
         def run() -> Any:
+            finish_started(between.group)  # ranks make their calls in the order of their programs
             try:
                 memory.check()
             except BaseException:

@@ -19,13 +19,13 @@ from crossdevice.errors import DeadlineError, MismatchError, OptionError, Proces
 from crossdevice.process_groups.board import REFUSED, Note, Refused
 from crossdevice.process_groups.courier import FAREWELL_SECONDS, Courier, Errand
 from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.process_groups.host_agreement import found_hosts
+from crossdevice.process_groups.hosts import Hosts
 from crossdevice.process_groups.introduction import introduced
 from crossdevice.process_groups.noting import GRACE_SECONDS, Noting
-from crossdevice.process_groups.protocol import Engine, GaveUpError, RankLostError, Waited
+from crossdevice.process_groups.protocol import Contact, Engine, GaveUpError, RankLostError, Waited
 from crossdevice.process_groups.shared_arrays import empty_array, empty_tree
-from crossdevice.process_groups.shared_exchange import SharedExchange
-from crossdevice.process_groups.shared_memory import SharedMemory, is_wanted, memory_shared_by
-from crossdevice.process_groups.shared_steps import SharedSteps
+from crossdevice.process_groups.shared_memory import SharedMemory, is_wanted
 from crossdevice.process_groups.turn import HasBegun, Turn
 from crossdevice.process_groups.watch import CALLS_DIFFER, DEADLINE_PASSED, PATIENCE_SECONDS, Watch
 
@@ -60,7 +60,7 @@ class ProcessGroup:
             made; `"always"` does so each time; `"off"` never does. Once ranks are found to bring different
             numbers of replicas, `"new"` becomes `"always"`; if they first do so in a call that some of them
             know, it is a MismatchError, and the group is broken.
-        shared_memory: whether arrays go through shared memory where all ranks turn out to be on one host;
+        shared_memory: whether arrays go through shared memory between ranks that turn out to be on one host;
             if None, unless CROSSDEVICE_SHARED_MEMORY is 0. Notes and NCCL keep to the engine.
 
     >>> from crossdevice.process_groups.thread_group import run_ranks
@@ -84,8 +84,7 @@ class ProcessGroup:
         wants_memory = is_wanted(shared_memory)
         self._engine = engine
         self.rank, self.size = engine.rank, engine.size
-        self.timeout_seconds = timeout_seconds
-        self.checks = checks
+        self.timeout_seconds, self.checks = timeout_seconds, checks
         self.agreed: dict[Any, Any] = {}
         """What ranks have compared, by kind of call."""
         self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
@@ -98,15 +97,16 @@ class ProcessGroup:
         self._broken: str | None = None
         self._carrying = Courier(f"crossdevice rank {self.rank}")
         self._board = Noting(engine)
-        self.shared: SharedMemory | None = None
-        """What all ranks have in common if they are on one host."""
-        self.not_shared_reason = "there is one rank"
+        self._memory: SharedMemory | None = None  # of the ranks of this host
+        self.shared: SharedMemory | None = None  # the same, if these are all ranks
+        self.hosts: Hosts | None = None  # if there are several, and one of them has several ranks
+        self.not_shared_reason = ""
         self._open_ones.add(self)
         try:
             with self.call("form a group", b"introduction") as call:
                 self.members, self._board.seal = introduced(call, CHECKS.index(checks), CHECKS)
-                if self.size > 1:
-                    self.shared, self.not_shared_reason = memory_shared_by(call, wanted=wants_memory)
+                self._memory, self.hosts, self.not_shared_reason = found_hosts(call, wanted=wants_memory)
+                self.shared = self._memory if self.hosts is None else None
         except BaseException:
             self.close()
             raise
@@ -264,8 +264,8 @@ class ProcessGroup:
                 self._say_last(why)
             self._carrying.dismiss()
             self._board.dismiss()
-            if self.shared is not None:
-                self.shared.steps.abandon()
+            if self._memory is not None:
+                self._memory.steps.abandon()
             self._engine.close()
 
     def _check_free(self, what: str) -> None:
@@ -323,7 +323,7 @@ class ProcessGroup:
 
     def _wait_watching(self, call: GroupCall, errand: Waited) -> None:
         """Waits with a note on the board, and an eye on what others put there."""
-        contact = errand if isinstance(errand, (SharedSteps, SharedExchange)) else self._engine
+        contact = errand if isinstance(errand, Contact) else self._engine
         watch = self._watch(call)
         while True:
             if self._broken is not None:
@@ -392,8 +392,8 @@ class ProcessGroup:
 
     def _abandon(self) -> None:
         """What is on its way ends with an error at the other ends, too."""
-        if self.shared is not None:
-            self.shared.steps.abandon()
+        if self._memory is not None:
+            self._memory.steps.abandon()
         self._engine.abandon()
 
     def _refuse(self, why: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crossdevice.process_groups.protocol import Begin, Message, Started, Waited
 from crossdevice.process_groups.rooms import room_for
@@ -55,28 +56,40 @@ class GroupCall:
     def start_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Begins an exchange: its memory is left alone until `wait`, which comes before anything else."""
         self.num_exchanges += 1
-        shared = self.group.shared
+        self._begin(sends, receives)
+
+    def _begin(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        shared, place = self.group.shared, (self.number, self.num_exchanges, self.signature)
         if shared is not None:
             # All ranks take part in every step, so all have heard of all.
             self.has_heard = True
             self.group._check_whole(self)
-            place = (self.number, self.num_exchanges, self.signature)
             self._errand = SharedExchange(shared, self.group.size, place, sends, receives)
             return
+        # Not by what goes which way: all ranks must come to the same, wherever they are.
+        self.has_heard |= any(message.memory.size for message in receives)
+        hosts = self.group.hosts
+        if hosts is None:
+            self._errand = self._over_engine(sends, receives)
+            return
+        errand = self._over_engine(hosts.beyond(sends), hosts.beyond(receives))
+        self._errand = hosts.exchange(place, sends, receives, self.group._engine, errand)
+
+    def _over_engine(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waited | None:
+        """Begins what the engine has to do, if that is anything."""
         key = b"%d %d " % (self.number, self.num_exchanges) + self.signature
         digest = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
         tag = digest % (self.group._engine.largest_tag + 1)
         # Both sides know which are empty: these are not sent.
         going, coming = ([each for each in these if each.memory.size] for these in (sends, receives))
-        self.has_heard |= bool(coming)
-        if going or coming:
-            begin: Begin | None = getattr(self.group._engine, "begin", None)
-            if begin is not None and _num_bytes(going) + _num_bytes(coming) <= POLLED_BYTES:
-                self.group._check_whole(self)
-                self._errand = begin(going, coming, tag)
-                return
-            exchange = self.group._engine.exchange
-            self._errand = self.group._carry(self, lambda seconds: exchange(going, coming, tag, seconds))
+        if not going and not coming:
+            return None
+        begin: Begin | None = getattr(self.group._engine, "begin", None)
+        if begin is not None and _num_bytes(going) + _num_bytes(coming) <= POLLED_BYTES:
+            self.group._check_whole(self)
+            return begin(going, coming, tag)
+        exchange = self.group._engine.exchange
+        return self.group._carry(self, lambda seconds: exchange(going, coming, tag, seconds))
 
     def wait(self) -> None:
         """Waits for what was started, if anything was."""
@@ -123,11 +136,34 @@ class GroupCall:
         return self._gathered(record, [int.from_bytes(length, "little") for length in lengths])
 
     def _gathered(self, record: bytes, lengths: Sequence[int]) -> list[bytes]:
-        own = np.frombuffer(record, np.uint8)
-        members = self.group.members
-        rooms = {rank: room_for(members[rank], [lengths[rank]], np.uint8) for rank in self.others()}
-        self.exchange([Message(rank, own) for rank in rooms], list(map(Message, rooms, rooms.values())))
-        return [rooms[rank].tobytes() if rank in rooms else record for rank in range(self.group.size)]
+        rooms = [
+            room_for(member, [length], np.uint8)
+            for member, length in zip(self.group.members, lengths, strict=True)
+        ]
+        rooms[self.group.rank] = np.frombuffer(record, np.uint8)
+        self.all_gather_into([[room] for room in rooms])
+        return [room.tobytes() for room in rooms]
+
+    def all_gather_into(self, parts: Sequence[Sequence[NDArray[Any]]]) -> None:
+        """Fills in the arrays of all other ranks; `parts` has those of every rank, and this one's are full.
+
+        What is for several ranks of another host is sent to one of them, who passes it on.
+        """
+        rank, hosts = self.group.rank, self.group.hosts
+        if hosts is None:
+            others = self.others()
+            self.exchange(
+                [Message(peer, array) for peer in others for array in parts[rank]],
+                [Message(peer, array) for peer in others for array in parts[peer]],
+            )
+            return
+        self.num_exchanges += 1  # of both rounds: ranks that are in different ones are at the same exchange
+        for sends, receives in hosts.all_gather_rounds:
+            self._begin(
+                [Message(peer, array) for peer, whose in sends for array in parts[whose]],
+                [Message(peer, array) for peer, whose in receives for array in parts[whose]],
+            )
+            self.wait()
 
     def meet(self) -> None:
         """Ends a call in which nothing came from others, who may be making another one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -35,6 +35,18 @@ class Waited(Protocol):
 
     def result(self) -> Any:
         """Raises what went wrong, if anything has."""
+
+
+@runtime_checkable
+class Contact(Protocol):
+    """What knows who is waited for, and who is gone: an engine, or what goes through shared memory."""
+
+    @property
+    def awaited_ranks(self) -> Collection[int]:
+        """From whom something may still have to come; nobody if that cannot be told."""
+
+    def check_contact(self, silent: Collection[int]) -> None:
+        """Raises RankLostError if a rank that is waited for is gone, as far as can be told."""
 
 
 Begin: TypeAlias = Callable[[Sequence[Message], Sequence[Message], int], Waited]

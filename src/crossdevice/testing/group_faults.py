@@ -62,7 +62,7 @@ def _faulty_engine(group: ProcessGroup, fault: Fault) -> contextlib.AbstractCont
 
 @contextlib.contextmanager
 def _faulty_memory(group: ProcessGroup, fault: Fault) -> Iterator[None]:
-    shared = group.shared
+    shared = group._memory
     if shared is None or not (fault.drop or fault.corrupt):
         yield
     elif fault.drop:

@@ -14,7 +14,8 @@ import pytest
 import crossdevice as cd
 from crossdevice.errors import BoundError, ContextError, DeadlineError, OptionError, ShapeMismatchError
 from crossdevice.execution.pending import start
-from crossdevice.process_groups.thread_group import run_ranks
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.thread_group import Room, ThreadEngine, run_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -150,16 +151,34 @@ def test_ranks_make_started_and_plain_calls_in_the_order_of_their_programs():
     def program(group):
         ops = cd.CollectiveAllReduce(group=group)
         mine = np.float32([group.rank + 1])
-        bound = ops.bind("sum", np.float32([10 * (group.rank + 1)]), "cpu:0")
+        bound, called = (ops.bind("sum", np.float32([k * (group.rank + 1)]), "cpu:0") for k in (10, 20))
         if group.rank == 1:
             time.sleep(0.05)
         pending = [ops.start_reduce("sum", mine * k, "cpu:0") for k in (1, 2, 3)]
         later = bound.start()
-        plain = ops.reduce("max", mine, "cpu:0")  # after all that was started
-        assert all(each.done() for each in pending)
-        return [float(each.wait(60)[0]) for each in (*pending, later)] + [float(plain[0])]
+        at_once = float(called()[0])  # after all that was started
+        assert all(each.done() for each in (*pending, later))
+        again = ops.start_reduce("sum", mine * 4, "cpu:0")
+        plain = ops.reduce("max", mine, "cpu:0")
+        assert again.done()
+        return [float(each.wait(60)[0]) for each in (*pending, later, again)] + [at_once, float(plain[0])]
 
-    assert run_ranks(2, program) == [[3, 6, 9, 30, 2]] * 2
+    assert run_ranks(2, program) == [[3, 6, 9, 30, 12, 60, 2]] * 2
+
+
+def test_started_reductions_of_two_groups_overlap():
+    room = Room(2)
+
+    def program(group):
+        with ProcessGroup(ThreadEngine(room, group.rank), timeout_seconds=60) as another:
+            first, second = (cd.CollectiveAllReduce(group=each) for each in (group, another))
+            started = [first.start_reduce("sum", np.float32(1), "cpu:0")] if group.rank == 0 else []
+            meanwhile = float(second.start_reduce("sum", np.float32(2), "cpu:0").wait(60))
+            if group.rank == 1:  # which comes to the first one when the second is done
+                started.append(first.start_reduce("sum", np.float32(1), "cpu:0"))
+            return [float(started[0].wait(60)), meanwhile]
+
+    assert run_ranks(2, program) == [[2, 4]] * 2
 
 
 def test_a_mismatch_between_ranks_surfaces_in_wait():

@@ -22,6 +22,7 @@ from crossdevice.kernels.host.resources import threads
 from crossdevice.kernels.host.resources.control_groups import words_of_groups
 from crossdevice.plans.rendering import size_text
 from crossdevice.process_groups.cluster import cluster_from_env
+from crossdevice.process_groups.host_agreement import HOST_VARIABLE
 from crossdevice.process_groups.shared_memory import VARIABLE, is_wanted, unavailable_reason
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.libraries import INSTALLED_BY
@@ -271,9 +272,11 @@ def _processes(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
     except OptionError as refused:
         yield Finding("launcher", str(refused), False, "set the missing variables, or unset the others")
     reason = unavailable_reason() if is_wanted(None) else f"{VARIABLE} is 0"
+    word = os.environ.get(HOST_VARIABLE)
+    those = f", with those that have {HOST_VARIABLE}={word} too" if word else ""
     yield Finding(
         "memory shared by processes",
-        "can be used by groups on this host" if reason is None else f"no: {reason}",
+        f"no: {reason}" if reason else f"can be used by groups within this host{those}",
     )
 
 

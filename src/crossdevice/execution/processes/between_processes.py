@@ -118,7 +118,12 @@ class BetweenProcesses:
             f"{op.name} of {here} replicas in each of {group.size} processes on {group.engine_name}, "
             f"precision {options.precision}; this is rank {group.rank}"
         ]
-        if group.shared is None:
+        if group.hosts is not None:
+            lines.append(
+                f"through shared memory within hosts ({group.hosts}), over {group.engine_name} between them: "
+                f"{group.not_shared_reason}"
+            )
+        elif group.shared is None:
             lines.append(f"not through shared memory: {group.not_shared_reason}")
         if len(specs) < len(checked):
             lines.append(f"{len(checked) - len(specs)} sparse: all rows go to every process")
@@ -143,7 +148,7 @@ class BetweenProcesses:
                 "combined while others are copied from and to the GPU"
             )
         if by_host:
-            lines += ProcessReduction(by_host, op, options, counts, group.rank).explained(group.shared)
+            lines += ProcessReduction(by_host, op, options, counts, group.rank).explained(group)
         return "\n".join(lines)
 
     def gather(

@@ -19,18 +19,13 @@ def arrays_of_all_ranks(call: GroupCall, arrays: Sequence[Flat]) -> list[list[Fl
     """For each rank its flat arrays, which may differ in length from rank to rank, not in dtype."""
     lengths = np.array([array.size for array in arrays], np.int64)
     of_ranks = [np.frombuffer(record, np.int64) for record in call.all_gather(lengths.tobytes())]
-    rooms = {
-        peer: [
-            room_for(call.group.members[peer], [length], array.dtype)
-            for length, array in zip(of_ranks[peer], arrays, strict=True)
-        ]
-        for peer in call.others()
-    }
-    call.exchange(
-        [Message(peer, array) for peer in rooms for array in arrays],
-        [Message(peer, room) for peer, received in rooms.items() for room in received],
-    )
-    return [rooms[rank] if rank in rooms else list(arrays) for rank in range(call.group.size)]
+    parts = [
+        [room_for(member, [length], array.dtype) for length, array in zip(lengths, arrays, strict=True)]
+        for member, lengths in zip(call.group.members, of_ranks, strict=True)
+    ]
+    parts[call.group.rank] = list(arrays)
+    call.all_gather_into(parts)
+    return parts
 
 
 def arrays_of_rank(call: GroupCall, arrays: Sequence[Flat], rank: int) -> list[Flat]:

@@ -20,9 +20,9 @@ from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass
 from crossdevice.kernels.host.meeting import compiled_meeting
 from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.recipe import COPYING
+from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
-from crossdevice.process_groups.shared_memory import SharedMemory
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
@@ -124,8 +124,12 @@ class ProcessReduction:
 
         return run_lone
 
-    def explained(self, shared: SharedMemory | None) -> Iterator[str]:
+    def explained(self, group: ProcessGroup) -> Iterator[str]:
         """What this process sends for each pack, or does with it in shared memory, in words."""
+        shared, hosts = group.shared, group.hosts
+        far = [rank for rank in range(group.size) if rank != self._rank] if hosts is None else hosts.far
+        num_copies = len(far) if hosts is None else len(hosts.ranks) - 1
+        everybody = "every other process" if hosts is None else "a process of each other host"
         for number, pack in enumerate(self._packs):
             if shared is not None and chunk_length(pack):
                 how = SharedPack(pack, shared).explained()
@@ -136,13 +140,12 @@ class ProcessReduction:
                 each = pack.dtype.itemsize * pack.counts[self._rank]
             else:
                 what, each = f"one partial result in {pack.partial.name}", pack.partial.itemsize
-            others = len(pack.counts) - 1
             if pack.is_small:
-                how, sent = f"{what} to every other process", others * pack.num_elements * each
+                how, sent = f"{what} to {everybody}", num_copies * pack.num_elements * each
             else:
-                how = f"shards of {what} to their owners, and its own shard of the result to all"
-                own = pack.shards[self._rank].length
-                sent = (pack.num_elements - own) * each + others * own * pack.result.itemsize
+                how = f"shards of {what} to their owners, and its own shard of the result to {everybody}"
+                sent = sum(pack.shards[rank].length for rank in far) * each
+                sent += num_copies * pack.shards[self._rank].length * pack.result.itemsize
             yield f"pack {number} ({len(pack.leaves)} values of {pack.dtype.name}): sends {how}, {sent} bytes"
 
     # ---------------------------------------------------------------- one pack
@@ -163,7 +166,6 @@ class ProcessReduction:
             with recorded(self._sharing):
                 shared_pack.run(call, views, total, copies, weights)
             return
-        mine, others = pack.shards[self._rank], call.others()
         self._reduce_shard(
             call,
             pack,
@@ -174,12 +176,9 @@ class ProcessReduction:
         if pack.is_small:
             return
         with recorded(self._moving):
-            call.exchange(
-                [Message(peer, total[mine.place]) for peer in others],
-                [Message(peer, total[pack.shards[peer].place]) for peer in others],
-            )
+            call.all_gather_into([[total[shard.place]] for shard in pack.shards])
         with recorded(self._unpacking):
-            received = [piece for peer in others for piece in pack.shards[peer].pieces]
+            received = [piece for peer in call.others() for piece in pack.shards[peer].pieces]
             tasks = [
                 ([total[piece.in_pack]], [copy[piece.in_leaf] for copy in copies[piece.leaf]])
                 for piece in received
@@ -209,17 +208,20 @@ class ProcessReduction:
         of_others = [mine] if pack.is_small else [pack.shards[peer] for peer in others]
         with recorded(self._packing):
             self._fill(pack, share, views, [piece for shard in of_others for piece in shard.pieces])
-        call.start_exchange(
-            [Message(peer, array[pack.shards[peer].place]) for peer in others for array in share],
-            [Message(peer, room) for peer in others for room in rooms[peer]],
-        )
-        if not pack.is_small:
+        rooms[self._rank] = [array[mine.place] for array in share]
+        if pack.is_small:
+            with recorded(self._moving):
+                call.all_gather_into([rooms[rank] for rank in sorted(rooms)])
+        else:
+            call.start_exchange(
+                [Message(peer, array[pack.shards[peer].place]) for peer in others for array in share],
+                [Message(peer, room) for peer in others for room in rooms[peer]],
+            )
             with recorded(self._packing):
                 self._fill(pack, share, views, mine.pieces)
-        with recorded(self._moving):
-            call.wait()
+            with recorded(self._moving):
+                call.wait()
         with recorded(self._reducing):
-            rooms[self._rank] = [array[mine.place] for array in share]
             contributions = [room for rank in sorted(rooms) for room in rooms[rank]]
             first = mine.place.start
             tasks = []
@@ -260,11 +262,7 @@ class ProcessReduction:
             views if rank == self._rank else [np.empty(pack.num_elements, pack.dtype) for _ in range(count)]
             for rank, count in enumerate(pack.counts)
         ]
-        others = call.others()
-        call.exchange(
-            [Message(peer, view) for peer in others for view in views],
-            [Message(peer, room) for peer in others for room in of_ranks[peer]],
-        )
+        call.all_gather_into(of_ranks)
         return [array for arrays in of_ranks for array in arrays]
 
     def _run_lone(

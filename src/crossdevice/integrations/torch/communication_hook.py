@@ -57,7 +57,7 @@ class ReproducibleMean:
         return self._given if self._ops is None else self._ops.group
 
     def start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Has the bucket replaced by its mean over all processes, once those started before have been."""
+        """The bucket's mean over all processes, to be computed once those started before have been."""
         self._check_model_of(bucket.parameters())
         gradients = bucket.buffer()
         if gradients.is_cuda:
@@ -82,8 +82,8 @@ class ReproducibleMean:
     def _mean(self, gradients: torch.Tensor) -> Any:
         if self._ops is None:
             self._ops = CollectiveAllReduce(options=self._options, group=self._formed())
-        out = None if gradients.is_sparse else gradients
-        return self._ops.reduce(ReduceOp.MEAN, gradients, gradients, out=out)
+        # Not into the bucket: DistributedDataParallel copies gradients from wherever the result is.
+        return self._ops.reduce(ReduceOp.MEAN, gradients, gradients)
 
     def _formed(self) -> ProcessGroup:
         if self._given is not None:

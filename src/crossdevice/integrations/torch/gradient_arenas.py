@@ -13,7 +13,7 @@ from crossdevice.algorithms.collective_all_reduce import group_of
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import ContextError, ConversionError, OptionError
 from crossdevice.execution.bound import BoundReduction
-from crossdevice.execution.pending import Pending
+from crossdevice.execution.pending import THIS_PROCESS, Pending
 from crossdevice.execution.pending import start as start_work
 from crossdevice.integrations.torch.replica_gradients import (
     ReplicaGradients,
@@ -141,8 +141,9 @@ class GradientArenas:
             Arena(module, torch_device(device))
             for module, device in zip(self._replicas, self._devices, strict=True)
         ]
-        # Other processes may get to their buckets in another order than calls of this one.
-        overlaps = self._overlap is not None and group_of(self._ops) is None
+        # Between processes on the host: what is on GPUs would have to wait for them in the backward pass.
+        on_host = all(device.is_host for device in self._devices)
+        overlaps = self._overlap is not None and (group_of(self._ops) is None or on_host)
         self._buckets = _buckets_of(self.arenas[0], self._bucket_bytes if overlaps else None)
         self._bucket_of = {name: k for k, bucket in enumerate(self._buckets) for name in bucket.names}
         self._bound: dict[tuple[int, ReduceOp], BoundReduction] = {}
@@ -250,7 +251,8 @@ class GradientArenas:
             with span("reduce", f"bucket {number}", self._devices, (stop - start) * dtype.itemsize):
                 bound()
 
-        return start_work(run)
+        # Of a group, all calls take turns, in the order of their programs.
+        return start_work(run, group_of(self._ops) or THIS_PROCESS)
 
     def _bound_bucket(self, number: int, op: ReduceOp) -> BoundReduction:
         if (number, op) not in self._bound:

@@ -382,9 +382,7 @@ def summing_kernels(dtype: np.dtype[Any]) -> tuple[Callable[..., None], Callable
     if dtype == np.float16 and not numba_pass.has_half_conversions():
         return None
     first, second = (
-        numba_pass.compiled_kernel(f"{shape} weighted SUM {dtype.name} float64").get_overload(
-            numba_pass.SIGNATURE
-        )
+        numba_pass.compiled_kernel(f"{shape} weighted SUM {dtype.name} float64")
         for shape in ("chain", "onto")
     )
     return first, second

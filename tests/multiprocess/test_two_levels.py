@@ -1,0 +1,76 @@
+"""Ranks on several hosts: memory within each, an engine between them, and nothing sent twice to one host."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from multiprocess.launching import scenarios
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux")
+
+NUM_KILLS = os.environ.get("CROSSDEVICE_TEST_KILLS", "4")
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each scenario has found; they run side by side, since ranks wait most of the time."""
+    return scenarios("host_scenarios.py", {"bits": (), "late": (), "differ": (), "kills": (NUM_KILLS,)})
+
+
+@pytest.fixture(scope="module")
+def reduced(found):
+    return found("bits")
+
+
+def test_the_bits_are_those_of_one_level_in_every_precision(reduced):
+    for facts in reduced:
+        assert facts.pop("hosts") == [[0, 2, 4], [1], [3]]
+        two, one = facts.pop("others")
+        assert two == one
+        assert len(facts) == 12
+        assert {name: same for name, (same, *_) in facts.items() if not same} == {}
+
+
+def test_each_result_goes_to_a_host_once(reduced):
+    """For n elements of 4 bytes, in shards of n / 5: those of other hosts' ranks, and the own one twice."""
+    for rank, facts in enumerate(reduced):
+        for name, (_, sent, sent_on_one_level, told) in facts.items():
+            assert sent == told, name
+            assert sent < sent_on_one_level, name
+        n = 1_300_000
+        _, sent, sent_on_one_level, _ = facts[f"sum accurate float32 {n} 1"]
+        num_far = 2 if rank in (0, 2, 4) else 4
+        # Shards are whole cache lines, so that they differ by one.
+        assert sent == pytest.approx((num_far + 2) * 4 * n / 5, abs=6 * 256)
+        assert sent_on_one_level == pytest.approx(8 * 4 * n / 5, abs=8 * 256)
+
+
+def test_a_late_rank_of_another_host_is_named_by_all_who_came(found):
+    on_time = [facts for rank, facts in enumerate(found("late")) if rank != 1]
+    for facts in on_time:
+        assert facts["error"] == "DeadlineError", facts
+        assert "rank 1 (" in facts["text"]
+        assert facts["seconds"] < 1.5 + 5
+
+
+def test_known_calls_that_differ_are_refused_and_named(found):
+    for facts in found("differ"):
+        assert facts["error"] == "MismatchError", facts
+        assert "rank 3 (" in facts["text"]
+        assert "of float64 (5,)" in facts["text"]
+
+
+def test_killed_ranks_are_named(found):
+    kills = found("kills")
+    assert len(kills["trials"]) == int(NUM_KILLS)
+    for odd, results in kills["trials"]:
+        for rank, facts in enumerate(results):
+            if rank == odd:
+                assert facts is None
+                continue
+            assert facts["error"] == "ProcessGroupError", (kills["seed"], facts)
+            assert facts["members"][odd] in facts["text"]
+            assert facts["seconds"] < 30
