@@ -100,8 +100,9 @@ def _started(
     )
 
 
-def scenarios(script: str, named: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Starts a script beside this file for each scenario, with its words; returns what one has printed."""
+@contextmanager
+def scenarios(script: str, named: Mapping[str, Sequence[str]]) -> Iterator[Callable[[str], Any]]:
+    """Starts a script beside this file for each scenario, with its words; gives what one has printed."""
     paths = [str(PACKAGE_PARENT), str(HERE.parent)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     # In "kills" steps are compiled, if they can be; elsewhere they are in Python.
@@ -121,7 +122,13 @@ def scenarios(script: str, named: Mapping[str, Sequence[str]]) -> Callable[[str]
         assert running[name].returncode == 0
         return json.loads(output)
 
-    return result
+    try:
+        yield result
+    finally:  # another worker of pytest-xdist may have asked for the others
+        for process in running.values():
+            process.kill()
+            process.wait()
+            process.stdout.close()
 
 
 def ranks(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict[str, str]]]:

@@ -24,20 +24,12 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 def found():
     """What each scenario has found; they run side by side, since ranks wait most of the time."""
     names = (
-        "off",
-        "deadline",
-        "interrupt",
-        "differ",
-        "faulty",
-        "dropped",
-        "short",
-        "crowd",
-        "arrays",
-        "small",
-        "peers",
+        *("off", "deadline", "interrupt", "differ", "faulty", "dropped"),
+        *("short", "crowd", "arrays", "small", "peers"),
     )
     named = dict.fromkeys((*names, *["staged"] * HAS_TORCH), ())
-    return scenarios("shared_scenarios.py", {**named, "kills": (NUM_KILLS,)})
+    with scenarios("shared_scenarios.py", {**named, "kills": (NUM_KILLS,)}) as found:
+        yield found
 
 
 def test_one_rank_that_does_without_is_named_to_all_and_the_others_share(found):

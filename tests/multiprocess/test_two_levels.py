@@ -17,7 +17,9 @@ NUM_KILLS = os.environ.get("CROSSDEVICE_TEST_KILLS", "4")
 @pytest.fixture(scope="module")
 def found():
     """What each scenario has found; they run side by side, since ranks wait most of the time."""
-    return scenarios("host_scenarios.py", {"bits": (), "late": (), "differ": (), "kills": (NUM_KILLS,)})
+    named = {"bits": (), "late": (), "differ": (), "kills": (NUM_KILLS,)}
+    with scenarios("host_scenarios.py", named) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -257,6 +257,8 @@ room, groups = Room(2), {}
 
 def form(rank):
     groups[rank] = ProcessGroup(ThreadEngine(room, rank), timeout_seconds=30.0)
+    # What is imported in a first call is there when the signal comes.
+    cd.CollectiveAllReduce(group=groups[rank]).reduce("sum", np.ones(3), "cpu:0")
 
 threads = [threading.Thread(target=form, args=(rank,)) for rank in range(2)]
 for thread in threads:

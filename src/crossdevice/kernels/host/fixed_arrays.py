@@ -6,12 +6,14 @@ import functools
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
 
 from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.work_list import TUPLE_HEADER_BYTES
+
+Arrays: TypeAlias = tuple[NDArray[Any], ...]
 
 
 class FixedArrays:
@@ -27,14 +29,14 @@ class FixedArrays:
     """Which array is the first that has another address or shape; -1 if all are as they were."""
 
     def __init__(self, arrays: Sequence[NDArray[Any]], is_written: Sequence[bool]) -> None:
-        self._arrays, self._is_written = tuple(arrays), tuple(is_written)
+        self._arrays = tuple(arrays)
         if selected_kernels() == "numba":
             from crossdevice.kernels.host.llvm.watching import WRITEABLE_FLAG, compiled_watch
 
             # In the order in which the compiled function reads an array's own C struct.
             words = (
                 (item.__array_interface__["data"][0], WRITEABLE_FLAG * written, item.ndim, *item.shape)
-                for item, written in zip(self._arrays, self._is_written, strict=True)
+                for item, written in zip(self._arrays, is_written, strict=True)
             )
             self._words = array("q", itertools.chain.from_iterable(words))
             place = id(self._arrays) + TUPLE_HEADER_BYTES
@@ -42,18 +44,21 @@ class FixedArrays:
                 compiled_watch(), place, len(self._arrays), self._words.buffer_info()[0]
             )
         else:
-            self._known = self._found()
-            self.first_changed = self._first_changed
+            # Not a method of this object, which would keep it, and its arrays, until garbage is collected.
+            known = _found(self._arrays, is_written)
+            self.first_changed = functools.partial(_first_changed, self._arrays, tuple(is_written), known)
 
-    def _first_changed(self) -> int:
-        pairs = zip(self._found(), self._known, strict=True)
-        return next((number for number, (found, known) in enumerate(pairs) if found != known), -1)
 
-    def _found(self) -> list[tuple[int, tuple[int, ...], bool]]:
-        return [
-            (item.__array_interface__["data"][0], item.shape, written and item.flags.writeable)
-            for item, written in zip(self._arrays, self._is_written, strict=True)
-        ]
+def _first_changed(arrays: Arrays, is_written: Sequence[bool], known: Sequence[Any]) -> int:
+    pairs = zip(_found(arrays, is_written), known, strict=True)
+    return next((number for number, (found, before) in enumerate(pairs) if found != before), -1)
+
+
+def _found(arrays: Arrays, is_written: Sequence[bool]) -> list[tuple[int, tuple[int, ...], bool]]:
+    return [
+        (item.__array_interface__["data"][0], item.shape, written and item.flags.writeable)
+        for item, written in zip(arrays, is_written, strict=True)
+    ]
 
 
 def likeness() -> Callable[[int, int], bool] | None:
