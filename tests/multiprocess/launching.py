@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -113,6 +113,7 @@ def scenarios(script: str, named: Mapping[str, Sequence[str]]) -> Iterator[Calla
             env=environment if name == "kills" else in_python,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         for name, words in named.items()
     }
@@ -126,7 +127,8 @@ def scenarios(script: str, named: Mapping[str, Sequence[str]]) -> Iterator[Calla
         yield result
     finally:  # another worker of pytest-xdist may have asked for the others
         for process in running.values():
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the ranks it has forked
             process.wait()
             process.stdout.close()
 
