@@ -124,8 +124,8 @@ class BackendRow:
 
     @property
     def floats(self) -> tuple[str, ...]:
-        """Those of its dtypes that are rounded."""
-        return tuple(dtype for dtype in FLOATS if dtype in self.dtypes)
+        """Those of its dtypes that are rounded, or every other one."""
+        return tuple(dtype for dtype in FLOATS if dtype in self.dtypes)[:: 2 if self.is_sampled else 1]
 
     @property
     def pack_counts(self) -> Sequence[int]:
@@ -161,10 +161,10 @@ class BackendRow:
         )
 
     def product(self, *columns: Any) -> Iterator[Any]:
-        """All combinations, or a regular sample: five or more of long tables, three or four of short ones."""
+        """All combinations, or a regular sample of ten or more in which all of up to ten entries occur."""
         combinations = list(itertools.product(*columns))
-        strides = [prime for prime in (37, 19, 13, 11, 7, 5) if len(combinations) >= 5 * prime] or [3]
-        return iter(combinations[:: strides[0] if self.is_sampled else 1])
+        strides = [prime for prime in (19, 13, 11, 7) if len(combinations) >= 10 * prime]
+        return iter(combinations[:: strides[0] if self.is_sampled and strides else 1])
 
     def bits(self, array: Any) -> bytes:
         """Dtype, shape and every bit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import secrets
@@ -196,12 +197,26 @@ def free_port() -> int:
 
 
 @contextmanager
-def in_turn(folder: Path) -> Iterator[None]:
-    """One worker of pytest-xdist at a time: a machine with few cores has no room for several launches."""
+def alone(path: Path) -> Iterator[None]:
+    """One worker of pytest-xdist at a time, of those that ask for the same path."""
     import fcntl  # not on Windows, where nothing is launched
 
-    with open(folder / "launches.lock", "w") as file:
+    with open(path.with_suffix(".lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def in_turn(folder: Path) -> Iterator[None]:
+    """Two workers of pytest-xdist at a time: a machine with few cores has no room for more launches."""
+    import fcntl
+
+    with open(folder / "launches 0.lock", "w") as one, open(folder / "launches 1.lock", "w") as other:
+        for file in itertools.cycle((one, other)):
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.05)
         yield
 
 

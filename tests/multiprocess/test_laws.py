@@ -37,12 +37,12 @@ def outcomes(tmp_path_factory):
 
     def outcome(engine, size, memory):
         path = shared / f"laws on {engine} {size} {memory}.json"
-        with launching.in_turn(shared):
+        with launching.alone(path):
             if not path.exists():
                 run = launching.mpirun if engine == "mpi" else launching.ranks
-                found = launching.launch(
-                    run("laws_rank.py", engine, memory, size=size), path.with_suffix(""), LAUNCH_SECONDS
-                )
+                commands = run("laws_rank.py", engine, memory, size=size)
+                with launching.in_turn(shared):
+                    found = launching.launch(commands, path.with_suffix(""), LAUNCH_SECONDS)
                 path.write_text(json.dumps(found))
         return launching.Outcome(*json.loads(path.read_text()))
 

@@ -124,17 +124,15 @@ class KnownCalls:
         columns: list[Sequence[Array]] = []
         key: list[Hashable] = [op, options, num_weights]
         for value, destinations in pairs:
-            if isinstance(value, DistributedValues):
-                values, devices = value.values, value.given_devices
-            else:
-                values, devices = (value,), None  # a bare array is the only replica
+            is_distributed = isinstance(value, DistributedValues)
+            values = value.values if is_distributed else (value,)  # a bare array is the only replica
             kind = type(values[0]) if values else NoneType
             backend = backend_of_type(kind)
             where = ITSELF if destinations is value else _where(destinations)
             if where is None or backend is None:
                 return NOT_KEPT
             columns.append(values)
-            key += (where, devices, len(values))
+            key += (where, value.given_devices if is_distributed else None, len(values))
             if kind is np.ndarray and self._likeness(id(values) + TUPLE_HEADER_BYTES, len(values)):
                 key.append(backend.signature(values[0]))
                 continue

@@ -75,7 +75,7 @@ def test_an_explanation_says_what_is_sent():
         "SUM of 4 replicas in each of 2 processes on threads, precision accurate; this is rank 1",
         "not through shared memory: several ranks are threads of one process",
         "pack 0 (1 values of float32): sends shards of one partial result in float64 to their owners, "
-        f"and its own shard of the result to all, {sent_bytes(2, 4, 64 * 2 * 300)[1]} bytes",
+        f"and its own shard of the result to every other process, {sent_bytes(2, 4, 64 * 2 * 300)[1]} bytes",
     ]
     assert small.endswith("sends one partial result in float64 to every other process, 64 bytes")
 

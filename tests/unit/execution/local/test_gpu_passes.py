@@ -76,7 +76,9 @@ def test_one_gpu_is_one_memory_and_two_are_not():
 def test_what_has_no_kernel_is_named():
     assert reason_for(spec_on(GPU, GPU)) is None
     exact = cd.CommunicationOptions(precision="exact")
-    assert reason_for(spec_on(GPU), options=exact) == "exact sums and products of float32 have no GPU kernel"
+    assert reason_for(spec_on(GPU), options=exact) is None
+    wide = spec_on(GPU, dtype="float64")
+    assert reason_for(wide, options=exact) == "exact sums and products of float64 have no GPU kernel"
     assert reason_for(spec_on(GPU), "max", exact) is None
     assert "int64" in reason_for(spec_on(GPU, GPU, dtype="int64"), "mean")
     assert "64 replicas at most" in reason_for(spec_on(*[GPU] * (MAX_ARRAYS + 1)))
@@ -108,7 +110,8 @@ def test_explanations_say_what_becomes_of_a_plan():
     off = explaining._on_one_gpu(spec_on(GPU), ReduceOp.SUM, cd.CommunicationOptions(lowering="off"))
     assert off.endswith("run step by step: lowering is off")
     exact = cd.CommunicationOptions(precision="exact")
-    assert "step by step: exact sums" in explaining._on_one_gpu(spec_on(GPU), ReduceOp.SUM, exact)
+    wide = spec_on(GPU, dtype="float64")
+    assert "step by step: exact sums" in explaining._on_one_gpu(wide, ReduceOp.SUM, exact)
 
 
 def test_a_gpu_that_is_too_old_is_named(monkeypatch):
