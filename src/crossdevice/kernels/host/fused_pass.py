@@ -32,9 +32,8 @@ from crossdevice.kernels.host.work_list import (
     traffic_bytes,
 )
 from crossdevice.kernels.recipe import Recipe
-from crossdevice.values.dtypes import FLOATS, NARROW_FLOATS, SHORT_FLOATS
+from crossdevice.values.dtypes import FLOATS, SHORT_FLOATS
 from crossdevice.values.reduce_op import ReduceOp
-from crossdevice.values.weights import Weights
 
 VARIABLE = "CROSSDEVICE_KERNELS"
 KERNELS = ("numba", "numpy")
@@ -73,7 +72,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-class _Prepared(NamedTuple):
+class PreparedPass(NamedTuple):
     """All that is known about a pass before its arrays are."""
 
     kernel: Callable[..., None]
@@ -93,7 +92,7 @@ class _Prepared(NamedTuple):
 
 
 _kernels: str | None = None
-_prepared: dict[tuple[Recipe, np.dtype[Any], np.dtype[Any]], _Prepared | None] = {}
+_prepared: dict[tuple[Recipe, np.dtype[Any], np.dtype[Any]], PreparedPass | None] = {}
 
 
 def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
@@ -102,7 +101,7 @@ def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
     Each input is read once and each output written once. An output may be one of the inputs; it may
     not overlap one otherwise. The bits are those of `numpy_pass`.
     """
-    prepared = _prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
+    prepared = prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
     if prepared is None or len(inputs) > MAX_INPUTS:
         _pass_without_kernel(inputs, outputs, recipe)
         return
@@ -110,14 +109,14 @@ def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
         prepared = _with_weights(prepared, recipe)
     arrays, results = _as_read(inputs, prepared), _as_written(outputs, prepared)
     if traffic_bytes(arrays, results) >= THREADED_BYTES:
-        _Passes([(arrays, results)], prepared, recipe)()
+        SharedPasses([(arrays, results)], prepared, recipe)()
     else:
         SmallPass(arrays, results, prepared, recipe)(arrays, results)
 
 
 def repeated_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> Callable[[Arrays, Arrays], None]:
     """What does this pass, and any other over tuples of as many arrays of these dtypes and sizes."""
-    prepared = _prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
+    prepared = prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
     is_small = traffic_bytes(inputs, outputs) < THREADED_BYTES and len(inputs) <= MAX_INPUTS
     if prepared is None or prepared.needs_views or not is_small:
         return functools.partial(fused_pass, recipe=recipe)
@@ -141,16 +140,16 @@ def bound_batch(
     They keep the arrays alive and find their memory as it is when they are made; sizes must not change.
     """
     works: list[Callable[[], None]] = []
-    groups: dict[int, tuple[_Prepared, list[Task]]] = {}
+    groups: dict[int, tuple[PreparedPass, list[Task]]] = {}
     for inputs, outputs in tasks:
-        prepared = _prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
+        prepared = prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
         if prepared is None or len(inputs) > MAX_INPUTS:
             works.append(functools.partial(_pass_without_kernel, inputs, outputs, recipe))
         else:
             _, group = groups.setdefault(id(prepared), (prepared, []))
             group.append((_as_read(inputs, prepared), _as_written(outputs, prepared)))
     return works + [
-        _Passes(group, _with_weights(prepared, recipe), recipe, is_streamed=is_streamed)
+        SharedPasses(group, _with_weights(prepared, recipe), recipe, is_streamed=is_streamed)
         for prepared, group in groups.values()
     ]
 
@@ -169,7 +168,6 @@ def select_kernels(name: str | None) -> None:
     global _kernels, _prepared
     _kernels = None if name is None else _checked_kernels(name, "the name of kernels")
     _prepared = {}  # another one: what was prepared for the old one notices
-    summing_kernels.cache_clear()
 
 
 def selected_kernels() -> str:
@@ -199,7 +197,8 @@ def _checked_kernels(given: str | None, source: str) -> str:
     return "numba" if numba_pass.can_run_here() else "numpy"
 
 
-def _prepared_for(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prepared | None:
+def prepared_for(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> PreparedPass | None:
+    """What is known about passes of this recipe and these dtypes; None if no kernel does them."""
     if recipe.weights is not None:
         recipe = recipe.key
     try:
@@ -210,7 +209,7 @@ def _prepared_for(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> 
         return _prepared.setdefault((recipe, dtype, into), prepared)
 
 
-def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prepared | None:
+def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> PreparedPass | None:
     from crossdevice.kernels.host.llvm import numba_pass
 
     part = None
@@ -237,7 +236,9 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> _Prep
     is_exact = family in ("exact", "enclosed", "weighted_exact")
     # The compiled function itself: numba's dispatcher would look at the type of every argument again.
     entry = kernel.get_overload(numba_pass.SIGNATURE)
-    return _Prepared(entry, divisor_for(recipe, into), is_exact, part, positions, array("q", program or ()))
+    return PreparedPass(
+        entry, divisor_for(recipe, into), is_exact, part, positions, array("q", program or ())
+    )
 
 
 def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
@@ -257,7 +258,7 @@ def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
     return family
 
 
-def _with_weights(prepared: _Prepared, recipe: Recipe) -> _Prepared:
+def _with_weights(prepared: PreparedPass, recipe: Recipe) -> PreparedPass:
     weights = recipe.weights
     if weights is None:
         return prepared
@@ -274,13 +275,13 @@ def divisor_for(recipe: Recipe, into: np.dtype[Any]) -> float:
         return float(into.type(recipe.divisor))
 
 
-def _as_read(inputs: Arrays, prepared: _Prepared) -> tuple[NDArray[Any], ...]:
+def _as_read(inputs: Arrays, prepared: PreparedPass) -> tuple[NDArray[Any], ...]:
     if prepared.positions is not None:
         inputs = [inputs[position] for position in prepared.positions]
     return _as_written(inputs, prepared)
 
 
-def _as_written(outputs: Arrays, prepared: _Prepared) -> tuple[NDArray[Any], ...]:
+def _as_written(outputs: Arrays, prepared: PreparedPass) -> tuple[NDArray[Any], ...]:
     if prepared.part is None:
         return tuple(outputs)
     return tuple(array.view(prepared.part) for array in _flat(outputs))
@@ -294,7 +295,7 @@ def _flat(arrays: Arrays) -> list[NDArray[Any]]:
 class SmallPass:
     """A pass for one thread, at once, over any tuples of arrays like those it was made for."""
 
-    def __init__(self, inputs: Arrays, outputs: Arrays, prepared: _Prepared, recipe: Recipe) -> None:
+    def __init__(self, inputs: Arrays, outputs: Arrays, prepared: PreparedPass, recipe: Recipe) -> None:
         self._size, self._recipe = inputs[0].size, recipe
         row = (0, len(inputs), 0, len(outputs), 0, self._size, False, 0)
         self._words = as_words([row], prepared.divisor, prepared.program, is_shared=False)
@@ -319,11 +320,11 @@ class SmallPass:
             _run_pieces(inputs, outputs, pieces_in(room, self._size), self._recipe)
 
 
-class _Passes:
+class SharedPasses:
     """Tasks of one kernel, laid out so that threads take the work of all of them."""
 
     def __init__(
-        self, tasks: Sequence[Task], prepared: _Prepared, recipe: Recipe, *, is_streamed: bool = False
+        self, tasks: Sequence[Task], prepared: PreparedPass, recipe: Recipe, *, is_streamed: bool = False
     ) -> None:
         traffic = sum(traffic_bytes(*task) for task in tasks)
         self._participants = (
@@ -370,44 +371,3 @@ def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe)
         for item in outputs:
             item[start:stop] = result[first : first + stop - start]
         first += stop - start
-
-
-@functools.cache
-def summing_kernels(dtype: np.dtype[Any]) -> tuple[Callable[..., None], Callable[..., None]] | None:
-    """Kernels that make float64 sums of weighted narrow floats, and that add to such; None without numba."""
-    if selected_kernels() != "numba" or dtype.name not in NARROW_FLOATS:
-        return None
-    from crossdevice.kernels.host.llvm import numba_pass
-
-    if dtype == np.float16 and not numba_pass.has_half_conversions():
-        return None
-    first, second = (
-        numba_pass.compiled_kernel(f"{shape} weighted SUM {dtype.name} float64")
-        for shape in ("chain", "onto")
-    )
-    return first, second
-
-
-def summed_batch(tasks: Sequence[Task], kernel: Callable[..., None], factors: Sequence[float]) -> None:
-    """Makes sums of inputs times factors, or adds to them, as the kernel does; threads share all of it."""
-    weights = Weights(tuple(factors))
-    prepared = _Prepared(kernel, 1.0, False, None, None, weights.words)
-    _Passes(tasks, prepared, Recipe(ReduceOp.SUM, "accurate", weights=weights))()
-
-
-def narrowed_batch(
-    tasks: Sequence[tuple[NDArray[Any], NDArray[Any]]], divisor: float
-) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Rounds float64 over a divisor once into narrower floats; returns those for which there is no kernel."""
-    recipe = Recipe(ReduceOp.SUM, "accurate")
-    left: list[tuple[NDArray[Any], NDArray[Any]]] = []
-    groups: dict[int, tuple[_Prepared, list[Task]]] = {}
-    for wide, out in tasks:
-        prepared = _prepared_for(recipe, wide.dtype, out.dtype)
-        if prepared is None:
-            left.append((wide, out))
-        else:
-            groups.setdefault(id(prepared), (prepared, []))[1].append(((wide,), (out,)))
-    for prepared, group in groups.values():
-        _Passes(group, prepared._replace(divisor=divisor), recipe)()
-    return left

@@ -11,13 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.kernels.host.fused_pass import (
-    THREADED_BYTES,
-    narrowed_batch,
-    selected_kernels,
-    summed_batch,
-    summing_kernels,
-)
+from crossdevice.kernels.host.fused_pass import THREADED_BYTES, selected_kernels
 from crossdevice.kernels.host.reference.numpy_pass import BLOCK_ELEMENTS
 from crossdevice.kernels.host.reference.running import (
     NUM_PARTS,
@@ -28,6 +22,7 @@ from crossdevice.kernels.host.reference.running import (
 )
 from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
+from crossdevice.kernels.host.wide_sums import narrowed_batch, summed_batch, summing_kernels
 from crossdevice.kernels.host.work_list import Task
 from crossdevice.values.dtypes import FLOATS
 from crossdevice.values.options import Precision

@@ -70,7 +70,7 @@ def assert_same_bits(inputs, recipe, into=None, num_outputs=3):
 
 
 def is_compiled(recipe, dtype, into):
-    return module._prepared_for(recipe, dtype, into) is not None
+    return module.prepared_for(recipe, dtype, into) is not None
 
 
 @pytest.mark.parametrize(("name", "op", "precision"), ROWS, ids=lambda value: getattr(value, "name", value))
