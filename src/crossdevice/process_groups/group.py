@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -18,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
 from crossdevice.process_groups.board import REFUSED, Note, Refused
 from crossdevice.process_groups.courier import FAREWELL_SECONDS, Courier, Errand
+from crossdevice.process_groups.ending import end_with_python, is_python_ending
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.host_agreement import found_hosts
 from crossdevice.process_groups.hosts import Hosts
@@ -68,9 +66,6 @@ class ProcessGroup:
     [(0, 2), (1, 2)]
     """
 
-    _open_ones: ClassVar[weakref.WeakSet[ProcessGroup]] = weakref.WeakSet()
-    _is_python_ending = False
-
     def __init__(
         self,
         engine: Engine,
@@ -101,7 +96,7 @@ class ProcessGroup:
         self.shared: SharedMemory | None = None  # the same, if these are all ranks
         self.hosts: Hosts | None = None  # if there are several, and one of them has several ranks
         self.not_shared_reason = ""
-        self._open_ones.add(self)
+        end_with_python(self)
         try:
             with self.call("form a group", b"introduction") as call:
                 self.members, self._board.seal = introduced(call, CHECKS.index(checks), CHECKS)
@@ -235,7 +230,7 @@ class ProcessGroup:
 
     def close(self) -> None:
         """Ends the group on this rank, from any thread. What is still on its way is given up."""
-        self._end("it closed the group")
+        self.end("it closed the group")
 
     def __enter__(self) -> Self:
         return self
@@ -246,15 +241,8 @@ class ProcessGroup:
     def __repr__(self) -> str:
         return f"<ProcessGroup: rank {self.rank} of {self.size} on {self.engine_name}>"
 
-    @classmethod
-    def end_all(cls) -> None:
-        """Ends all groups of this process, because Python is about to end."""
-        cls._is_python_ending = True
-        error = getattr(sys, "last_value", None)  # what ends it, if nobody has caught it
-        for group in list(cls._open_ones):
-            group._end("its process has ended" + ("" if error is None else f": {error!r}"))
-
-    def _end(self, why: str) -> None:
+    def end(self, why: str) -> None:
+        """Ends the group on this rank, and tells the others why."""
         # Not under the lock: a call that waits holds it, maybe of this very thread (a signal's handler).
         if self._broken == CLOSED:
             return
@@ -354,7 +342,7 @@ class ProcessGroup:
 
     def _lost(self, call: GroupCall, error: Exception) -> ProcessGroupError | MismatchError:
         """The engine failed, most often because a rank is gone; or another rank, or thread, has given up."""
-        if self._is_python_ending:
+        if is_python_ending():
             # Only daemons are left, whose traceback would be the last thing printed.
             time.sleep(FAREWELL_SECONDS)
         if self._broken is not None:
@@ -411,6 +399,3 @@ class ProcessGroup:
             number = self._number if self._lock.locked() else self._num_calls
             # With the call it refused last, for which others may still be waiting.
             self._board.leave(Note(number, 0, "nothing more", "", 0, why, *self._last_refused))
-
-
-atexit.register(ProcessGroup.end_all)  # before couriers are waited for: what is registered last runs first

@@ -15,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from crossdevice.errors import DeadlineError, OptionError
+from crossdevice.process_groups.ending import end_all
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
 from crossdevice.process_groups.protocol import DeviceCollectives, Message
 from crossdevice.values.launchers import Launch
@@ -278,7 +279,7 @@ class _Farewell:
         """Called when Python is about to end."""
         if os.getpid() != self._process or MPI.Is_finalized():
             return
-        ProcessGroup.end_all()  # others may be waiting for this rank
+        end_all()  # others may be waiting for this rank
         requests = [*self.pending, *(communicator.Ibarrier() for communicator in self._communicators)]
         end = time.monotonic() + (FAREWELL_SECONDS if self.is_in_doubt else math.inf)
         if not _wait(lambda: MPI.Request.Testall(requests), end):
