@@ -13,6 +13,7 @@ from crossdevice.execution.processes.travelling import LINE_ELEMENTS, partial_dt
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans.packing import Item, Packing
+from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
@@ -97,6 +98,26 @@ class ProcessPack(NamedTuple):
     def num_arrays(self, rank: int) -> int:
         """How many arrays a rank contributes."""
         return self.counts[rank] if self.partial is None else 1
+
+    def explained(self, group: ProcessGroup) -> str:
+        """What a rank of a group sends of it over the engine, in words."""
+        rank, hosts = group.rank, group.hosts
+        far = [peer for peer in range(group.size) if peer != rank] if hosts is None else hosts.far
+        num_copies = len(far) if hosts is None else len(hosts.ranks) - 1
+        everybody = "every other process" if hosts is None else "a process of each other host"
+        each = self.travelling.itemsize * self.num_arrays(rank)
+        if self.partial is not None:
+            what = f"one partial result in {self.partial.name}"
+        else:
+            what = "its replicas' arrays" if self.counts[rank] > 1 else "its array"
+        if self.is_small:
+            return f"sends {what} to {everybody}, {num_copies * self.num_elements * each} bytes"
+        sent = sum(self.shards[peer].length for peer in far) * each
+        sent += num_copies * self.shards[rank].length * self.result.itemsize
+        return (
+            f"sends shards of {what} to their owners, and its own shard of the result to {everybody}, "
+            f"{sent} bytes"
+        )
 
 
 def process_packs(

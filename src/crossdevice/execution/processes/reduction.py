@@ -32,7 +32,6 @@ Flat = NDArray[Any]
 Exchanged: TypeAlias = Callable[[GroupCall, Sequence[Flat]], Sequence[Flat]]
 """Everybody's arrays, in the order of ranks, in return for one's own."""
 
-
 SMALLEST_FUSED_BYTES = 1 << 20
 """Below, to lay out a pass takes longer than NumPy takes to copy."""
 
@@ -126,27 +125,12 @@ class ProcessReduction:
 
     def explained(self, group: ProcessGroup) -> Iterator[str]:
         """What this process sends for each pack, or does with it in shared memory, in words."""
-        shared, hosts = group.shared, group.hosts
-        far = [rank for rank in range(group.size) if rank != self._rank] if hosts is None else hosts.far
-        num_copies = len(far) if hosts is None else len(hosts.ranks) - 1
-        everybody = "every other process" if hosts is None else "a process of each other host"
         for number, pack in enumerate(self._packs):
-            if shared is not None and chunk_length(pack):
-                how = SharedPack(pack, shared).explained()
-                yield f"pack {number} ({len(pack.leaves)} values of {pack.dtype.name}): {how}"
-                continue
-            if pack.partial is None:
-                what = "its replicas' arrays" if pack.counts[self._rank] > 1 else "its array"
-                each = pack.dtype.itemsize * pack.counts[self._rank]
+            if group.shared is not None and chunk_length(pack):
+                how = SharedPack(pack, group.shared).explained()
             else:
-                what, each = f"one partial result in {pack.partial.name}", pack.partial.itemsize
-            if pack.is_small:
-                how, sent = f"{what} to {everybody}", num_copies * pack.num_elements * each
-            else:
-                how = f"shards of {what} to their owners, and its own shard of the result to {everybody}"
-                sent = sum(pack.shards[rank].length for rank in far) * each
-                sent += num_copies * pack.shards[self._rank].length * pack.result.itemsize
-            yield f"pack {number} ({len(pack.leaves)} values of {pack.dtype.name}): sends {how}, {sent} bytes"
+                how = pack.explained(group)
+            yield f"pack {number} ({len(pack.leaves)} values of {pack.dtype.name}): {how}"
 
     # ---------------------------------------------------------------- one pack
 
