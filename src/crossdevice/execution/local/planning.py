@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from crossdevice.errors import PlanError
 from crossdevice.execution.local.prepared import PreparedReduction
@@ -18,6 +18,11 @@ from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
 from crossdevice.values.options import CommunicationOptions, Precision
 from crossdevice.values.reduce_op import ReduceOp
+
+MAX_PLANS = 128
+
+PlanKey: TypeAlias = tuple[tuple[Device, ...], tuple[Device, ...], int, int, bool]
+"""Devices, destinations, number of elements, number of the pack, whether an engine is used."""
 
 
 class PlanningAlgorithm(Protocol):
@@ -43,6 +48,7 @@ class Planner:
 
     No plan is used, and no fused pass stands for one, before the ledger has proved that every replica
     counts exactly once in it. The proof does not depend on sizes, so it is made once for each placement.
+    Plans do not depend on dtypes and operations, so those of one size share theirs.
     """
 
     def __init__(self, algorithm: PlanningAlgorithm) -> None:
@@ -50,7 +56,7 @@ class Planner:
         self.name = type(algorithm).__name__
         self._remarks = Remarks()
         self._prepared: SignatureCache[PreparedReduction] = SignatureCache()
-        self._proved: set[tuple[tuple[Device, ...], tuple[Device, ...], int, bool]] = set()
+        self._plans: SignatureCache[Plan] = SignatureCache(MAX_PLANS)
 
     def prepared(
         self,
@@ -84,18 +90,21 @@ class Planner:
     ) -> Plan:
         """The proved plan for one pack; a lone replica is copied, whatever the algorithm."""
         self.prove(spec, pack_number, precision, op)
-        return self._plan(spec, num_elements, pack_number, self._has_engine(spec, precision, op))
+        key = self._key(spec, num_elements, pack_number, precision, op)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(*key)
+        return plan
 
     def prove(self, spec: LeafSpec, pack_number: int, precision: Precision, op: ReduceOp) -> None:
         """Raises PlanError unless the plan of this pack, of any size, counts every replica exactly once."""
-        has_engine = self._has_engine(spec, precision, op)
-        key = (spec.devices, spec.destinations, pack_number, has_engine)
-        if key in self._proved:
-            return
         # Enough elements that no shard is empty, and one over, so that shards differ in length.
         num_elements = len(spec.devices) * len(spec.destinations) + 1
+        key = self._key(spec, num_elements, pack_number, precision, op)
+        if key in self._plans:
+            return
         try:
-            plan = self._plan(spec, num_elements, pack_number, has_engine)
+            plan = self._plan(*key)
             check_plan(plan)
             placed = tuple(buffer.device for buffer in plan.outputs)
             if placed != spec.destinations:
@@ -105,17 +114,27 @@ class Planner:
                 )
         except PlanError as error:
             raise PlanError(f"{self.name}.plan_sum gives a wrong plan: {error}") from None
-        self._proved.add(key)
+        self._plans[key] = plan
 
-    def _has_engine(self, spec: LeafSpec, precision: Precision, op: ReduceOp) -> bool:
+    def _key(
+        self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision, op: ReduceOp
+    ) -> PlanKey:
         is_asked = self.algorithm.uses_engine and len(spec.devices) > 1
-        return is_asked and self.engine_lack(spec, precision, op) is None
+        has_engine = is_asked and self.engine_lack(spec, precision, op) is None
+        return spec.devices, spec.destinations, num_elements, pack_number, has_engine
 
-    def _plan(self, spec: LeafSpec, num_elements: int, pack_number: int, has_engine: bool) -> Plan:
-        build = PlanBuilder(spec.devices, num_elements, pack_number, has_engine=has_engine)
-        if len(spec.devices) == 1:
-            return build.plan([build.copy(build.inputs[0], to=device) for device in spec.destinations])
-        return build.plan(self.algorithm.plan_sum(build, spec.destinations))
+    def _plan(
+        self,
+        devices: tuple[Device, ...],
+        destinations: tuple[Device, ...],
+        num_elements: int,
+        pack_number: int,
+        has_engine: bool,
+    ) -> Plan:
+        build = PlanBuilder(devices, num_elements, pack_number, has_engine=has_engine)
+        if len(devices) == 1:
+            return build.plan([build.copy(build.inputs[0], to=device) for device in destinations])
+        return build.plan(self.algorithm.plan_sum(build, destinations))
 
     def _remark(self, spec: LeafSpec, op: ReduceOp, options: CommunicationOptions) -> None:
         """Says once in the log if the algorithm does not do what its name promises."""
