@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -27,6 +28,12 @@ SIZES = (7, 1, 12, 3)
 """Values of one batch, so that packs begin and end inside of them."""
 
 
+@functools.cache
+def made_algorithms():
+    """One of each, which know the plans of earlier calls."""
+    return [row.make() for row in ALGORITHM_ROWS]
+
+
 def right_bits(op, batch, dtype):
     return [NUMPY.bits(expected(op, arrays, dtype, "accurate")) for arrays in batch]
 
@@ -44,23 +51,23 @@ def check_batch(ops, backend, batch, op, options, right):
 @each_backend("accurate")
 @pytest.mark.parametrize("algorithm", WITH_PACKS, ids=lambda algorithm: algorithm.__name__)
 def test_accurate_bits_do_not_depend_on_the_number_of_packs(algorithm, backend):
+    algorithms = list(map(algorithm, backend.pack_counts))
     for dtype, (count, op) in backend.product(backend.floats, [(3, "MEAN"), (8, "SUM")]):
         batch = wild_batch(dtype, count)
         right = right_bits(op, batch, dtype)
-        for num_packs, lowering in itertools.product(backend.pack_counts, LOWERINGS):
-            options = cd.CommunicationOptions(lowering=lowering)
-            check_batch(algorithm(num_packs), backend, batch, op, options, right)
+        for ops, lowering in itertools.product(algorithms, LOWERINGS):
+            check_batch(ops, backend, batch, op, cd.CommunicationOptions(lowering=lowering), right)
 
 
 @each_backend("accurate")
 @pytest.mark.parametrize("bytes_per_pack", [1, 24, 10_000])
 def test_accurate_bits_do_not_depend_on_the_size_of_packs(bytes_per_pack, backend):
-    for dtype, count, row in backend.product(backend.floats, (2, 5), ALGORITHM_ROWS):
+    for dtype, count, ops in backend.product(backend.floats, (2, 5), made_algorithms()):
         batch = wild_batch(dtype, count)
         right = right_bits("SUM", batch, dtype)
         for lowering in LOWERINGS:
             options = cd.CommunicationOptions(bytes_per_pack=bytes_per_pack, lowering=lowering)
-            check_batch(row.make(), backend, batch, "SUM", options, right)
+            check_batch(ops, backend, batch, "SUM", options, right)
 
 
 @each_backend("accurate")
@@ -81,18 +88,18 @@ def test_accurate_bits_are_those_of_wide_sums_in_replica_order(drawn, backend):
     value = backend.per_replica(arrays)
     for op in ("SUM", "MEAN", "PROD"):
         right = NUMPY.bits(expected(op, arrays, dtype, "accurate"))
-        for row, lowering in itertools.product(ALGORITHM_ROWS, LOWERINGS):
-            result = row.make().reduce(op, value, value, cd.CommunicationOptions(lowering=lowering))
-            assert {backend.bits(array) for array in components_of(result)} == {right}, (op, row.name)
+        for ops, lowering in itertools.product(made_algorithms(), LOWERINGS):
+            result = ops.reduce(op, value, value, cd.CommunicationOptions(lowering=lowering))
+            assert {backend.bits(array) for array in components_of(result)} == {right}, (op, ops)
 
 
 def test_accurate_complex_bits_are_the_same_for_all_algorithms_and_libraries():
     for count, op in itertools.product((2, 5, 9), ("SUM", "MEAN", "PROD")):
         arrays = wild_arrays("complex64", count, 13, seed=1)
         found = set()
-        for row, lowering, backend in itertools.product(ALGORITHM_ROWS, LOWERINGS, (NUMPY, TORCH)):
+        for ops, lowering, backend in itertools.product(made_algorithms(), LOWERINGS, (NUMPY, TORCH)):
             value = backend.per_replica(arrays)
-            result = row.make().reduce(op, value, value, cd.CommunicationOptions(lowering=lowering))
+            result = ops.reduce(op, value, value, cd.CommunicationOptions(lowering=lowering))
             found |= {backend.bits(array) for array in components_of(result)}
         assert len(found) == 1, (op, count)
 

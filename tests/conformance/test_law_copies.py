@@ -36,11 +36,12 @@ def check_copies(result, right, backend, inputs, devices):
 @each_backend("gather")
 @each_algorithm("gather")
 def test_gather_concatenates_all_dtypes_in_replica_order(row, backend):
+    ops = row.make()
     for dtype, count in backend.product(backend.dtypes, COUNTS):
         arrays = [array[: 3 + replica % 4] for replica, array in enumerate(plain_arrays(dtype, count))]
         value = backend.per_replica(arrays)
         before = [backend.bits(array) for array in value.values]
-        result = row.make().gather(value, value)
+        result = ops.gather(value, value)
         check_copies(result, np.concatenate(arrays), backend, value.values, value.devices)
         assert [backend.bits(array) for array in value.values] == before
 
@@ -49,27 +50,29 @@ def test_gather_concatenates_all_dtypes_in_replica_order(row, backend):
 @each_algorithm("gather")
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
 def test_gather_takes_any_axis_in_which_replicas_may_differ(row, backend, axis):
+    ops = row.make()
     arrays = []
     for length in (2, 0, 1, 4):
         shape = [3, 2, 5]
         shape[axis] = length
         arrays.append(np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + length)
     value = backend.per_replica(arrays)
-    result = row.make().gather(value, placed("cpu:0", "cpu:9"), axis)
+    result = ops.gather(value, placed("cpu:0", "cpu:9"), axis)
     devices = placed("cpu:0", "cpu:9").devices
     check_copies(result, np.concatenate(arrays, axis), backend, value.values, devices)
-    named = row.make().gather(value, destinations="cpu:1", axis=axis)
+    named = ops.gather(value, destinations="cpu:1", axis=axis)
     check_copies(named, np.concatenate(arrays, axis), backend, value.values, devices[:1])
 
 
 @each_backend("gather")
 @each_algorithm("gather")
 def test_gather_goes_to_any_destinations(row, backend):
+    ops = row.make()
     arrays = [np.float32([[1, 2]]), np.float32([[3, 4], [5, 6]])]
     for layout in (None, ["cpu:3", "cpu:3"]):
         value = backend.per_replica(arrays, layout)
         for target, devices in destinations():
-            result = row.make().gather(value, target)
+            result = ops.gather(value, target)
             check_copies(result, np.concatenate(arrays), backend, value.values, devices)
 
 
@@ -83,10 +86,11 @@ def test_the_function_gather_takes_lists_of_values_and_of_devices(backend):
 @each_backend("broadcast")
 @each_algorithm("broadcast")
 def test_broadcast_copies_all_dtypes_to_any_destinations(row, backend):
+    ops = row.make()
     for dtype, (target, devices) in backend.product(backend.dtypes, destinations()):
         source = backend.make(plain_arrays(dtype, 1)[0])
         before = backend.bits(source)
-        result = row.make().broadcast(source, target)
+        result = ops.broadcast(source, target)
         check_copies(result, backend.memory(source), backend, [source], devices)
         assert backend.bits(source) == before
 
@@ -94,14 +98,16 @@ def test_broadcast_copies_all_dtypes_to_any_destinations(row, backend):
 @each_backend("broadcast")
 @each_algorithm("broadcast")
 def test_broadcast_keeps_every_shape(row, backend):
+    ops = row.make()
     for shape in [(), (0,), (0, 3), (2, 3)]:
         source = backend.make(np.ones(shape, np.float32))
-        result = row.make().broadcast(source, placed("cpu:0", "cpu:1"))
+        result = ops.broadcast(source, placed("cpu:0", "cpu:1"))
         check_copies(result, np.ones(shape, np.float32), backend, [source], result.devices)
 
 
 @each_algorithm("broadcast")
 def test_broadcast_reads_numbers_lists_variables_and_mirrored_values(row):
+    ops = row.make()
     held = np.float32([1, 2])
     for source, right in [
         (2.5, np.float32(2.5)),
@@ -110,7 +116,7 @@ def test_broadcast_reads_numbers_lists_variables_and_mirrored_values(row):
         (cd.Variable(held), held),
         (cd.Mirrored([held, held]), held),
     ]:
-        for component in row.make().broadcast(source, placed("cpu:0", "cpu:1")).values:
+        for component in ops.broadcast(source, placed("cpu:0", "cpu:1")).values:
             assert (component.dtype, component.tolist()) == (right.dtype, right.tolist())
             assert not np.shares_memory(component, held)
 
@@ -118,9 +124,10 @@ def test_broadcast_reads_numbers_lists_variables_and_mirrored_values(row):
 @each_backend("broadcast")
 @each_algorithm("broadcast")
 def test_broadcast_copies_the_parts_of_indexed_slices(row, backend):
+    ops = row.make()
     for dense_shape in (None, (5, 2)):
         rows, indices = backend.make(np.float32([[1, 2]])), backend.make(np.int64([3]))
-        result = row.make().broadcast(cd.IndexedSlices(rows, indices, dense_shape), placed("cpu:0", "cpu:1"))
+        result = ops.broadcast(cd.IndexedSlices(rows, indices, dense_shape), placed("cpu:0", "cpu:1"))
         for slices in result.values:
             assert (backend.lists(slices.values), backend.lists(slices.indices)) == ([[1, 2]], [3])
             assert slices.dense_shape == dense_shape

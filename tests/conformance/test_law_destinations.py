@@ -69,10 +69,11 @@ def test_results_are_on_the_destinations_in_their_order(row, backend):
 @each_algorithm("destinations")
 @each_backend("destinations")
 def test_every_pair_of_a_batch_has_its_own_destinations(row, backend):
+    ops = row.make()
     for options in each_option(("fast", "accurate")):
         value = backend.per_replica(ARRAYS)
         targets = destinations()
-        results = row.make().batch_reduce("sum", [(value, target) for target, _ in targets], options)
+        results = ops.batch_reduce("sum", [(value, target) for target, _ in targets], options)
         for result, (_, devices) in zip(results, targets, strict=True):
             check(result, devices, backend, value.values)
 
@@ -80,22 +81,24 @@ def test_every_pair_of_a_batch_has_its_own_destinations(row, backend):
 @each_backend("destinations")
 @each_algorithm("destinations")
 def test_several_replicas_may_share_a_device(row, backend):
+    ops = row.make()
     layouts = [["cpu:0"] * 3, ["cpu:1", "cpu:0", "cpu:1"], ["cpu:4", "cpu:4", "cpu:2"]]
     for options, layout in backend.product(each_option(), layouts):
         value = backend.per_replica(ARRAYS, layout)
         devices = tuple(map(cd.Device.parse, layout))
-        check(row.make().reduce("sum", value, value, options), devices, backend, value.values)
+        check(ops.reduce("sum", value, value, options), devices, backend, value.values)
         for target in ("cpu:0", "cpu:3", placed("cpu:0", "cpu:1"), placed("cpu:4", "cpu:2")):
             devices = target.devices if isinstance(target, cd.PerReplica) else (cd.Device.parse(target),)
-            check(row.make().reduce("sum", value, target, options), devices, backend, value.values)
+            check(ops.reduce("sum", value, target, options), devices, backend, value.values)
 
 
 @each_algorithm("destinations")
 def test_a_mean_divides_by_the_replicas_and_not_by_devices_or_destinations(row):
+    ops = row.make()
     for options in each_option():
         value = cd.PerReplica(ARRAYS, ["cpu:0", "cpu:0", "cpu:1"])
         for target in ("cpu:5", placed("cpu:0", "cpu:1"), placed(*(f"cpu:{k}" for k in range(5)))):
-            for component in components_of(row.make().reduce("mean", value, target, options)):
+            for component in components_of(ops.reduce("mean", value, target, options)):
                 assert component.tolist() == [37.0, 74.0, 111.0]
 
 

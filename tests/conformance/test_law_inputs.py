@@ -95,10 +95,11 @@ def test_replicas_may_have_different_layouts(row):
 
 @each_algorithm("inputs")
 def test_conjugated_tensors_are_reduced_as_what_they_mean(row):
+    ops = row.make()
     plain = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
     for options in each_option():
         value = cd.PerReplica([plain.conj(), plain, plain])
-        for component in components_of(row.make().reduce("sum", value, value, options)):
+        for component in components_of(ops.reduce("sum", value, value, options)):
             assert component.tolist() == [3 + 2j, 9 - 4j]
 
 
@@ -106,15 +107,15 @@ def test_conjugated_tensors_are_reduced_as_what_they_mean(row):
 @each_algorithm("inputs")
 def test_any_shape_is_kept_also_without_dimensions_or_elements(row, backend):
     ops = row.make()
-    for shape, count in itertools.product([(), (0,), (0, 3), (3, 0, 2), (1,), (1, 1, 1), (5, 2)], (1, 2, 5)):
-        arrays = [np.full(shape, replica, np.float32) for replica in range(count)]
-        value = backend.per_replica(arrays)
-        for op, options in backend.product(("SUM", "MEAN", "MIN"), each_option()):
-            right = {"SUM": sum(range(count)), "MEAN": sum(range(count)) / count, "MIN": 0}[op]
-            result = ops.reduce(op, value, value, options)
-            for component in components_of(result):
-                assert type(component) is backend.array_type
-                assert same_numbers(backend.memory(component), np.full(shape, right, np.float32))
+    shapes = [(), (0,), (0, 3), (3, 0, 2), (1,), (1, 1, 1), (5, 2)]
+    for count, op, options, shape in backend.product(
+        (1, 2, 5), ("SUM", "MEAN", "MIN"), each_option(), shapes
+    ):
+        value = backend.per_replica([np.full(shape, replica, np.float32) for replica in range(count)])
+        right = {"SUM": sum(range(count)), "MEAN": sum(range(count)) / count, "MIN": 0}[op]
+        for component in components_of(ops.reduce(op, value, value, options)):
+            assert type(component) is backend.array_type
+            assert same_numbers(backend.memory(component), np.full(shape, right, np.float32))
 
 
 @each_backend("inputs")
@@ -128,8 +129,9 @@ def test_a_batch_may_mix_shapes_dtypes_devices_and_empty_arrays(row, backend):
         value = backend.per_replica([np.full(shape, number + r, dtype) for r in range(count)], devices)
         pairs.append((value, value if number % 4 else f"cpu:{number}"))
         rights.append(np.full(shape, count * number + sum(range(count)), dtype))
+    ops = row.make()
     for options in each_option():
-        results = row.make().batch_reduce("sum", pairs, options)
+        results = ops.batch_reduce("sum", pairs, options)
         assert type(results) is list
         for result, right in zip(results, rights, strict=True):
             for component in components_of(result):
@@ -151,10 +153,11 @@ def test_a_batch_may_mix_shapes_dtypes_devices_and_empty_arrays(row, backend):
     ids=str,
 )
 def test_plain_numbers_and_lists_become_arrays_of_tensorflows_dtypes(row, numbers, right):
+    ops = row.make()
     if numbers in ([2**40, 1], [1j, 2]):
         numbers = [np.asarray(number, right.dtype) for number in numbers]
     value = cd.PerReplica(numbers)
-    for component in components_of(row.make().reduce("sum", value, value)):
+    for component in components_of(ops.reduce("sum", value, value)):
         assert type(component) is np.ndarray
         assert same_numbers(component, np.asarray(right))
 

@@ -81,15 +81,16 @@ def component(structure, number):
 @each_backend("nested structures")
 @each_algorithm("nested structures")
 def test_a_per_replica_of_structures_becomes_a_mirrored_of_structures(row, backend):
+    ops = row.make()
     for options in OPTIONS:
         value = cd.PerReplica([tree(backend, 1), tree(backend, 2), tree(backend, 4)])
-        result = row.make().reduce("sum", value, value, options)
+        result = ops.reduce("sum", value, value, options)
         assert type(result) is cd.Mirrored
         assert result.devices == value.devices
         for each in result.values:
             check_structure(each)
             assert leaves(backend, each) == leaves(backend, tree(backend, 7))
-        bare = row.make().reduce("sum", value, "cpu:5", options)
+        bare = ops.reduce("sum", value, "cpu:5", options)
         check_structure(bare)
         assert leaves(backend, bare) == leaves(backend, tree(backend, 7))
 
@@ -97,15 +98,16 @@ def test_a_per_replica_of_structures_becomes_a_mirrored_of_structures(row, backe
 @each_backend("nested structures")
 @each_algorithm("nested structures")
 def test_a_structure_of_per_replicas_becomes_a_structure_of_mirrored(row, backend):
+    ops = row.make()
     for options in OPTIONS:
         value = distributed_tree(backend, (1, 2, 4))
         for target in (value, placed("cpu:0", "cpu:1", "cpu:2")):
-            result = row.make().reduce("sum", value, target, options)
+            result = ops.reduce("sum", value, target, options)
             check_structure(result)
             assert type(result["layer"].kernel) is cd.Mirrored
             for number in range(3):
                 assert leaves(backend, component(result, number)) == leaves(backend, tree(backend, 7))
-        bare = row.make().reduce("sum", value, "cpu:5", options)
+        bare = ops.reduce("sum", value, "cpu:5", options)
         check_structure(bare)
         assert leaves(backend, bare) == leaves(backend, tree(backend, 7))
 
@@ -113,13 +115,12 @@ def test_a_structure_of_per_replicas_becomes_a_structure_of_mirrored(row, backen
 @each_backend("nested structures")
 @each_algorithm("nested structures")
 def test_structures_of_both_kinds_share_a_batch_with_plain_values(row, backend):
+    ops = row.make()
     for options in OPTIONS:
         inside = cd.PerReplica([tree(backend, 1), tree(backend, 2)])
         outside = distributed_tree(backend, (1, 2))
         plain = backend.per_replica([np.float32([1]), np.float32([2])])
-        results = row.make().batch_reduce(
-            "sum", [(inside, inside), (plain, "cpu:0"), (outside, outside)], options
-        )
+        results = ops.batch_reduce("sum", [(inside, inside), (plain, "cpu:0"), (outside, outside)], options)
         assert leaves(backend, results[0].values[1]) == leaves(backend, tree(backend, 3))
         assert backend.lists(results[1]) == [3]
         assert leaves(backend, component(results[2], 1)) == leaves(backend, tree(backend, 3))
@@ -128,10 +129,11 @@ def test_structures_of_both_kinds_share_a_batch_with_plain_values(row, backend):
 @each_backend("out")
 @each_algorithm("out")
 def test_structures_are_reduced_into_out_and_in_place(row, backend):
+    ops = row.make()
     for options in OPTIONS:
         value = cd.PerReplica([tree(backend, 1), tree(backend, 2)])
         kernels = [each["layer"].kernel for each in value.values]
-        result = row.make().reduce("sum", value, value, options, out=value)
+        result = ops.reduce("sum", value, value, options, out=value)
         for number, each in enumerate(result.values):
             assert each["layer"].kernel is kernels[number]
             assert (
@@ -140,7 +142,7 @@ def test_structures_are_reduced_into_out_and_in_place(row, backend):
                 == leaves(backend, tree(backend, 3))
             )
         value, out = cd.PerReplica([tree(backend, 1), tree(backend, 2)]), tree(backend, 0)
-        result = row.make().reduce("sum", value, "cpu:0", options, out=out)
+        result = ops.reduce("sum", value, "cpu:0", options, out=out)
         assert result["ordered"]["a"] is out["ordered"]["a"]
         assert leaves(backend, out) == leaves(backend, tree(backend, 3))
         assert leaves(backend, value.values[0]) == leaves(backend, tree(backend, 1))
@@ -149,9 +151,10 @@ def test_structures_are_reduced_into_out_and_in_place(row, backend):
 @each_backend("out")
 @each_algorithm("out")
 def test_structures_of_per_replicas_are_reduced_into_out_and_in_place(row, backend):
+    ops = row.make()
     for options in OPTIONS:
         value = distributed_tree(backend, (1, 2))
-        result = row.make().reduce("sum", value, value, options, out=value)
+        result = ops.reduce("sum", value, value, options, out=value)
         assert result["layer"].kernel.values[1] is value["layer"].kernel.values[1]
         assert (
             leaves(backend, component(value, 0))
@@ -159,7 +162,7 @@ def test_structures_of_per_replicas_are_reduced_into_out_and_in_place(row, backe
             == leaves(backend, tree(backend, 3))
         )
         value, out = distributed_tree(backend, (1, 2)), distributed_tree(backend, (0, 0))
-        result = row.make().batch_reduce("sum", [(value, value)], options, out=[out])[0]
+        result = ops.batch_reduce("sum", [(value, value)], options, out=[out])[0]
         assert result["layer"].bias.values[0] is out["layer"].bias.values[0]
         assert (
             leaves(backend, component(out, 0))
@@ -172,18 +175,19 @@ def test_structures_of_per_replicas_are_reduced_into_out_and_in_place(row, backe
 @each_backend("nested structures")
 @each_algorithm("nested structures")
 def test_structures_are_broadcast_and_gathered(row, backend):
+    ops = row.make()
     source = tree(backend, 2)
-    result = row.make().broadcast(source, placed("cpu:0", "cpu:3"))
+    result = ops.broadcast(source, placed("cpu:0", "cpu:3"))
     assert type(result) is cd.Mirrored
     for each in result.values:
         check_structure(each)
         assert leaves(backend, each) == leaves(backend, source)
         assert backend.keeps_apart([each["layer"].kernel], [source["layer"].kernel])
     value = cd.PerReplica([{"a": backend.make(np.float32([k])), "b": None} for k in range(3)])
-    gathered = row.make().gather(value, value)
+    gathered = ops.gather(value, value)
     assert [(backend.lists(each["a"]), each["b"]) for each in gathered.values] == [([0, 1, 2], None)] * 3
     parts = [backend.per_replica([np.float32([k]) for k in range(3)])]
-    assert [backend.lists(each) for each in row.make().gather(parts, "cpu:1")] == [[0, 1, 2]]
+    assert [backend.lists(each) for each in ops.gather(parts, "cpu:1")] == [[0, 1, 2]]
 
 
 @each_backend("out")

@@ -36,7 +36,7 @@ def right_for(backend, array, dtype, count, op, precision):
 @each_algorithm("out")
 def test_out_takes_the_results_and_is_returned(row, backend):
     ops = row.make()
-    for dtype, count, op in itertools.product(backend.dtypes, COUNTS, OPS):
+    for dtype, count, op in backend.product(backend.dtypes, COUNTS, OPS):
         if not is_defined(op, dtype):
             continue
         value = backend.per_replica(plain_arrays(dtype, count, op))
@@ -55,7 +55,7 @@ def test_out_takes_the_results_and_is_returned(row, backend):
 @each_algorithm("out")
 def test_a_value_is_reduced_in_place(row, backend):
     ops = row.make()
-    for dtype, count, op in itertools.product(backend.dtypes, COUNTS, OPS):
+    for dtype, count, op in backend.product(backend.dtypes, COUNTS, OPS):
         if not is_defined(op, dtype) or result_dtype(dtype, op) != dtype:
             continue
         for options in OPTIONS:
@@ -69,12 +69,13 @@ def test_a_value_is_reduced_in_place(row, backend):
 @each_backend("out")
 @each_algorithm("out")
 def test_out_may_be_any_container_and_mix_inputs_with_new_memory(row, backend):
+    ops = row.make()
     arrays, zeros = [np.float32([1, 2]), np.float32([3, 4]), np.float32([5, 6])], np.zeros(2, np.float32)
     for options in OPTIONS:
         for wrap in (list, tuple, cd.PerReplica, cd.Mirrored):
             value, new = backend.per_replica(arrays), backend.make(zeros)
             out = (value.values[2], new, value.values[0])
-            result = row.make().reduce("sum", value, value, options, out=wrap(out))
+            result = ops.reduce("sum", value, value, options, out=wrap(out))
             assert all(a is b for a, b in zip(result.values, out, strict=True))
             assert [backend.lists(array) for array in out] == [[9, 12]] * 3
             assert backend.lists(value.values[1]) == [3, 4]
@@ -83,6 +84,7 @@ def test_out_may_be_any_container_and_mix_inputs_with_new_memory(row, backend):
 @each_backend("out")
 @each_algorithm("out")
 def test_a_batch_takes_an_out_for_some_of_its_pairs(row, backend):
+    ops = row.make()
     for options in OPTIONS:
         values = [
             backend.per_replica([np.full(size, size + r, np.float32) for r in range(3)])
@@ -91,7 +93,7 @@ def test_a_batch_takes_an_out_for_some_of_its_pairs(row, backend):
         new = backend.arrays([np.zeros(4, np.float32)] * 3)
         bare = backend.make(np.zeros(6, np.float32))
         pairs = [(values[0], values[0]), (values[1], values[1]), (values[2], values[2]), (values[3], "cpu:1")]
-        results = row.make().batch_reduce("sum", pairs, options, out=[None, new, values[2], bare])
+        results = ops.batch_reduce("sum", pairs, options, out=[None, new, values[2], bare])
         assert all(a is b for a, b in zip(results[1].values, new, strict=True))
         assert all(a is b for a, b in zip(results[2].values, values[2].values, strict=True))
         assert results[3] is bare
@@ -120,9 +122,10 @@ def test_broadcast_writes_to_out(row, backend):
 @each_backend("out")
 @each_algorithm("out")
 def test_scalars_and_empty_arrays_are_written_in_place(row, backend):
+    ops = row.make()
     for shape, options in itertools.product([(), (0,), (0, 3)], OPTIONS):
         value = backend.per_replica([np.full(shape, r + 1, np.float32) for r in range(3)])
-        result = row.make().reduce("sum", value, value, options, out=value)
+        result = ops.reduce("sum", value, value, options, out=value)
         for component, array in zip(result.values, value.values, strict=True):
             assert component is array
             assert same_numbers(backend.memory(array), np.full(shape, 6, np.float32))
@@ -191,24 +194,26 @@ def test_an_out_that_overlaps_a_strided_input_is_refused(row, backend):
 @each_backend("out")
 @each_algorithm("out")
 def test_an_out_that_is_an_input_of_another_pair_is_refused(row, backend):
+    ops = row.make()
     values = [backend.per_replica([np.float32([n]), np.float32([n + 1])]) for n in (1, 5)]
     pairs = [(value, value) for value in values]
     for options in OPTIONS:
         with pytest.raises(OutError, match="overlaps"):
-            row.make().batch_reduce("sum", pairs, options, out=[values[1], None])
+            ops.batch_reduce("sum", pairs, options, out=[values[1], None])
         assert [backend.lists(a) for value in values for a in value.values] == [[1], [2], [5], [6]]
 
 
 @each_algorithm("out")
 def test_read_only_and_foreign_byte_order_outs_are_refused(row):
+    ops = row.make()
     read_only = np.zeros(2, np.float32)
     read_only.flags.writeable = False
     for options, out in itertools.product(OPTIONS, (read_only, np.zeros(2, ">f4"))):
         value = cd.PerReplica([np.float32([1, 2]), np.float32([3, 4])])
         with pytest.raises(OutError, match="read-only, not contiguous, not native"):
-            row.make().reduce("sum", value, "cpu:0", options, out=out)
+            ops.reduce("sum", value, "cpu:0", options, out=out)
         with pytest.raises(OutError, match="read-only, not contiguous, not native"):
-            row.make().broadcast(value.values[0], "cpu:0", out=out)
+            ops.broadcast(value.values[0], "cpu:0", out=out)
         assert out.tolist() == [0, 0]
 
 

@@ -34,6 +34,7 @@ def as_lists(backend, slices):
 @each_backend("sparse")
 @each_algorithm("sparse")
 def test_slices_are_concatenated_in_replica_order_with_duplicates_kept(row, backend):
+    ops = row.make()
     for dtype, count, options in backend.product(backend.dtypes, (1, 2, 5, 9), OPTIONS):
         parts = [[[replica, 1], [2, replica]] for replica in range(count)]
         value = cd.PerReplica([slices_of(backend, part, [3, 0], dtype=dtype) for part in parts])
@@ -41,7 +42,7 @@ def test_slices_are_concatenated_in_replica_order_with_duplicates_kept(row, back
         for op, target in itertools.product(("sum", "mean"), (value, "cpu:4")):
             divisor = count if op == "mean" else 1
             expected_dtype = MEAN_OF_INTEGERS.get(dtype, dtype) if op == "mean" else dtype
-            result = row.make().reduce(op, value, target, options)
+            result = ops.reduce(op, value, target, options)
             assert type(result) is (cd.Mirrored if target is value and count > 1 else cd.IndexedSlices)
             for slices in components_of(result):
                 values = backend.memory(slices.values)
@@ -55,10 +56,11 @@ def test_slices_are_concatenated_in_replica_order_with_duplicates_kept(row, back
 @each_backend("sparse")
 @each_algorithm("sparse")
 def test_sparse_results_have_memory_of_their_own(row, backend):
+    ops = row.make()
     for count, options in itertools.product((1, 3), OPTIONS):
         value = cd.PerReplica([slices_of(backend, [[1, 2]], [0]) for _ in range(count)])
         before = [as_lists(backend, slices) for slices in value.values]
-        result = row.make().reduce("sum", value, placed("cpu:0", "cpu:1"), options)
+        result = ops.reduce("sum", value, placed("cpu:0", "cpu:1"), options)
         results, inputs = (
             [part for each in group.values for part in (each.values, each.indices)]
             for group in (result, value)
@@ -70,6 +72,7 @@ def test_sparse_results_have_memory_of_their_own(row, backend):
 @each_backend("sparse")
 @each_algorithm("sparse")
 def test_replicas_may_have_different_numbers_of_rows_and_none(row, backend):
+    ops = row.make()
     value = cd.PerReplica(
         [
             slices_of(backend, [], []),
@@ -78,7 +81,7 @@ def test_replicas_may_have_different_numbers_of_rows_and_none(row, backend):
         ]
     )
     for options in OPTIONS:
-        result = row.make().reduce("sum", value, "cpu:0", options)
+        result = ops.reduce("sum", value, "cpu:0", options)
         assert as_lists(backend, result) == ([[1, 2], [3, 4], [5, 6]], [5, 5, 1])
         assert backend.memory(result.indices).dtype == np.int64
 
@@ -86,6 +89,7 @@ def test_replicas_may_have_different_numbers_of_rows_and_none(row, backend):
 @each_backend("sparse")
 @each_algorithm("sparse")
 def test_a_mix_of_sparse_and_dense_becomes_dense(row, backend):
+    ops = row.make()
     dense = backend.make(np.arange(12, dtype=np.float32).reshape(6, 2))
     for options, shape in itertools.product(OPTIONS, [(6, 2), None]):
         sparse = slices_of(backend, [[10, 20], [30, 40]], [1, 1], shape)
@@ -93,7 +97,7 @@ def test_a_mix_of_sparse_and_dense_becomes_dense(row, backend):
         right = 2 * np.arange(12, dtype=np.float32).reshape(6, 2)
         right[1] += [40, 60]
         for op, divisor in (("sum", 1), ("mean", 3)):
-            for component in components_of(row.make().reduce(op, value, value, options)):
+            for component in components_of(ops.reduce(op, value, value, options)):
                 assert type(component) is backend.array_type
                 assert np.array_equal(backend.memory(component), right / np.float32(divisor))
 
@@ -101,10 +105,11 @@ def test_a_mix_of_sparse_and_dense_becomes_dense(row, backend):
 @each_backend("sparse")
 @each_algorithm("sparse")
 def test_sparse_and_dense_values_share_a_batch(row, backend):
+    ops = row.make()
     for options in OPTIONS:
         sparse = cd.PerReplica([slices_of(backend, [[1, 2]], [0]), slices_of(backend, [[3, 4]], [2])])
         dense = backend.per_replica([np.float32([1]), np.float32([2])])
-        results = row.make().batch_reduce(
+        results = ops.batch_reduce(
             "sum", [(dense, dense), (sparse, sparse), (dense, "cpu:0"), (sparse, "cpu:0")], options
         )
         assert [backend.lists(component) for component in results[0].values] == [[3], [3]]
@@ -116,11 +121,13 @@ def test_sparse_and_dense_values_share_a_batch(row, backend):
 @each_backend("sparse")
 @each_algorithm("sparse")
 def test_dense_shapes_that_are_given_must_agree(row, backend):
+    ops = row.make()
+
     def value_of(*shapes):
         return cd.PerReplica([slices_of(backend, [[1, 2]], [0], shape) for shape in shapes])
 
     for shapes, right in [((None, None), None), ((None, (6, 2), (6, 2)), (6, 2)), (((6, 2), None), (6, 2))]:
-        result = row.make().reduce("sum", value_of(*shapes), "cpu:0")
+        result = ops.reduce("sum", value_of(*shapes), "cpu:0")
         assert result.dense_shape == right
     for shapes, message in [
         (((6, 2), (6, 2), (7, 2)), r"replica 2 \(cpu:\d\) has dense_shape \(7, 2\); the other 2 have"),
@@ -128,12 +135,13 @@ def test_dense_shapes_that_are_given_must_agree(row, backend):
         ((None, (6, 2), (7, 2)), r"replica 2 \(cpu:\d\) .*\(7, 2\); replica 1 \(cpu:\d\) has \(6, 2\)"),
     ]:
         with pytest.raises(ShapeMismatchError, match=message):
-            row.make().reduce("sum", value_of(*shapes), "cpu:0")
+            ops.reduce("sum", value_of(*shapes), "cpu:0")
 
 
 @each_backend("sparse")
 @each_algorithm("sparse")
 def test_slices_that_do_not_fit_together_are_refused(row, backend):
+    ops = row.make()
     good = slices_of(backend, [[1, 2]], [0])
     wide = cd.IndexedSlices(backend.make(np.float32([[1, 2, 3]])), good.indices, None)
     many = cd.IndexedSlices(good.values, backend.make(np.int64([0, 1])), None)
@@ -151,12 +159,12 @@ def test_slices_that_do_not_fit_together_are_refused(row, backend):
         ((dense, slices_of(backend, [[1, 2]], [0], (7, 2))), ShapeMismatchError, r"\(7, 2\)"),
     ]:
         with pytest.raises(error, match=message):
-            row.make().reduce("sum", cd.PerReplica(values), "cpu:0")
+            ops.reduce("sum", cd.PerReplica(values), "cpu:0")
     for op in ("min", "max", "prod"):
         with pytest.raises(ReduceOpError, match=f"{op.upper()} is not defined for IndexedSlices"):
-            row.make().reduce(op, cd.PerReplica([good, good]), "cpu:0")
+            ops.reduce(op, cd.PerReplica([good, good]), "cpu:0")
     with pytest.raises(NotImplementedError, match="gather of IndexedSlices"):
-        row.make().gather(cd.PerReplica([good, good]), "cpu:0")
+        ops.gather(cd.PerReplica([good, good]), "cpu:0")
 
 
 @each_backend("sparse")
