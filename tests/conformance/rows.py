@@ -163,7 +163,7 @@ class BackendRow:
     def product(self, *columns: Any) -> Iterator[Any]:
         """All combinations, or a regular sample of ten or more in which all of up to ten entries occur."""
         combinations = list(itertools.product(*columns))
-        strides = [prime for prime in (19, 13, 11, 7) if len(combinations) >= 10 * prime]
+        strides = [prime for prime in (19, 13, 11, 7, 5) if len(combinations) >= 10 * prime]
         return iter(combinations[:: strides[0] if self.is_sampled and strides else 1])
 
     def bits(self, array: Any) -> bytes:

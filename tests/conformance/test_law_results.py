@@ -57,9 +57,13 @@ def test_every_backend_has_a_row():
     assert set(BACKENDS) - on_gpus_only == {row.name for row in BACKEND_ROWS}
 
 
-@pytest.mark.parametrize(
-    "lengths", [(10, 9), (10, 20), (6, 20), (4, 2, 11), (10, 4, 4), (5, 9, 2), (8, 9, 5), (3, 3, 6, 7)]
-)
+SAMPLED_LENGTHS = [
+    *[(10, 9), (10, 20), (6, 20), (4, 2, 11), (10, 4, 4), (5, 9, 2), (8, 9, 5), (3, 3, 6, 7)],
+    *[(3, 9, 2), (2, 2, 13), (10, 2, 5), (8, 2, 5), (8, 20), (8, 4, 4)],
+]
+
+
+@pytest.mark.parametrize("lengths", SAMPLED_LENGTHS)
 def test_samples_meet_every_entry_of_every_column(lengths):
     (sampled,) = (row for row in BACKEND_ROWS if row.name == "jax")
     columns = zip(*sampled.product(*map(range, lengths)), strict=True)
