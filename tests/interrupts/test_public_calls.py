@@ -33,6 +33,7 @@ TREES = [{"a": np.ones(3), "b": [np.ones(LARGE, np.float32)]} for _ in range(2)]
 STRATEGY = cd.MirroredStrategy(["cpu:0", "cpu:1"])
 OUTS = [np.empty(5, np.float32) for _ in range(2)]
 LARGE_OUTS = [np.empty(LARGE, np.float32) for _ in range(2)]
+BOUND = cd.bind(SMALL_VALUES, "sum", "cpu:0")
 STEPWISE = cd.CommunicationOptions(lowering="off")
 EXACT = cd.CommunicationOptions(precision="exact")
 with STRATEGY.scope():
@@ -94,6 +95,14 @@ def unchanged_afterwards() -> None:
     assert all((out == -1).all() for out in LARGE_OUTS)
 
 
+def bound_sum() -> None:
+    assert (BOUND() == 3).all()
+
+
+def started_sum() -> Any:
+    return cd.RingAllReduce().start_reduce("sum", cd.PerReplica(SMALL_VALUES), "cpu:0").wait()
+
+
 def accumulated() -> None:
     """An interrupted accumulator is given up; a new one is right."""
     total = cd.Accumulator("exact", max_pending=2)
@@ -119,6 +128,10 @@ ROWS = [
     Row("all_gather", lambda: cd.all_gather(SMALL_VALUES), small_sums),
     Row("all_to_all", lambda: cd.all_to_all(SMALL_VALUES), small_sums),
     Row("broadcast", lambda: cd.broadcast(SMALL_VALUES[0], ["cpu:0", "cpu:1"]), small_sums),
+    Row("bind", lambda: cd.bind(SMALL_VALUES), small_sums),
+    Row("bound", BOUND, bound_sum),
+    Row("start", lambda: BOUND.start().wait(), bound_sum),
+    Row("start_reduce", started_sum, bound_sum),
     Row("scope", in_scope, used_strategy),
     Row("run", lambda: STRATEGY.run(in_replica), used_strategy),
     Row("Accumulator", accumulated, accumulated),
