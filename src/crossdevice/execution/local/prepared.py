@@ -78,8 +78,8 @@ class PreparedReduction:
             fused.get(leaf, self._packs).add_pack(pack, plan, recipes[leaf])
         if options.precision != "fast":
             # Replicas in order, whatever the plan: the bits of a plan that is run step by step.
-            for leaf, work in fused.items():
-                work.add_leaf(leaf, recipes[leaf])
+            for leaf, passes in fused.items():
+                passes.add_leaf(leaf, recipes[leaf])
         self._is_alone = len(specs) == 1 and self._passes.is_alone
 
     def run(
