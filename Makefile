@@ -47,7 +47,7 @@ $(VENV)/extras-resolve: pyproject.toml checks/resolution.py checks/public_index.
 	$(BIN)/python checks/resolution.py
 	touch $@
 
-$(VENV)/wheel-works: $(SHIPPED) checks/wheel.py checks/public_index.py checks/user_program.py $(VENV)/installed
+$(VENV)/wheel-works: $(SHIPPED) $(wildcard checks/*.py) $(shell find docs -name '*.md') $(VENV)/installed
 	$(BIN)/python checks/wheel.py
 	touch $@
 

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import crossdevice as cd
+from crossdevice.integrations import legacy
+from crossdevice.testing import Injected, faults, run_ranks
 
 Floats = NDArray[np.float32]
 
@@ -31,6 +33,39 @@ def functions() -> None:
     assert cd.gather([floats(1), floats(2, 3)], axis=0).tolist() == [1, 2, 3]
     slices = cd.IndexedSlices(floats(1, 2), np.array([0, 2]), dense_shape=(4,))
     assert cd.to_dense(slices).tolist() == [1, 0, 2, 0]
+
+
+def parts() -> None:
+    arrays = [floats(1, 2, 3, 4, 5), floats(10, 20, 30, 40, 50)]
+    own: list[Any] = cd.reduce_scatter(arrays, "mean", sizes=[1, 4])
+    assert [part.shape for part in own] == [(1,), (4,)]
+    assert cd.all_gather(own, axis=0, out=arrays)[1] is arrays[1]
+    assert cd.all_to_all(arrays, axis=0, sizes=[[1, 4], [3, 2]])[0].shape == (4,)
+    assert cd.all_to_all(arrays, sizes=(2, 3))[1].shape == (6,)
+    ops, value = cd.AllReduceCrossDeviceOps("ring", num_packs=2), cd.PerReplica(arrays)
+    scattered: cd.DistributedValues = ops.reduce_scatter("sum", value, axis=0)
+    assert ops.all_gather(scattered, -1).values[0].shape == (5,)
+
+
+def models(folder: Path) -> None:
+    clients = [({"w": floats(1, 2)}, 30), ({"w": floats(5, 6)}, 10)]
+    total, other = cd.Accumulator("exact", max_pending=2), cd.Accumulator("exact", integers="first")
+    for model, num_examples in clients:
+        total.add(model, weight=num_examples)
+    assert total.count == 2
+    assert total.mean()["w"].tolist() == [2, 3]
+    total.save(folder / "sum.npz")
+    other = cd.Accumulator.load(str(folder / "sum.npz"))
+    other.merge(total)
+    assert other.sum()["w"].tolist() == [160, 240]
+    for name, (model, _) in zip("ab", clients, strict=True):
+        np.savez(folder / f"{name}.npz", w=model["w"])
+    cd.average_files([folder / "a.npz", str(folder / "b.npz")], folder / "mean.npz", [3, 1], keys="union")
+    assert np.load(folder / "mean.npz")["w"].tolist() == [2, 3]
+    trees = [model for model, _ in clients]
+    assert cd.reduce(trees, "mean", weights=[num for _, num in clients])["w"].tolist() == [2, 3]
+    assert cd.reduce([floats(1), floats(9), floats(2)], cd.trimmed_mean(1)).tolist() == [2]
+    assert cd.reduce([floats(1), floats(9), floats(2)], "median").tolist() == [2]
 
 
 def classes() -> None:
@@ -69,6 +104,17 @@ def classes() -> None:
     bound: cd.BoundReduction = ops.bind("sum", placed, placed)
     assert bound().values[1].tolist() == [3]
     assert cd.bind([floats(1), floats(2)], "mean")()[0].tolist() == [1.5]
+    pending: cd.Pending = bound.start()
+    assert pending.wait(timeout=60).values[0].tolist() == [3]
+    assert ops.start_reduce("sum", placed, "cpu:0").wait().tolist() == [3]
+    with faults(ops, replica=0, corrupt=lambda array: -array) as injected:
+        assert ops.reduce("sum", placed, "cpu:0", experimental_hints=options).tolist() == [1]
+    assert isinstance(injected, Injected)
+    assert injected.count == 1
+    largest = cd.ReductionToOneDevice(accumulation_fn=lambda components: np.maximum(*components))
+    assert largest.reduce("sum", placed, "cpu:0").tolist() == [2]
+    per_device = legacy.PerDevice({"/cpu:0": 1.0, "/cpu:1": 3.0})
+    assert legacy.ReductionToOneDeviceCrossTowerOps().reduce("mean", per_device, None).values[0] == 2
 
 
 def step(x: Floats, rate: float = 1.0) -> Any:
@@ -96,12 +142,52 @@ def strategies() -> None:
     for part in strategy.experimental_local_results(weights):
         assert part.shape == (2,)
 
-    def shard(context: Any) -> int:
-        return int(context.replica_id_in_sync_group)
+    def shard(context: cd.ValueContext) -> int:
+        return context.replica_id_in_sync_group
 
+    def dataset(context: cd.InputContext) -> Floats:
+        return floats(*range(context.num_input_pipelines, 3))
+
+    (batch,) = strategy.distribute_datasets_from_function(lambda context: [dataset(context)])
+    assert strategy.experimental_local_results(batch)[0].tolist() == [1, 2]
     assert strategy.experimental_distribute_values_from_function(shard).values == (0, 1)
     assert strategy.num_replicas_in_sync == 2
     assert cd.get_strategy() is not strategy
+    extended: cd.StrategyExtended = strategy.extended
+    assert extended.reduce_to("sum", cd.PerReplica([1.0, 2.0]), "cpu:0") == 3
+    alone: cd.Strategy = cd.OneDeviceStrategy("cpu:0")
+    cd.experimental_set_strategy(alone)
+    assert isinstance(cd.get_replica_context(), cd.ReplicaContext | None)
+    cd.experimental_set_strategy(None)
+    assert isinstance(weights, cd.MirroredVariable)
+    assert isinstance(steps, cd.SyncOnReadVariable)
+
+
+def rank(group: cd.ProcessGroup) -> list[float]:
+    ops = cd.CollectiveAllReduce(group=group, options=cd.CommunicationOptions(timeout_seconds=30))
+    shared = group.empty_like({"w": floats(0, 0)})
+    shared["w"][:] = ops.broadcast(floats(1, 2), "cpu:0", from_rank=0)
+    strategy = cd.MultiWorkerMirroredStrategy(devices=["cpu:0"], group=group)
+    weights = strategy.create_variable(lambda: floats(group.rank))
+    weights.assign_sub(floats(1))
+    assert weights.numpy().tolist() == [-1]
+    with faults(group, rank=1, raises=OSError("disk full"), calls=[100]):
+        total: list[float] = ops.reduce("sum", shared, "cpu:0")["w"].tolist()
+    return total
+
+
+def processes() -> None:
+    assert run_ranks(2, rank, return_errors=True, checks="always") == [[2, 4], [2, 4]]
+    cluster: cd.Cluster = cd.cluster_from_env({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node7"})
+    assert cluster.rank == 1
+
+
+def resources() -> None:
+    threads, idle_bytes = cd.num_threads(), cd.pool_bytes()
+    cd.set_num_threads(threads)
+    cd.set_pool_bytes(idle_bytes)
+    freed: int = cd.release_memory()
+    assert freed >= 0
 
 
 def machines(folder: Path) -> None:
@@ -118,6 +204,10 @@ def machines(folder: Path) -> None:
 
 
 functions()
+parts()
+models(Path.cwd())
 classes()
 strategies()
+processes()
+resources()
 machines(Path.cwd())

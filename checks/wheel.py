@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from documented_calls import PACKAGE, write_programs
 from public_index import ROOT, IndexUnreachableError, clean_environment, run_uv
 
-PACKAGE = ROOT / "src" / "crossdevice"
 BIN = "Scripts" if sys.platform == "win32" else "bin"
 
 
@@ -56,6 +56,8 @@ class Place:
         self._folder.mkdir()
         for source in (ROOT / "README.md", ROOT / "checks" / "user_program.py"):
             (self._folder / source.name).write_bytes(source.read_bytes())
+        (self._folder / "documented").mkdir()
+        write_programs(self._folder / "documented")
         self._bin = folder / "environment" / BIN
         self.python = str(self._bin / "python")
         uv("venv", "--python", sys.executable, str(self._bin.parent))
@@ -104,9 +106,13 @@ def use_in_python(place: Place) -> None:
 
 
 def check_types(place: Place) -> None:
-    """A user's program, by mypy and by pyright: basedpyright is the one that needs nothing but the index."""
+    """A user's program, by mypy and by pyright: basedpyright is the one that needs nothing but the index.
+
+    mypy reads the examples of the documents, too.
+    """
     checkers = Path(sys.prefix) / BIN
-    place.run(str(checkers / "mypy"), "--strict", "--python-executable", place.python, "user_program.py")
+    programs = ("user_program.py", "documented")
+    place.run(str(checkers / "mypy"), "--strict", "--python-executable", place.python, *programs)
     place.run(
         str(checkers / "basedpyright"), "--pythonpath", place.python, "--level", "error", "user_program.py"
     )

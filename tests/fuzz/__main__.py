@@ -54,7 +54,14 @@ def _run_round(told: _Told, seed: int, seconds: float, most: float, workers: int
             told.add(task.result())
     limits = ((1 - SHARE_HERE) * seconds / len(SHARES), 0.05 * most / len(SHARES))
     for size in SHARES:
-        told.add(fuzz_between(seed, *limits, size))
+        num_groups = max(1, workers // size)  # at once, which threads wait for
+        of_each = limits[0], limits[1] / num_groups
+        with concurrent.futures.ThreadPoolExecutor(num_groups) as pool:
+            between = [
+                pool.submit(fuzz_between, seed + number, *of_each, size) for number in range(num_groups)
+            ]
+            for group in concurrent.futures.as_completed(between):
+                told.add(group.result())
 
 
 class _Told:
@@ -83,8 +90,9 @@ class _Told:
     def end(self) -> int:
         """Prints how often what was tried; 1 if anything failed."""
         fields: dict[tuple[str, str], list[str]] = {}
-        for key, count in sorted(self._counts.items()):
-            area, _, tried = key.partition(", ")
+        for (area, _, tried), count in sorted(
+            (key.partition(", "), count) for key, count in self._counts.items()
+        ):
             name, _, option = tried.partition(" ")
             fields.setdefault((area, name), []).append(f"{count} {option}".rstrip())
         del fields["cases", ""]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import importlib
 import itertools
 import os
 import random
+import sys
 
 import pytest
 
@@ -85,3 +87,20 @@ def test_what_failed_once_does_not_fail_again():
     assert kept_rows()
     for case in kept_rows():
         assert failure_of_any(case) is None, case
+
+
+def test_what_was_tried_is_told_below_its_area(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", sys.path[:])  # to which a program adds
+    told = importlib.import_module("fuzz.__main__")._Told()
+    counted = ["parts", "parts between processes", "parts, op SUM", "parts between processes, op MAX"]
+    told.add((collections.Counter(["cases", *counted]), []))
+    assert told.end() == 0
+    *_, summary = (lines := capsys.readouterr().out.splitlines())
+    assert lines[-6:-1] == [
+        "parts: 1 cases",
+        "  op: 1 SUM",
+        "",
+        "parts between processes: 1 cases",
+        "  op: 1 MAX",
+    ]
+    assert summary == "1 cases, 1 parts, 1 parts between processes: 0 failures"

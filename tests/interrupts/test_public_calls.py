@@ -5,6 +5,7 @@ Each call is interrupted at INTERRUPT_STEPS of its steps (0: at all of them), ch
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import crossdevice as cd
+from crossdevice import functions
 from crossdevice.execution.tracing import flight_recorder
 from crossdevice.strategies.running import rendezvous
 from interrupts.stepping import interrupted_at_each_step, may_meet_finalizers, number_of_steps
@@ -33,6 +35,8 @@ TREES = [{"a": np.ones(3), "b": [np.ones(LARGE, np.float32)]} for _ in range(2)]
 STRATEGY = cd.MirroredStrategy(["cpu:0", "cpu:1"])
 OUTS = [np.empty(5, np.float32) for _ in range(2)]
 LARGE_OUTS = [np.empty(LARGE, np.float32) for _ in range(2)]
+BOUND = cd.bind(SMALL_VALUES, "sum", "cpu:0")
+COLLECTIVE = cd.CollectiveAllReduce()
 STEPWISE = cd.CommunicationOptions(lowering="off")
 EXACT = cd.CommunicationOptions(precision="exact")
 with STRATEGY.scope():
@@ -94,6 +98,30 @@ def unchanged_afterwards() -> None:
     assert all((out == -1).all() for out in LARGE_OUTS)
 
 
+def bound_sum() -> None:
+    assert (BOUND() == 3).all()
+
+
+def started_sum() -> Any:
+    return cd.RingAllReduce().start_reduce("sum", cd.PerReplica(SMALL_VALUES), "cpu:0").wait()
+
+
+def collective_sum() -> None:
+    total = COLLECTIVE.reduce("sum", cd.PerReplica(SMALL_VALUES), "cpu:0")
+    assert (total == 3).all()
+    assert (COLLECTIVE.reduce_scatter("sum", cd.PerReplica(SMALL_VALUES)).values[1] == 3).all()
+
+
+def assigned() -> None:
+    VARIABLE.assign(np.full(3, 7, np.float32))
+    assert VARIABLE.assign_add(np.ones(3, np.float32)).values[1].tolist() == [8, 8, 8]
+
+
+def batches() -> None:
+    made = STRATEGY.experimental_distribute_dataset(np.arange(8, dtype=np.float32), batch_size=4)
+    assert [STRATEGY.reduce("sum", batch, axis=0).tolist() for batch in made] == [6, 22]
+
+
 def accumulated() -> None:
     """An interrupted accumulator is given up; a new one is right."""
     total = cd.Accumulator("exact", max_pending=2)
@@ -114,11 +142,22 @@ ROWS = [
     Row("all_reduce trees", lambda: cd.all_reduce(TREES), large_sums),
     Row("steps", lambda: cd.all_reduce(SMALL_VALUES, algorithm="ring", options=STEPWISE), small_sums),
     Row("sparse", lambda: cd.all_reduce(SLICES), small_sums),
+    Row("to_dense", lambda: cd.to_dense(SLICES[0]), small_sums),
     Row("gather", lambda: cd.gather(SMALL_VALUES, axis=0), small_sums),
     Row("reduce_scatter", lambda: cd.reduce_scatter(SMALL_VALUES), small_sums),
     Row("all_gather", lambda: cd.all_gather(SMALL_VALUES), small_sums),
     Row("all_to_all", lambda: cd.all_to_all(SMALL_VALUES), small_sums),
     Row("broadcast", lambda: cd.broadcast(SMALL_VALUES[0], ["cpu:0", "cpu:1"]), small_sums),
+    Row("bind", lambda: cd.bind(SMALL_VALUES), small_sums),
+    Row("bound", BOUND, bound_sum),
+    Row("start", lambda: BOUND.start().wait(), bound_sum),
+    Row("start_reduce", started_sum, bound_sum),
+    Row("weights", lambda: cd.reduce(SMALL_VALUES, "mean", weights=[3, 1]), small_sums),
+    Row("median", lambda: cd.reduce(SMALL_VALUES, "median"), small_sums),
+    Row("collective", collective_sum, collective_sum),
+    Row("strategy.reduce", lambda: STRATEGY.reduce("sum", cd.PerReplica(SMALL_VALUES), 0), used_strategy),
+    Row("assign", assigned, assigned),
+    Row("dataset", batches, batches),
     Row("scope", in_scope, used_strategy),
     Row("run", lambda: STRATEGY.run(in_replica), used_strategy),
     Row("Accumulator", accumulated, accumulated),
@@ -147,6 +186,11 @@ def test_the_next_call_works(row):
             row.check()
         except BaseException as error:
             raise AssertionError(f"after an interrupt at {place}") from error
+
+
+def test_every_function_has_a_row():
+    public = [name for name, found in inspect.getmembers(functions, inspect.isfunction) if name in cd.__all__]
+    assert set(public) <= {row.name.partition(" ")[0] for row in ROWS}
 
 
 def test_a_trace_that_is_interrupted_ends(tmp_path):

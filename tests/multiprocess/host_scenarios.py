@@ -1,17 +1,14 @@
 """What becomes of forked ranks that think they are on several hosts: `host_scenarios.py SCENARIO`."""
 
 import json
-import os
-import random
 import re
-import signal
 import sys
-import time
 
 import numpy as np
 
 import crossdevice as cd
 from crossdevice.process_groups.group import ProcessGroup
+from multiprocess import shared_scenarios
 from multiprocess.forked_ranks import Ranks, say_ready
 from multiprocess.shared_scenarios import caught, total
 
@@ -77,35 +74,16 @@ def others(ops, rank):
 
 
 def late():
-    """A rank comes too late, and others wait for it directly or for one who does."""
-
-    def program(group):
-        ops = cd.CollectiveAllReduce(group=group)
-        total(ops, np.ones(4))
-        if group.rank == 1:
-            time.sleep(4.5)
-        return caught(lambda: total(ops, np.ones(4)))
-
-    return Ranks(5, program, UNEVEN, timeout_seconds=1.5).results()
+    """Others wait for the late rank directly, or for one who does."""
+    return shared_scenarios.deadline(5, 1, UNEVEN)
 
 
 def differ():
-    """Calls that all ranks know, in another order."""
-
-    def program(group):
-        ops = cd.CollectiveAllReduce(group=group)
-        shapes = [4, 5]
-        for shape in shapes:
-            total(ops, np.ones(shape))
-        return caught(lambda: total(ops, np.ones(shapes[group.rank == 3])))
-
-    return Ranks(5, program, UNEVEN, timeout_seconds=30).results()
+    return shared_scenarios.differ(5, 3, UNEVEN)
 
 
 def kills(number):
     """A rank is killed at any moment of reductions, small and large."""
-    seed = random.SystemRandom().randrange(1 << 30)
-    source = random.Random(seed)
 
     def program(group):
         ops = cd.CollectiveAllReduce(group=group)
@@ -120,15 +98,7 @@ def kills(number):
         say_ready(group)
         return {**caught(reduce_until_it_breaks), "members": group.members}
 
-    def killed(odd):
-        ranks = Ranks(4, program, "aabb", timeout_seconds=30)
-        ranks.wait_until_ready()
-        time.sleep(source.random() * 0.1)
-        os.kill(ranks.pids[odd], signal.SIGKILL)
-        return odd, ranks
-
-    trials = [killed(source.randrange(4)) for _ in range(int(number))]
-    return {"seed": seed, "trials": [[odd, ranks.results()] for odd, ranks in trials]}
+    return shared_scenarios.killed(number, 4, program, "aabb")
 
 
 SCENARIOS = {each.__name__: each for each in (bits, late, differ, kills)}

@@ -134,6 +134,17 @@ def scenarios(script: str, named: Mapping[str, Sequence[str]]) -> Iterator[Calla
             process.stdout.close()
 
 
+def check_survivors(kills: Mapping[str, Any], number: str) -> None:
+    """All but the rank that was killed, in so many groups, have named it, and soon."""
+    assert len(kills["trials"]) == int(number)
+    for odd, results in kills["trials"]:
+        assert results.pop(odd) is None
+        for facts in results:
+            assert facts["error"] == "ProcessGroupError", (kills["seed"], facts)
+            assert facts["members"][odd] in facts["text"]
+            assert facts["seconds"] < 30
+
+
 def ranks(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict[str, str]]]:
     """Processes that know each other from RANK and WORLD_SIZE, so that nobody ends one with another.
 

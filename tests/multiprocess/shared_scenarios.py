@@ -63,17 +63,17 @@ def off():
     return Ranks(3, program, of_ranks=[{}, {"shared_memory": False}, {}]).results()
 
 
-def deadline():
-    """The last rank comes too late, and then does not take for done what the others have given up."""
+def deadline(size=3, odd=2, hosts=None):
+    """A rank comes too late, and then does not take for done what the others have given up."""
 
     def program(group):
         ops = cd.CollectiveAllReduce(group=group)
         total(ops, np.ones(4))
-        if group.rank == 2:
-            time.sleep(5)
+        if group.rank == odd:
+            time.sleep(4.5)
         return caught(lambda: total(ops, np.ones(4)))
 
-    return Ranks(3, program, timeout_seconds=1.5).results()
+    return Ranks(size, program, hosts, timeout_seconds=1.5).results()
 
 
 def interrupt():
@@ -92,7 +92,7 @@ def interrupt():
     return Ranks(2, program, timeout_seconds=30).results()
 
 
-def differ():
+def differ(size=3, odd=2, hosts=None):
     """Calls that all ranks know, in another order."""
 
     def program(group):
@@ -100,9 +100,9 @@ def differ():
         shapes = [4, 5]
         for shape in shapes:
             total(ops, np.ones(shape))
-        return caught(lambda: total(ops, np.ones(shapes[group.rank == 2])))
+        return caught(lambda: total(ops, np.ones(shapes[group.rank == odd])))
 
-    return Ranks(3, program, timeout_seconds=30).results()
+    return Ranks(size, program, hosts, timeout_seconds=30).results()
 
 
 def faulty():
@@ -260,8 +260,6 @@ def small():
 
 def kills(number="20"):
     """Ranks that are killed at random moments: the others say who, and no number is wrong."""
-    seed = random.randrange(1 << 30)
-    source = random.Random(seed)
     compiled_meeting()  # all is compiled before ranks are forked
     cd.bind([np.ones(3, np.float32)] * 3, "sum", "cpu:0")()
 
@@ -284,15 +282,23 @@ def kills(number="20"):
 
         return {**caught(loop), "members": group.members}
 
-    def killed(odd):
-        ranks = Ranks(3, program, timeout_seconds=60)
+    return killed(number, 3, program)
+
+
+def killed(number, size, program, hosts=None):
+    """Of so many groups one rank each is killed, at any moment once all are ready."""
+    seed = random.SystemRandom().randrange(1 << 30)
+    source = random.Random(seed)
+
+    def one_killed(odd):
+        ranks = Ranks(size, program, hosts, timeout_seconds=60)
         ranks.wait_until_ready()
-        time.sleep(source.random() * 0.05)
+        time.sleep(source.random() * 0.1)
         os.kill(ranks.pids[odd], signal.SIGKILL)
         return odd, ranks
 
     # Nobody waits for the survivors before the next rank is killed: they find out where each is for seconds.
-    trials = [killed(source.randrange(3)) for _ in range(int(number))]
+    trials = [one_killed(source.randrange(size)) for _ in range(int(number))]
     return {"seed": seed, "trials": [[odd, ranks.results()] for odd, ranks in trials]}
 
 

@@ -88,6 +88,12 @@ def test_the_reference_has_every_public_name_once():
     assert sorted(documented_names()) == sorted(public_names())
 
 
+def test_a_program_that_is_type_checked_uses_every_public_name():
+    program = (ROOT / "checks/user_program.py").read_text()
+    names = [*cd.__all__, *testing.__all__]
+    assert [name for name in names if not re.search(rf"\b{name}\b", program)] == []
+
+
 @pytest.mark.parametrize(("module", "name"), public_names())
 def test_every_public_name_has_an_example(module, name):
     """In its docstring, in that of a method, or on its page of the reference."""

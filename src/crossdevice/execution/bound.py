@@ -60,7 +60,7 @@ class BoundReduction:
     def _start_anew(self) -> None:
         self._turn = threading.Lock()
         self._running: int | None = None
-        self._pending: Pending | None = None
+        self._pending: weakref.ref[Pending] | None = None
 
     def __call__(self) -> Any:
         """Runs the reduction: one result for one value, a list for pairs."""
@@ -77,20 +77,22 @@ class BoundReduction:
         """
         check_cross_replica("start")
         self._check_waited_for()
-        pending = self._pending = start(self._run_in_turn, self._owner, self._side_streams())
+        pending = start(self._run_in_turn, self._owner, self._side_streams())
+        # Not the object itself: an interrupt may lose it, and then nobody could wait for it any more.
+        self._pending = weakref.ref(pending)
         return pending
 
     def _check_waited_for(self) -> None:
-        if self._pending is not None:
-            if not self._pending.is_waited_for:
-                raise ContextError(
-                    "this bound reduction was started before; call wait() on what start() returned"
-                )
-            self._pending = None
+        pending = None if self._pending is None else self._pending()
+        if pending is not None and not pending.is_waited_for:
+            raise ContextError(
+                "this bound reduction was started before; call wait() on what start() returned"
+            )
+        self._pending = None
 
     def _run_in_turn(self) -> Any:
         thread = threading.get_ident()
-        if self._running == thread:
+        if self._running == thread and self._turn.locked():
             # Only a signal's handler gets here: waiting for the call it interrupted would never end.
             raise ContextError("a bound reduction was called while it runs in this very thread")
         with self._turn:

@@ -34,7 +34,7 @@ class Pending(abc.ABC):
     """
 
     is_waited_for = False
-    """Whether `wait` has returned or raised the reduction's own error."""
+    """Whether `wait` has returned, has raised the reduction's own error, or was interrupted."""
 
     @abc.abstractmethod
     def done(self) -> bool:
@@ -66,7 +66,12 @@ class _OnThread(Pending):
     def wait(self, timeout: float | None = None) -> Any:
         """Blocks until the thread is done with it."""
         seconds = _checked_seconds(timeout)
-        if not self._errand.wait(seconds):
+        try:
+            has_ended = self._errand.wait(seconds)
+        except BaseException:
+            self.is_waited_for = True  # whoever is interrupted may never come back to it
+            raise
+        if not has_ended:
             raise DeadlineError(f"the reduction that was started has not ended in {seconds:g} seconds")
         self.is_waited_for = True
         return self._errand.result()

@@ -103,14 +103,13 @@ class PlanBuilder:
 
     def deliver(self, results: Sequence[Buffer], destinations: Sequence[Device]) -> list[Buffer]:
         """For each destination a result that is there already, each used once; else a copy of the first."""
-        waiting = list(results)
-        delivered: list[Buffer] = []
-        for device in destinations:
-            there = next((buffer for buffer in waiting if buffer.device == device), None)
-            if there is not None:
-                waiting.remove(there)
-            delivered.append(there or self.copy(results[0], to=device))
-        return delivered
+        there: dict[Device, list[Buffer]] = {}
+        for buffer in reversed(results):
+            there.setdefault(buffer.device, []).append(buffer)
+        return [
+            there[device].pop() if there.get(device) else self.copy(results[0], to=device)
+            for device in destinations
+        ]
 
     def engine_all_reduce(self, buffers: Sequence[Buffer]) -> tuple[Buffer, ...]:
         """One collective of a library over these buffers: a result on each of their devices."""
@@ -125,7 +124,7 @@ class PlanBuilder:
         """The finished plan; a buffer given twice is copied, so that every output has its own memory."""
         if outputs is None:
             raise PlanError("it is None; expected a buffer for each destination")
-        distinct: dict[int, Buffer] = {}
+        results: dict[int, Buffer] = {}
         for position, buffer in enumerate(outputs):
             if not isinstance(buffer, Buffer):
                 raise PlanError(f"output {position} is a {type(buffer).__name__}; expected a buffer")
@@ -137,10 +136,10 @@ class PlanBuilder:
                     if not result.replicas >> replica & 1
                 ]
                 raise PlanError(f"{', '.join(lost)} missing from output {position}")
-            if any(result.number == other.number for other in distinct.values()):
+            if result.number in results:
                 result = self._copied(result, result.device)
-            distinct[position] = result
-        return Plan(self.inputs, _needed_steps(self._steps, distinct.values()), tuple(distinct.values()))
+            results[result.number] = result
+        return Plan(self.inputs, _needed_steps(self._steps, results), tuple(results.values()))
 
     def _copied(self, buffer: Buffer, to: Device) -> Buffer:
         target = self._buffer(to, buffer.start, buffer.stop, buffer.replicas, buffer.is_finished)
@@ -165,9 +164,9 @@ class PlanBuilder:
         return buffer
 
 
-def _needed_steps(emitted: Sequence[Step], outputs: Iterable[Buffer]) -> tuple[Step, ...]:
+def _needed_steps(emitted: Sequence[Step], outputs: Iterable[int]) -> tuple[Step, ...]:
     """The steps that some output depends on, in order."""
-    needed = {buffer.number for buffer in outputs}
+    needed = set(outputs)
     kept: list[Step] = []
     for step in reversed(emitted):
         if any(buffer.number in needed for buffer in targets_of(step)):

@@ -150,8 +150,6 @@ def device_of(value: object) -> Device | None:
     said: Any = getattr(value, "device", None)
     if said is None or said == "cpu":
         return None
-    if callable(said):  # older JAX arrays
-        said = said()
     if isinstance(said, (Device, str)):
         return Device.parse(said)
     return _from_library(said)

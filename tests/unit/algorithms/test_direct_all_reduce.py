@@ -1,5 +1,12 @@
+import cProfile
+import itertools
+import pstats
 from fractions import Fraction
 
+import numpy as np
+import pytest
+
+import crossdevice as cd
 from crossdevice import DirectAllReduce
 from crossdevice.execution.local.lowering import lower
 from crossdevice.values.device import host_device
@@ -23,3 +30,19 @@ def test_partial_sums_never_travel():
 def test_every_shard_is_summed_in_replica_order():
     devices = [host_device(i) for i in range(5)]
     assert {piece.order for piece in lower(planned(DirectAllReduce(), devices, devices))} == {(0, 1, 2, 3, 4)}
+
+
+def test_many_replicas_are_planned_in_a_time_that_grows_with_their_number():
+    """Counted in calls of functions: twice as many more replicas take twice as many more."""
+    options = cd.CommunicationOptions(precision="fast")
+
+    def num_calls(count):
+        arrays = [np.ones(1, np.float32)] * count
+        profile = cProfile.Profile()
+        profile.runcall(cd.all_reduce, arrays, algorithm=DirectAllReduce(), options=options)
+        return pstats.Stats(profile).total_calls
+
+    num_calls(65)  # what happens once, such as imports, has happened
+    fewer, more = (b - a for a, b in itertools.pairwise(map(num_calls, (96, 160, 224))))
+    assert more == pytest.approx(fewer, rel=0.01)
+    assert fewer < 64 * 4000

@@ -223,3 +223,20 @@ def test_what_a_thread_does_for_gpus_it_does_on_the_stream_of_the_caller(monkeyp
         monkeypatch.setattr(torch.cuda, name, function)
     current.name = "the caller's"
     assert start(torch.cuda.current_stream).wait() == "the caller's"
+
+
+def test_a_bound_reduction_whose_wait_was_interrupted_can_be_called_again(monkeypatch):
+    bound = cd.bind(list(replicas(np.array).values), "sum", "cpu:0")
+    total = bound().tolist()
+    pending = bound.start()
+
+    def interrupted(errand, seconds):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("crossdevice.process_groups.courier.Errand.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pending.wait()
+    assert bound().tolist() == total
+    bound.start()  # nobody keeps what it returns
+    assert bound().tolist() == total

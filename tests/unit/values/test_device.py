@@ -59,7 +59,20 @@ def test_what_a_name_lacks_comes_from_the_default_first():
 
 @pytest.mark.parametrize(
     "name",
-    ["foo", " cpu:0", "/device:CPU", "/cpu:0/gpu:1", "cpu:1:2", "cpu:x", "/task:x", "/device:Foo:1", 3, 1.5],
+    [
+        "foo",
+        " cpu:0",
+        "/device:CPU",
+        "/cpu:0/gpu:1",
+        "cpu:1:2",
+        "cpu:x",
+        "/task:x",
+        "/device:Foo:1",
+        3,
+        1.5,
+        -1,
+        True,
+    ],
 )
 def test_names_that_cannot_be_read_are_refused(name):
     with pytest.raises(DeviceError) as refusal:
@@ -146,10 +159,14 @@ def test_a_device_is_what_its_repr_and_its_pickle_say(device):
         (3,),
         (1.5,),
         (-1,),
+        (True,),
+        (np.float32(1),),
         (b"cpu",),
         (["cpu"],),
         ("cuda", -1),
         ("cuda", 1.0),
+        ("cuda", np.float64(1)),
+        ("cuda", np.int64(-1)),
         ("cuda", True),
         ("cuda", "1"),
         ("cuda", None),

@@ -12,12 +12,13 @@ from crossdevice.plans.rendering import size_text
 _LEFT = "{:>12}  {:>12}  {:>8}  {:>6}  {:>6}"
 _GROUP = "  {:>9}  {:>6}  {:>6}  {:>6}"
 _NAMES = "  {:>6}  {}"
+_GROUP_WIDTH = len(_GROUP.format("", "", "", ""))
 
 
 def column_lines(*, compares: bool) -> list[str]:
     """The columns and their units; if competitors are compared, two more at the end say whose line it is."""
     names = _NAMES.format("memory", "competitor") if compares else ""
-    above = _LEFT.format(*[""] * 5) + f"{'out-of-place':^{_width()}}{'in-place':^{_width()}}"
+    above = _LEFT.format(*[""] * 5) + f"{'out-of-place':^{_GROUP_WIDTH}}{'in-place':^{_GROUP_WIDTH}}"
     group = _GROUP.format("time", "algbw", "busbw", "#wrong")
     units = _GROUP.format("(us)", "(GB/s)", "(GB/s)", "")
     return [
@@ -107,7 +108,3 @@ def _group(figure: Figure | None) -> str:
 
 def _ratio(seconds: float | None, first: float | None) -> str:
     return "N/A" if seconds is None or first is None else f"{seconds / first:.2f}x"
-
-
-def _width() -> int:
-    return len(_GROUP.format("", "", "", ""))

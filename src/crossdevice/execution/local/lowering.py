@@ -24,6 +24,7 @@ def lower(plan: Plan) -> list[Piece]:
     held: dict[int, list[tuple[int, int, Order]]] = {
         buffer.number: [(0, plan.num_elements, replica)] for replica, buffer in enumerate(plan.inputs)
     }
+    known: dict[Order, Order] = {}
     for step in plan.steps:
         sources = [held[buffer.number] for buffer in sources_of(step)]
         match step:
@@ -34,17 +35,22 @@ def lower(plan: Plan) -> list[Piece]:
             case Join():
                 results = [[piece for source in sources for piece in source]]
             case Add():
-                results = [_added(sources)]
+                results = [_added(sources, known)]
             case EngineAllReduce():
-                results = [_added(sources)] * len(step.targets)
+                results = [_added(sources, known)] * len(step.targets)
             case _:
                 assert_never(step)
         held.update(zip((buffer.number for buffer in targets_of(step)), results, strict=True))
-    outputs: dict[tuple[int, int, Order], list[int]] = {}
+    outputs: dict[tuple[int, int, int], tuple[Order, list[int]]] = {}
     for position, buffer in enumerate(plan.outputs):
-        for piece in held[buffer.number]:
-            outputs.setdefault(piece, []).append(position)
-    return [Piece(*piece, tuple(positions)) for piece, positions in outputs.items() if piece[0] < piece[1]]
+        for low, high, order in held[buffer.number]:
+            # By identity: an order is as long as there are replicas, and would be hashed for every output.
+            outputs.setdefault((low, high, id(order)), (order, []))[1].append(position)
+    return [
+        Piece(low, high, order, tuple(positions))
+        for (low, high, _), (order, positions) in outputs.items()
+        if low < high
+    ]
 
 
 def _cut(pieces: list[tuple[int, int, Order]], start: int, stop: int) -> list[tuple[int, int, Order]]:
@@ -55,12 +61,16 @@ def _cut(pieces: list[tuple[int, int, Order]], start: int, stop: int) -> list[tu
     ]
 
 
-def _added(sources: list[list[tuple[int, int, Order]]]) -> list[tuple[int, int, Order]]:
+def _added(
+    sources: list[list[tuple[int, int, Order]]], known: dict[Order, Order]
+) -> list[tuple[int, int, Order]]:
+    """Sources combined; equal orders are one object, that of `known`."""
     edges = sorted({edge for source in sources for low, high, _ in source for edge in (low, high)})
     added: list[tuple[int, int, Order]] = []
     for low, high in itertools.pairwise(edges):
         orders = [order for source in sources for _, _, order in _cut(source, low, high)]
         # (a + b) + c is a + b + c: a chain that is continued stays one chain.
         head = orders[0] if isinstance(orders[0], tuple) else (orders[0],)
-        added.append((low, high, (*head, *orders[1:])))
+        order = (*head, *orders[1:])
+        added.append((low, high, known.setdefault(order, order)))
     return added

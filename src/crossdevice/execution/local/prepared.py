@@ -53,20 +53,19 @@ class PreparedReduction:
             gpu = spec.shared_gpu if options.lowering == "auto" and via in (None, spec.shared_gpu) else None
             if gpu is not None and why_stepped(spec, recipes[number], dtypes[number]) is None:
                 on_gpus.setdefault((spec.backend, gpu), {})[number] = spec
-        fused = [*shared, *(number for leaves in on_gpus.values() for number in leaves)]
-        apart = {number: spec for number, spec in enumerate(specs) if number not in fused}
         self._num_leaves = len(specs)
         self._passes = HostPasses(shared, dtypes, shares_results=options.share_results)
         self._gpu_passes = [
             GpuPasses(leaves, dtypes, gpu, shares_results=options.share_results)
             for (_, gpu), leaves in on_gpus.items()
         ]
+        fused: dict[int, Passes] = dict.fromkeys(shared, self._passes)
+        for leaves, work in zip(on_gpus.values(), self._gpu_passes, strict=True):
+            fused.update(dict.fromkeys(leaves, work))
+        apart = {number: spec for number, spec in enumerate(specs) if number not in fused}
         self._packs = SteppedPacks(apart, dtypes)
         self._uses_host, self._crosses_memories = bool(shared), bool(apart)
         self._work = _work(planner.name, specs, op, options, num_fused=len(fused))
-        passes: dict[int, Passes] = dict.fromkeys(shared, self._passes)
-        for leaves, work in zip(on_gpus.values(), self._gpu_passes, strict=True):
-            passes.update(dict.fromkeys(leaves, work))
         for number, pack in enumerate(packing.packs(items_of(specs), options.bytes_per_pack)):
             leaf = pack[0].item
             if options.precision != "fast" and leaf not in apart:
@@ -76,14 +75,11 @@ class PreparedReduction:
             num_elements = sum(stop - start for _, start, stop in pack)
             own_op = specs[leaf].own_op or op
             plan = planner.plan_pack(specs[leaf], num_elements, number, options.precision, own_op)
-            if leaf in apart:
-                self._packs.add_pack(pack, plan, recipes[leaf])
-            else:
-                passes[leaf].add_pack(pack, plan, recipes[leaf])
+            fused.get(leaf, self._packs).add_pack(pack, plan, recipes[leaf])
         if options.precision != "fast":
             # Replicas in order, whatever the plan: the bits of a plan that is run step by step.
-            for leaf in fused:
-                passes[leaf].add_leaf(leaf, recipes[leaf])
+            for leaf, passes in fused.items():
+                passes.add_leaf(leaf, recipes[leaf])
         self._is_alone = len(specs) == 1 and self._passes.is_alone
 
     def run(
