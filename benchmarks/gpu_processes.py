@@ -1,10 +1,11 @@
-"""All-reduces of GPU tensors between processes of one host: peer memory against the way through host memory.
+"""Reductions of GPU tensors between processes of one host: peer memory against the way through host memory.
 
     python benchmarks/gpu_processes.py [--processes N] [--rounds N]
 
 They may share one GPU. All ways take turns, round after round; a round's time is that of the slowest
 process, and medians are compared. NCCL is measured too if there is a GPU for each process. GB/s count what
-all processes read and write: twice their number times the size.
+all processes read and write: for all-reduces twice their number times the size, for reduce-scatters, whose
+parts together are one array, their number and one times the size.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def main() -> int:
 WAYS = {"peer memory": "1", "a shard each": "each", "host memory": "0"}
 """By the value of CROSSDEVICE_PEER_MEMORY: processes on one GPU leave it to one of them, or do not."""
 
+SMALLEST_SCATTERED_BYTES = 64 * KIB
 LARGEST_BOUND_BYTES = 64 * KIB
 LARGEST_REPEATED_BYTES, REPEATS = 1 * MIB, 20
 """Small messages are sent one after the other: ranks leave a barrier further apart than they take."""
@@ -84,20 +86,35 @@ def measure(rounds: int) -> None:
             ways["bound"] = ops_of["peer memory"].bind("sum", tensor, f"cuda:{gpu}", out=out)
         if has_nccl:
             ways["NCCL, its own bits"] = functools.partial(dist.all_reduce, out)
-        times = {name: [] for name in ways}
-        repeats = REPEATS if size <= LARGEST_REPEATED_BYTES else 1
-        for _ in range(rounds + 2):
-            for name, way in ways.items():
-                times[name].append(slowest(way, repeats))
-        if here.rank == 0:
-            row = []
-            for name, seconds in times.items():
-                median = statistics.median(seconds[2:])
-                gigabytes = 2 * here.size * size / median / 1e9
-                row.append(f"{name} {median * 1e3:8.3f} ms ({gigabytes:.0f} GB/s)")
-            print(f"{here.size} x {size:>9} bytes: " + ", ".join(row), flush=True)
+        compare(f"{here.size} x {size:>9} bytes", ways, rounds, size, 2 * here.size * size, here.rank)
+        if size >= SMALLEST_SCATTERED_BYTES:
+            part = torch.empty_like(tensor[: len(tensor) // here.size])
+            ways = {
+                name: functools.partial(ops.reduce_scatter, "sum", tensor, out=part)
+                for name, ops in ops_of.items()
+            }
+            if has_nccl:
+                ways["NCCL, its own bits"] = functools.partial(dist.reduce_scatter_tensor, part, tensor)
+            what = f"{here.size} x {size:>9} bytes, reduce_scatter"
+            compare(what, ways, rounds, size, (here.size + 1) * size, here.rank)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def compare(what, ways, rounds, size, num_bytes, rank) -> None:
+    """Has all ways take turns; the first rank prints their medians."""
+    times = {name: [] for name in ways}
+    repeats = REPEATS if size <= LARGEST_REPEATED_BYTES else 1
+    for _ in range(rounds + 2):
+        for name, way in ways.items():
+            times[name].append(slowest(way, repeats))
+    if rank == 0:
+        medians = {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
+        row = [
+            f"{name} {median * 1e3:8.3f} ms ({num_bytes / median / 1e9:.0f} GB/s)"
+            for name, median in medians.items()
+        ]
+        print(f"{what}: " + ", ".join(row), flush=True)
 
 
 def slowest(call, repeats) -> float:

@@ -9,7 +9,7 @@ import torch
 import crossdevice as cd
 from crossdevice.process_groups import cluster
 from crossdevice.values.nesting import flatten, unflatten
-from multiprocess import laws_of_reductions
+from multiprocess import laws_of_reductions, laws_of_shards
 from multiprocess.launching import report
 from multiprocess.laws_rank import fate
 
@@ -20,6 +20,9 @@ ON_THE_HOST = {
     "tensors_of_pytorch_come_back_as_such",
     "backward_passes_are_calls_of_all_ranks",
     "bound_reductions_may_be_anywhere_in_memory",
+    "everyone_gets_its_parts_of_everyone",
+    "parts_come_back_from_where_they_went",
+    "nothing_can_be_scattered_and_moved",
 }
 """Laws of other calls, or of memory of the host."""
 
@@ -56,19 +59,16 @@ class OnGpu(cd.CollectiveAllReduce):
         if "IndexedSlices" in str(value):  # which go through the host
             return super().reduce(op, value, destinations, options, weights=weights)
         placed, targets = pair_on_gpu(value, destinations)
-        into = None
-        if out is not None:
-            outs = out.values if isinstance(out, cd.DistributedValues) else (out,)
-            into = cd.PerReplica([on_gpu(each) for each in outs], ["cuda:0"] * len(outs))
-            into = into if targets is placed else into.values[0]
+        into = None if out is None else out_on_gpu(out, is_bare=targets is not placed)
         found = results_on_host(super().reduce(op, placed, targets, options, out=into, weights=weights))
-        if out is None:
-            return found
-        results = found.values if isinstance(found, cd.DistributedValues) else (found,)
-        for target, each in zip(outs, results, strict=True):
-            for array, leaf in zip(flatten(target)[0], flatten(each)[0], strict=True):
-                array[...] = leaf
-        return out
+        return found if out is None else written(out, found)
+
+    def reduce_scatter(self, op, value, axis=0, options=None, *, sizes=None, out=None, weights=None):
+        placed, _ = pair_on_gpu(value, None)
+        into = None if out is None else out_on_gpu(out, is_bare=len(placed.values) == 1)
+        parts = super().reduce_scatter(op, placed, axis, options, sizes=sizes, out=into, weights=weights)
+        found = results_on_host(parts, cd.PerReplica)
+        return found if out is None else written(out, found)
 
     def batch_reduce(self, op, pairs, options=None):
         results = super().batch_reduce(op, [pair_on_gpu(*pair) for pair in pairs], options)
@@ -82,9 +82,24 @@ def pair_on_gpu(value, destinations):
     return placed, placed if destinations is value and is_distributed else "cuda:0"
 
 
-def results_on_host(result):
+def out_on_gpu(out, is_bare):
+    outs = laws_of_reductions.components(out)
+    into = cd.PerReplica([on_gpu(each) for each in outs], ["cuda:0"] * len(outs))
+    return into.values[0] if is_bare else into
+
+
+def written(out, found):
+    """`out`, to which results on the host are copied."""
+    pairs = zip(*map(laws_of_reductions.components, (out, found)), strict=True)
+    for target, each in pairs:
+        for array, leaf in zip(flatten(target)[0], flatten(each)[0], strict=True):
+            array[...] = leaf
+    return out
+
+
+def results_on_host(result, container=cd.Mirrored):
     if isinstance(result, cd.DistributedValues):
-        return cd.Mirrored([on_host(each) for each in result.values])
+        return container([on_host(each) for each in result.values])
     return on_host(result)
 
 
@@ -104,14 +119,14 @@ def main():
     warnings.simplefilter("error")
     here = cluster.cluster_from_env()
     torch.cuda.set_device(0)
-    laws_of_reductions.cd = CrossdeviceOnGpu()
+    laws_of_reductions.cd = laws_of_shards.cd = CrossdeviceOnGpu()
 
     def form():
         return here.form_group("torch", timeout_seconds=60.0)
 
     with form() as group:
-        laws = laws_of_reductions.REDUCTION_LAWS.items()
-        fates = {name: fate(law, group, form) for name, law in laws if name not in ON_THE_HOST}
+        laws = laws_of_reductions.REDUCTION_LAWS | laws_of_shards.SHARD_LAWS
+        fates = {name: fate(law, group, form) for name, law in laws.items() if name not in ON_THE_HOST}
         explained = (
             CrossdeviceOnGpu.CollectiveAllReduce(group)
             .explain(torch.ones(3, device="cuda"), "cuda:0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import os
 import sys
@@ -9,6 +10,8 @@ import sys
 import torch
 
 import crossdevice as cd
+from crossdevice.execution.processes.scattered_on_gpus import PeerReduceScatter, StagedReduceScatter
+from crossdevice.execution.processes.scattered_reduction import ProcessReduceScatter
 from crossdevice.process_groups import cluster
 from multiprocess.launching import report
 
@@ -33,7 +36,10 @@ def values_of(rank, dtype, shape, seed):
 
 
 def same(result, expected):
-    return torch.equal(result.cpu().contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+    if (result.dtype, result.shape) != (expected.dtype, expected.shape):
+        return False
+    one, other = (array.cpu().contiguous().reshape(-1).view(torch.uint8) for array in (result, expected))
+    return torch.equal(one, other)
 
 
 def laws(group, facts, dtypes=DTYPES, lengths=LENGTHS):
@@ -58,6 +64,61 @@ def laws(group, facts, dtypes=DTYPES, lengths=LENGTHS):
             if not found.is_cuda or not same(found, expected):
                 wrong.append([dtype, op, precision, length])
     facts["cases"], facts["wrong"] = cases, wrong
+
+
+def parts(group, facts):
+    """Reduce-scatters: the parts of this rank, and by which way they came."""
+    ops = cd.CollectiveAllReduce(group=group)
+    ways = collections.Counter()
+    for kind in (PeerReduceScatter, StagedReduceScatter, ProcessReduceScatter):
+        kind.run = counted(kind.run, ways)
+    wrong = []
+    sizes = [3 * (rank % 2) for rank in range(group.size)]
+    sizes[-1] = 40 - sum(sizes[:-1])  # the first has no elements
+    cases = [((5003,), 0, None), ((1, 3), 0, None), ((64, 9), 0, None), ((3, 40), 1, sizes)]
+    for seed, (dtype, op, precision) in enumerate(itertools.product(DTYPES, ("sum", "mean"), PRECISIONS)):
+        options = cd.CommunicationOptions(precision=precision)
+        for shape, axis, lengths in cases:
+            mine = values_of(group.rank, dtype, shape, seed)
+            expected = ops.reduce_scatter(op, mine, axis, options, sizes=lengths)
+            found = ops.reduce_scatter(op, mine.cuda(), axis, options, sizes=lengths)
+            if not found.is_cuda or not found.is_contiguous() or not same(found, expected):
+                wrong.append([dtype, op, precision, *shape])
+    facts["wrong parts"], facts["ways"] = wrong, [[*way, number] for way, number in sorted(ways.items())]
+    replicas = [values_of(10 * group.rank + k, "float32", (33, 8), 5) for k in range(2)]
+    gpu = cd.PerReplica([array.cuda() for array in replicas], ["cuda:0"] * 2)
+    expected = ops.reduce_scatter("mean", cd.PerReplica(replicas)).values
+    facts["two parts"] = list(map(same, ops.reduce_scatter("mean", gpu).values, expected))
+    tree = {"a": replicas[0], "b": [torch.arange(7) + group.rank]}
+    placed = {"a": replicas[0].cuda(), "b": [(torch.arange(7) + group.rank).cuda()]}
+    on_host, on_gpu = ops.reduce_scatter("mean", tree), ops.reduce_scatter("mean", placed)
+    facts["tree of parts"] = [same(on_gpu["a"], on_host["a"]), same(on_gpu["b"][0], on_host["b"][0])]
+    facts["parts in out"] = []
+    mine = values_of(group.rank, "float32", (100_003,), 9)
+    expected = ops.reduce_scatter("sum", mine)
+    for _ in range(3):
+        for whole in (torch.zeros(200_000), mine):  # the second is an input that others read
+            whole = whole.cuda()
+            into = whole[: len(expected)]
+            value = whole if whole.shape == mine.shape else mine.cuda()
+            is_out = ops.reduce_scatter("sum", value, out=into) is into
+            facts["parts in out"] += [is_out, same(into, expected)]
+    late = torch.zeros(1 << 20, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        late += group.rank + 1
+        total = ops.reduce_scatter("sum", late)
+        facts["late parts"] = bool((total == sum(range(1, group.size + 1))).all())
+
+
+def counted(run, ways):
+    """The same, counted by what it is and where its inputs are."""
+
+    def counting(self, call, columns, outs, weights=None):
+        ways[type(self).__name__, columns[0][0].device.type] += 1
+        return run(self, call, columns, outs, weights)
+
+    return counting
 
 
 def shapes_and_outs(group, facts):
@@ -94,6 +155,9 @@ def shapes_and_outs(group, facts):
         in_place.copy_(mine)
         expected = ops.reduce("mean", mine.cpu(), "cpu:0")
         facts["bound"] += [same(bound(), expected), same(bound_in_place(), expected)]
+    started, other = torch.full((1000,), group.rank + 1.0, device="cuda"), torch.zeros(1000, device="cuda")
+    ops.start_reduce("sum", started, "cuda:0", out=other).wait()  # by a thread that has not used CUDA before
+    facts["thread"] = bool((other == sum(range(1, group.size + 1))).all())
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         late = torch.zeros(1 << 20, device="cuda")
@@ -120,6 +184,7 @@ def main(what):
         else:
             laws(group, facts)
             shapes_and_outs(group, facts)
+            parts(group, facts)
     report(here.rank, facts)
 
 

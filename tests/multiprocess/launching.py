@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -88,9 +89,17 @@ def launch(
     return Outcome([process.returncode for process in processes], reports, output.read_text(), left)
 
 
-@functools.cache
 def _rank_server() -> RankServer:
+    with _forming:  # launches of one test may be side by side
+        return _formed_server()
+
+
+@functools.cache
+def _formed_server() -> RankServer:
     return RankServer(_environment())
+
+
+_forming = threading.Lock()
 
 
 def _started(

@@ -11,6 +11,7 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ class RankServer:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._lock = threading.Lock()  # launches of one test may be side by side
 
     def fork(self, words: Sequence[str], environment: Mapping[str, str], output: str) -> ForkedRank:
         """A process that runs a script with its arguments, in a session of its own."""
@@ -37,8 +39,9 @@ class RankServer:
         """The answer to a request."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
+        with self._lock:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            return json.loads(self._process.stdout.readline())
 
 
 class ForkedRank:

@@ -348,8 +348,12 @@ def staged():
     import torch
 
     from crossdevice.backends.registry import backend_named
+    from crossdevice.execution.local.scattering import ScatteredLeaf
+    from crossdevice.execution.processes.scattered_on_gpus import StagedReduceScatter
+    from crossdevice.execution.processes.scattered_reduction import LeafParts
     from crossdevice.execution.processes.staged_reduction import StagedReduction
     from crossdevice.execution.reading.leaf_spec import LeafSpec
+    from crossdevice.execution.reading.shards import part_lengths
     from crossdevice.values.device import host_device
     from crossdevice.values.reduce_op import ReduceOp
 
@@ -386,6 +390,26 @@ def staged():
                     delivery = reduction.run(call, list(zip(*own, strict=True)), [None] * len(shapes))
                 pairs = zip(delivery(), expected, strict=True)
                 facts.append([torch.equal(copy, total) for copies, total in pairs for copy in copies])
+            parts = [
+                LeafParts(
+                    ScatteredLeaf(
+                        None, LeafSpec(backend, dtype, shape, *[(host,) * len(own)] * 2), len(shape) - 1
+                    ),
+                    part_lengths(shape[-1], sum(counts)),
+                    counts,
+                    group.rank,
+                )
+                for shape in shapes
+                if shape
+            ]
+            columns = [column for column in zip(*own, strict=True) if column[0].ndim]
+            reduction = StagedReduceScatter(parts, ReduceOp(op), options, group, is_weighted=False)
+            with group.call("reduce_scatter", b"the same") as call:
+                delivery = reduction.run(call, columns, [None] * len(parts))
+            totals = [total for total in expected if total.ndim]
+            for leaf, total, found in zip(parts, totals, delivery(), strict=True):
+                rights = total.tensor_split(sum(counts), leaf.axis)
+                facts.append(list(map(torch.equal, found, rights[first : first + len(own)])))
         return facts
 
     return Ranks(3, program).results()

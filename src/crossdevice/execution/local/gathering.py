@@ -157,7 +157,8 @@ def free_rooms(
         Dense(gathering.arrays, LeafSpec(gathering.backend, "", (), devices, destinations), out)
         for gathering, out in zip(gatherings, outs, strict=True)
     ]
-    return outs if are_apart(leaves) else [None] * len(outs)
+    are_free = all(leaf.spec.shares_host_memory for leaf in leaves) and are_apart(leaves)
+    return outs if are_free else [None] * len(outs)
 
 
 def delivered_late(

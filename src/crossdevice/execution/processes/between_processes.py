@@ -26,11 +26,10 @@ from crossdevice.execution.processes.agreement import (
 from crossdevice.execution.processes.all_to_all import exchanged_parts
 from crossdevice.execution.processes.dense_call import DenseCall
 from crossdevice.execution.processes.device_reduction import Prepare
-from crossdevice.execution.processes.device_shards import DeviceReduceScatter
 from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank
 from crossdevice.execution.processes.peers import explained_peers, find_peers, why_no_peers
 from crossdevice.execution.processes.reduction import ProcessReduction
-from crossdevice.execution.processes.scattering import ProcessReduceScatter, reduced_parts
+from crossdevice.execution.processes.scattering import Prepared, reduced_parts
 from crossdevice.execution.processes.sparse_rows import gathered_rows, index_dtype
 from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.processes.ways import Part, agreed_way, own_gpu, parts_of, way_of
@@ -63,7 +62,7 @@ class BetweenProcesses:
         self._remarks = Remarks()
         self._descriptions: SignatureCache[Description] = SignatureCache()
         self._parts: SignatureCache[list[Part]] = SignatureCache()
-        self._scatterings: SignatureCache[ProcessReduceScatter | DeviceReduceScatter] = SignatureCache()
+        self._scatterings: SignatureCache[Prepared] = SignatureCache()
 
     def reduce(self, batch: CheckedBatch) -> list[Any]:
         """The wrapped result of each request, over the replicas of all ranks."""
@@ -74,7 +73,7 @@ class BetweenProcesses:
         description = self._description(batch)
         with agreed_call(self.group, description, replicas, seconds_of(batch.options)) as (call, of_ranks):
             counts = list(zip(*of_ranks, strict=True))
-            find_peers(call, own_gpu(batch))
+            find_peers(call, own_gpu(leaf.spec for leaf in batch.dense))
             weights = weights_of_all_ranks(call, batch.op, batch.factors, counts)
             # Rows first, which are copied: `out` of a dense leaf may be written to while that travels.
             gathered = gathered_rows(call, batch.all_leaves, counts, weights)

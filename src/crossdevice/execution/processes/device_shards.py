@@ -119,22 +119,20 @@ class DeviceReduceScatter:
             prepare((_shards_of(spec, spec.num_elements // size, size),), op, options) for spec in specs
         ]
 
-    def exchange(
-        self, call: GroupCall, columns: Columns, weights: Weights | None = None
-    ) -> list[list[Array]]:
-        """For each leaf the part of this rank's replica, flat."""
+    def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
+        """Reduces with the other ranks; `outs` are written to by whoever calls the delivery."""
         assert weights is None, "weighted values go through the host's memory"
         _meet(call)
-        return [
-            [_combined(call, spec.backend.flat(arrays[0]), spec, reduction)]
+        parts = [
+            spec.backend.reshape(
+                _combined(call, spec.backend.flat(arrays[0]), spec, reduction),
+                (spec.shape[0] // self._size, *spec.shape[1:]),
+            )
             for spec, arrays, reduction in zip(self._specs, columns, self._reductions, strict=True)
         ]
-
-    def placed(self, parts: Sequence[Sequence[Array]]) -> list[list[Array]]:
-        """The parts in their shapes, on their device already."""
-        return [
-            [spec.backend.reshape(part, (spec.shape[0] // self._size, *spec.shape[1:]))]
-            for spec, (part,) in zip(self._specs, parts, strict=True)
+        return lambda: [
+            delivered([part], out, spec.backend)
+            for spec, part, out in zip(self._specs, parts, outs, strict=True)
         ]
 
 

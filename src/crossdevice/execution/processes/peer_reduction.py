@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.local.gpu_passes import why_stepped
@@ -57,6 +58,14 @@ _left_behind: list[object] = []
 """Arrays of calls that failed: another process may still read them, or write to them."""
 
 
+class Piece(NamedTuple):
+    """The elements `start` to `stop` of a leaf, which one rank reduces, and where the results begin."""
+
+    start: int
+    stop: int
+    outputs: tuple[AddressOffset, ...]
+
+
 class PeerReduction:
     """Dense leaves of a batch, all on one GPU of each process; prepared before there are arrays.
 
@@ -83,6 +92,10 @@ class PeerReduction:
         self._specs, self._counts, self._addresses = specs, counts, peers.addresses
         self._dtypes = [result_dtype(spec.dtype, op) for spec in specs]
         self._rank, self._size, self._workers = group.rank, group.size, peers.workers
+        self._num_inputs = [sum(count[rank] for count in counts) for rank in range(self._size)]
+        # Addresses are in the order of ranks, of each its inputs, then its results.
+        numbers = [self._num_inputs[rank] + self._num_results(rank) for rank in range(self._size)]
+        self._firsts = list(itertools.accumulate(numbers, initial=0))
         self._place = tensors.device_named(peers.gpu.type, peers.gpu.index)
         self._pass: GpuPass | None = None
         if self._rank in self._workers:
@@ -141,41 +154,52 @@ class PeerReduction:
             self._addresses.forget_old()
 
     def _tasks(self, op: ReduceOp, options: CommunicationOptions) -> list[KernelTask]:
-        """This rank's part of each leaf. Addresses are in the order of ranks: inputs, then results."""
-        firsts = [
-            sum(sum(count[:rank]) for count in self._counts) + rank * len(self._specs)
-            for rank in range(self._size)
-        ]
+        """This rank's pieces of each leaf."""
         tasks = []
         for number, (spec, dtype, count) in enumerate(
             zip(self._specs, self._dtypes, self._counts, strict=True)
         ):
-            edges = shard_edges(spec.num_elements, len(self._workers))
-            part = self._workers.index(self._rank)
-            start, stop = edges[part], edges[part + 1]
             arrangement = arranged(recipe_for(op, options, sum(count)), spec.dtype, dtype)
             assert not isinstance(arrangement, str), arrangement  # asked before, by is_on_peers
             inputs = [
-                AddressOffset(firsts[rank] + sum(each[rank] for each in self._counts[:number]) + replica)
+                AddressOffset(
+                    self._firsts[rank] + sum(each[rank] for each in self._counts[:number]) + replica
+                )
                 for rank in range(self._size)
                 for replica in range(count[rank])
             ]
-            outputs = [
-                AddressOffset(firsts[rank] + sum(each[rank] for each in self._counts) + number)
-                for rank in range(self._size)
-            ]
-            tasks.append(
+            tasks += [
                 KernelTask(
                     arrangement.arithmetic,
                     tuple(
                         inputs[position].moved(start * ITEM_BYTES[spec.dtype])
                         for position in arrangement.positions or range(len(inputs))
                     ),
-                    tuple(place.moved(start * ITEM_BYTES[dtype]) for place in outputs),
+                    outputs,
                     (stop - start) * parts_in(spec.dtype),
                 )
-            )
+                for start, stop, outputs in self._pieces(number)
+            ]
         return tasks
+
+    def _num_results(self, rank: int) -> int:  # noqa: ARG002 - of interest where each has its own parts
+        """How many arrays of a rank are written to."""
+        return len(self._specs)
+
+    def _first_result(self, rank: int) -> int:
+        """The position of its address among those of all."""
+        return self._firsts[rank] + self._num_inputs[rank]
+
+    def _pieces(self, number: int) -> Iterator[Piece]:
+        """What this rank reduces of a leaf: its shard, which goes to the results of all ranks."""
+        workers = list(dict.fromkeys(self._workers))
+        edges = shard_edges(self._specs[number].num_elements, len(workers))
+        start, stop = edges[workers.index(self._rank) :][:2]
+        offset = start * ITEM_BYTES[self._dtypes[number]]
+        ranks = range(self._size)
+        yield Piece(
+            start, stop, tuple(AddressOffset(self._first_result(rank) + number, offset) for rank in ranks)
+        )
 
     def _result(self, number: int, column: Sequence[Array], out: Sequence[Array] | None) -> Any:
         """Memory that all ranks write to: the first of `out` unless that is an input, which may be needed."""

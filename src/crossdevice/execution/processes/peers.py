@@ -35,7 +35,7 @@ class Peers:
         """Of this process's GPUs the one whose memory the others reach."""
         self.addresses = addresses
         self.workers = workers
-        """Ranks that reduce a part, one for each GPU: processes on one GPU would take turns on it."""
+        """For each rank the one that reduces on its GPU: processes on one GPU would take turns on it."""
         self.why_not = why_not
         self.are_on_gpus = are_on_gpus
         """Whether the arrays of all ranks are on GPUs, whether or not these are reached."""
@@ -65,10 +65,14 @@ def explained_peers(group: ProcessGroup) -> str:
     """For people: which ranks reduce what from the GPU memory of all."""
     peers = known_peers(group)
     assert peers is not None
-    if len(peers.workers) == group.size:
-        return "each process sums its shard from the GPU memory of all"
-    ranks = " and ".join(map(str, peers.workers))
-    return f"one process of each GPU sums its shard from the GPU memory of all (rank {ranks})"
+    workers = list(dict.fromkeys(peers.workers))
+    if len(workers) == group.size:
+        return "each process sums its shard (of reduce_scatter its part) from the GPU memory of all"
+    ranks = " and ".join(map(str, workers))
+    return (
+        "one process of each GPU sums its shard (of reduce_scatter the parts there) from the GPU memory of "
+        f"all (rank {ranks})"
+    )
 
 
 def find_peers(call: GroupCall, gpu: Device | None) -> None:
@@ -103,8 +107,7 @@ def _found(call: GroupCall, gpu: Device | None) -> Peers:
     answers = call.all_gather(b"1" if all(found) else b"0")
     if b"0" not in answers:
         gpus = [probe.gpu for probe in probes]
-        workers = [gpus.index(each) for each in dict.fromkeys(gpus)]
-        return Peers(gpu, PeerAddresses(call.group.rank, mapped), workers)
+        return Peers(gpu, PeerAddresses(call.group.rank, mapped), [gpus.index(each) for each in gpus])
     rank = answers.index(b"0")
     why = f"{call.group.members[rank]} cannot map the GPU memory of all others"
     return Peers(why_not=f"{why} ({why_not})" if why_not else why)

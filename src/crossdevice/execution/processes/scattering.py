@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias, assert_never
 
-import numpy as np
-
-from crossdevice.backends.protocol import Array
+from crossdevice.errors import OutError
 from crossdevice.execution.local.scattering import Scatter, ScatteredLeaf
 from crossdevice.execution.processes.agreement import (
     Description,
@@ -22,97 +17,33 @@ from crossdevice.execution.processes.agreement import (
     structure_text,
 )
 from crossdevice.execution.processes.device_reduction import Prepare
-from crossdevice.execution.processes.device_shards import DeviceReduceScatter, may_stay_on_device
-from crossdevice.execution.processes.packs import PackedPiece
-from crossdevice.execution.processes.reduction import Flat, ProcessReduction
-from crossdevice.execution.processes.rows import array_of_rows
+from crossdevice.execution.processes.device_shards import DeviceReduceScatter
+from crossdevice.execution.processes.peers import find_peers
+from crossdevice.execution.processes.scattered_on_gpus import PeerReduceScatter, StagedReduceScatter
+from crossdevice.execution.processes.scattered_reduction import LeafParts, ProcessReduceScatter
+from crossdevice.execution.processes.travelling import Delivery
+from crossdevice.execution.processes.ways import (
+    Part,
+    Reduction,
+    Way,
+    agreed_way,
+    in_order,
+    own_gpu,
+    way_by_host,
+    way_of,
+)
 from crossdevice.execution.processes.weighing import weights_of_all_ranks
-from crossdevice.execution.reading.leaf_spec import Columns
-from crossdevice.execution.reading.outputs import wrapped_into
+from crossdevice.execution.reading.leaf_spec import Outs
+from crossdevice.execution.reading.outputs import Expected, read_out_of_shapes, wrapped
 from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.execution.signature_cache import SignatureCache
-from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
-from crossdevice.values.weights import Weights
 
-
-class ProcessReduceScatter(ProcessReduction):
-    """A reduction of dense leaves of which every replica of every rank gets its own part.
-
-    Elements are in the order of rows along the axis, so that each part is a range of them.
-    """
-
-    def __init__(
-        self,
-        leaves: Sequence[ScatteredLeaf],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        counts: Sequence[tuple[int, ...]],
-        rank: int,
-        lengths: Sequence[Sequence[int]],
-        *,
-        is_weighted: bool = False,
-    ) -> None:
-        """`lengths` has, for each leaf, the length of the part of each replica there is."""
-        self._axes = [leaf.axis for leaf in leaves]
-        units = [_row_elements(leaf.spec.shape, leaf.axis) for leaf in leaves]
-        edges = [
-            [unit * row for row in itertools.accumulate(of_leaf, initial=0)]
-            for of_leaf, unit in zip(lengths, units, strict=True)
-        ]
-        super().__init__(
-            [leaf.spec for leaf in leaves], op, options, counts, rank, is_weighted=is_weighted, edges=edges
-        )
-        own = [slice(sum(count[:rank]), sum(count[: rank + 1])) for count in counts]
-        self._own_lengths = [of_leaf[place] for of_leaf, place in zip(lengths, own, strict=True)]
-        self._own_starts = [of_leaf[place] for of_leaf, place in zip(edges, own, strict=True)]
-        self._units = units
-
-    def exchange(self, call: GroupCall, columns: Columns, weights: Weights | None = None) -> list[list[Flat]]:
-        """For each leaf the parts of this rank's replicas, as rows along its axis."""
-        parts = [
-            [result_pool.empty(length * unit, dtype) for length in lengths]
-            for lengths, unit, dtype in zip(self._own_lengths, self._units, self._dtypes, strict=True)
-        ]
-        for pack in self._packs:
-            # By their first elements, which tell parts apart: those without elements are in no piece.
-            targets = {
-                (leaf, start * pack.per_element): part.view(pack.result)
-                for leaf, _, _ in pack.leaves
-                for start, part in zip(self._own_starts[leaf], parts[leaf], strict=True)
-                if part.size
-            }
-
-            def target_of(piece: PackedPiece, targets: dict[tuple[int, int], Flat] = targets) -> list[Flat]:
-                return [targets[piece.leaf, piece.start]]
-
-            self._reduce_shard(call, pack, columns, target_of, weights)
-        return parts
-
-    def placed(self, parts: Sequence[Sequence[Flat]]) -> list[list[Array]]:
-        """The parts as arrays on the devices of their replicas."""
-        return [
-            [
-                array_of_rows(part, (length, *_rest(spec.shape, axis)), axis, spec.backend, device)
-                for part, length, device in zip(of_leaf, lengths, spec.destinations, strict=True)
-            ]
-            for of_leaf, lengths, spec, axis in zip(
-                parts, self._own_lengths, self._specs, self._axes, strict=True
-            )
-        ]
-
-    def _views(self, leaf: int, arrays: Sequence[Array], dtype: np.dtype[Any]) -> list[Flat]:
-        views, axis = super()._views(leaf, arrays, dtype), self._axes[leaf]
-        if axis == 0:
-            return views
-        shape = self._specs[leaf].shape
-        # One or, of a complex number, two of the pack's elements stand for one of the array's.
-        shape = (*shape, views[0].size // max(math.prod(shape), 1))
-        return [np.moveaxis(view.reshape(shape), axis, 0).reshape(-1) for view in views]
+Prepared: TypeAlias = tuple[list[LeafParts], list[Part]]
+"""What is known of a call before there are arrays."""
 
 
 def reduced_parts(
@@ -121,7 +52,7 @@ def reduced_parts(
     op: ReduceOp,
     options: CommunicationOptions,
     factors: tuple[float, ...] | None,
-    known: SignatureCache[ProcessReduceScatter | DeviceReduceScatter],
+    known: SignatureCache[Prepared],
     prepare: Prepare,
 ) -> list[Any]:
     """For each value the parts of this rank's replicas, wrapped; what was prepared for them is `known`."""
@@ -131,46 +62,99 @@ def reduced_parts(
     replicas = tuple(len(leaf.spec.devices) for leaf in leaves)
     description = _description(scatters, leaves, op, options, factors is not None, group)
     sizes = scatters[0].sizes
-    place: Callable[[], list[list[Array]]] = list  # of no leaves
+    deliveries: list[tuple[Sequence[int], Delivery]] = []
+    refusal: OutError | None = None
     with agreed_call(group, description, replicas, seconds_of(options)) as (call, of_ranks):
         if leaves:
             counts = tuple(zip(*of_ranks, strict=True))
+            find_peers(call, own_gpu(leaf.spec for leaf in leaves))
             weights = weights_of_all_ranks(call, op, factors, counts)
-            shapes = tuple((leaf.spec, leaf.axis) for leaf in leaves)
-            key = (shapes, op, options, counts, sizes, weights is not None)
+            is_weighted = weights is not None
+            key = (tuple((leaf.spec, leaf.axis) for leaf in leaves), op, options, counts, sizes, is_weighted)
             prepared = known.get(key)
             if prepared is None:
-                specs = [leaf.spec for leaf in leaves]
                 with refused_by_all():
-                    lengths = [
-                        part_lengths(leaf.spec.shape[leaf.axis], sum(count), sizes)
+                    cut = [
+                        LeafParts(
+                            leaf,
+                            part_lengths(leaf.spec.shape[leaf.axis], sum(count), sizes),
+                            count,
+                            group.rank,
+                        )
                         for leaf, count in zip(leaves, counts, strict=True)
                     ]
-                if weights is None and all(
-                    set(count) == {1}
-                    and may_stay_on_device(leaf.spec, options, group)
-                    and _is_even(leaf, group, sizes)
-                    for leaf, count in zip(leaves, counts, strict=True)
-                ):
-                    prepared = DeviceReduceScatter(specs, op, options, group.size, prepare)
-                else:
-                    prepared = ProcessReduceScatter(
-                        leaves, op, options, counts, group.rank, lengths, is_weighted=weights is not None
-                    )
-                known[key] = prepared
-            parts = prepared.exchange(call, [leaf.leaf.arrays for leaf in leaves], weights)
-            place = functools.partial(prepared.placed, parts)
-    left = iter(place())
+                parts = _scattering_parts(cut, op, options, group, prepare, is_weighted)
+                prepared = known[key] = cut, parts
+            cut, parts = prepared
+            try:
+                outs = _read_outs(scatters, cut, op, is_weighted)
+            except OutError as error:  # raised when the other ranks have what they asked for
+                outs, refusal = [None] * len(leaves), error
+            columns = [leaf.leaf.arrays for leaf in leaves]
+            deliveries = [(part.leaves, part.run(call, columns, outs, weights)) for part in parts]
+    if refusal is not None:
+        raise refusal
+    left = iter(in_order(deliveries))
     return [
-        wrapped_into(
-            scatter.out,
-            [next(left) for _ in scatter.leaves],
-            [leaf.spec.backend for leaf in scatter.leaves],
-            scatter.value,
-            scatter.value.devices,
-            PerReplica,
+        wrapped(
+            [next(left) for _ in scatter.leaves], scatter.value.structure, scatter.value.devices, PerReplica
         )
         for scatter in scatters
+    ]
+
+
+def _scattering_parts(
+    leaves: Sequence[LeafParts],
+    op: ReduceOp,
+    options: CommunicationOptions,
+    group: ProcessGroup,
+    prepare: Prepare,
+    is_weighted: bool,
+) -> list[Part]:
+    """As `parts_of`: all ranks come to the same, in the same order."""
+    ways: dict[Way, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        what = (leaf.spec, op, options, group, leaf.counts, is_weighted)
+        way = agreed_way(*what)
+        if way == "engine" or (way == "shards" and not leaf.is_even):
+            way = way_by_host(*what)
+        ways.setdefault(way, []).append(number)
+    parts = []
+    for way, numbers in sorted(ways.items()):
+        own = [leaves[number] for number in numbers]
+        reduction: Reduction
+        match way:
+            case "peer memory":
+                reduction = PeerReduceScatter(own, op, options, group)
+            case "shards":
+                specs = [leaf.spec for leaf in own]
+                reduction = DeviceReduceScatter(specs, op, options, group.size, prepare)
+            case "staged":
+                reduction = StagedReduceScatter(own, op, options, group, is_weighted=is_weighted)
+            case "host" | "engine":
+                reduction = ProcessReduceScatter(own, op, options, group.rank, is_weighted=is_weighted)
+            case _:
+                assert_never(way)
+        parts.append(Part(numbers, reduction))
+    return parts
+
+
+def _read_outs(
+    scatters: Sequence[Scatter], leaves: Sequence[LeafParts], op: ReduceOp, is_weighted: bool
+) -> Outs:
+    """The arrays of `out` for each leaf, checked."""
+    left = iter(
+        [
+            Expected(leaf.spec.backend, leaf.spec.result_dtype(op, is_weighted), leaf.own_shapes)
+            for leaf in leaves
+        ]
+    )
+    return [
+        out
+        for scatter in scatters
+        for out in read_out_of_shapes(
+            scatter.out, scatter.value, [next(left) for _ in scatter.leaves], scatter.value.devices
+        )
     ]
 
 
@@ -192,23 +176,10 @@ def _description(
         tuple(
             LeafDescription(
                 leaf.path,
-                f"array on {spec.devices[0].type}" if may_stay_on_device(spec, options, group) else "array",
+                "array" if way_of(spec, op, options, group) == "host" else f"array on {spec.devices[0].type}",
                 spec.dtype,
                 spec.shape,
             )
             for leaf, spec, _ in leaves
         ),
     )
-
-
-def _is_even(leaf: ScatteredLeaf, group: ProcessGroup, sizes: Sequence[int] | None) -> bool:
-    """Whether it is cut along its first axis into equal parts."""
-    return leaf.axis == 0 and leaf.spec.shape[0] % group.size == 0 and len(set(sizes or ())) <= 1
-
-
-def _rest(shape: Sequence[int], axis: int) -> tuple[int, ...]:
-    return (*shape[:axis], *shape[axis + 1 :])
-
-
-def _row_elements(shape: Sequence[int], axis: int) -> int:
-    return math.prod(_rest(shape, axis))

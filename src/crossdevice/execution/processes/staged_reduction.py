@@ -53,6 +53,14 @@ def travels_as_it_is(
     return partial_dtype(spec.dtype, op, options.precision, max(counts)) is None
 
 
+class Target(NamedTuple):
+    """The elements `start` to `stop` of a leaf go to an address."""
+
+    start: int
+    stop: int
+    address: int
+
+
 class _Chunk(NamedTuple):
     """A range of a pack that fits into windows: everything in it, and what each rank combines of it."""
 
@@ -122,30 +130,44 @@ class StagedReduction:
     def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
         """Reduces with the other ranks; `outs` are written to by whoever calls the delivery."""
         tensors = self._tensors
-        with tensors.on_device(self._place), recorded(self._work):
-            inputs = list(map(tensors.tensors_of, columns))
+        with tensors.on_device(self._place):
             results = [
                 tensors.empty(spec.shape, dtype, self._place)
                 for spec, dtype in zip(self._specs, self._dtypes, strict=True)
             ]
-            sources, targets = list(map(tensors.addresses_of, inputs)), tensors.addresses_of(results)
+            targets = [
+                [Target(0, spec.num_elements, address)]
+                for spec, address in zip(self._specs, tensors.addresses_of(results), strict=True)
+            ]
+            self._reduce(call, list(map(tensors.tensors_of, columns)), targets, weights)
+        return lambda: [
+            self._delivered(spec, result, out)
+            for spec, result, out in zip(self._specs, results, outs, strict=True)
+        ]
+
+    def _reduce(
+        self,
+        call: GroupCall,
+        inputs: Sequence[Sequence[Any]],
+        targets: Sequence[Sequence[Target]],
+        weights: Weights | None,
+    ) -> None:
+        """From the inputs of all ranks to the targets of this one."""
+        with recorded(self._work):
+            sources = list(map(self._tensors.addresses_of, inputs))
             self._copies.begin()
             try:
                 for number in range(len(self._packs)):
                     self._run_pack(call, number, sources, targets, weights)
             finally:
                 self._copies.wait()  # of memory that is free from now on
-        return lambda: [
-            self._delivered(spec, result, out)
-            for spec, result, out in zip(self._specs, results, outs, strict=True)
-        ]
 
     def _run_pack(
         self,
         call: GroupCall,
         number: int,
         sources: Sequence[Sequence[int]],
-        targets: Sequence[int],
+        targets: Sequence[Sequence[Target]],
         weights: Weights | None,
     ) -> None:
         """One step for each chunk, and one at the end unless every rank combines everything.
@@ -182,15 +204,21 @@ class StagedReduction:
             for number, source in enumerate(sources[piece.leaf]):
                 self._copies.fetch(at + number * room, source + piece.start * size, num_bytes)
 
-    def _put(self, pack: ProcessPack, chunk: _Chunk, windows: _Windows, targets: Sequence[int]) -> None:
-        """Starts to copy what all ranks have made to the results."""
-        size = pack.result.itemsize
+    def _put(
+        self, pack: ProcessPack, chunk: _Chunk, windows: _Windows, targets: Sequence[Sequence[Target]]
+    ) -> None:
+        """Starts to copy what all ranks have made to the targets."""
+        size, per_element = pack.result.itemsize, pack.per_element
         makers = [self._rank] if chunk.is_combined_by_all else range(len(chunk.shards))
         for maker, shard in zip(makers, chunk.shards, strict=True):
-            window = windows.made_at[maker]
             for piece in shard:
-                at, num_bytes = window + chunk.offset(piece) * size, (piece.stop - piece.start) * size
-                self._copies.put(targets[piece.leaf] + piece.start * size, at, num_bytes)
+                window = windows.made_at[maker] + (chunk.offset(piece) - piece.start) * size
+                for target in targets[piece.leaf]:
+                    first = target.start * per_element
+                    start, stop = max(piece.start, first), min(piece.stop, target.stop * per_element)
+                    if start < stop:
+                        address = target.address + (start - first) * size
+                        self._copies.put(address, window + start * size, (stop - start) * size)
 
     def _combine(self, number: int, chunk: _Chunk, parity: int, weights: Weights | None) -> None:
         """What this rank combines of a chunk; of chunks that are alike it is laid out once."""

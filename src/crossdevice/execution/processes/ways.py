@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias, assert_never
 
 from crossdevice.backends.protocol import Array
-from crossdevice.execution.local.batch import CheckedBatch
 from crossdevice.execution.processes.device_reduction import DeviceReduction, Prepare, is_reduced_on_device
-from crossdevice.execution.processes.device_shards import DeviceShards, may_stay_on_device
+from crossdevice.execution.processes.device_shards import (
+    DeviceReduceScatter,
+    DeviceShards,
+    may_stay_on_device,
+)
 from crossdevice.execution.processes.peer_reduction import PeerReduction, has_bits_of_the_host, is_on_peers
 from crossdevice.execution.processes.reduction import ProcessReduction
 from crossdevice.execution.processes.staged_reduction import (
@@ -29,7 +32,10 @@ Way: TypeAlias = Literal["engine", "host", "peer memory", "shards", "staged"]
 """Host: as arrays of the host are, once they are there. Staged: chunk by chunk, while others are copied."""
 
 
-Reduction: TypeAlias = ProcessReduction | DeviceReduction | DeviceShards | PeerReduction | StagedReduction
+Reduction: TypeAlias = (
+    ProcessReduction | DeviceReduction | DeviceShards | DeviceReduceScatter | PeerReduction | StagedReduction
+)
+"""Those of which each replica gets a part included."""
 
 
 def way_of(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, group: ProcessGroup) -> Way:
@@ -53,14 +59,26 @@ def agreed_way(
 ) -> Way:
     """The way of a leaf once ranks know how many replicas each of them has: the same on all."""
     way = way_of(spec, op, options, group)
-    by_host: Way = "host"
-    if may_be_staged(spec, group) and travels_as_it_is(spec, op, options, counts, is_weighted):
-        by_host = "staged"
+    by_host = way_by_host(spec, op, options, group, counts, is_weighted)
     if way == "peer memory":
         return by_host if is_weighted or not has_bits_of_the_host(spec, op, options, counts) else way
     if way == "shards":
         return by_host if is_weighted or set(counts) != {1} else way
     return by_host if way == "staged" else way
+
+
+def way_by_host(
+    spec: LeafSpec,
+    op: ReduceOp,
+    options: CommunicationOptions,
+    group: ProcessGroup,
+    counts: Sequence[int],
+    is_weighted: bool,
+) -> Way:
+    """How the host's memory is used for a leaf for which there is no better way."""
+    if may_be_staged(spec, group) and travels_as_it_is(spec, op, options, counts, is_weighted):
+        return "staged"
+    return "host"
 
 
 class Part(NamedTuple):
@@ -124,7 +142,7 @@ def in_order(deliveries: Sequence[tuple[Sequence[int], Delivery]]) -> list[tuple
     return [results[leaf] for leaf in range(len(results))]
 
 
-def own_gpu(batch: CheckedBatch) -> Device | None:
+def own_gpu(specs: Iterable[LeafSpec]) -> Device | None:
     """The GPU of a batch, if all of its arrays there are on one."""
-    gpus = {leaf.spec.shared_gpu for leaf in batch.dense} - {None}
+    gpus = {spec.shared_gpu for spec in specs} - {None}
     return gpus.pop() if len(gpus) == 1 else None

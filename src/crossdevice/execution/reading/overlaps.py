@@ -45,9 +45,7 @@ def check_overlaps(leaves: Sequence[Dense]) -> None:
 
 
 def are_apart(leaves: Sequence[Dense]) -> bool:
-    """Whether all is in the host's memory, and nothing that is written to is read, not even in place."""
-    if not all(leaf.spec.shares_host_memory for leaf in leaves):
-        return False
+    """Whether nothing that is written to is read, not even in place."""
     ends = {True: 0, False: 0}  # of what was written, and what was read, further to the front
     ranges = [
         (*leaf.spec.backend.address_range(array), is_written)

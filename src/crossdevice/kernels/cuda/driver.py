@@ -7,6 +7,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+INVALID_CONTEXT = 201
+"""What a thread is told that has not called CUDA's runtime yet."""
+
 
 class DriverError(RuntimeError):
     """The CUDA driver refuses something."""
@@ -15,6 +18,9 @@ class DriverError(RuntimeError):
 def call(name: str, *arguments: Any) -> None:
     """Calls a function by its name; raises DriverError unless it succeeds."""
     status = _function(name)(*arguments)
+    if status == INVALID_CONTEXT:
+        _take_context()
+        status = _function(name)(*arguments)
     if status:
         text = ctypes.c_char_p()
         _function("cuGetErrorName")(status, ctypes.byref(text))
@@ -30,6 +36,13 @@ def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
     """Puts a copy between addresses, of the host or of GPUs, on a stream."""
     places = ctypes.c_uint64(target), ctypes.c_uint64(source)
     call("cuMemcpyAsync", *places, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
+
+
+def _take_context() -> None:
+    """Makes the context of PyTorch's current GPU that of this thread, as any call of CUDA's runtime does."""
+    import torch
+
+    torch.cuda.current_stream().query()
 
 
 @functools.cache

@@ -13,11 +13,15 @@ import torch
 
 import crossdevice as cd
 from crossdevice.backends.registry import backend_named
+from crossdevice.execution.local.scattering import ScatteredLeaf
 from crossdevice.execution.processes import peer_reduction
 from crossdevice.execution.processes.peer_addresses import PeerAddresses
 from crossdevice.execution.processes.peer_reduction import PeerReduction, has_bits_of_the_host
 from crossdevice.execution.processes.peers import Peers
+from crossdevice.execution.processes.scattered_on_gpus import PeerReduceScatter
+from crossdevice.execution.processes.scattered_reduction import LeafParts
 from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.kernels.cuda import peer_memory
 from crossdevice.process_groups.thread_group import run_ranks
 from crossdevice.values.device import host_device
@@ -49,7 +53,10 @@ def workers(request, monkeypatch):
 
     def peers_of(group):
         addresses = PeerAddresses(group.rank, [OneProcess() for _ in range(group.size)])
-        return Peers(HOST, addresses, range(group.size - (request.param == "not the last")))
+        workers = range(group.size)
+        if request.param == "not the last":
+            workers = [min(rank, group.size - 2) for rank in workers]
+        return Peers(HOST, addresses, workers)
 
     monkeypatch.setattr(peer_reduction, "known_peers", peers_of)
     return request.param
@@ -186,6 +193,53 @@ def test_bound_reductions_read_what_is_there_when_they_are_called(is_in_place):
         return answers
 
     assert run_ranks(2, program) == [[True, True]] * 2
+
+
+SCATTERED = (((7, 3), 0, None), ((2, 9), 1, (5, 0, 1, 3)), ((300,), 0, (0, 201, 99, 0)), ((6,), 0, None))
+"""Shapes, axes, and the lengths of parts."""
+
+
+def scattered_leaf(dtype, shape, axis, sizes, counts, rank):
+    devices = (HOST,) * counts[rank]
+    leaf = ScatteredLeaf(None, LeafSpec(backend_named("torch"), dtype, shape, devices, devices), axis)
+    return LeafParts(leaf, part_lengths(shape[axis], sum(counts), sizes), counts, rank)
+
+
+@pytest.mark.parametrize(
+    ("counts", "op", "dtype", "into"),
+    [((1, 2, 1), "mean", "float32", "out"), ((2, 2), "sum", "complex64", "inputs")],
+)
+@pytest.mark.usefixtures("workers")
+def test_ranks_get_their_own_parts(counts, op, dtype, into):
+    replicas = [
+        [(torch.randn(shape) * 9).to(getattr(torch, dtype)) for shape, _, _ in SCATTERED]
+        for _ in range(sum(counts))
+    ]
+    rights = [
+        cd.reduce_scatter([replica[number].clone() for replica in replicas], op, axis=axis, sizes=sizes)
+        for number, (_, axis, sizes) in enumerate(SCATTERED)
+    ]
+
+    def program(group):
+        own = slice(sum(counts[: group.rank]), sum(counts[: group.rank + 1]))
+        columns = [tuple(column) for column in zip(*replicas[own], strict=True)]
+        expected = [right[own] for right in rights]
+        leaves = [scattered_leaf(dtype, *how, counts, group.rank) for how in SCATTERED]
+        if into == "out":
+            outs = [tuple(map(torch.zeros_like, parts)) for parts in expected]
+        else:  # from which other ranks still read
+            outs = [None] * len(SCATTERED)
+            pairs = zip(columns[0], expected[0], strict=True)
+            outs[0] = tuple(array[len(array) - len(part) :] for array, part in pairs)
+        reduction = PeerReduceScatter(leaves, ReduceOp(op), cd.CommunicationOptions(), group)
+        with group.call("reduce_scatter", b"the same") as call:
+            delivery = reduction.run(call, columns, outs)
+        for found, right, out in zip(delivery(), expected, outs, strict=True):
+            assert all(map(torch.equal, found, right))
+            assert all(array.is_contiguous() for array in found)
+            assert out is None or all(one is other for one, other in zip(found, out, strict=True))
+
+    run_ranks(len(counts), program)
 
 
 @pytest.mark.usefixtures("workers")
