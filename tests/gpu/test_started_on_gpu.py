@@ -102,3 +102,12 @@ def test_a_bound_reduction_can_be_captured_and_replayed(torch, values):
                 array.mul_(scale)
         graph.replay()
         assert bits(results) == bits(ops.batch_reduce("sum", pairs_of(values)))
+
+
+def test_a_tensor_that_moved_is_named_and_keeps_what_it_has(torch, values):
+    bound = cd.DirectAllReduce().bind("mean", [(value, value) for value in values], out=values)
+    moved = values[1].values[2]
+    moved.set_(torch.full((LENGTHS[1],), 9.0, device="cuda"))
+    with pytest.raises(cd.BoundError, match=r"replica 2 \(cuda:0\) of value 1 has another address"):
+        bound()
+    assert moved.tolist() == [9.0] * LENGTHS[1]
