@@ -19,6 +19,7 @@ from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.data.regrouping import regroup, spread
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running import loaded_torch
+from crossdevice.strategies.running.loaded_tensorflow import refuse_tracing
 from crossdevice.strategies.running.place import enter_replica_context, run_of
 from crossdevice.strategies.running.random_streams import RandomStreams
 from crossdevice.strategies.running.rendezvous import Deadline, Rendezvous
@@ -100,6 +101,7 @@ class MirroredStrategy(Strategy):
         """
         if not isinstance(args, (list, tuple)):
             raise ConversionError(f"args must be a list or tuple, got a {type(args).__name__}")
+        refuse_tracing("run")
         deadline = Deadline.after(as_options(options).timeout_seconds)
         with run_of(self), self._random_streams() as streams:
             threads = self._take_threads()
