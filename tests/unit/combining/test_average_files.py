@@ -265,6 +265,13 @@ def test_floats_of_8_bits_are_averaged(name, tmp_path):
         assert found.dtype == dtype
         assert found.astype(np.float32).tolist() == [1.5, 2.75 if name == "float8_e4m3fn" else 3.0, 0.5]
         assert found.tobytes() == total.mean().tobytes()
+        other = write(tmp_path / "other.safetensors", {"a": values[1]})
+        for second in (paths[1], other):
+            cd.average_files(
+                [paths[0], second], tmp_path / "wide.safetensors", dtype="float32", precision=precision
+            )
+            wide = read(tmp_path / "wide.safetensors")["a"]
+            assert (wide.dtype, wide.tolist()) == (np.float32, [1.5, 2.75, 0.5])
 
 
 def test_tensors_that_not_all_files_have_follow_the_policy(tmp_path):
