@@ -19,12 +19,12 @@ from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.data.regrouping import regroup, spread
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running import loaded_torch
-from crossdevice.strategies.running.loaded_tensorflow import refuse_tracing
 from crossdevice.strategies.running.place import enter_replica_context, run_of
 from crossdevice.strategies.running.random_streams import RandomStreams
 from crossdevice.strategies.running.rendezvous import Deadline, Rendezvous
 from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.strategies.running.threads import ReplicaThreads
+from crossdevice.strategies.running.tracing import refuse_tracing
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.options import CommunicationOptions, as_options
 

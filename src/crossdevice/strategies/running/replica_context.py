@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import ContextError
 from crossdevice.strategies.data.regrouping import own_component, placed_on, regroup, spread
-from crossdevice.strategies.running.loaded_tensorflow import refuse_tracing
 from crossdevice.strategies.running.place import current_context
 from crossdevice.strategies.running.recorded_calls import meet_recorded
 from crossdevice.strategies.running.rendezvous import Call, Deadline, Rendezvous
+from crossdevice.strategies.running.tracing import refuse_tracing
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, components_of
 from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions, as_options, either
