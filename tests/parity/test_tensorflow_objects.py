@@ -96,3 +96,18 @@ def test_strategies_take_them_apart(value, variable):
     assert strategy.extended.reduce_to("mean", value, "cpu:0").numpy().tolist() == [2]
     with pytest.raises(ReduceOpError, match="same value on every replica"):
         strategy.extended.reduce_to("sum", variable, "cpu:0")
+
+
+def test_calls_inside_a_tf_function_are_refused_and_do_not_wait_for_ever():
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def step():
+        return cd.get_replica_context().all_reduce("sum", tf.constant([1.0]))
+
+    for call, name in (
+        (lambda: strategy.run(tf.function(step)), "all_reduce"),
+        (tf.function(lambda: strategy.run(step)), "run"),
+    ):
+        with pytest.raises(Exception, match=f"{name} was called inside a tf.function"):
+            call()
+    assert [value.numpy().tolist() for value in strategy.run(step).values] == [[2.0], [2.0]]

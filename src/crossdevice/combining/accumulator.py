@@ -94,6 +94,8 @@ class Accumulator:
 
         Under `"accurate"` sums of sums are rounded: only `"exact"` has the bits of adding all to one.
         """
+        if not isinstance(other, Accumulator):
+            raise OptionError(f"merge takes another Accumulator, got {type(other).__name__}")
         if other is self:
             raise OptionError("an accumulator cannot be merged with itself")
         for name in ("precision", "integers"):

@@ -24,13 +24,16 @@ from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.kernels.host.running_sum import RunningSum
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.disagreement import disagreement
-from crossdevice.values.dtypes import FLOATS
+from crossdevice.values.dtypes import FLOATS, SHORT_FLOATS
 from crossdevice.values.options import Precision
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights, factors_of, weights_for
 
 Keys = Literal["strict", "union", "intersection"]
 KEYS: tuple[Keys, ...] = ("strict", "union", "intersection")
+
+_FLOATS = (*FLOATS, *SHORT_FLOATS)
+"""What `dtype` may replace; it cannot be one of 8 bits itself."""
 
 RANGE_BYTES, SMALLEST_RANGE_BYTES = 4 << 20, 64 << 10
 """Of all files together at a time, in one thread, and of each file at least."""
@@ -194,13 +197,13 @@ def _tensors(
         if odd is not None:
             raise ShapeMismatchError(odd)
         first = specs[having[0]]
-        if dtype is None or not all(spec.dtype in FLOATS for spec in specs.values()):
+        if dtype is None or not all(spec.dtype in _FLOATS for spec in specs.values()):
             odd = disagreement(
                 {n: s.dtype for n, s in specs.items()}, names, "has dtype", place=f" at {name!r}"
             )
             if odd is not None:
                 raise DtypeMismatchError(f"{odd}; of floats, dtype= says which the mean has")
-        into = dtype if dtype is not None and first.dtype in FLOATS else first.dtype
+        into = dtype if dtype is not None and first.dtype in _FLOATS else first.dtype
         weights = weights_for(tuple(factors[number] for number in having), ReduceOp.MEAN)
         sizes = [dtype_named(spec.dtype).itemsize for spec in specs.values()]
         yield _Tensor(

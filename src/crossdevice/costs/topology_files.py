@@ -57,6 +57,8 @@ def read_topology(name_or_path: str | Path, num_devices: int | None = None) -> T
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise TopologyError(f"topology file {str(path)!r} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise TopologyError(f"topology {str(path)!r} is not valid TOML: {error}") from None
     elif str(name_or_path) in topology_names():
         text = (_FOLDER / f"{name_or_path}.toml").read_text(encoding="utf-8")
     else:

@@ -24,6 +24,7 @@ from crossdevice.strategies.running.random_streams import RandomStreams
 from crossdevice.strategies.running.rendezvous import Deadline, Rendezvous
 from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.strategies.running.threads import ReplicaThreads
+from crossdevice.strategies.running.tracing import refuse_tracing
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.options import CommunicationOptions, as_options
 
@@ -100,6 +101,7 @@ class MirroredStrategy(Strategy):
         """
         if not isinstance(args, (list, tuple)):
             raise ConversionError(f"args must be a list or tuple, got a {type(args).__name__}")
+        refuse_tracing("run")
         deadline = Deadline.after(as_options(options).timeout_seconds)
         with run_of(self), self._random_streams() as streams:
             threads = self._take_threads()

@@ -170,6 +170,8 @@ def test_bad_settings_and_weights_are_refused():
         total.mean()
     with pytest.raises(OptionError, match="itself"):
         total.merge(total)
+    with pytest.raises(OptionError, match="merge takes another Accumulator, got dict"):
+        total.merge({"w": f32(1)})
     with pytest.raises(OptionError, match="precision='exact'; this one has 'accurate'"):
         total.merge(cd.Accumulator("exact"))
     with pytest.raises(ConversionError, match="2 replicas"):

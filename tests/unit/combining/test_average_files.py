@@ -168,6 +168,21 @@ def test_sharded_models_are_read_as_one_and_written_as_the_first_is(tmp_path):
         cd.average_files(folders, tmp_path / "out")
 
 
+@pytest.mark.parametrize("shard", ["../victim.safetensors", "{}/victim.safetensors", "config.json", 3, ["x"]])
+def test_an_index_cannot_name_files_outside_of_its_folder(shard, tmp_path):
+    shard = shard.format(tmp_path) if isinstance(shard, str) else shard
+    victim = write(tmp_path / "victim.safetensors", {"a": np.float32([1])})
+    (tmp_path / "model").mkdir()
+    (tmp_path / "out").mkdir()
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": shard}}))
+    before = victim.stat()
+    with pytest.raises(FileError, match=r"index.json cannot be read: it "):
+        cd.average_files([index], tmp_path / "out")
+    assert victim.stat() == before
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_numpy_files_may_be_compressed_or_in_another_order(tmp_path):
     arrays = [np.asfortranarray(np.arange(6.0).reshape(2, 3)) + k for k in range(2)]
     np.savez_compressed(tmp_path / "0.npz", a=arrays[0])
@@ -187,11 +202,24 @@ def test_what_is_around_the_tensors_of_pytorch_is_kept_and_no_code_is_run(tmp_pa
     torch = pytest.importorskip("torch")
     for number in range(2):
         state = {"w": torch.nn.Parameter(torch.full((2,), float(number)))}
-        torch.save({"model": state, "epoch": 7 + number, "names": ["a"]}, tmp_path / f"{number}.pt")
+        averages = ["ema", (torch.full((1,), 4.0 * number),)]
+        torch.save(
+            {"model": state, "epoch": 7 + number, "names": ["a"], "averages": averages},
+            tmp_path / f"{number}.pt",
+        )
     cd.average_files([tmp_path / "0.pt", tmp_path / "1.pt"], tmp_path / "mean.pt")
     found = torch.load(tmp_path / "mean.pt", weights_only=True)
     assert found["model"]["w"].tolist() == [0.5, 0.5]
     assert (found["epoch"], found["names"]) == (7, ["a"])
+    assert found["averages"] == ["ema", (torch.tensor([2.0]),)]
+    (tmp_path / "text.pt").write_bytes(b"hello")
+    torch.save({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, tmp_path / "ambiguous.pt")
+    for name, message in (
+        ("text", "PyTorch does not load it"),
+        ("ambiguous", "two of its tensors are called 'a.b'"),
+    ):
+        with pytest.raises(FileError, match=f"{name}.pt cannot be read: {message}"):
+            cd.average_files([tmp_path / f"{name}.pt"], tmp_path / "mean.pt")
 
     class Harmful:
         def __reduce__(self):
@@ -237,6 +265,13 @@ def test_floats_of_8_bits_are_averaged(name, tmp_path):
         assert found.dtype == dtype
         assert found.astype(np.float32).tolist() == [1.5, 2.75 if name == "float8_e4m3fn" else 3.0, 0.5]
         assert found.tobytes() == total.mean().tobytes()
+        other = write(tmp_path / "other.safetensors", {"a": values[1]})
+        for second in (paths[1], other):
+            cd.average_files(
+                [paths[0], second], tmp_path / "wide.safetensors", dtype="float32", precision=precision
+            )
+            wide = read(tmp_path / "wide.safetensors")["a"]
+            assert (wide.dtype, wide.tolist()) == (np.float32, [1.5, 2.75, 0.5])
 
 
 def test_tensors_that_not_all_files_have_follow_the_policy(tmp_path):
@@ -285,6 +320,10 @@ def test_bad_options_are_refused(keywords, message, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.npz", "1.npz"]
 
 
+def with_header(header, data):
+    return len(header).to_bytes(8, "little") + header + data
+
+
 def broken(tmp_path, what):
     good = write(tmp_path / "good.safetensors", {"a": np.float32([1, 2]), "b": np.float32([3])})
     data = good.read_bytes()
@@ -298,6 +337,13 @@ def broken(tmp_path, what):
         "a JSON list": (2).to_bytes(8, "little") + b"[]",
         "an unknown dtype": data[:8] + header.replace(b'"F32"', b'"F99"', 1) + data[8 + length :],
         "another size": data[:8] + header.replace(b"[2]", b"[3]") + data[8 + length :],
+        "a shape of floats": with_header(header.replace(b"[2]", b"[2.0]"), b"1234" * 3),
+        "a negative shape": with_header(header.replace(b"[2]", b"[-2]"), b"1234" * 3),
+        "an overlap": with_header(header.replace(b"[8,12]", b"[4,8]"), b"1234" * 2),
+        "a gap": with_header(header.replace(b"[8,12]", b"[12,16]"), b"1234" * 4),
+        "a name twice": with_header(header.replace(b'"b"', b'"a"'), b"1234" * 3),
+        "more bytes": data + b"1234",
+        "lists in lists": with_header(b"[" * 100_000, b""),
         "no offsets": data[:8] + header.replace(b"data_offsets", b"data_offsetz") + data[8 + length :],
     }[what]
     (tmp_path / "bad.safetensors").write_bytes(made)
@@ -314,6 +360,13 @@ def broken(tmp_path, what):
         ("a JSON list", "not a JSON object"),
         ("an unknown dtype", "tensor 'a' has dtype F99; expected one of F64"),
         ("another size", r"tensor 'a' has 8 bytes; shape \[3\] of F32 needs 12"),
+        ("a shape of floats", r"tensor 'a' has shape \[2.0\]; expected whole numbers"),
+        ("a negative shape", r"tensor 'a' has shape \[-2\]; expected whole numbers"),
+        ("an overlap", "tensor 'b' does not begin where the one before it ends"),
+        ("a gap", "tensor 'b' does not begin where the one before it ends"),
+        ("a name twice", "'a' is in it twice"),
+        ("more bytes", "its tensors end at byte"),
+        ("lists in lists", "not valid JSON"),
         ("no offsets", "not one of safetensors"),
     ],
 )
@@ -340,6 +393,7 @@ def test_other_mistakes_with_files_are_explained(tmp_path):
         ([good, tmp_path / "none.npz"], "mean.npz", "none.npz does not exist"),
         ([good], "mean.onnx", "unknown ending; expected one of .safetensors"),
         ([good], "no folder/mean.npz", "there is no folder"),
+        ([good], "folder", "a folder has to exist"),
         ([tmp_path / "bad.npz"], "mean.npz", "bad.npz cannot be read"),
         ([tmp_path / "text.npy"], "mean.npz", "text.npy cannot be read"),
         ([tmp_path], "mean.npz", "model.safetensors does not exist"),

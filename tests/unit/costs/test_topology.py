@@ -98,3 +98,6 @@ def test_files_that_make_no_sense_are_refused(tmp_path, text, message):
         read_topology(path)
     with pytest.raises(TopologyError, match="cannot be read"):
         read_topology(tmp_path / "absent.toml")
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(TopologyError, match="is not valid TOML"):
+        read_topology(path)

@@ -377,3 +377,28 @@ def test_sync_batch_norm_has_the_statistics_and_gradients_of_the_whole_batch(siz
     torch.testing.assert_close(ours.module.state_dict(), plain.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(ours.eval()(x), plain.eval()(x))
+
+
+def test_hooks_that_a_forward_pass_registers_stay_in_its_replica():
+    """As transformers does it to collect hidden states: once, and remembers that in an attribute."""
+
+    class Collecting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+            self.is_installed = False
+
+        def forward(self, x):
+            seen = []
+            if not self.is_installed:
+                self.layer.register_forward_hook(lambda *_: self.collected.append(1))
+                self.is_installed = True
+            self.collected = seen
+            self.layer(x)
+            return x, torch.tensor(len(seen))
+
+    module = Collecting()
+    model = DataParallel(module, devices=["cpu:0", "cpu:1", "cpu:2"])
+    for _ in range(2):
+        assert model(torch.ones(3, 2))[1].tolist() == [1, 1, 1]
+    assert not module.layer._forward_hooks

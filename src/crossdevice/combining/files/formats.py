@@ -61,4 +61,5 @@ def _load(path: Path, column: int) -> Any:
             except ModuleNotFoundError as error:
                 raise FileError(f"{path} needs {missing_library(error)}") from error
             return getattr(module, row[column])
-    raise FileError(f"{path} has an unknown ending; expected one of {', '.join(FORMATS)}")
+    folder = "" if path.suffix else "; a folder has to exist"
+    raise FileError(f"{path} has an unknown ending; expected one of {', '.join(FORMATS)}{folder}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,17 @@ class SafetensorsFile(MappedFile):
         self.metadata = header.pop("__metadata__", None)
         try:
             rows = sorted(header.items(), key=lambda row: row[1]["data_offsets"])
+            place = start
             for name, row in rows:
                 begin, end = row["data_offsets"]
                 self._add(name, row["dtype"], tuple(row["shape"]), start + begin, start + end)
+                if start + begin != place:
+                    raise unreadable(path, f"tensor {name!r} does not begin where the one before it ends")
+                place = start + end
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise unreadable(path, f"its header is not one of safetensors: {error!r}") from error
+        if place != self.num_bytes:
+            raise unreadable(path, f"it has {self.num_bytes} bytes, and its tensors end at byte {place}")
 
     def _header(self) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(self.bytes_at(0, LENGTH_BYTES), "little")
@@ -62,8 +69,8 @@ class SafetensorsFile(MappedFile):
                 self.path, f"it has {self.num_bytes} bytes, fewer than its header; it may be truncated"
             )
         try:
-            header = json.loads(self.bytes_at(LENGTH_BYTES, start))
-        except ValueError as error:
+            header = json.loads(self.bytes_at(LENGTH_BYTES, start), object_pairs_hook=_without_duplicates)
+        except (ValueError, RecursionError) as error:
             raise unreadable(self.path, f"its header is not valid JSON: {error}") from error
         if not isinstance(header, dict):
             raise unreadable(self.path, "its header is not a JSON object")
@@ -73,19 +80,31 @@ class SafetensorsFile(MappedFile):
         if dtype not in DTYPES:
             known = ", ".join(DTYPES)
             raise unreadable(self.path, f"tensor {name!r} has dtype {dtype}; expected one of {known}")
+        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+            raise unreadable(
+                self.path, f"tensor {name!r} has shape {list(shape)}; expected whole numbers, 0 or more"
+            )
         spec = TensorSpec(DTYPES[dtype], shape)
         if end > self.num_bytes:
             raise unreadable(
                 self.path,
                 f"tensor {name!r} ends at byte {end} of {self.num_bytes}; the file is truncated",
             )
-        if end - begin != spec.num_bytes or begin < 0:
+        if end - begin != spec.num_bytes:
             raise unreadable(
                 self.path,
                 f"tensor {name!r} has {end - begin} bytes; shape {list(shape)} of {dtype} needs "
                 f"{spec.num_bytes}",
             )
         self.tensors[name], self.places[name] = spec, begin
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of two entries of one name Python would take the last one without a word."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is in it twice")
+    return entries
 
 
 @contextlib.contextmanager

@@ -27,8 +27,15 @@ class ShardedModel(ModelFile):
             files = sorted(set(names.values()))
         except OSError as error:
             raise unreadable(path, error.strerror or error) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise unreadable(path, f"it is not an index of safetensors files: {error!r}") from error
+        for file in files:
+            # A model of the same shards is written elsewhere: a name must not lead out of its folder.
+            if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
+                raise unreadable(
+                    path,
+                    f"it names the shard {file!r}; expected a .safetensors file of its own folder",
+                )
         self.shards = {file: SafetensorsFile(path.parent / file) for file in files}
         self.shard_of = names
         self.tensors = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,18 @@ from crossdevice.values.dtypes import ITEM_BYTES
 
 
 class TorchFile(ModelFile):
-    """The tensors of a state_dict, or of dicts around it; what else is in them is kept as it is."""
+    """The tensors of a state_dict, or of dicts and lists around it; what else is in them is kept as it is."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata = _loaded(path)
         self._arrays: dict[str, torch.Tensor] = {}
-        _collect(self.metadata, "", self._arrays)
         backend = backend_named("torch")
         self.tensors = {}
+        try:
+            _collect(self.metadata, "", self._arrays)
+        except ValueError as error:
+            raise unreadable(path, error) from error
         for name, tensor in self._arrays.items():
             try:
                 backend.check_array(tensor, f"tensor {name!r}")
@@ -64,16 +67,27 @@ def _loaded(path: Path) -> Any:
         raise unreadable(
             path, "it holds more than tensors and plain values, which only code could load, and none is run"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise unreadable(path, getattr(error, "strerror", None) or error) from error
+    except OSError as error:
+        raise unreadable(path, error.strerror or error) from error
+    except Exception as error:  # of other bytes PyTorch reports whatever its unpickler stumbles over
+        raise unreadable(path, f"PyTorch does not load it: {error!r}") from error
 
 
 def _collect(node: Any, prefix: str, found: dict[str, torch.Tensor]) -> None:
     if isinstance(node, torch.Tensor):
+        if prefix in found:
+            raise ValueError(f"two of its tensors are called {prefix!r}, by dicts in dicts or keys with dots")
         found[prefix] = node.detach()
-    elif isinstance(node, Mapping):
-        for key, child in node.items():
+    else:
+        for key, child in _entries(node):
             _collect(child, f"{prefix}.{key}" if prefix else str(key), found)
+
+
+def _entries(node: Any) -> Iterable[tuple[Any, Any]]:
+    """What a container holds, by key or number; of anything else nothing."""
+    if isinstance(node, Mapping):
+        return node.items()
+    return enumerate(node) if isinstance(node, (list, tuple)) else ()
 
 
 @contextlib.contextmanager
@@ -102,11 +116,12 @@ def _with_tensors(node: Any, prefix: str, made: Mapping[str, torch.Tensor]) -> A
     """The same containers and plain values with other tensors; without those that are not there any more."""
     if isinstance(node, torch.Tensor):
         return made[prefix]
-    if not isinstance(node, Mapping):
+    if not isinstance(node, (Mapping, list, tuple)):
         return node
     entries = []
-    for key, child in node.items():
+    for key, child in _entries(node):
         name = f"{prefix}.{key}" if prefix else str(key)
         if not isinstance(child, torch.Tensor) or name in made:
             entries.append((key, _with_tensors(child, name, made)))
-    return type(node)(entries)  # type: ignore[call-arg]
+    kind: Any = type(node)
+    return kind(entries) if isinstance(node, Mapping) else kind(child for _, child in entries)

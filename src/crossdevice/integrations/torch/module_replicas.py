@@ -14,6 +14,13 @@ from crossdevice.integrations.torch.sync_batch_norm import ReplicaSyncBatchNorm
 from crossdevice.integrations.torch.tensor_kinds import is_instance_of
 
 _OWN_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
+_HOOKS = frozenset(
+    name
+    for name in vars(torch.nn.Module())
+    if name.startswith(("_forward_", "_backward_")) and "hooks" in name
+)
+"""A hook that a forward pass registers belongs to its replica: the module would have one more per call."""
+
 MAX_ENTRIES = 1000
 """Longer lists and dicts among a module's attributes, such as vocabularies, are not searched for tensors."""
 
@@ -50,6 +57,8 @@ def replica_of(module: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> tor
         for name, value in vars(original).items():
             if name in _OWN_TABLES:
                 attributes[name] = {key: own.get(id(part), part) for key, part in value.items()}
+            elif name in _HOOKS:
+                attributes[name] = value.copy()
             elif (replaced := _own(value, own)) is not value:
                 attributes[name] = replaced
         if _is_compiled(replica):

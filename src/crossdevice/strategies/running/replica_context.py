@@ -12,6 +12,7 @@ from crossdevice.strategies.data.regrouping import own_component, placed_on, reg
 from crossdevice.strategies.running.place import current_context
 from crossdevice.strategies.running.recorded_calls import meet_recorded
 from crossdevice.strategies.running.rendezvous import Call, Deadline, Rendezvous
+from crossdevice.strategies.running.tracing import refuse_tracing
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, components_of
 from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions, as_options, either
@@ -176,6 +177,7 @@ class ReplicaContext:
         if running is not self and not (is_backward and running is None and self._is_running_on_gpu):
             owner = f"{name} belongs to replica {self.replica_id_in_sync_group} ({self._device})"
             raise ContextError(owner + (BACKWARD_ELSEWHERE if is_backward else CALLED_ELSEWHERE))
+        refuse_tracing(name)
         if options is not DEFAULT_OPTIONS:
             details = (*details, *_differences(options))
         deadline = Deadline.after(options.timeout_seconds)

@@ -1,0 +1,26 @@
+"""Whether TensorFlow or JAX traces a function, asked only if the program has imported them already."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from crossdevice.errors import ContextError
+
+
+def refuse_tracing(name: str) -> None:
+    """Raises in a function that is traced: that happens in one thread at a time, so replicas never meet."""
+    tensorflow: Any = sys.modules.get("tensorflow")
+    if tensorflow is not None and not tensorflow.executing_eagerly():
+        raise ContextError(
+            f"{name} was called inside a tf.function, where replicas would wait for each other for ever; "
+            "call it outside, or give crossdevice.integrations.tensorflow.as_tensorflow(ops) to "
+            "tf.distribute.MirroredStrategy"
+        )
+    # JAX has no public name for this; without it, tracers are refused once replicas have met.
+    is_clean = getattr(sys.modules.get("jax._src.core"), "trace_state_clean", None)
+    if is_clean is not None and not is_clean():
+        raise ContextError(
+            f"{name} was called inside jit, grad or another transformation of JAX, where replicas would wait "
+            "for each other for ever; call it outside, or use jax.lax.psum(value, axis_name) there"
+        )
