@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import crossdevice as cd
+from crossdevice.errors import BoundError
 
 CYCLES = 200_000_000  # that a slow GPU takes: some 0.1 s
 LENGTHS = (100_003, 7, 50_000)
@@ -108,6 +109,6 @@ def test_a_tensor_that_moved_is_named_and_keeps_what_it_has(torch, values):
     bound = cd.DirectAllReduce().bind("mean", [(value, value) for value in values], out=values)
     moved = values[1].values[2]
     moved.set_(torch.full((LENGTHS[1],), 9.0, device="cuda"))
-    with pytest.raises(cd.BoundError, match=r"replica 2 \(cuda:0\) of value 1 has another address"):
+    with pytest.raises(BoundError, match=r"replica 2 \(cuda:0\) of value 1 has another address"):
         bound()
     assert moved.tolist() == [9.0] * LENGTHS[1]

@@ -105,7 +105,7 @@ class GpuPasses(Passes):
             return functools.partial(self.run, columns, outs, weights)
         written = [tensor for tensors in targets for tensor in tensors or ()]
         work = self._prepared_for(targets).work
-        # Aliases: their memory stays theirs if a tensor is given another one, which is noticed after a launch.
+        # Aliases keep the memory of a tensor that is given another one, which is noticed after a launch.
         kept = [tensor.detach() for tensor in (*arrays, *written)]
         addresses = _bits_of(weights) + self._tensors.addresses_of(kept)
 
