@@ -36,6 +36,7 @@ STRATEGY = cd.MirroredStrategy(["cpu:0", "cpu:1"])
 OUTS = [np.empty(5, np.float32) for _ in range(2)]
 LARGE_OUTS = [np.empty(LARGE, np.float32) for _ in range(2)]
 BOUND = cd.bind(SMALL_VALUES, "sum", "cpu:0")
+MIDDLE_BOUND = cd.bind([np.full(1 << 17, k, np.float32) for k in (1, 2)], "sum", "cpu:0")
 COLLECTIVE = cd.CollectiveAllReduce()
 STEPWISE = cd.CommunicationOptions(lowering="off")
 EXACT = cd.CommunicationOptions(precision="exact")
@@ -130,6 +131,11 @@ def accumulated() -> None:
     assert (total.mean()["b"] == 2).all()
 
 
+def bound_in_a_row() -> None:
+    for _ in range(4):  # so close together that a worker stays awake for the next
+        assert (MIDDLE_BOUND() == 3).all()
+
+
 small_sums, large_sums = sums_of(SMALL_VALUES), sums_of(LARGE_VALUES)
 
 ROWS = [
@@ -160,6 +166,7 @@ ROWS = [
     Row("dataset", batches, batches),
     Row("scope", in_scope, used_strategy),
     Row("run", lambda: STRATEGY.run(in_replica), used_strategy),
+    Row("bound in a row", bound_in_a_row, bound_in_a_row),
     Row("Accumulator", accumulated, accumulated),
     Row("release_memory", cd.release_memory, large_sums),
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from crossdevice.kernels.host.ranked_pass import ranked_pass
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.host.resources.pool import pool_bytes
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
+from crossdevice.kernels.host.standby import STANDBY_BYTES, standby
 from crossdevice.kernels.host.work_list import (
     EMPTY_ROOM,
     MANY_INPUTS,
@@ -84,6 +85,8 @@ class PreparedPass(NamedTuple):
     """The inputs as they combine from left to right, if that is not as they come."""
     program: array[Any]
     """Instructions for inputs that combine as a tree; the weights of a recipe that has some."""
+    address: int = 0
+    """Of the kernel's code, where compiled code calls it."""
 
     @property
     def needs_views(self) -> bool:
@@ -128,12 +131,16 @@ def fused_batch(tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe, *, is_st
 
     `is_streamed` says that results are part of more, too much for the cache, which they bypass then.
     """
-    for work in bound_batch(tasks, recipe, is_streamed=is_streamed):
+    for work in bound_batch(tasks, recipe, is_streamed=is_streamed, is_repeated=False):
         work()
 
 
 def bound_batch(
-    tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe, *, is_streamed: bool = False
+    tasks: Sequence[tuple[Arrays, Arrays]],
+    recipe: Recipe,
+    *,
+    is_streamed: bool = False,
+    is_repeated: bool = True,
 ) -> list[Callable[[], None]]:
     """The calls that do many passes of one recipe, as often as they are made, but not at the same time.
 
@@ -149,7 +156,9 @@ def bound_batch(
             _, group = groups.setdefault(id(prepared), (prepared, []))
             group.append((_as_read(inputs, prepared), _as_written(outputs, prepared)))
     return works + [
-        SharedPasses(group, _with_weights(prepared, recipe), recipe, is_streamed=is_streamed)
+        SharedPasses(
+            group, _with_weights(prepared, recipe), recipe, is_streamed=is_streamed, is_repeated=is_repeated
+        )
         for prepared, group in groups.values()
     ]
 
@@ -211,6 +220,7 @@ def prepared_for(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> P
 
 def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> PreparedPass | None:
     from crossdevice.kernels.host.llvm import numba_pass
+    from crossdevice.kernels.host.llvm.standby import address_of
 
     part = None
     if dtype.kind == "c" and dtype == into:
@@ -236,9 +246,8 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> Prepa
     is_exact = family in ("exact", "enclosed", "weighted_exact")
     # The compiled function itself: numba's dispatcher would look at the type of every argument again.
     entry = kernel.get_overload(numba_pass.SIGNATURE)
-    return PreparedPass(
-        entry, divisor_for(recipe, into), is_exact, part, positions, array("q", program or ())
-    )
+    divisor, words = divisor_for(recipe, into), array("q", program or ())
+    return PreparedPass(entry, divisor, is_exact, part, positions, words, address_of(kernel))
 
 
 def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
@@ -324,12 +333,20 @@ class SharedPasses:
     """Tasks of one kernel, laid out so that threads take the work of all of them."""
 
     def __init__(
-        self, tasks: Sequence[Task], prepared: PreparedPass, recipe: Recipe, *, is_streamed: bool = False
+        self,
+        tasks: Sequence[Task],
+        prepared: PreparedPass,
+        recipe: Recipe,
+        *,
+        is_streamed: bool = False,
+        is_repeated: bool = False,
     ) -> None:
         traffic = sum(traffic_bytes(*task) for task in tasks)
         self._participants = (
             1 if traffic < THREADED_BYTES else min(num_threads(), 2 * traffic // THREADED_BYTES)
         )
+        uses_standby = STANDBY_BYTES <= traffic < STREAMED_BYTES and self._participants <= 2
+        self._standby = standby() if is_repeated and uses_standby else None
         self._work_list = WorkList(
             tasks,
             prepared.divisor,
@@ -338,26 +355,35 @@ class SharedPasses:
             is_shared=self._participants > 1,
             is_streamed=is_streamed or traffic >= STREAMED_BYTES,
             may_leave_pieces=prepared.is_exact,
+            has_two_lists=self._standby is not None,
         )
         self._recipe = recipe
         self._is_exact = prepared.is_exact
         self._has_many_inputs = any(len(inputs) >= MANY_INPUTS for inputs, _ in tasks)
-        self._kernel = prepared.kernel
-        self._place = self._work_list.place
+        self._kernel, self._address = prepared.kernel, prepared.address
+        self._places = self._work_list.places
 
     def __call__(self) -> None:
         """Does all the work, and what the kernel is not certain of in NumPy."""
-        if self._participants == 1 and not self._is_exact:
+        if self._participants == 1 and not self._is_exact and self._standby is None:
             self._work()
             return
         self._work_list.restart()
-        run_together(self._work, self._participants)
-        for (inputs, outputs), pieces in self._work_list.pieces_left():
-            _run_pieces(inputs, outputs, pieces, self._recipe)
+        if self._standby is None:
+            run_together(self._work, self._participants)
+        else:
+            self._standby.run(self._work, self._participants, self._address, self._places, self._scratch())
+        if self._is_exact:
+            for (inputs, outputs), pieces in self._work_list.pieces_left():
+                _run_pieces(inputs, outputs, pieces, self._recipe)
 
     def _work(self) -> None:
         # Of this object, so that its arrays live for as long as any thread works on them.
-        self._kernel(self._place, 0, 0, 0, _scratch.place() if self._has_many_inputs else 0)
+        for place in self._places:
+            self._kernel(place, 0, 0, 0, self._scratch())
+
+    def _scratch(self) -> int:
+        return _scratch.place() if self._has_many_inputs else 0
 
 
 def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe) -> None:

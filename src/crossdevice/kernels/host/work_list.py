@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
@@ -40,7 +42,7 @@ SCRATCH_BYTES = 1 << 18
 Pieces: TypeAlias = "list[tuple[int, int]]"
 """Ranges of elements, from start to stop."""
 
-SMALLEST_RANGE_BYTES, LARGEST_RANGE_BYTES = 1 << 19, 4 << 20
+SMALLEST_RANGE_BYTES, LARGEST_RANGE_BYTES = 1 << 17, 4 << 20
 """Traffic of one row of a large array: worth the taking, and at most 0.2 ms, so that threads end together."""
 
 RANGE_ELEMENTS = 256
@@ -66,7 +68,8 @@ def as_words(
 class WorkList:
     """Rows that several threads take one by one, by counting up one number.
 
-    It holds the tasks, so addresses stay valid for as long as the list lives.
+    There may be two lists of rows, of about half of the elements each, with a number for each. It holds the
+    tasks, so addresses stay valid for as long as the list lives.
     """
 
     def __init__(
@@ -79,10 +82,11 @@ class WorkList:
         is_shared: bool = False,
         is_streamed: bool = False,
         may_leave_pieces: bool = False,
+        has_two_lists: bool = False,
     ) -> None:
-        self._tasks, self._program = tasks, program
+        self._tasks, self._program, self._is_shared = tasks, program, is_shared
         range_bytes = min(max(range_bytes, SMALLEST_RANGE_BYTES), LARGEST_RANGE_BYTES)
-        rows: list[tuple[int, ...]] = []
+        rows: list[list[int]] = []
         for inputs, outputs in tasks:
             places = (
                 id(inputs) + TUPLE_HEADER_BYTES,
@@ -91,32 +95,28 @@ class WorkList:
                 len(outputs),
             )
             for start, stop in _ranges(inputs[0].size, traffic_bytes(inputs, outputs) // range_bytes):
-                rows.append((*places, start, stop, is_streamed, 0))
-        self.num_rows = len(rows)
-        self._words = as_words(rows, divisor, program, is_shared=is_shared)
-        self.place = self._words.buffer_info()[0]
+                rows.append([*places, start, stop, is_streamed, 0])
+        self.rows, self.num_rows = rows, len(rows)
         self._rooms = EMPTY_ROOM * (self.num_rows * may_leave_pieces)
         for number in range(self.num_rows * may_leave_pieces):
-            room = self._rooms.buffer_info()[0] + number * ROOM_WORDS * WORD_BYTES
-            self._words[HEADER_WORDS + (number + 1) * ROW_WORDS - 1] = room
+            rows[number][-1] = self._rooms.buffer_info()[0] + number * ROOM_WORDS * WORD_BYTES
+        parts = _halves(rows) if has_two_lists else (rows,)
+        self._lists = [as_words(part, divisor, program, is_shared=is_shared) for part in parts]
+        self.places = [words.buffer_info()[0] for words in self._lists]
 
     def restart(self) -> None:
         """All rows are there to be taken again."""
-        self._words[1] = 0
+        for words in self._lists:
+            words[1], words[2] = 0, self._is_shared
         if self._rooms:
             self._rooms[:] = EMPTY_ROOM * self.num_rows
-
-    def row(self, number: int) -> array[int]:
-        """One row's words."""
-        first = HEADER_WORDS + number * ROW_WORDS
-        return self._words[first : first + ROW_WORDS]
 
     def pieces_left(self) -> Iterator[tuple[Task, Pieces]]:
         """What the kernel was not certain of, and did not write: inputs there are still what they were."""
         tasks = {id(inputs) + TUPLE_HEADER_BYTES: (inputs, outputs) for inputs, outputs in self._tasks}
         for number, left in enumerate(self._rooms[::ROOM_WORDS]):
             if left:
-                inputs_place, *_, stop, _, _ = self.row(number)
+                inputs_place, *_, stop, _, _ = self.rows[number]
                 room = self._rooms[number * ROOM_WORDS : (number + 1) * ROOM_WORDS]
                 yield tasks[inputs_place], pieces_in(room, stop)
 
@@ -132,3 +132,10 @@ def _ranges(size: int, number: int) -> Iterator[tuple[int, int]]:
     """About `number` parts of `size` elements, at least one unless there is nothing."""
     step = -(-size // (max(number, 1) * RANGE_ELEMENTS)) * RANGE_ELEMENTS
     return ((start, min(start + step, size)) for start in range(0, size, max(step, 1)))
+
+
+def _halves(rows: Sequence[list[int]]) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
+    """The rows up to the middle of all elements, and those behind."""
+    ends = list(itertools.accumulate(stop - start for *_, start, stop, _, _ in rows))
+    middle = bisect.bisect(ends, ends[-1] // 2)
+    return rows[:middle], rows[middle:]

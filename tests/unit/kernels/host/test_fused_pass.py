@@ -196,7 +196,7 @@ def test_rows_cover_every_element_once():
     for size in (0, 1, 255, 256, 257, 100_000, 1 << 20):
         arrays = (np.empty(size, np.float32),) * 2
         work = WorkList([(arrays, arrays)], range_bytes=1 << 19)
-        bounds = [tuple(work.row(number)[4:6]) for number in range(work.num_rows)]
+        bounds = [tuple(row[4:6]) for row in work.rows]
         assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds)][: len(bounds)]
         assert (bounds[-1][1] if bounds else 0) == size
         assert all(start % RANGE_ELEMENTS == 0 for start, _ in bounds)

@@ -353,10 +353,15 @@ def finish_streaming(typing_context: Any) -> Any:
     """Makes non-temporal stores visible before whatever this thread does next; only x86 must be told."""
 
     def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        if platform.machine().lower() in ("x86_64", "amd64"):
-            function_type = ir.FunctionType(ir.VoidType(), [])
-            fence = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse.sfence")
-            builder.call(fence, [])
+        call_on_x86(builder, "llvm.x86.sse.sfence")
         return context.get_dummy_value()
 
     return types.void(), emit
+
+
+def call_on_x86(builder: Builder, instruction: str) -> None:
+    """Emits an instruction without operands that other processors do not have."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        function_type = ir.FunctionType(ir.VoidType(), [])
+        function = cgutils.get_or_insert_function(builder.module, function_type, instruction)
+        builder.call(function, [])

@@ -8,12 +8,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from crossdevice.kernels.host.llvm.code import word_at
+from crossdevice.kernels.host.llvm.code import call_on_x86, word_at
 from crossdevice.kernels.host.llvm.lanes import INT64, Builder, Value
 from crossdevice.kernels.host.llvm.numba_pass import compiled
 from crossdevice.kernels.host.work_list import WORD_BYTES
@@ -85,9 +83,7 @@ def pause(typing_context: Any) -> Any:
     """Tells an x86 processor that it waits for memory."""
 
     def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        function_type = ir.FunctionType(ir.VoidType(), [])
-        hint = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause")
-        builder.call(hint, [])
+        call_on_x86(builder, "llvm.x86.sse2.pause")
         return context.get_dummy_value()
 
     return types.void(), emit

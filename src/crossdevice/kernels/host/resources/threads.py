@@ -61,6 +61,18 @@ def run_together(work: Callable[[], None], num_participants: int) -> None:
             raise invitation.failure
 
 
+def wake_worker(work: Callable[[], None], dismiss: Callable[[], None]) -> None:
+    """Lets a worker thread call `work`, for which nobody waits; `dismiss` ends it when workers are needed."""
+    invitation = _Invitation(work)
+
+    def end() -> None:
+        invitation.withdraw()
+        dismiss()
+
+    _crew.invite([invitation])
+    _crew.end_standby = end
+
+
 def _wait_for(invitations: Sequence[_Invitation]) -> None:
     for invitation in invitations:
         invitation.withdraw_or_wait()
@@ -87,12 +99,16 @@ class _Invitation:
             finally:
                 self._running.release()
 
-    def withdraw_or_wait(self) -> None:
-        """Returns when no worker works for it, now or later; may be called again."""
+    def withdraw(self) -> bool:
+        """Whether no worker works for it, now or later; may be called again."""
         self._claims.append("caller")
         if self._claims[0] == "caller":
             self._work = None
-        else:
+        return self._claims[0] == "caller"
+
+    def withdraw_or_wait(self) -> None:
+        """Returns when no worker works for it, now or later; may be called again."""
+        if not self.withdraw():
             # `with`, and not `acquire`: an interrupt finds the lock either not taken or given back.
             with self._running:
                 pass
@@ -111,10 +127,14 @@ class _Crew:
         self._invitations: SimpleQueue[_Invitation] = SimpleQueue()
         self._lock = threading.RLock()  # a signal handler may reduce while its thread is here
         self._num_workers = 0
+        self.end_standby: Callable[[], None] | None = None
 
     def invite(self, invitations: Sequence[_Invitation]) -> None:
         if self._num_workers < len(invitations):
             self._hire(len(invitations))
+        end_standby, self.end_standby = self.end_standby, None
+        if end_standby is not None:
+            end_standby()
         for invitation in invitations:
             self._invitations.put(invitation)
 

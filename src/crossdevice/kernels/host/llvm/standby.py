@@ -1,0 +1,121 @@
+"""How a pass is shared with a worker thread that is awake, in less time than it takes to wake one."""
+
+# ruff: noqa: ARG001 - numba fixes the parameters of intrinsics and of the functions that emit them
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from crossdevice.kernels.host.llvm.code import set_word, word_at
+from crossdevice.kernels.host.llvm.lanes import INT64, Builder, Value
+from crossdevice.kernels.host.llvm.meeting import pause, set_shared_word, shared_word
+from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
+from crossdevice.kernels.host.work_list import WORD_BYTES
+
+STATE, AWAKE, KERNEL, FIRST, SECOND, SCRATCH = range(6)
+"""The words of a desk, at which a caller leaves a pass for the worker.
+
+Whether one is there; whether a worker is awake, and may stay so; the kernel's address, the rows of the
+caller and of the worker, and the worker's scratch memory.
+"""
+
+FREE, CLAIMED, GIVEN, TAKEN, ENDED = range(5)
+
+
+@functools.cache
+def compiled_sharing() -> Kernel:
+    """Called with (desk, kernel's address, two lists of rows, scratch memory, whether to look for a worker):
+    does the pass, and returns whether a worker took part.
+
+    Each begins with a list of its own, the arrays of which are in its cache if the pass is repeated, and then
+    takes what is left of the other.
+    """
+
+    def share(desk: int, kernel: int, first: int, second: int, scratch: int, is_offered: int) -> bool:
+        if is_offered:
+            is_offered = swapped(desk, FREE, CLAIMED)
+        for rows in (first, second):
+            set_word(rows, 1, 0)
+            set_word(rows, 2, is_offered)
+        if is_offered:
+            set_word(desk, KERNEL, kernel)
+            set_word(desk, FIRST, first)
+            set_word(desk, SECOND, second)
+            set_shared_word(desk, GIVEN)
+        run_kernel(kernel, first, scratch)
+        run_kernel(kernel, second, scratch)
+        # A worker that has not begun is not waited for: another process may have its processor.
+        if not is_offered or swapped(desk, GIVEN, FREE):
+            return False
+        while shared_word(desk) != ENDED:
+            pause()
+        set_shared_word(desk, FREE)
+        return True
+
+    return _entry(share, "share", f"boolean({','.join(['int64'] * 6)})")
+
+
+@functools.cache
+def compiled_standby() -> Kernel:
+    """Called with (desk, number of looks): takes part in passes until it has looked so often in vain."""
+
+    def stand_by(desk: int, num_looks: int) -> None:
+        set_shared_word(desk + AWAKE * WORD_BYTES, 1)
+        looks = 0
+        while looks < num_looks and shared_word(desk + AWAKE * WORD_BYTES):
+            looks += 1
+            if shared_word(desk) == GIVEN and swapped(desk, GIVEN, TAKEN):
+                kernel, scratch = word_at(desk, KERNEL), word_at(desk, SCRATCH)
+                run_kernel(kernel, word_at(desk, SECOND), scratch)
+                run_kernel(kernel, word_at(desk, FIRST), scratch)
+                set_shared_word(desk, ENDED)
+                looks = 0
+            pause()
+        set_shared_word(desk + AWAKE * WORD_BYTES, 0)
+
+    return _entry(stand_by, "stand_by", "void(int64,int64)")
+
+
+def address_of(kernel: Any) -> int:
+    """Where the code of a compiled kernel is."""
+    (result,) = kernel.overloads.values()
+    address: int = result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
+    return address
+
+
+def _entry(function: Kernel, name: str, signature: str) -> Kernel:
+    dispatcher: Any = compiled(function, name, signature)
+    entry: Kernel = dispatcher.get_overload(signature)
+    return entry
+
+
+@intrinsic
+def swapped(typing_context: Any, address: Any, old: Any, new: Any) -> Any:
+    """Whether a shared word was `old`; it is `new` then."""
+
+    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        pointer = builder.inttoptr(arguments[0], INT64.as_pointer())
+        found = builder.cmpxchg(pointer, arguments[1], arguments[2], "seq_cst", "seq_cst")
+        return builder.zext(builder.extract_value(found, 1), INT64)
+
+    return types.int64(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def run_kernel(typing_context: Any, kernel: Any, rows: Any, scratch: Any) -> Any:
+    """Calls a kernel by its address, as `compiled_kernel` describes."""
+
+    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        address, rows, scratch = arguments
+        function_type = ir.FunctionType(ir.VoidType(), [INT64] * 5)
+        zero = ir.Constant(INT64, 0)
+        function = builder.inttoptr(address, function_type.as_pointer())
+        builder.call(function, [rows, zero, zero, zero, scratch])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit

@@ -1,0 +1,105 @@
+"""A worker thread that stays awake between bound passes which follow each other closely."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from array import array
+from collections.abc import Callable, Sequence
+
+from crossdevice.kernels.host.resources.threads import (
+    granted_processors,
+    num_threads,
+    run_together,
+    wake_worker,
+)
+from crossdevice.kernels.host.work_list import SCRATCH_BYTES, WORD_BYTES
+
+STANDBY_BYTES = 1 << 20
+"""Traffic from which a worker that is awake takes part. At 0.6 MiB handing over takes what it saves."""
+
+STANDBY_SECONDS = 1e-4
+"""For how long a worker waits for the next pass without sleeping, and how soon that has to come for it."""
+
+LOOK_SECONDS = 3e-8
+"""What a compiled look takes, more or less."""
+
+FEWEST_PASSES, MOST_PASSES = 2, 1 << 10
+"""How many passes follow each other closely before the worker is woken: more each time that it was of no use,
+as where other programs keep its processor busy."""
+
+_MARGIN = 8
+"""Words before and after the desk, so that no line of it is written to for other reasons."""
+
+
+class Standby:
+    """Where callers and one worker of this process meet."""
+
+    def __init__(self) -> None:
+        from crossdevice.kernels.host.llvm import standby
+
+        self._share, self._stand_by = standby.compiled_sharing(), standby.compiled_standby()
+        self._scratch = array("q", bytes(SCRATCH_BYTES))
+        desk = [0] * (standby.SCRATCH + 1)
+        desk[standby.SCRATCH] = self._scratch.buffer_info()[0]
+        margin = [0] * _MARGIN
+        self._words = array("q", margin + desk + margin)
+        self._desk = self._words.buffer_info()[0] + _MARGIN * WORD_BYTES
+        self._state, self._awake = _MARGIN + standby.STATE, _MARGIN + standby.AWAKE
+        self._has_processors = granted_processors() > 1
+        self._start_anew()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._start_anew)
+
+    def _start_anew(self) -> None:
+        """Also in a forked process, where the worker does not exist."""
+        self._words[self._state] = self._words[self._awake] = 0
+        self._ended_ns = self._num_close = 0
+        self._num_needed = FEWEST_PASSES
+
+    def run(
+        self,
+        work: Callable[[], None],
+        num_participants: int,
+        kernel: int,
+        places: Sequence[int],
+        scratch: int,
+    ) -> None:
+        """As `run_together`, but with the worker that is awake, if there is one.
+
+        What `work` does is done by the kernel at this address with these two lists of rows.
+        """
+        is_ready = self._is_ready()
+        if not is_ready and num_participants > 1:
+            run_together(work, num_participants)
+        elif self._share(self._desk, kernel, *places, scratch, is_ready):
+            self._num_needed = FEWEST_PASSES
+        self._ended_ns = time.perf_counter_ns()
+
+    def _is_ready(self) -> bool:
+        """Whether a worker is awake, or has been woken now, as passes follow each other closely."""
+        if not self._has_processors or num_threads() == 1:
+            return False
+        if self._words[self._awake]:
+            return True
+        is_close = time.perf_counter_ns() - self._ended_ns < STANDBY_SECONDS * 1e9
+        self._num_close = self._num_close + 1 if is_close else 0
+        if self._num_close < self._num_needed:
+            return False
+        self._num_close, self._num_needed = 0, min(2 * self._num_needed, MOST_PASSES)
+        wake_worker(self._wait_for_passes, self._dismiss)
+        return True
+
+    def _dismiss(self) -> None:
+        self._words[self._awake] = 0
+
+    def _wait_for_passes(self) -> None:
+        # Of this object, so that its memory lives for as long as the worker looks at it.
+        self._stand_by(self._desk, int(STANDBY_SECONDS / LOOK_SECONDS))
+
+
+@functools.cache
+def standby() -> Standby:
+    """The one of this process."""
+    return Standby()
