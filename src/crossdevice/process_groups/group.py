@@ -80,8 +80,7 @@ class ProcessGroup:
         self._engine = engine
         self.rank, self.size = engine.rank, engine.size
         self.timeout_seconds, self.checks = timeout_seconds, checks
-        self.agreed: dict[Any, Any] = {}
-        """What ranks have compared, by kind of call."""
+        self.agreed: dict[Any, Any] = {}  # what ranks have compared, by kind of call
         self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
         self._process = os.getpid()
         self._lock = threading.Lock()
