@@ -11,6 +11,8 @@ from typing import Any
 
 import optree
 
+from crossdevice.errors import ConversionError
+
 NUMBERS = (bool, int, float, complex)
 
 
@@ -28,7 +30,11 @@ def is_number_list(node: object) -> bool:
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_number_list) -> tuple[list[Any], Any]:
     """The leaves of a structure and what is needed to build it again."""
-    leaves, structure = optree.tree_flatten(tree, is_leaf=is_leaf)
+    try:
+        leaves, structure = optree.tree_flatten(tree, is_leaf=is_leaf)
+    except RecursionError:
+        kind = type(tree).__name__
+        raise ConversionError(f"a {kind} contains itself, or is nested too deeply for a structure") from None
     return leaves, structure
 
 

@@ -1,5 +1,8 @@
 import numpy as np
+import pytest
 
+import crossdevice as cd
+from crossdevice.errors import ConversionError
 from crossdevice.values.nesting import first_leaf, flatten, is_number_list, leaf_paths, unflatten
 
 
@@ -24,3 +27,14 @@ def test_the_first_leaf_is_found_however_deep():
     assert first_leaf(array) is array
     assert first_leaf([{"a": (array,)}]) is array
     assert first_leaf({}) is None
+
+
+def test_what_contains_itself_or_is_nested_too_deeply_is_refused():
+    itself = {"w": np.zeros(1)}
+    itself["again"] = itself
+    deep = [np.zeros(1)]
+    for _ in range(10_000):
+        deep = [deep]
+    for value in (itself, deep):
+        with pytest.raises(ConversionError, match=rf"a {type(value).__name__} contains itself, or is nested"):
+            cd.all_reduce([value, value])
