@@ -46,6 +46,7 @@ def reduced(comm, dtype, mesh, share, *, layer_by_layer=True, over=None):
 
 
 def main(rank):
+    torch.set_num_threads(1)  # not before forks: threads of the new processes would race for the pool it makes
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(SIZE))
     dist.init_process_group("gloo")
     ops = cd.CollectiveAllReduce(group=form_group(rank, SIZE, name="test"))
@@ -111,7 +112,6 @@ def error_of_a_factor(mesh, comm):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     forking = multiprocessing.get_context("fork")
     processes = [forking.Process(target=main, args=(rank,)) for rank in range(SIZE)]
     for process in processes:

@@ -357,7 +357,6 @@ def staged():
     from crossdevice.values.device import host_device
     from crossdevice.values.reduce_op import ReduceOp
 
-    torch.set_num_threads(1)
     host, backend = host_device(0), backend_named("torch")
     cases = [
         ("float32", ((5,), (3, 40)), (1, 1, 1), "sum", "accurate"),
@@ -368,6 +367,7 @@ def staged():
     ]
 
     def program(group):
+        torch.set_num_threads(1)
         facts = []
         for dtype, shapes, counts, op, precision in cases:
             options = cd.CommunicationOptions(precision=precision)
