@@ -46,7 +46,7 @@ def reduced(comm, dtype, mesh, share, *, layer_by_layer=True, over=None):
 
 
 def main(rank):
-    torch.set_num_threads(1)  # not before forks: threads of the new processes would race for the pool it makes
+    torch.set_num_threads(1)  # not before forks: threads of new processes would race for its pool
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(SIZE))
     dist.init_process_group("gloo")
     ops = cd.CollectiveAllReduce(group=form_group(rank, SIZE, name="test"))
