@@ -9,9 +9,9 @@ FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/costs tests/unit
 .PHONY: test check quick-checks demo docs format clean fuzz soak flower
 .DEFAULT_GOAL := test
 
-# One worker more than there are processors: many tests wait for processes of their own. Workers begin with neighbouring
+# Two workers more than there are processors: many tests wait for processes of their own. Workers begin with neighbouring
 # tests, which share what they set up, and take over from each other at the end.
-NUM_WORKERS := $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
+NUM_WORKERS := $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 2)")
 PYTEST = $(BIN)/python -m pytest -q -n $(NUM_WORKERS) --dist worksteal
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable

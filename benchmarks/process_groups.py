@@ -140,6 +140,9 @@ class PlainTraining:
         self._inputs = torch.randn(64, 512)
         self._distributed = dist
 
+    def replicas(self, work: Workload) -> Sequence[int]:  # noqa: ARG002
+        return ()  # it has data of its own
+
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Measurable:  # noqa: ARG002
         return self
 

@@ -50,6 +50,10 @@ def test_our_contender_has_the_replicas_of_its_process(benchmark):
     assert run_ranks(2, rank) == [(4, ("own", 0))] * 2
 
 
+def test_training_brings_data_of_its_own(benchmark):
+    assert list(benchmark.HookedTraining.replicas(None, benchmark.TRAINING)) == []
+
+
 def test_the_page_lists_every_row_with_its_aim(benchmark):
     page = PAGE.read_text()
     for pair in benchmark.pairs(quick=False):
