@@ -30,7 +30,7 @@ FEWEST_PASSES, MOST_PASSES = 2, 1 << 10
 as where other programs keep its processor busy."""
 
 _MARGIN = 8
-"""Words before and after the desk, so that no line of it is written to for other reasons."""
+"""Words before and after the mailbox, so that no line of it is written to for other reasons."""
 
 
 class Standby:
@@ -41,11 +41,11 @@ class Standby:
 
         self._share, self._stand_by = standby.compiled_sharing(), standby.compiled_standby()
         self._scratch = array("q", bytes(SCRATCH_BYTES))
-        desk = [0] * (standby.SCRATCH + 1)
-        desk[standby.SCRATCH] = self._scratch.buffer_info()[0]
+        mailbox = [0] * (standby.SCRATCH + 1)
+        mailbox[standby.SCRATCH] = self._scratch.buffer_info()[0]
         margin = [0] * _MARGIN
-        self._words = array("q", margin + desk + margin)
-        self._desk = self._words.buffer_info()[0] + _MARGIN * WORD_BYTES
+        self._words = array("q", margin + mailbox + margin)
+        self._mailbox = self._words.buffer_info()[0] + _MARGIN * WORD_BYTES
         self._state, self._awake = _MARGIN + standby.STATE, _MARGIN + standby.AWAKE
         self._has_processors = granted_processors() > 1
         self._start_anew()
@@ -73,7 +73,7 @@ class Standby:
         is_ready = self._is_ready()
         if not is_ready and num_participants > 1:
             run_together(work, num_participants)
-        elif self._share(self._desk, kernel, *places, scratch, is_ready):
+        elif self._share(self._mailbox, kernel, *places, scratch, is_ready):
             self._num_needed = FEWEST_PASSES
         self._ended_ns = time.perf_counter_ns()
 
@@ -96,7 +96,7 @@ class Standby:
 
     def _wait_for_passes(self) -> None:
         # Of this object, so that its memory lives for as long as the worker looks at it.
-        self._stand_by(self._desk, int(STANDBY_SECONDS / LOOK_SECONDS))
+        self._stand_by(self._mailbox, int(STANDBY_SECONDS / LOOK_SECONDS))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
 from crossdevice.kernels.host.work_list import WORD_BYTES
 
 STATE, AWAKE, KERNEL, FIRST, SECOND, SCRATCH = range(6)
-"""The words of a desk, at which a caller leaves a pass for the worker.
+"""The words of a mailbox, in which a caller leaves a pass for the worker.
 
 Whether one is there; whether a worker is awake, and may stay so; the kernel's address, the rows of the
 caller and of the worker, and the worker's scratch memory.
@@ -29,32 +29,32 @@ FREE, CLAIMED, GIVEN, TAKEN, ENDED = range(5)
 
 @functools.cache
 def compiled_sharing() -> Kernel:
-    """Called with (desk, kernel's address, two lists of rows, scratch memory, whether to look for a worker):
+    """Called with (mailbox, kernel's address, two lists of rows, scratch memory, whether a worker is asked):
     does the pass, and returns whether a worker took part.
 
     Each begins with a list of its own, the arrays of which are in its cache if the pass is repeated, and then
     takes what is left of the other.
     """
 
-    def share(desk: int, kernel: int, first: int, second: int, scratch: int, is_offered: int) -> bool:
+    def share(mailbox: int, kernel: int, first: int, second: int, scratch: int, is_offered: int) -> bool:
         if is_offered:
-            is_offered = swapped(desk, FREE, CLAIMED)
+            is_offered = swapped(mailbox, FREE, CLAIMED)
         for rows in (first, second):
             set_word(rows, 1, 0)
             set_word(rows, 2, is_offered)
         if is_offered:
-            set_word(desk, KERNEL, kernel)
-            set_word(desk, FIRST, first)
-            set_word(desk, SECOND, second)
-            set_shared_word(desk, GIVEN)
+            set_word(mailbox, KERNEL, kernel)
+            set_word(mailbox, FIRST, first)
+            set_word(mailbox, SECOND, second)
+            set_shared_word(mailbox, GIVEN)
         run_kernel(kernel, first, scratch)
         run_kernel(kernel, second, scratch)
         # A worker that has not begun is not waited for: another process may have its processor.
-        if not is_offered or swapped(desk, GIVEN, FREE):
+        if not is_offered or swapped(mailbox, GIVEN, FREE):
             return False
-        while shared_word(desk) != ENDED:
+        while shared_word(mailbox) != ENDED:
             pause()
-        set_shared_word(desk, FREE)
+        set_shared_word(mailbox, FREE)
         return True
 
     return _entry(share, "share", f"boolean({','.join(['int64'] * 6)})")
@@ -62,21 +62,21 @@ def compiled_sharing() -> Kernel:
 
 @functools.cache
 def compiled_standby() -> Kernel:
-    """Called with (desk, number of looks): takes part in passes until it has looked so often in vain."""
+    """Called with (mailbox, number of looks): takes part in passes until it has looked so often in vain."""
 
-    def stand_by(desk: int, num_looks: int) -> None:
-        set_shared_word(desk + AWAKE * WORD_BYTES, 1)
+    def stand_by(mailbox: int, num_looks: int) -> None:
+        set_shared_word(mailbox + AWAKE * WORD_BYTES, 1)
         looks = 0
-        while looks < num_looks and shared_word(desk + AWAKE * WORD_BYTES):
+        while looks < num_looks and shared_word(mailbox + AWAKE * WORD_BYTES):
             looks += 1
-            if shared_word(desk) == GIVEN and swapped(desk, GIVEN, TAKEN):
-                kernel, scratch = word_at(desk, KERNEL), word_at(desk, SCRATCH)
-                run_kernel(kernel, word_at(desk, SECOND), scratch)
-                run_kernel(kernel, word_at(desk, FIRST), scratch)
-                set_shared_word(desk, ENDED)
+            if shared_word(mailbox) == GIVEN and swapped(mailbox, GIVEN, TAKEN):
+                kernel, scratch = word_at(mailbox, KERNEL), word_at(mailbox, SCRATCH)
+                run_kernel(kernel, word_at(mailbox, SECOND), scratch)
+                run_kernel(kernel, word_at(mailbox, FIRST), scratch)
+                set_shared_word(mailbox, ENDED)
                 looks = 0
             pause()
-        set_shared_word(desk + AWAKE * WORD_BYTES, 0)
+        set_shared_word(mailbox + AWAKE * WORD_BYTES, 0)
 
     return _entry(stand_by, "stand_by", "void(int64,int64)")
 
