@@ -16,18 +16,8 @@ from crossdevice.values.device import Device, device_of
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, INTEGERS, PARTS, SHORT_FLOATS
 from crossdevice.values.reduce_op import ReduceOp
 
-NUMBERS = {
-    "int8": 0,
-    "uint8": 1,
-    "int32": 2,
-    "uint32": 3,
-    "int64": 4,
-    "uint64": 5,
-    "float16": 6,
-    "float32": 7,
-    "float64": 8,
-    "bfloat16": 9,
-}
+_DTYPES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16"
+NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES.split())}
 """ncclDataType_t: there are no 16-bit integers and no complex numbers."""
 
 OPERATIONS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.MEAN: 4}
@@ -187,14 +177,8 @@ class CupyNcclEngine(CommunicatorsEngine):
         self._nccl.groupStart()
         try:
             for communicator, share in zip(clique, shares, strict=True):
-                communicator.allReduce(
-                    share.source_address,
-                    share.target_address,
-                    share.num_elements,
-                    NUMBERS[dtype],
-                    OPERATIONS[op],
-                    share.stream,
-                )
+                where = share.source_address, share.target_address, share.num_elements
+                communicator.allReduce(*where, NUMBERS[dtype], OPERATIONS[op], share.stream)
         finally:
             self._nccl.groupEnd()
 
@@ -221,8 +205,7 @@ def engine_named(name: str) -> NcclEngine | str:
 
 def engine_for(library: str) -> NcclEngine | None:
     """The first engine that takes this library's arrays."""
-    names = [name for name, engine in NCCL_ENGINES.items() if library in engine.libraries]
-    found = (engine_named(name) for name in names)
+    found = (engine_named(name) for name, engine in NCCL_ENGINES.items() if library in engine.libraries)
     return next((engine for engine in found if isinstance(engine, NcclEngine)), None)
 
 
@@ -275,7 +258,7 @@ class NcclBackend(Backend):
         shares: list[Share] = []
         for array, device in zip(arrays, devices, strict=True):
             with self.working_on(device):
-                shares.append(self.share_of(_staged(self, array, dtype, travels_as), device))
+                shares.append(self.share_of(self._converted(array, dtype, travels_as), device))
         try:
             with _group_lock:
                 engine.all_reduce(shares, travels_as, op)
@@ -289,17 +272,13 @@ class NcclBackend(Backend):
         results: list[Array] = []
         for share in shares:
             with self.working_on(share.device):
-                results.append(_unstaged(self, share.target, dtype, travels_as))
+                results.append(self._converted(share.target, travels_as, dtype))
         return results
 
-
-def _staged(backend: Backend, array: Array, dtype: str, travels_as: str) -> Array:
-    if dtype in PARTS:
-        return backend.parts_of(array)
-    return array if dtype == travels_as else backend.cast(array, travels_as)
-
-
-def _unstaged(backend: Backend, array: Array, dtype: str, travels_as: str) -> Array:
-    if dtype in PARTS:
-        return backend.from_parts(array)
-    return array if dtype == travels_as else backend.cast(array, dtype)
+    def _converted(self, array: Array, given: str, wanted: str) -> Array:
+        """A flat array for its way, or back from it; complex numbers go as their parts."""
+        if given in PARTS:
+            return self.parts_of(array)
+        if wanted in PARTS:
+            return self.from_parts(array)
+        return array if given == wanted else self.cast(array, wanted)

@@ -15,7 +15,8 @@ from crossdevice.backends.protocol import Backend, dtype_named
 from crossdevice.errors import ConversionError
 from crossdevice.values.device import Device
 
-_NUMBER_DTYPES = {bool: np.bool_, int: np.int32, float: np.float32, complex: np.complex128}
+_NUMBER_DTYPES = {"b": "bool", "i": "int32", "u": "int32", "f": "float32", "c": "complex128"}
+"""By the kind of dtype that NumPy reads plain numbers as."""
 
 
 class NumpyBackend(Backend):
@@ -47,20 +48,13 @@ class NumpyBackend(Backend):
 
     def host_view(self, array: NDArray[Any]) -> NDArray[Any]:
         """The array itself where it is flat already."""
-        if (
-            type(array) is np.ndarray
-            and array.ndim == 1
-            and array.flags.c_contiguous
-            and array.dtype.isnative
-        ):
-            return array
-        return native(np.asarray(array))
+        is_flat = type(array) is np.ndarray and array.ndim == 1 and array.flags.c_contiguous
+        return array if is_flat and array.dtype.isnative else native(np.asarray(array))
 
     def are_flat(self, arrays: Sequence[NDArray[Any]]) -> bool:
         """What a signature says of each: an ndarray, native, its elements one after the other."""
         return all(
-            type(array) is np.ndarray and array.flags.c_contiguous and array.dtype.isnative
-            for array in arrays
+            type(own) is np.ndarray and own.flags.c_contiguous and own.dtype.isnative for own in arrays
         )
 
     def address_range(self, array: NDArray[Any]) -> tuple[int, int]:
@@ -132,11 +126,10 @@ def array_of_numbers(numbers: Any) -> NDArray[Any]:
         array = np.asarray(numbers)
     except ValueError as error:
         raise ConversionError(f"{numbers!r} cannot be read as an array of numbers: {error}") from None
-    if array.dtype.kind not in "biufc":
+    narrow = _NUMBER_DTYPES.get(array.dtype.kind)
+    if narrow is None:
         raise ConversionError(f"{numbers!r} cannot be read as an array of numbers")
-    kind = {"b": bool, "i": int, "u": int, "f": float, "c": complex}[array.dtype.kind]
-    narrow = np.dtype(_NUMBER_DTYPES[kind])
-    if kind is int and array.size and not (array.min() >= -(2**31) and array.max() < 2**31):
+    if narrow == "int32" and array.size and not (array.min() >= -(2**31) and array.max() < 2**31):
         return array
     with np.errstate(over="ignore"):  # a number too large for float32 is infinite there
         return array.astype(narrow)

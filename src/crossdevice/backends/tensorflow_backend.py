@@ -114,11 +114,7 @@ class TensorflowBackend(Backend):
         # What `tensor.cpu()` does, for any device: nobody differentiates memory that was just adopted, and
         # an operation takes six times as long, for every gradient on every device.
         copy = getattr(tensor, "_copy", None)
-        return self._placed(tensor, device) if copy is None else copy(device_name=name)
-
-    def read_only(self, array: Any, device: Device) -> Any:
-        """On host devices TensorFlow shares the memory."""
-        return self._placed(_tensor(array), device)
+        return self.copy(tensor, device) if copy is None else copy(device_name=name)
 
     def flat(self, array: Any) -> Any:
         """The same memory in another shape."""
@@ -131,7 +127,10 @@ class TensorflowBackend(Backend):
 
     def copy(self, array: Any, device: Device) -> Any:
         """On host devices TensorFlow shares memory, and copies it before it would write to it."""
-        return self._placed(_tensor(array), device)
+        with tf.device(device.canonical):
+            return tf.identity(_tensor(array))
+
+    read_only = copy
 
     def concat(self, arrays: Sequence[Any], axis: int, device: Device) -> Any:
         """Arrays end to end along `axis`."""
@@ -176,10 +175,6 @@ class TensorflowBackend(Backend):
         """Repeated indices add up."""
         with tf.device(rows.device):
             return tf.scatter_nd(tf.expand_dims(indices, 1), rows, tf.constant(shape, indices.dtype))
-
-    def _placed(self, tensor: Any, device: Device) -> Any:
-        with tf.device(device.canonical):
-            return tf.identity(tensor)
 
 
 class _TensorflowSlices(IndexedSlices):

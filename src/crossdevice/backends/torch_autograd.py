@@ -38,14 +38,10 @@ class TorchAutograd:
         return unflatten(structure, list(map(self.unrecorded, leaves)))
 
     def linear_call(
-        self,
-        run: Callable[[], Sequence[torch.Tensor]],
-        linear: LinearMap,
-        arrays: Sequence[torch.Tensor],
+        self, run: Callable[[], Sequence[torch.Tensor]], linear: LinearMap, arrays: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         """The results of `run`, whose derivatives are those of a linear map of the arrays."""
-        answer: tuple[torch.Tensor, ...] = _LinearCall.apply(run, linear, *arrays)
-        return answer
+        return _LinearCall.apply(run, linear, *arrays)
 
     def meeting(self, exchange: Exchange, replica: int, value: Any, merge: Merge) -> Any:
         """This replica's part of what `merge` makes of the values of all, in the replica's own graph.
@@ -133,7 +129,7 @@ def _met(
 ) -> Any:
     """`others` are tensors that `merge` depends on besides: this replica's own `other_inputs`."""
     if not torch.is_grad_enabled():
-        return exchange(value, _in_mode(merge, records=False))
+        return exchange(value, torch.no_grad()(merge))
     answer, joint = exchange(value, functools.partial(_merged, merge, other_inputs))
     if joint is None:
         return answer
@@ -166,20 +162,11 @@ def _merged(
         cut.append(unflatten(structure, own))
         inputs.append([leaf for leaf in own if _requires_grad(leaf)])
         inputs[-1] += other_inputs[replica] if other_inputs else ()
-    answers = _in_mode(merge, records=True)(cut)
+    with torch.enable_grad():  # the mode of the replicas, not of the thread that merges
+        answers = merge(cut)
     outputs = [[leaf for leaf in flatten(answer)[0] if _requires_grad(leaf)] for answer in answers]
     joint = _Joint(inputs, outputs) if any(outputs) else None
     return [(answer, joint) for answer in answers]
-
-
-def _in_mode(merge: Merge, *, records: bool) -> Merge:
-    """In the grad mode of replicas, not that of the thread that merges."""
-
-    def merge_in_mode(values: list[Any]) -> Sequence[Any]:
-        with torch.set_grad_enabled(records):
-            return merge(values)
-
-    return merge_in_mode
 
 
 def warn_if_recorded(tensor: torch.Tensor) -> None:

@@ -189,10 +189,8 @@ class TorchBackend(NcclBackend):
         """So that a backward pass that saved the old values refuses the new ones."""
         try:
             torch.autograd.graph.increment_version(outs)
-        except (
-            RuntimeError,
-            TypeError,
-        ):  # older releases take them one by one, none those made for inference
+        # Older releases take them one by one, none those made for inference.
+        except (RuntimeError, TypeError):
             for out in outs:
                 if not out.is_inference():
                     torch.autograd.graph.increment_version(out)

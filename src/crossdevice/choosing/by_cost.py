@@ -52,12 +52,10 @@ def choice_by_cost(
 
 def predicted_parts(topology: Topology, num_bytes: int, *, precision: str = "accurate") -> dict[str, Parts]:
     """What every algorithm but engines would take; on many devices those that know their rounds."""
-    algorithms = {name: ALGORITHMS.load(name)() for name in ALGORITHMS if name not in ENGINE_ALGORITHMS}
+    known = {name: ALGORITHMS.load(name)() for name in ALGORITHMS if name not in ENGINE_ALGORITHMS}
     if topology.num_devices > MAX_PLANNED_DEVICES:
-        algorithms = {name: one for name, one in algorithms.items() if knows_rounds(one)}
-    return {
-        name: predicted(one, topology, num_bytes, precision=precision) for name, one in algorithms.items()
-    }
+        known = {name: one for name, one in known.items() if knows_rounds(one)}
+    return {name: predicted(one, topology, num_bytes, precision=precision) for name, one in known.items()}
 
 
 def measured_seconds(path: str | Path, num_devices: int, num_bytes: int) -> dict[str, float]:
@@ -73,18 +71,13 @@ def measured_seconds(path: str | Path, num_devices: int, num_bytes: int) -> dict
                 f"measurements {str(path)!r}: entry {number} of 'measured' lacks {', '.join(keys)}; "
                 f"got {rows[number]!r}"
             )
-    sizes = {
-        (row["algorithm"], row["bytes"]): row["seconds"] for row in rows if row["devices"] == num_devices
-    }
-    near = {size for _, size in sizes if abs(math.log(size / num_bytes)) <= math.log(NEAR_FACTOR)}
-    if not near:
+    rows = [row for row in rows if row["devices"] == num_devices]
+    factors = {row["bytes"]: abs(math.log(row["bytes"] / num_bytes)) for row in rows}
+    nearest = min(factors, key=factors.__getitem__, default=None)
+    if nearest is None or factors[nearest] > math.log(NEAR_FACTOR):
         return {}
-    nearest = min(near, key=lambda size: abs(math.log(size / num_bytes)))
-    return {
-        name: float(seconds)
-        for (name, size), seconds in sizes.items()
-        if size == nearest and name not in ENGINE_ALGORITHMS
-    }
+    near = {row["algorithm"]: float(row["seconds"]) for row in rows if row["bytes"] == nearest}
+    return {name: seconds for name, seconds in near.items() if name not in ENGINE_ALGORITHMS}
 
 
 def _fastest(seconds: Mapping[str, float], evidence: str) -> Choice:

@@ -23,10 +23,8 @@ FLOAT_BYTES = 4
 def devices_of(topology: Topology) -> tuple[Device, ...]:
     """A topology's devices by name, node by node."""
     size = topology.devices_per_node
-    return tuple(
-        Device(topology.device_type, number % size, task=number // size)
-        for number in range(topology.num_devices)
-    )
+    numbers = range(topology.num_devices)
+    return tuple(Device(topology.device_type, number % size, task=number // size) for number in numbers)
 
 
 def planned_all_reduce(algorithm: CrossDeviceOps, topology: Topology, num_bytes: int) -> Plan:

@@ -23,7 +23,31 @@ def show(
     headline: Sequence[str], sections: Sequence[Section], last_title: str = "", lines: Sequence[str] = ()
 ) -> None:
     """Prints the headline, the tables and, if there are any, lines under a title of their own."""
-    (_show_rich if _is_rich(sys.stdout) else _show_plain)(headline, sections, last_title, lines)
+    if not _is_rich(sys.stdout):
+        print("\n".join(headline))
+        for title, headings, rows in sections:
+            widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+            print(f"\n{title}")
+            for row in (headings, *rows) if any(headings) else rows:
+                print(("  " + "  ".join(map(str.ljust, row, widths))).rstrip())
+        if lines:
+            print(f"\n{last_title}\n" + "\n".join(lines))
+        return
+    console: Any = importlib.import_module("rich.console").Console(highlight=False)
+    table_class: Any = importlib.import_module("rich.table").Table
+    escape: Any = importlib.import_module("rich.markup").escape
+    console.print(f"[bold]{escape(headline[0])}[/bold]")
+    for line in headline[1:]:
+        console.print(escape(line))
+    for title, headings, rows in sections:
+        table = table_class(*headings, title=title, title_justify="left", box=None, show_header=any(headings))
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
+    if lines:
+        console.print(last_title, style="italic")
+    for line in lines:
+        console.print(escape(line), style="dim")
 
 
 @contextlib.contextmanager
@@ -51,36 +75,3 @@ def progress(total: int, *, lines_every: int = 0) -> Iterator[Callable[[str], No
 def _is_rich(stream: TextIO) -> bool:
     is_live = stream.isatty() and os.environ.get("TERM") != "dumb"
     return is_live and importlib.util.find_spec("rich") is not None
-
-
-def _show_plain(
-    headline: Sequence[str], sections: Sequence[Section], last_title: str, lines: Sequence[str]
-) -> None:
-    print("\n".join(headline))
-    for title, headings, rows in sections:
-        widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-        print(f"\n{title}")
-        for row in (headings, *rows) if any(headings) else rows:
-            print(("  " + "  ".join(map(str.ljust, row, widths))).rstrip())
-    if lines:
-        print(f"\n{last_title}\n" + "\n".join(lines))
-
-
-def _show_rich(
-    headline: Sequence[str], sections: Sequence[Section], last_title: str, lines: Sequence[str]
-) -> None:
-    console: Any = importlib.import_module("rich.console").Console(highlight=False)
-    table_class: Any = importlib.import_module("rich.table").Table
-    escape: Any = importlib.import_module("rich.markup").escape
-    console.print(f"[bold]{escape(headline[0])}[/bold]")
-    for line in headline[1:]:
-        console.print(escape(line))
-    for title, headings, rows in sections:
-        table = table_class(*headings, title=title, title_justify="left", box=None, show_header=any(headings))
-        for row in rows:
-            table.add_row(*map(escape, row))
-        console.print(table)
-    if lines:
-        console.print(last_title, style="italic")
-    for line in lines:
-        console.print(escape(line), style="dim")

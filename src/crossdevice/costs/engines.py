@@ -27,7 +27,15 @@ def engine_parts(topology: Topology, num_bytes: float) -> Parts:
     call = Parts(engine.call_seconds)
     if count == 1:
         return call
-    ways = [_piped(_ring_latency(topology), num_bytes / _ring_bandwidth(topology))]
+    # Around the devices of a node twice, over rings that use every link.
+    latency = 2 * (min(count, topology.devices_per_node) - 1) * engine.hop_seconds
+    each = topology.ring_bytes_per_second()
+    network = topology.network
+    if network is not None and topology.num_nodes > 1:
+        # Up and down a tree of nodes, through every port.
+        latency += 2 * math.ceil(math.log2(topology.num_nodes)) * network.cost.latency_seconds
+        each = min(each, network.ports_per_node / network.oversubscription * network.bytes_per_second)
+    ways = [_piped(latency, num_bytes * 2 * (count - 1) / (each * count))]
     if engine.in_switch_efficiency > 0 and topology.num_nodes == 1:
         # A device's own share needs no link.
         bandwidth = topology.ring_bytes_per_second() * engine.in_switch_efficiency * (count - 1) / count
@@ -37,22 +45,3 @@ def engine_parts(topology: Topology, num_bytes: float) -> Parts:
 
 def _piped(latency_seconds: float, bytes_seconds: float) -> Parts:
     return Parts(latency_seconds + 2 * math.sqrt(latency_seconds * bytes_seconds), bytes_seconds)
-
-
-def _ring_latency(topology: Topology) -> float:
-    """Around the devices of a node twice, and up and down a tree of nodes."""
-    assert topology.engine is not None
-    members = min(topology.num_devices, topology.devices_per_node)
-    latency = 2 * (members - 1) * topology.engine.hop_seconds
-    if topology.network is not None and topology.num_nodes > 1:
-        latency += 2 * math.ceil(math.log2(topology.num_nodes)) * topology.network.cost.latency_seconds
-    return latency
-
-
-def _ring_bandwidth(topology: Topology) -> float:
-    """Bytes of the array per second over rings that use every link, and every port between nodes."""
-    each = topology.ring_bytes_per_second()
-    if topology.network is not None and topology.num_nodes > 1:
-        ports = topology.network.ports_per_node / topology.network.oversubscription
-        each = min(each, ports * topology.network.bytes_per_second)
-    return each * topology.num_devices / (2 * (topology.num_devices - 1))

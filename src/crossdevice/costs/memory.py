@@ -23,11 +23,7 @@ def peak_bytes(plan: Plan, item_bytes: int, *, unsummed: bool = False) -> dict[D
     owned = dict.fromkeys(inputs, 0)  # what is given back when a buffer is no longer needed
     for step, last_uses in zip(plan.steps, plan.last_uses, strict=True):
         targets = targets_of(step)
-        takes_over = (
-            isinstance(step, Split)
-            or (isinstance(step, Finish) and not unsummed)
-            or (isinstance(step, Add) and unsummed)
-        )
+        takes_over = isinstance(step, (Split, Add) if unsummed else (Split, Finish))
         taken = sum(owned.pop(b.number, 0) for b in sources_of(step) if takes_over and b.number in last_uses)
         for buffer in targets:
             if takes_over:

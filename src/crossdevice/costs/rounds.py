@@ -52,34 +52,18 @@ def _round_parts(one: Round, routes: Sequence[Route], topology: Topology) -> Par
         for link in route.links:
             loads[link] += served_bytes(one.num_bytes, route)
     adding = addition_parts(one.num_added, one.num_bytes, topology) if one.num_added else Parts()
-    if one.is_ring:
-        return _ring_parts(one, routes, loads, adding)
-    slowest = max(
-        (
-            transfer_parts(_busy_seconds(one.num_bytes, route, loads), one.num_bytes, route)
-            for route in routes
-        ),
-        key=lambda parts: parts.seconds,
-    )
-    return slowest.plus(adding).times(one.repeats)
-
-
-def _ring_parts(one: Round, routes: Sequence[Route], loads: dict[Link, float], adding: Parts) -> Parts:
-    hops = [
-        transfer_parts(_busy_seconds(one.num_bytes, route, loads), one.num_bytes, route).plus(adding)
-        for route in routes
-    ]
+    hops = []
+    for route in routes:
+        alone = served_bytes(one.num_bytes, route) / route.bytes_per_second
+        busy = max(alone, _link_seconds(route, loads))  # on links that it shares
+        hops.append(transfer_parts(busy, one.num_bytes, route).plus(adding))
+    if not one.is_ring:
+        return max(hops, key=lambda parts: parts.seconds).times(one.repeats)
     one_shard = functools.reduce(Parts.plus, hops).times(one.repeats / len(hops))
     # Shards that queue for a link follow each other at the link's speed, not at that of its slowest route.
     busiest = max(routes, key=lambda route: _link_seconds(route, loads))
     queue = transfer_parts(one.repeats * _link_seconds(busiest, loads), one.num_bytes, busiest)
     return max(one_shard, queue, key=lambda parts: parts.seconds)
-
-
-def _busy_seconds(num_bytes: float, route: Route, loads: dict[Link, float]) -> float:
-    """How long a transfer takes on links that it shares."""
-    alone = served_bytes(num_bytes, route) / route.bytes_per_second
-    return max(alone, _link_seconds(route, loads))
 
 
 def _link_seconds(route: Route, loads: dict[Link, float]) -> float:

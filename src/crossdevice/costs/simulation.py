@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import heapq
 import itertools
-from collections.abc import Mapping
-from typing import Literal, NamedTuple, TypeAlias, assert_never
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, assert_never
 
 from crossdevice.costs.engines import engine_parts
 from crossdevice.costs.memory import peak_bytes
@@ -31,8 +32,7 @@ class Span(NamedTuple):
     stop_seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Simulation:
+class Simulation(NamedTuple):
     """What a plan costs on a topology."""
 
     parts: Parts
@@ -62,12 +62,8 @@ def simulate(plan: Plan, topology: Topology, item_bytes: int = 4, *, unsummed: b
     if topology.shares_memory:
         num_bytes = plan.num_elements * item_bytes
         parts = fused_pass_parts(len(plan.inputs), len(plan.outputs), num_bytes, topology)
-    return Simulation(
-        parts,
-        dict(run.link_bytes),
-        peak_bytes(plan, item_bytes, unsummed=unsummed),
-        tuple(sorted(run.spans.values())),
-    )
+    peaks = peak_bytes(plan, item_bytes, unsummed=unsummed)
+    return Simulation(parts, dict(run.link_bytes), peaks, tuple(sorted(run.spans.values())))
 
 
 def places_of(plan: Plan) -> dict[Device, int]:
@@ -79,23 +75,11 @@ def places_of(plan: Plan) -> dict[Device, int]:
 class _Flow:
     """A transfer under way: what is left of it, and how fast it goes since when."""
 
-    step: int
     route: Route
     left_bytes: float
     entered_seconds: float
     since_seconds: float
     rate: float = 0.0
-    version: int = 0
-
-
-EventKind: TypeAlias = Literal["enter", "leave", "done"]
-
-
-class _Event(NamedTuple):
-    seconds: float
-    order: int
-    kind: EventKind
-    step: int
     version: int = 0
 
 
@@ -119,7 +103,8 @@ class _Run:
         self._free: dict[Device, tuple[float, Parts]] = {}
         self._flows: dict[int, _Flow] = {}
         self._on_link: dict[Link, set[int]] = collections.defaultdict(set)
-        self._events: list[_Event] = []
+        self._events: list[tuple[float, int, Any]] = []
+        """When, in which order, and what: a function of the time that returns the links it touches."""
         self._order = itertools.count()
         self._outputs = {buffer.number for buffer in plan.outputs}
         self.parts = Parts()
@@ -131,23 +116,15 @@ class _Run:
         for buffer in self._plan.inputs:
             self._available(buffer, 0.0, Parts())
         while self._events:
-            now = self._events[0].seconds
+            now = self._events[0][0]
             touched: set[Link] = set()
-            while self._events and self._events[0].seconds <= now + SAME_SECONDS:
-                event = heapq.heappop(self._events)
-                match event.kind:
-                    case "enter":
-                        touched |= self._enter(event.step, now)
-                    case "leave":
-                        touched |= self._leave(event, now)
-                    case "done":
-                        self._done(event.step, now)
-                    case _:
-                        assert_never(event.kind)
+            while self._events and self._events[0][0] <= now + SAME_SECONDS:
+                *_, happens = heapq.heappop(self._events)
+                touched |= happens(now)
             self._share(touched, now)
 
-    def _push(self, seconds: float, kind: EventKind, step: int, version: int = 0) -> None:
-        heapq.heappush(self._events, _Event(seconds, next(self._order), kind, step, version))
+    def _push(self, seconds: float, happens: Callable[..., set[Link]], *step: int) -> None:
+        heapq.heappush(self._events, (seconds, next(self._order), functools.partial(happens, *step)))
 
     def _available(self, buffer: Buffer, now: float, parts: Parts) -> None:
         if buffer.number in self._outputs and parts.seconds >= self.parts.seconds:
@@ -162,14 +139,15 @@ class _Run:
         self._before[number] = parts
         match step:
             case steps.Copy() if step.source.device != step.target.device and step.source.length:
-                route = self._route(step)
+                ends = (self._places[buffer.device] for buffer in (step.source, step.target))
+                route = self._topology.route(*ends)
                 num_bytes = self._bytes_of(step.source)
                 for link in route.links:
                     self.link_bytes[link.name] += num_bytes
                 entered = now + route.cost.latency_seconds
-                self._flows[number] = _Flow(number, route, served_bytes(num_bytes, route), entered, entered)
+                self._flows[number] = _Flow(route, served_bytes(num_bytes, route), entered, entered)
                 self.spans[number] = Span(number, now, now)
-                self._push(entered, "enter", number)
+                self._push(entered, self._enter, number)
             case steps.Copy() | steps.Add():
                 num_arrays = len(sources_of(step))
                 num_bytes = step.target.length * self._item_bytes
@@ -182,10 +160,7 @@ class _Run:
                     self._available(target, now, parts)
             case steps.EngineAllReduce():
                 num_bytes = step.sources[0].length * self._item_bytes
-                cost = engine_parts(self._topology, num_bytes)
-                self._after[number] = parts.plus(cost)
-                self.spans[number] = Span(number, now, now + cost.seconds)
-                self._push(now + cost.seconds, "done", number)
+                self._take(number, now, parts, engine_parts(self._topology, num_bytes))
             case _:
                 assert_never(step)
 
@@ -193,15 +168,21 @@ class _Run:
         """A device does one addition at a time; what it waits for is part of the chain."""
         free, busy_with = self._free.get(device, (0.0, Parts()))
         before = busy_with if free > now else self._before[number]
-        start = max(free, now)
-        self._after[number] = before.plus(cost)
-        self._free[device] = (start + cost.seconds, self._after[number])
-        self.spans[number] = Span(number, start, start + cost.seconds)
-        self._push(start + cost.seconds, "done", number)
+        done = self._take(number, max(free, now), before, cost)
+        self._free[device] = (done, self._after[number])
 
-    def _done(self, number: int, now: float) -> None:
+    def _take(self, number: int, start: float, before: Parts, cost: Parts) -> float:
+        """A step that takes its time from here on, whatever others do; returns its end."""
+        done = start + cost.seconds
+        self._after[number] = before.plus(cost)
+        self.spans[number] = Span(number, start, done)
+        self._push(done, self._done, number)
+        return done
+
+    def _done(self, number: int, now: float) -> set[Link]:
         for target in targets_of(self._plan.steps[number]):
             self._available(target, now, self._after[number])
+        return set()
 
     def _enter(self, number: int, now: float) -> set[Link]:
         flow = self._flows[number]
@@ -210,19 +191,19 @@ class _Run:
             self._on_link[link].add(number)
         return set(flow.route.links)
 
-    def _leave(self, event: _Event, now: float) -> set[Link]:
-        flow = self._flows.get(event.step)
+    def _leave(self, number: int, version: int, now: float) -> set[Link]:
+        flow = self._flows.get(number)
         # A heap cannot forget: each new rate of a flow leaves its earlier end behind, under an older version.
-        if flow is None or flow.version != event.version:
+        if flow is None or flow.version != version:
             return set()
-        del self._flows[event.step]
+        del self._flows[number]
         for link in flow.route.links:
-            self._on_link[link].discard(event.step)
-        num_bytes = self._bytes_of(sources_of(self._plan.steps[event.step])[0])
+            self._on_link[link].discard(number)
+        num_bytes = self._bytes_of(sources_of(self._plan.steps[number])[0])
         cost = transfer_parts(now - flow.entered_seconds, num_bytes, flow.route)
-        self._after[event.step] = self._before[event.step].plus(cost)
-        self.spans[event.step] = self.spans[event.step]._replace(stop_seconds=now)
-        self._done(event.step, now)
+        self._after[number] = self._before[number].plus(cost)
+        self.spans[number] = self.spans[number]._replace(stop_seconds=now)
+        self._done(number, now)
         return set(flow.route.links)
 
     def _share(self, touched: set[Link], now: float) -> None:
@@ -236,11 +217,8 @@ class _Run:
                 *(link.bytes_per_second / len(self._on_link[link]) for link in flow.route.links),
             )
             flow.version += 1
-            self._push(now + flow.left_bytes / flow.rate, "leave", number, flow.version)
+            self._push(now + flow.left_bytes / flow.rate, self._leave, number, flow.version)
 
     def _bytes_of(self, sent: Buffer) -> int:
         arrays = sent.num_replicas if self._unsummed and not sent.is_finished else 1
         return arrays * sent.length * self._item_bytes
-
-    def _route(self, step: steps.Copy) -> Route:
-        return self._topology.route(self._places[step.source.device], self._places[step.target.device])

@@ -59,11 +59,9 @@ class Switched:
 
     def route(self, node: str, source: int, target: int) -> Route:
         """Out of one port, into the other."""
-        links = (
-            Link(f"{node}{source}>switch", self.bytes_per_second),
-            Link(f"{node}switch>{target}", self.bytes_per_second),
-        )
-        return Route(links, self.bytes_per_second, self.cost)
+        speed = self.bytes_per_second
+        links = Link(f"{node}{source}>switch", speed), Link(f"{node}switch>{target}", speed)
+        return Route(links, speed, self.cost)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +114,9 @@ class DirectLinks:
 
 
 Fabric: TypeAlias = SharedMemory | Switched | HostBridge | DirectLinks
+
+FABRICS = {"memory": SharedMemory, "switch": Switched, "host": HostBridge, "pairs": DirectLinks}
+"""What files call them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,9 +207,8 @@ class Topology:
 
     def route(self, source: int, target: int) -> Route:
         """The way from one device to another."""
-        (source_node, source), (target_node, target) = (
-            divmod(device, self.devices_per_node) for device in (source, target)
-        )
+        source_node, source = divmod(source, self.devices_per_node)
+        target_node, target = divmod(target, self.devices_per_node)
         if source_node == target_node:
             prefix = f"node{source_node} " if self.num_nodes > 1 else ""
             return self.fabric.route(prefix, source, target)

@@ -10,17 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from crossdevice.costs.topology import (
-    CollectiveEngine,
-    Cost,
-    DirectLinks,
-    Fabric,
-    HostBridge,
-    Network,
-    SharedMemory,
-    Switched,
-    Topology,
-)
+from crossdevice.costs.topology import FABRICS, CollectiveEngine, Cost, Fabric, HostBridge, Network, Topology
 from crossdevice.errors import TopologyError
 
 _FOLDER = importlib.resources.files(__package__) / "topologies"
@@ -30,7 +20,6 @@ GIGA, MICRO = 1e9, 1e-6
 _Made = TypeVar("_Made")
 
 
-_FABRICS = {"memory": SharedMemory, "switch": Switched, "host": HostBridge, "pairs": DirectLinks}
 _KEYS = ("name", "summary", "sources", "device_type", "devices", "links", "memory", "network", "engine")
 
 
@@ -40,9 +29,8 @@ def topology_names() -> list[str]:
     >>> "dgx1v" in topology_names()
     True
     """
-    return sorted(
-        entry.name.removesuffix(".toml") for entry in _FOLDER.iterdir() if entry.name.endswith(".toml")
-    )
+    files = [entry.name for entry in _FOLDER.iterdir()]
+    return sorted(name.removesuffix(".toml") for name in files if name.endswith(".toml"))
 
 
 def read_topology(name_or_path: str | Path, num_devices: int | None = None) -> Topology:
@@ -108,7 +96,7 @@ def _topology(tables: Mapping[str, Any]) -> Topology:
 
 def _fabric(links: dict[str, Any], num_devices: int) -> Fabric:
     kind, more = links.pop("kind"), {}
-    if kind not in _FABRICS:
+    if kind not in FABRICS:
         raise TopologyError(f"links.kind = {kind!r}; expected memory, switch, host or pairs")
     if kind == "pairs":
         counts = tuple(tuple(row) for row in links.pop("counts"))
@@ -118,7 +106,7 @@ def _fabric(links: dict[str, Any], num_devices: int) -> Fabric:
             raise TopologyError("links.counts must be symmetric: a wire has two ends")
         bridge = _made(HostBridge, "[links.otherwise]", links.pop("otherwise"))
         more = {"counts": counts, "bridge": bridge}
-    return _made(_FABRICS[kind], "[links]", links, **more)
+    return _made(FABRICS[kind], "[links]", links, **more)
 
 
 def _made(kind: type[_Made], where: str, table: Mapping[str, Any], **given: Any) -> _Made:

@@ -28,12 +28,7 @@ class PlanBuilder:
     """
 
     def __init__(
-        self,
-        devices: Sequence[Device],
-        num_elements: int,
-        pack_number: int = 0,
-        *,
-        has_engine: bool = True,
+        self, devices: Sequence[Device], num_elements: int, pack_number: int = 0, *, has_engine: bool = True
     ) -> None:
         """`has_engine` says that a library's engine can do this reduction, in whatever order it likes."""
         self.pack_number = pack_number
@@ -106,17 +101,12 @@ class PlanBuilder:
         there: dict[Device, list[Buffer]] = {}
         for buffer in reversed(results):
             there.setdefault(buffer.device, []).append(buffer)
-        return [
-            there[device].pop() if there.get(device) else self.copy(results[0], to=device)
-            for device in destinations
-        ]
+        return [there[at].pop() if there.get(at) else self.copy(results[0], to=at) for at in destinations]
 
     def engine_all_reduce(self, buffers: Sequence[Buffer]) -> tuple[Buffer, ...]:
         """One collective of a library over these buffers: a result on each of their devices."""
-        targets = tuple(
-            self._buffer(buffer.device, buffer.start, buffer.stop, self._all_replicas, True)
-            for buffer in buffers
-        )
+        everyone = self._all_replicas
+        targets = tuple(self._buffer(own.device, own.start, own.stop, everyone, True) for own in buffers)
         self._steps.append(steps.EngineAllReduce(tuple(buffers), targets))
         return targets
 

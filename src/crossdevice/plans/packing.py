@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from crossdevice.values.options import whole_number
@@ -48,15 +48,17 @@ class Packing:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            name = field.name.replace(
-                "small_", "agg_small_grads_"
-            )  # what TensorFlow and we call them outside
+            # What TensorFlow and we call them outside.
+            name = field.name.replace("small_", "agg_small_grads_")
             object.__setattr__(self, field.name, whole_number(name, getattr(self, field.name)))
 
     def packs(self, items: Sequence[Item], bytes_per_pack: int = 0) -> list[Pack]:
         """The packs of a batch; `bytes_per_pack`, asked for by the caller, comes first if not zero."""
+        groups: dict[Hashable, list[int]] = {}
+        for number, item in enumerate(items):
+            groups.setdefault(item.key, []).append(number)
         packs: list[Pack] = []
-        for members in _by_key(items):
+        for members in groups.values():
             if bytes_per_pack > 0:
                 packs += _by_bytes(items, members, bytes_per_pack)
             elif self.num_packs > 0:
@@ -66,13 +68,6 @@ class Packing:
             else:
                 packs += [(_whole(items, member),) for member in members]
         return packs
-
-
-def _by_key(items: Sequence[Item]) -> Iterator[list[int]]:
-    groups: dict[Hashable, list[int]] = {}
-    for number, item in enumerate(items):
-        groups.setdefault(item.key, []).append(number)
-    yield from groups.values()
 
 
 def _whole(items: Sequence[Item], member: int) -> Segment:
@@ -85,15 +80,14 @@ def _evenly(items: Sequence[Item], members: Sequence[int], num_packs: int) -> li
     size = total // num_packs
     edges = [*(size * number for number in range(num_packs)), total]
     offsets = [0, *itertools.accumulate(items[member].num_elements for member in members)]
-    packs: list[Pack] = []
-    for start, stop in itertools.pairwise(edges):
-        packs.append(
-            tuple(
-                Segment(member, max(start, low) - low, min(stop, high) - low)
-                for member, (low, high) in zip(members, itertools.pairwise(offsets), strict=True)
-                if max(start, low) < min(stop, high)
-            )
+    packs = [
+        tuple(
+            Segment(member, max(start, low) - low, min(stop, high) - low)
+            for member, (low, high) in zip(members, itertools.pairwise(offsets), strict=True)
+            if max(start, low) < min(stop, high)
         )
+        for start, stop in itertools.pairwise(edges)
+    ]
     empty = [(_whole(items, member),) for member in members if items[member].num_elements == 0]
     return [pack for pack in packs if pack] + empty
 
@@ -119,25 +113,13 @@ def _small_together(
     items: Sequence[Item], members: Sequence[int], max_bytes: int, max_group: int
 ) -> list[Pack]:
     """Runs of two or more consecutive small values share a pack; packs of small values come first."""
-    groups: list[list[int]] = []
+    runs: list[list[int]] = [[]]
     alone: list[int] = []
-    run: list[int] = []
-
-    def close_run() -> None:
-        if len(run) > 1:
-            groups.append(list(run))
-        else:
-            alone.extend(run)
-        run.clear()
-
     for member in members:
         is_small = items[member].num_elements * items[member].item_bytes < max_bytes
-        if not is_small or len(run) == max_group:
-            close_run()
-        if is_small:
-            run.append(member)
-        else:
-            alone.append(member)
-    close_run()
-    packs = [tuple(_whole(items, member) for member in group) for group in groups]
+        if not is_small or len(runs[-1]) == max_group:
+            runs.append([])
+        (runs[-1] if is_small else alone).append(member)
+    alone += [run[0] for run in runs if len(run) == 1]
+    packs = [tuple(_whole(items, member) for member in run) for run in runs if len(run) > 1]
     return packs + [(_whole(items, member),) for member in sorted(alone)]

@@ -43,10 +43,8 @@ def scheduled(ordered: Sequence[Step]) -> tuple[Scheduled, ...]:
                 waited.append(other)
         waits.append(tuple(waited))
     awaited = {number for numbers in waits for number in numbers}
-    return tuple(
-        Scheduled(step, tracks[number], waits[number], number in awaited)
-        for number, step in enumerate(ordered)
-    )
+    is_awaited = [number in awaited for number in range(len(ordered))]
+    return tuple(map(Scheduled, ordered, tracks, waits, is_awaited))
 
 
 def _tracks_of(step: Step) -> tuple[Track, ...]:

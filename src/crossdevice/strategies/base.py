@@ -8,22 +8,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from crossdevice.errors import OptionError
+from crossdevice.strategies.data import input as datasets
+from crossdevice.strategies.data import regrouping
 from crossdevice.strategies.data.along_axis import reduce_along_axis
-from crossdevice.strategies.data.input import (
-    DealtDataset,
-    DistributedDataset,
-    InputContext,
-    ReplicaPlacement,
-    ValueContext,
-    batches_of,
-)
-from crossdevice.strategies.data.regrouping import (
-    distributed_leaves,
-    in_our_classes,
-    map_structure,
-    regroup,
-    select_replica,
-)
+from crossdevice.strategies.data.input import InputContext, ReplicaPlacement, ValueContext
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running.place import scope_of
 from crossdevice.strategies.variables.variables import MirroredVariable, SyncOnReadVariable, create_variable
@@ -82,12 +70,7 @@ class Strategy(abc.ABC):
         return scope_of(self)
 
     def reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        axis: int | Sequence[int] | None,
-        *,
-        weights: Any = None,
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None, *, weights: Any = None
     ) -> Any:
         """Combines a value over replicas, and over `axis` of their arrays if given; the result is on `cpu:0`.
 
@@ -104,20 +87,20 @@ class Strategy(abc.ABC):
         check_cross_replica("reduce")
         devices = self._extended.worker_devices
 
-        value = in_our_classes(value)
+        value = regrouping.in_our_classes(value)
 
         def reduced(leaf: Any) -> Any:
             if not isinstance(leaf, DistributedValues):
                 leaf = PerReplica([leaf] * len(devices))
             return reduce_along_axis(op, leaf, axis, host_device(0), self._extended.cross_device_ops)
 
-        return map_structure(reduced, value)
+        return regrouping.map_structure(reduced, value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the arrays of all replicas along `axis`, on `cpu:0`; sizes along `axis` may differ."""
         check_cross_replica("gather")
-        value = in_our_classes(value)
-        if not distributed_leaves(value):
+        value = regrouping.in_our_classes(value)
+        if not regrouping.distributed_leaves(value):
             return value
         return self._extended.cross_device_ops.gather(value, host_device(0), axis)
 
@@ -140,18 +123,18 @@ class Strategy(abc.ABC):
             synchronization: ON_READ gives a SyncOnReadVariable, anything else a MirroredVariable.
             trainable: None means yes, except ON_READ.
         """
-        return create_variable(
-            self, initial_value, name, dtype, trainable, synchronization, aggregation, shape
-        )
+        settings = name, dtype, trainable, synchronization, aggregation, shape
+        return create_variable(self, initial_value, *settings)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of a value in this process; a value that is not distributed is the only one."""
-        value = in_our_classes(value)
+        value = regrouping.in_our_classes(value)
         if isinstance(value, DistributedValues):
             return value.values
-        if not distributed_leaves(value):
+        if not regrouping.distributed_leaves(value):
             return (value,)
-        return tuple(select_replica(replica, value) for replica in range(len(self._extended.worker_devices)))
+        own = range(len(self._extended.worker_devices))
+        return tuple(regrouping.select_replica(replica, value) for replica in own)
 
     def experimental_distribute_dataset(
         self,
@@ -166,7 +149,7 @@ class Strategy(abc.ABC):
             dataset: any iterable of batches, such as a PyTorch DataLoader; or, with `batch_size`, an
                 array or a structure of arrays.
         """
-        return DistributedDataset(batches_of(dataset, batch_size), self._placement)
+        return datasets.DistributedDataset(datasets.batches_of(dataset, batch_size), self._placement)
 
     def distribute_datasets_from_function(
         self,
@@ -178,7 +161,7 @@ class Strategy(abc.ABC):
         With several processes, each makes the batches of its own replicas.
         """
         context = InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
-        return DealtDataset(batches_of(dataset_fn(context), None), self._placement)
+        return datasets.DealtDataset(datasets.batches_of(dataset_fn(context), None), self._placement)
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: Any = None
@@ -190,7 +173,7 @@ class Strategy(abc.ABC):
         """A PerReplica (or a structure of them) of what `value_fn(ValueContext)` returns for each replica."""
         placement = self._placement
         values = [value_fn(ValueContext(number, placement.num_replicas)) for number in placement.numbers]
-        return regroup(values, placement.devices, always_wrap=True)
+        return regrouping.regroup(values, placement.devices, always_wrap=True)
 
     @property
     def _placement(self) -> ReplicaPlacement:

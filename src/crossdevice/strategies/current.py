@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextvars
+from contextvars import ContextVar
 from typing import Any
 
 from crossdevice.errors import ContextError
@@ -54,9 +54,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     _set_code.set(chosen)
 
 
-_set_code: contextvars.ContextVar[RunningCode | None] = contextvars.ContextVar(
-    "crossdevice_set", default=None
-)
+_set_code: ContextVar[RunningCode | None] = ContextVar("crossdevice_set", default=None)
 
 
 def get_replica_context() -> ReplicaContext | Any:  # with None, each call in a replica would need a check

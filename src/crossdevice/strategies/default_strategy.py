@@ -12,7 +12,6 @@ from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running.place import outside_of_replicas
 from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.values.device import host_device
-from crossdevice.values.distributed import PerReplica
 from crossdevice.values.options import CommunicationOptions, as_options, either
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -31,8 +30,7 @@ class DefaultExtended(StrategyExtended):
         weights: Any = None,
     ) -> Any:
         """The value, untouched."""
-        ReduceOp(reduce_op), as_options(either(options, experimental_hints))
-        _refuse(weights)
+        _check(reduce_op, either(options, experimental_hints), weights)
         return value
 
     def batch_reduce_to(
@@ -45,8 +43,7 @@ class DefaultExtended(StrategyExtended):
         weights: Any = None,
     ) -> list[Any]:
         """The values, untouched."""
-        ReduceOp(reduce_op), as_options(either(options, experimental_hints))
-        _refuse(weights)
+        _check(reduce_op, either(options, experimental_hints), weights)
         return [value for value, _ in value_destination_pairs]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -97,14 +94,7 @@ class LoneReplicaContext(ReplicaContext):
         # Without a rendezvous: there is nobody to meet.
         self._strategy, self._replica, self._device = strategy, 0, host_device(0)
 
-    def _collective(
-        self,
-        name: str,  # noqa: ARG002
-        details: tuple[Any, ...],  # noqa: ARG002
-        value: Any,
-        call: Callable[[PerReplica], Any],  # noqa: ARG002
-        options: CommunicationOptions,  # noqa: ARG002
-    ) -> Any:
+    def _collective(self, name: str, details: tuple[Any, ...], value: Any, *_: Any) -> Any:  # noqa: ARG002
         """The value, untouched."""
         return value
 
@@ -120,6 +110,7 @@ DEFAULT_STRATEGY = DefaultStrategy()
 DEFAULT_CONTEXT = LoneReplicaContext(DEFAULT_STRATEGY)
 
 
-def _refuse(weights: Any) -> None:
+def _check(reduce_op: ReduceOp | str, options: Any, weights: Any) -> None:
+    ReduceOp(reduce_op), as_options(options)
     if weights is not None:
         raise OptionError("weights without a strategy: there is one replica, whose values stay as they are")

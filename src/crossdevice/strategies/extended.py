@@ -51,10 +51,7 @@ class StrategyExtended:
     """
 
     def __init__(
-        self,
-        devices: tuple[Device, ...],
-        cross_device_ops: CrossDeviceOps,
-        num_replicas: int | None = None,
+        self, devices: tuple[Device, ...], cross_device_ops: CrossDeviceOps, num_replicas: int | None = None
     ) -> None:
         self._devices = devices
         self._cross_device_ops = cross_device_ops
@@ -76,10 +73,8 @@ class StrategyExtended:
         """How many replicas there are, in all processes."""
         return self._num_replicas
 
-    @property
-    def parameter_devices(self) -> tuple[Device, ...]:
-        """The device of each copy of a variable."""
-        return self._devices
+    parameter_devices = worker_devices
+    """The device of each copy of a variable."""
 
     def reduce_to(
         self,
@@ -104,9 +99,8 @@ class StrategyExtended:
         if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
             return self._cross_device_ops.reduce(op, value, destinations, options, **_given(weights))
         reduce = functools.partial(self._cross_device_ops.reduce, op, options=options, **_given(weights))
-        return self._reduced(
-            op, [(value, destinations)], lambda pairs: list(itertools.starmap(reduce, pairs)), weights
-        )[0]
+        each = [(value, destinations)]
+        return self._reduced(op, each, lambda pairs: list(itertools.starmap(reduce, pairs)), weights)[0]
 
     def batch_reduce_to(
         self,
@@ -119,9 +113,8 @@ class StrategyExtended:
     ) -> list[Any]:
         """Does the same for many (value, destinations) pairs in one batch; no pairs give []."""
         op, options = ReduceOp(reduce_op), either(options, experimental_hints)
-        reduce = functools.partial(
-            self._cross_device_ops.batch_reduce, op, options=options, **_given(weights)
-        )
+        batch_reduce = self._cross_device_ops.batch_reduce
+        reduce = functools.partial(batch_reduce, op, options=options, **_given(weights))
         return self._reduced(op, checked_pairs(value_destination_pairs), reduce, weights)
 
     def bind(
@@ -255,11 +248,8 @@ class StrategyExtended:
 
     def _same_everywhere(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
         if op in _IDEMPOTENT or op.is_of_ranks:
-            if (
-                self._num_replicas == 1
-                and hasattr(value, "dtype")
-                and not isinstance(value, DistributedValues)
-            ):
+            is_own = hasattr(value, "dtype") and not isinstance(value, DistributedValues)
+            if is_own and self._num_replicas == 1:
                 return self._cross_device_ops.reduce(op, value, destinations)  # as one replica's contribution
             return value
         if isinstance(value, Mirrored):

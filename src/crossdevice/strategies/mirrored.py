@@ -8,7 +8,6 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from crossdevice.algorithms.base import CrossDeviceOps
@@ -111,7 +110,7 @@ class MirroredStrategy(Strategy):
         self._idle.append(threads)
         return regroup(results, self._devices, among=self.num_replicas_in_sync)
 
-    def _random_streams(self) -> AbstractContextManager[RandomStreams | None]:
+    def _random_streams(self) -> contextlib.AbstractContextManager[RandomStreams | None]:
         if not self._own_random_streams or self.num_replicas_in_sync == 1:
             return contextlib.nullcontext()
         return contextlib.closing(RandomStreams(self._devices, self.first_replica))
@@ -134,16 +133,10 @@ class MirroredStrategy(Strategy):
         """The call of each replica, in its own copy of the caller's contextvars."""
         enter = loaded_torch.thread_state(self._devices)
         spread_out = spread(arguments, self._devices) if any(arguments) else [arguments] * len(self._devices)
+        replicas = [ReplicaContext(self, number, at, rendezvous) for number, at in enumerate(self._devices)]
         return [
-            functools.partial(
-                contextvars.copy_context().run,
-                _call_as_replica,
-                ReplicaContext(self, replica, device, rendezvous),
-                enter,
-                fn,
-                *own,
-            )
-            for replica, (device, own) in enumerate(zip(self._devices, spread_out, strict=True))
+            functools.partial(contextvars.copy_context().run, _call_as_replica, replica, enter, fn, *own)
+            for replica, own in zip(replicas, spread_out, strict=True)
         ]
 
     def _take_threads(self) -> ReplicaThreads:

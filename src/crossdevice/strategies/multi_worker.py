@@ -61,15 +61,11 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             )
         if cluster_resolver is not None and group is not None:
             raise OptionError("both cluster_resolver and group were given; expected one of them")
-        if group is None and cluster_resolver is None:
-            cluster_resolver = cluster_from_env()
-        self._cluster = cluster_resolver
-        ops = CollectiveAllReduce(
-            options=communication_options,
-            group=cluster_resolver.form_group() if cluster_resolver is not None else group,
-        )
-        assert ops.group is not None
-        self._group = ops.group
+        if group is None:
+            cluster_resolver = cluster_resolver or cluster_from_env()
+            group = cluster_resolver.form_group()
+        self._cluster, self._group = cluster_resolver, group
+        ops = CollectiveAllReduce(options=communication_options, group=group)
         super().__init__(devices or share_of(cluster_resolver), ops, own_random_streams=own_random_streams)
 
     def _extended_of(self, ops: CrossDeviceOps) -> StrategyExtended:

@@ -8,7 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from crossdevice.testing.components import with_component_changed, without_component
+from crossdevice.backends.registry import backend_of_type
+from crossdevice.errors import OptionError
+from crossdevice.strategies.data.regrouping import map_structure
+from crossdevice.values.delegation import operand_of
+from crossdevice.values.device import device_of, host_device
+from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.indexed_slices import IndexedSlices
 
 
 @dataclasses.dataclass
@@ -54,9 +60,34 @@ class Fault:
 
     def brought(self, value: Any, replica: int) -> Any:
         """What a faulty replica makes of a value."""
+        return map_structure(lambda leaf: self._brought(leaf, replica), value)
+
+    def _brought(self, leaf: Any, replica: int) -> Any:
+        is_distributed = isinstance(leaf, DistributedValues)
+        values = list(leaf.values) if is_distributed else [leaf]
+        if replica >= len(values):
+            raise OptionError(
+                f"replica {replica} is to be faulty, but the value has {len(values)} in this process"
+            )
         if self.corrupt is not None:
-            value = with_component_changed(value, replica, self.corrupt)
-        return without_component(value, replica) if self.drop else value
+            values[replica] = map_structure(self._corrupted, values[replica])
+        if not is_distributed and not self.drop:
+            return values[0]
+        devices = list(leaf.devices) if is_distributed else []
+        if self.drop:
+            if len(values) == 1:
+                raise OptionError("the only replica cannot be dropped")
+            del values[replica], devices[replica]
+        return PerReplica.of(tuple(values), tuple(devices))
+
+    def _corrupted(self, array: Any) -> Any:
+        assert self.corrupt is not None
+        array = operand_of(array)
+        if isinstance(array, IndexedSlices):
+            return array.with_parts(self._corrupted(array.values), array.indices, array.dense_shape)
+        backend = backend_of_type(type(array))
+        copy = array if backend is None else backend.copy(array, device_of(array) or host_device(0))
+        return self.corrupt(copy)
 
 
 @contextlib.contextmanager

@@ -62,7 +62,11 @@ def faults(
     """
     if corrupt is not None and not callable(corrupt):
         raise OptionError(f"corrupt must be a function of an array, got {corrupt!r}")
-    fault = Fault(_checked_delay(delay), _checked_error(raises), corrupt, drop, _checked_calls(calls))
+    kind = raises if isinstance(raises, type) else type(raises)
+    if raises is not None and not issubclass(kind, BaseException):
+        raise OptionError(f"raises must be an exception or a class of exceptions, got {raises!r}")
+    numbered = None if calls is None else frozenset(whole_number("each of calls", call) for call in calls)
+    fault = Fault(_checked_delay(delay), raises, corrupt, drop, numbered)
     if not (fault.strikes or corrupt or drop):
         raise OptionError("no fault was named; expected delay, raises, corrupt or drop")
     if isinstance(target, Strategy):
@@ -72,18 +76,12 @@ def faults(
         group = group_of(target)
         is_meant = rank is None or group is None or group.rank == _checked("rank", rank, group.size)
         number = whole_number("replica", replica) if corrupt or drop else 0
-        return _in_algorithm(target, number, fault) if is_meant else _nowhere()
+        return _in_algorithm(target, number, fault) if is_meant else contextlib.nullcontext(Injected())
     if isinstance(target, ProcessGroup):
         _check_absent("replica", replica, "a group has ranks")
         is_meant = target.rank == _checked("rank", rank, target.size)
-        return in_group(target, fault) if is_meant else _nowhere()
+        return in_group(target, fault) if is_meant else contextlib.nullcontext(Injected())
     raise OptionError(f"faults happen in a strategy, an algorithm or a group; got a {type(target).__name__}")
-
-
-@contextlib.contextmanager
-def _nowhere() -> Iterator[Injected]:
-    """For ranks to which nothing happens."""
-    yield Injected()
 
 
 @contextlib.contextmanager
@@ -158,11 +156,9 @@ def _faulty_calls(
         """The faulty call itself, of the arguments that `bind` and `start_reduce` take."""
         return ops._call(reduce_op, value, destinations, options, more.get("out"), more.get("weights"))
 
-    methods: dict[str, Callable[..., Any]] = {
-        name: faulty(getattr(ops, name), "per_replica_value", of_value) for name in _calls_of_values(ops)
-    }
+    values = _calls_of_values(ops)
     return {
-        **methods,
+        **{name: faulty(getattr(ops, name), "per_replica_value", of_value) for name in values},
         "batch_reduce": faulty(ops.batch_reduce, "value_destination_pairs", of_pairs),
         "bind": lambda *args, **kwargs: BoundReduction(later(*args, **kwargs), owner=ops._owner_of_started),
         "start_reduce": lambda *args, **kwargs: start(later(*args, **kwargs), ops._owner_of_started),
@@ -197,15 +193,3 @@ def _checked_delay(given: object) -> float:
     if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 <= float(given) < math.inf:
         raise OptionError(f"delay must be a number of seconds, 0 or more; got {given!r}")
     return float(given)
-
-
-def _checked_error(given: Any) -> Any:
-    if given is None or isinstance(given, BaseException):
-        return given
-    if not (isinstance(given, type) and issubclass(given, BaseException)):
-        raise OptionError(f"raises must be an exception or a class of exceptions, got {given!r}")
-    return given
-
-
-def _checked_calls(given: Iterable[int] | None) -> frozenset[int] | None:
-    return None if given is None else frozenset(whole_number("each of calls", call) for call in given)

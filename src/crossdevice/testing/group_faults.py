@@ -74,10 +74,7 @@ def _faulty_memory(group: ProcessGroup, fault: Fault) -> Iterator[None]:
             shown.view(np.uint8)[:] = _changed(shown, fault)
 
         # Arrays in shared memory are the caller's own, so what others get of them goes through a window.
-        with (
-            replaced(shared, on_shown=corrupt),
-            replaced(shared.arrays, place_of=lambda _: NOWHERE),
-        ):
+        with replaced(shared, on_shown=corrupt), replaced(shared.arrays, place_of=lambda _: NOWHERE):
             yield
 
 

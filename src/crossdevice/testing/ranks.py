@@ -11,7 +11,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from crossdevice.errors import OptionError, ProcessGroupError
 from crossdevice.process_groups import thread_group
@@ -55,11 +55,10 @@ def run_ranks(
     return [outcome.error if isinstance(outcome, _Raised) else outcome for outcome in outcomes]
 
 
-class _Raised:
+class _Raised(NamedTuple):
     """What a rank raised, in place of what it would have returned."""
 
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    error: BaseException
 
 
 def _as_threads(size: int, function: Callable[[ProcessGroup], Any], options: dict[str, Any]) -> list[Any]:
@@ -86,9 +85,8 @@ def _as_processes(size: int, function: Callable[[ProcessGroup], Any], options: d
         for rank in range(size):
             ours, theirs = started.Pipe()
             own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-            process = started.Process(
-                target=_be_rank, args=(theirs, own, sent, options), name=f"rank {rank}", daemon=True
-            )
+            given = theirs, own, sent, options
+            process = started.Process(target=_be_rank, args=given, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
             ranks.append((process, ours))

@@ -41,9 +41,8 @@ class IndexedSlices:
         return self.values.dtype
 
     def __repr__(self) -> str:
-        return (
-            f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape})"
-        )
+        parts = f"values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape}"
+        return f"IndexedSlices({parts})"
 
 
 def _checked_shape(given: Any) -> tuple[int, ...]:

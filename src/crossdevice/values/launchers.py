@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -87,28 +88,27 @@ class Variables:
 
     def rank_and_size(self, rank_name: str, *size_names: str) -> tuple[int, int] | None:
         """Both, or None if neither is set."""
-        rank, size = self.number(rank_name), self.number(*size_names)
-        if rank is None and size is None:
-            return None
+        rank, size = self.local(rank_name, *size_names, noun="rank")
         sizes = " or ".join(size_names)
-        if size is None:
+        if rank is not None and size is not None:
+            return rank, size
+        if rank is not None:
             raise OptionError(
                 f"{rank_name} is set ({rank}), but {sizes} is not: how many processes are there?"
             )
-        if rank is None:
+        if size is not None:
             raise OptionError(f"{sizes} is set ({size}), but {rank_name} is not: which process is this?")
-        if rank >= size:
-            raise OptionError(
-                f"{rank_name} must be below {sizes}, since ranks count from 0; got rank {rank} of {size}"
-            )
-        return rank, size
+        return None
 
-    def local(self, rank_name: str, *size_names: str) -> tuple[int | None, int | None]:
+    def local(
+        self, rank_name: str, *size_names: str, noun: str = "local rank"
+    ) -> tuple[int | None, int | None]:
         """The local rank and how many there are of them, as far as the launcher says."""
         rank, size = self.number(rank_name), self.number(*size_names)
         if rank is not None and size is not None and rank >= size:
             raise OptionError(
-                f"{rank_name} must be below {' or '.join(size_names)}; got local rank {rank} of {size}"
+                f"{rank_name} must be below {' or '.join(size_names)}, since ranks count from 0; "
+                f"got {noun} {rank} of {size}"
             )
         return rank, size
 
@@ -116,9 +116,10 @@ class Variables:
 def launched(environ: Mapping[str, str]) -> Launch:
     """What the first launcher in the table below that has left its variables says."""
     for read in READERS:
-        launch = read(Variables(environ))
+        variables = Variables(environ)
+        launch = read(variables)
         if launch is not None:
-            return launch
+            return dataclasses.replace(launch, variables=tuple(variables.used))
     return Launch()
 
 
@@ -138,21 +139,13 @@ def _torchrun(variables: Variables) -> Launch | None:
     place = variables.rank_and_size("RANK", "WORLD_SIZE")
     if place is None:
         return None
-    local_rank, local_size = variables.local("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    local = variables.local("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     address, port = variables.text("MASTER_ADDR"), variables.port()
-    is_torchrun = variables.text("TORCHELASTIC_RUN_ID") is not None
+    launcher = "environment" if variables.text("TORCHELASTIC_RUN_ID") is None else "torchrun"
     has_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Launch(
-        *place,
-        local_rank,
-        local_size,
-        "torchrun" if is_torchrun else "environment",
-        address,
-        (port or USUAL_PORT) if address else port,
-        has_store=has_store,
-        restart=variables.number("TORCHELASTIC_RESTART_COUNT") or 0,
-        variables=tuple(variables.used),
-    )
+    restart = variables.number("TORCHELASTIC_RESTART_COUNT") or 0
+    port = port or (USUAL_PORT if address else None)
+    return Launch(*place, *local, launcher, address, port, has_store=has_store, restart=restart)
 
 
 def _tf_config(variables: Variables) -> Launch | None:
@@ -184,18 +177,10 @@ def _tf_config(variables: Variables) -> Launch | None:
             f"{known}"
         )
     rank = places.index((job, int(index)))
-    hosts = [cluster[name][number].rpartition(":") for name, number in places]
-    own = [host for host, _, _ in hosts[: rank + 1]].count(hosts[rank][0]) - 1
-    return Launch(
-        rank,
-        len(places),
-        own,
-        [host for host, _, _ in hosts].count(hosts[rank][0]),
-        "TF_CONFIG",
-        hosts[0][0].strip("[]"),
-        int(hosts[0][2]),
-        variables=tuple(variables.used),
-    )
+    addresses = [cluster[name][number].rpartition(":") for name, number in places]
+    hosts = [host for host, _, _ in addresses]
+    local = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+    return Launch(rank, len(places), *local, "TF_CONFIG", hosts[0].strip("[]"), int(addresses[0][2]))
 
 
 def _addresses(job: str, tasks: Any) -> list[str]:
@@ -207,33 +192,23 @@ def _addresses(job: str, tasks: Any) -> list[str]:
     return [str(numbered[key]) for key in sorted(numbered, key=int)]
 
 
-def _open_mpi(variables: Variables) -> Launch | None:
-    place = variables.rank_and_size("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    local = variables.local("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return None if place is None else _mpi("Open MPI", place, local, variables)
-
-
-def _pmi(variables: Variables) -> Launch | None:
-    place = variables.rank_and_size("PMI_RANK", "PMI_SIZE")
-    local = variables.local("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    return None if place is None else _mpi("PMI", place, local, variables)
-
-
-def _mpi(
-    launcher: str, place: tuple[int, int], local: tuple[int | None, int | None], variables: Variables
-) -> Launch:
+def _mpi(launcher: str, names: str, local_names: str, variables: Variables) -> Launch | None:
+    """By the names of rank and size, of all processes and of those on this host."""
+    place = variables.rank_and_size(*names.split())
+    local = variables.local(*local_names.split())
+    if place is None:
+        return None
     is_one_host = local[1] == place[1]
     address = variables.text("MASTER_ADDR") or ("127.0.0.1" if is_one_host else _first_slurm_host(variables))
     port = _port(variables, "PMIX_NAMESPACE", "SLURM_JOB_ID") if address else None
-    return Launch(*place, *local, launcher, address, port, has_mpi=True, variables=tuple(variables.used))
+    return Launch(*place, *local, launcher, address, port, has_mpi=True)
 
 
 def _slurm(variables: Variables) -> Launch | None:
     if variables.text("SLURM_PROCID") is None:
         return None  # inside an allocation, but not as one of its tasks
     place = variables.rank_and_size("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    if place is None:
-        return None
+    assert place is not None
     local_rank = variables.number("SLURM_LOCALID")
     host = variables.number("SLURM_NODEID")
     counts = slurm_counts(variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") or "")
@@ -244,7 +219,7 @@ def _slurm(variables: Variables) -> Launch | None:
     local_size = counts[host] if host is not None and counts else None
     address = variables.text("MASTER_ADDR") or _first_slurm_host(variables)
     port = _port(variables, "SLURM_JOB_ID") if address else None
-    return Launch(*place, local_rank, local_size, "Slurm", address, port, variables=tuple(variables.used))
+    return Launch(*place, local_rank, local_size, "Slurm", address, port)
 
 
 def _pmix(variables: Variables) -> Launch | None:
@@ -257,11 +232,17 @@ def _pmix(variables: Variables) -> Launch | None:
     )
 
 
+_OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_PMI = "PMI_RANK PMI_SIZE", "MPI_LOCALRANKID MPI_LOCALNRANKS"
+
 READERS: tuple[Callable[[Variables], Launch | None], ...] = (
     _torchrun,
     _tf_config,
-    _open_mpi,
-    _pmi,
+    functools.partial(_mpi, "Open MPI", *_OPEN_MPI),
+    functools.partial(_mpi, "PMI", *_PMI),
     _slurm,
     _pmix,
 )

@@ -72,9 +72,10 @@ class CommunicationOptions:
         object.__setattr__(self, "bytes_per_pack", whole_number("bytes_per_pack", whole))
         object.__setattr__(self, "timeout_seconds", _checked_seconds(self.timeout_seconds))
         object.__setattr__(self, "implementation", _checked_implementation(self.implementation))
-        _check_word("precision", self.precision, PRECISIONS)
-        _check_word("lowering", self.lowering, LOWERINGS)
-        _check_word("integers", self.integers, INTEGER_POLICIES)
+        words = {"precision": PRECISIONS, "lowering": LOWERINGS, "integers": INTEGER_POLICIES}
+        for name, known in words.items():
+            if getattr(self, name) not in known:
+                raise OptionError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
         for name in ("share_results", "widen_inputs"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -108,12 +109,13 @@ def as_options(options: object) -> CommunicationOptions:
 
 @functools.lru_cache(maxsize=256)  # every call between processes merges, most often the same two
 def _merged(options: CommunicationOptions, other: CommunicationOptions) -> CommunicationOptions:
-    given = {
-        field.name: getattr(other, field.name)
-        for field in dataclasses.fields(other)
-        if getattr(other, field.name) != field.default
-    }
-    return dataclasses.replace(options, **given)
+    return dataclasses.replace(options, **differences(other))
+
+
+def differences(options: CommunicationOptions) -> dict[str, Any]:
+    """The options that are not the defaults."""
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    return {name: value for name, value in given.items() if value != getattr(DEFAULT_OPTIONS, name)}
 
 
 def either(options: Any, experimental_hints: Any) -> Any:
@@ -157,11 +159,6 @@ def _checked_implementation(given: object) -> CommunicationImplementation:
         return CommunicationImplementation[given.upper()]
     known = ", ".join(CommunicationImplementation.__members__)
     raise OptionError(f"implementation must be one of {known}; got {given!r}")
-
-
-def _check_word(name: str, given: object, known: tuple[str, ...]) -> None:
-    if given not in known:
-        raise OptionError(f"{name} must be one of {', '.join(known)}; got {given!r}")
 
 
 DEFAULT_OPTIONS = CommunicationOptions()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 import sys
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from crossdevice.errors import OptionError, ReduceOpError
 
@@ -72,10 +72,8 @@ class ReduceOp(enum.Enum):
     @classmethod
     def from_variable_aggregation(cls, aggregation: object) -> ReduceOp:
         """The operation for a variable's aggregation; only SUM and MEAN have one."""
-        if aggregation is VariableAggregation.SUM:
-            return cls.SUM
-        if aggregation is VariableAggregation.MEAN:
-            return cls.MEAN
+        if isinstance(aggregation, VariableAggregation) and aggregation.name in ("SUM", "MEAN"):
+            return cls[aggregation.name]
         raise ReduceOpError(
             f"{aggregation!r} stands for no reduce operation; expected VariableAggregation.SUM or .MEAN"
         )
@@ -102,7 +100,20 @@ def trimmed_mean(k: int) -> ReduceOp:
     return ReduceOp(f"TRIMMED_MEAN({k})")
 
 
-class VariableAggregation(enum.Enum):
+class _VariableSetting(enum.Enum):
+    """A setting of variables, by name or as TensorFlow's member of that name."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self:
+        name = _name_among(value, cls.__name__, f"{cls.__name__}V2").upper()
+        if name in cls.__members__:
+            return cls[name]
+        noun = {"VariableAggregation": "an aggregation"}.get(cls.__name__, "a synchronization")
+        known = ", ".join(cls.__members__)
+        raise OptionError(f"{value!r} is not {noun} of variables; expected one of {known}")
+
+
+class VariableAggregation(_VariableSetting):
     """What a variable does with the different values that replicas assign to it.
 
     >>> VariableAggregation("only_first_replica").name
@@ -114,12 +125,8 @@ class VariableAggregation(enum.Enum):
     MEAN = 2
     ONLY_FIRST_REPLICA = 3
 
-    @classmethod
-    def _missing_(cls, value: object) -> VariableAggregation:
-        return _member(cls, value, "an aggregation", "VariableAggregation", "VariableAggregationV2")
 
-
-class VariableSynchronization(enum.Enum):
+class VariableSynchronization(_VariableSetting):
     """When the copies of a variable are brought into step.
 
     >>> VariableSynchronization("on_read").name
@@ -131,20 +138,8 @@ class VariableSynchronization(enum.Enum):
     ON_WRITE = 2
     ON_READ = 3
 
-    @classmethod
-    def _missing_(cls, value: object) -> VariableSynchronization:
-        return _member(cls, value, "a synchronization", "VariableSynchronization")
 
-
-_Setting = TypeVar("_Setting", bound=enum.Enum)
-
-
-def _member(settings: type[_Setting], value: object, noun: str, *kinds: str) -> _Setting:
-    name = _name_among(value, *kinds).upper()
-    if name in settings.__members__:
-        return settings[name]
-    known = ", ".join(settings.__members__)
-    raise OptionError(f"{value!r} is not {noun} of variables; expected one of {known}")
+_Setting = TypeVar("_Setting", bound=_VariableSetting)
 
 
 def as_setting(kind: type[_Setting], value: object) -> _Setting:
@@ -158,10 +153,8 @@ def _name_among(value: object, *kinds: str) -> str:
     if isinstance(value, str):
         return value
     kind = type(value)
-    if (
-        kind.__module__.partition(".")[0] not in ("torch", "tensorflow", "mpi4py")
-        or kind.__name__ not in kinds
-    ):
+    library = kind.__module__.partition(".")[0]
+    if library not in ("torch", "tensorflow", "mpi4py") or kind.__name__ not in kinds:
         return ""
     if kind.__name__ == "Op":  # which has no name of its own
         module = sys.modules[kind.__module__]

@@ -37,10 +37,7 @@ class Registry(Mapping[str, str]):
 
     def _rows(self) -> dict[str, str]:
         found = importlib.metadata.entry_points(group=self._group)
-        return {
-            **self._table,
-            **{entry.name: entry.value for entry in found if entry.name not in self._table},
-        }
+        return self._table | {entry.name: entry.value for entry in found if entry.name not in self._table}
 
     def __getitem__(self, name: str) -> str:
         # Installed packages are searched only for names that are not ours, which takes milliseconds.

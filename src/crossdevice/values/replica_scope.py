@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from crossdevice.errors import ContextError
@@ -22,10 +22,9 @@ class RunningCode(NamedTuple):
     is_in_run: bool = False
 
 
-RUNNING_CODE: contextvars.ContextVar[RunningCode] = contextvars.ContextVar(
-    "crossdevice_running_code",
-    default=RunningCode(),  # noqa: B039 - immutable
-)
+_NOBODYS = RunningCode()
+
+RUNNING_CODE: ContextVar[RunningCode] = ContextVar("crossdevice_running_code", default=_NOBODYS)
 """The one place that knows; `strategies/running/place.py` changes it."""
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
+import math
+import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -39,7 +42,9 @@ class Inspection(NamedTuple):
 class Measurable(Protocol):
     """A competitor ready for one work."""
 
-    places: tuple[ResultPlace, ...]
+    @property
+    def places(self) -> tuple[ResultPlace, ...]:
+        """Where results can go."""
 
     def turn(self, place: ResultPlace, repeats: int) -> float:
         """Seconds per call, of `repeats` calls."""
@@ -72,7 +77,7 @@ class Competitor(abc.ABC):
             raise UnsupportedWorkError(
                 f"only {', '.join(self.collectives)}, {' and '.join(self.ops).lower()}"
             )
-        if work.op == "MEAN" and work.dtype not in FLOATS and work.collective in ("all_reduce", "reduce"):
+        if work.op == "MEAN" and work.dtype not in FLOATS and work.reduces:
             raise UnsupportedWorkError("no mean of integers as crossdevice defines it")
 
 
@@ -83,20 +88,17 @@ class Arrays:
         self._flat_inputs = inputs
         self._backend = backend
         self.inputs = [self._shaped(arrays, work.shapes, replica) for replica, arrays in enumerate(inputs)]
-        result = dtype_named(work.result_dtype)
         shares = work.num_inputs if work.collective == "gather" else 1
         shapes = [(shape[0] * shares, *shape[1:]) if shares > 1 else shape for shape in work.shapes]
         self._flat_given = [
-            [np.zeros(int(np.prod(shape)), result) for shape in shapes] for _ in range(work.num_results)
+            [np.zeros(math.prod(shape), dtype_named(work.result_dtype)) for shape in shapes]
+            for _ in range(work.num_results)
         ]
-        self.given = [
-            self._shaped(arrays, shapes, destination) for destination, arrays in enumerate(self._flat_given)
-        ]
+        self.given = [self._shaped(flat, shapes, number) for number, flat in enumerate(self._flat_given)]
         # In place, a destination's result replaces the input there.
         self.replaced = [*self.given, *self.inputs[len(self.given) :]]
         self.can_replace = work.collective != "gather" and work.dtype == work.result_dtype
-        first = self.given[0][0]
-        self.can_be_written = backend.writable_view(first) is not None
+        self.can_be_written = backend.writable_view(self.given[0][0]) is not None
 
     def refill(self) -> None:
         """Puts the inputs back that results in place have replaced."""
@@ -121,69 +123,56 @@ class Arrays:
         return [self._backend.from_host(a, shape, device) for a, shape in zip(arrays, shapes, strict=True)]
 
 
+def _nothing() -> None:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
 class Calls:
     """Calls that are timed here; `meet` is called before every turn, where other processes take part."""
 
-    def __init__(
-        self,
-        work: Workload,
-        calls: Mapping[ResultPlace, TimedCall],
-        *,
-        read: Read,
-        refill: Callable[[], None] | None = None,
-        poison: Callable[[], None] | None = None,
-        meet: Callable[[], None] | None = None,
-        rounds_once: bool = False,
-    ) -> None:
-        self._work = work
-        self._calls = calls
-        self._read = read
-        self._refill = refill or _nothing
-        self._poison = poison or _nothing
-        self._meet = meet or _nothing
-        self._rounds_once = rounds_once
-        self.places: tuple[ResultPlace, ...] = tuple(calls)
+    work: Workload
+    calls: Mapping[ResultPlace, TimedCall]
+    read: Read
+    refill: Callable[[], None] = _nothing
+    poison: Callable[[], None] = _nothing
+    meet: Callable[[], None] = _nothing
+    rounds_once: bool = False
+
+    @property
+    def places(self) -> tuple[ResultPlace, ...]:
+        """Where results can go."""
+        return tuple(self.calls)
 
     def turn(self, place: ResultPlace, repeats: int) -> float:
         """Seconds per call; letting go of the results is part of it, bringing inputs back is not."""
-        call = self._calls[place]
         if place == "in_place":
-            return sum(self._refilled_seconds(call) for _ in range(repeats)) / repeats
+            return statistics.fmean(self._seconds(place, 1) for _ in range(repeats))
         if repeats > 1:
-            call()  # after another competitor's turn, caches are cold
-        self._meet()
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        return (time.perf_counter() - begin) / repeats
+            self.calls[place]()  # after another competitor's turn, caches are cold
+        return self._seconds(place, repeats) / repeats
 
     def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:
         """One more call, for its results."""
         if place != "fresh":
-            self._poison()
-        if place == "in_place":
-            self._refill()
-        self._meet()
-        made = self._calls[place]()  # held while its arrays are looked at: views may not own what they show
-        results = self._read(made)
-        wrong = None
-        if counts_wrong:
-            wrong = data.num_wrong(self._work, results, rounds_once=self._rounds_once)
-        return Inspection(_memory_of(results), wrong)
+            self.poison()
+        self._prepare(place)
+        made = self.calls[place]()  # held while its arrays are looked at: views may not own what they show
+        results = self.read(made)
+        count = data.num_wrong(self.work, results, rounds_once=self.rounds_once) if counts_wrong else None
+        # As the addresses say, not as a library's documentation does.
+        starts = [own.__array_interface__["data"][0] for arrays in results for own in arrays if own.size]
+        return Inspection("own" if len(set(starts)) == len(starts) else "shared", count)
 
-    def _refilled_seconds(self, call: TimedCall) -> float:
-        self._refill()
-        self._meet()
+    def _seconds(self, place: ResultPlace, repeats: int) -> float:
+        self._prepare(place)
+        call = self.calls[place]
         begin = time.perf_counter()
-        call()
+        for _ in range(repeats):
+            call()
         return time.perf_counter() - begin
 
-
-def _memory_of(results: Sequence[Sequence[NDArray[Any]]]) -> Memory:
-    """As the addresses say, not as a library's documentation does."""
-    starts = [array.__array_interface__["data"][0] for arrays in results for array in arrays if array.size]
-    return "own" if len(set(starts)) == len(starts) else "shared"
-
-
-def _nothing() -> None:
-    pass
+    def _prepare(self, place: ResultPlace) -> None:
+        if place == "in_place":
+            self.refill()
+        self.meet()

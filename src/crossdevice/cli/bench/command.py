@@ -17,11 +17,11 @@ from crossdevice.cli.bench.calls import Competitor
 from crossdevice.cli.bench.host_devices import make_host_devices
 from crossdevice.cli.bench.measure import Schedule, measured_rows
 from crossdevice.cli.bench.ours import CrossDeviceCompetitor
-from crossdevice.cli.bench.peers import PEERS, check_peers, lacking, peer_class
+from crossdevice.cli.bench.peers import PEERS, lacking, peer_class
 from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
 from crossdevice.cli.bench.report import Report
 from crossdevice.cli.bench.workload import COLLECTIVES, Workload, bytes_of, dtype_of, op_of, sizes_between
-from crossdevice.cli.output_file import output_file
+from crossdevice.cli.output_file import check_ending, output_file
 from crossdevice.cli.terminal import progress
 from crossdevice.errors import OptionError
 from crossdevice.functions import DEFAULT_ALGORITHM
@@ -39,45 +39,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-n", "--iters", type=int, default=20, metavar="N", help="timed rounds; the median is reported (20)")
     add("-w", "--warmup-iters", type=int, default=5, metavar="N", help="rounds before the timed ones (5)")
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="count wrong results (1)")
-    add(
-        "-d", "--datatype", default="float", metavar="DTYPE", help="float, half, bfloat16, int32, ... (float)"
-    )
+    add("-d", "--datatype", default="float", metavar="DTYPE", help="float, half, bfloat16, ... (float)")
     add("-o", "--op", default="sum", help="sum, avg, min, max or prod (sum)")
     add("-g", "--ngpus", type=int, default=8, metavar="N", help="number of devices (8)")
     add("-J", "--json", type=output_file, metavar="FILE", help="write the results as JSON")
     add("--collective", choices=COLLECTIVES, default="all_reduce")
-    add(
-        "--algorithm",
-        action="append",
-        metavar="NAME",
-        help=f"{', '.join(ALGORITHMS)}, module:class, or all; may be repeated ({DEFAULT_ALGORITHM})",
-    )
+    names = f"{', '.join(ALGORITHMS)}, module:class, or all; may be repeated"
+    add("--algorithm", action="append", metavar="NAME", help=f"{names} ({DEFAULT_ALGORITHM})")
     add("--backend", default="numpy", metavar="NAME", help=f"{' or '.join(BACKENDS)} (numpy)")
     add("--precision", choices=PRECISIONS, default="accurate")
     add("--lowering", choices=LOWERINGS, default="auto", help="off: run plans step by step (auto)")
     add("--share-results", action="store_true", help="let crossdevice give all devices the same result array")
     add("--fresh", action="store_true", help="allocate results in every call instead of passing out=")
     add("--threads", type=int, metavar="N", help="threads of crossdevice and PyTorch (number of cores)")
-    add(
-        "--against",
-        default="",
-        metavar="LIST",
-        help=f"other libraries, separated by commas: {', '.join(PEERS)}, or all",
-    )
-    add(
-        "--calibrate",
-        type=output_file,
-        metavar="FILE",
-        help="write this host's topology, for explain and choose_algorithm, to FILE.toml and exit",
-    )
-    add(
-        "--chart",
-        type=output_file,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="draw FILE.svg or FILE.html",
-    )
+    peers = ", ".join(PEERS)
+    add("--against", default="", metavar="LIST", help=f"peers, separated by commas: {peers}, or all")
+    add("--calibrate", type=output_file, metavar="FILE", help="write this host's topology (TOML) and exit")
+    add("--chart", type=output_file, action="append", default=[], metavar="FILE", help="FILE.svg or .html")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,10 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         return calibrate(arguments.calibrate, arguments.ngpus)
     peers = _peers(arguments.against)
     for path in arguments.chart:
-        if path.suffix not in (".svg", ".html"):
-            raise OptionError(
-                f"{str(path)!r} is not a valid chart file; expected a name that ends in .svg or .html"
-            )
+        check_ending(path, "chart", ".svg", ".html")
+    schedule = Schedule(arguments.iters, arguments.warmup_iters, bool(arguments.check), arguments.fresh)
     set_num_threads(arguments.threads)
     try:
         with contextlib.ExitStack() as closing:
@@ -103,30 +79,13 @@ def run(arguments: argparse.Namespace) -> int:
             report.begin()
             others = _started(peers, arguments, report, closing)
             report.open_table(compares=len(ours) + len(others) > 1)
-            _measure(works, [*ours, *others], arguments, report)
+            with progress(2 * arguments.iters * len(works)) as advance:
+                for work in works:
+                    tick = functools.partial(advance, f"{work.size_bytes} B")
+                    report.add(measured_rows(work, [*ours, *others], schedule, say=report.remark, tick=tick))
     finally:
         set_num_threads(None)
     return report.end()
-
-
-def _measure(
-    works: Sequence[Workload],
-    competitors: Sequence[Competitor],
-    arguments: argparse.Namespace,
-    report: Report,
-) -> None:
-    schedule = Schedule(arguments.iters, arguments.warmup_iters, bool(arguments.check), arguments.fresh)
-    with progress(2 * arguments.iters * len(works)) as advance:
-        for work in works:
-            report.add(
-                measured_rows(
-                    work,
-                    competitors,
-                    schedule,
-                    say=report.remark,
-                    tick=functools.partial(advance, f"{work.size_bytes} B"),
-                )
-            )
 
 
 def _works(arguments: argparse.Namespace) -> list[Workload]:
@@ -155,8 +114,11 @@ def _ours(arguments: argparse.Namespace) -> list[Competitor]:
 
 def _peers(text: str) -> list[str]:
     names = list(dict.fromkeys(filter(None, (name.strip() for name in text.split(",")))))
-    names = list(PEERS) if "all" in names else names
-    check_peers(names)
+    if "all" in names:
+        return list(PEERS)
+    for name in names:
+        if name not in PEERS:
+            raise OptionError(f"{name!r} is not a peer; expected one of {', '.join(PEERS)}, or all")
     return names
 
 

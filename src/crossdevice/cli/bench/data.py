@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -30,18 +30,15 @@ POISON = 77
 
 Arrays = list[NDArray[Any]]
 
-_WIDE_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "SUM": np.sum,
-    "MEAN": np.sum,
-    "MIN": np.min,
-    "MAX": np.max,
-    "PROD": np.prod,
-}
+_WIDE: dict[str, Any] = {"SUM": np.sum, "MEAN": np.sum, "MIN": np.min, "MAX": np.max, "PROD": np.prod}
 
 
 def replica_arrays(work: Workload, replica: int) -> Arrays:
     """One replica's flat arrays, one for each shape of the work."""
-    return [_replica_array(work, replica, number) for number in range(len(work.shapes))]
+    return [
+        np.resize(_pattern(work.dtype, work.op, replica, number % NUM_PATTERNS), math.prod(shape))
+        for number, shape in enumerate(work.shapes)
+    ]
 
 
 def all_arrays(work: Workload) -> list[Arrays]:
@@ -57,24 +54,15 @@ def num_wrong(work: Workload, results: Sequence[Arrays], *, rounds_once: bool) -
     rounding after every step may lose.
     """
     return sum(
-        _num_beyond(segment, expected, rounds_once=rounds_once)
+        _num_beyond(segment, *expected)
         for arrays in results
         for number, array in enumerate(arrays)
-        for segment, expected in _segments(work, number, array)
+        for segment, expected in _segments(work, number % NUM_PATTERNS, array, rounds_once)
     )
 
 
-class _Expected(NamedTuple):
-    """One period of the wide result, and how far from it a result may be."""
-
-    center: NDArray[Any]
-    stepwise: NDArray[Any]
-    once: NDArray[Any]
-
-
-def _replica_array(work: Workload, replica: int, number: int) -> NDArray[Any]:
-    size = math.prod(work.shapes[number])
-    return np.resize(_pattern(work.dtype, work.op, replica, number % NUM_PATTERNS), size)
+_Expected: TypeAlias = tuple[NDArray[Any], NDArray[Any] | float]
+"""One period of the wide result, and how far from it a result may be."""
 
 
 @functools.lru_cache(maxsize=512)
@@ -87,46 +75,45 @@ def _pattern(dtype: str, op: str, replica: int, number: int) -> NDArray[Any]:
     return random.integers(low, high, PERIOD, dtype, endpoint=True)
 
 
-def _segments(work: Workload, number: int, array: NDArray[Any]) -> Iterator[tuple[NDArray[Any], _Expected]]:
+def _segments(
+    work: Workload, number: int, array: NDArray[Any], rounds_once: bool
+) -> Iterator[tuple[NDArray[Any], _Expected]]:
     """Parts of a result that each start with the start of a pattern."""
-    if work.collective in ("all_reduce", "reduce"):
-        yield array, _expected_reduction(work, number % NUM_PATTERNS)
+    if work.reduces:
+        yield array, _expected_reduction(work, number, rounds_once)
         return
-    length = array.size // work.num_inputs
-    for replica in range(work.num_inputs):
-        pattern = _pattern(work.dtype, work.op, replica, number % NUM_PATTERNS)
-        center = pattern.astype(_wide_dtype(work.dtype))
-        none = np.zeros(PERIOD)
-        yield array[replica * length : (replica + 1) * length], _Expected(center, none, none)
+    for replica, part in enumerate(np.split(array, work.num_inputs)):
+        pattern = _pattern(work.dtype, work.op, replica, number)
+        yield part, (pattern.astype(_wide_dtype(work.dtype)), 0.0)
 
 
 @functools.lru_cache(maxsize=16)
-def _expected_reduction(work: Workload, number: int) -> _Expected:
+def _expected_reduction(work: Workload, number: int, rounds_once: bool) -> _Expected:
     patterns = [_pattern(work.dtype, work.op, replica, number) for replica in range(work.num_devices)]
     wide_dtype = _wide_dtype(work.dtype)
     wide = np.stack([pattern.astype(wide_dtype) for pattern in patterns])
-    center = _WIDE_FUNCTIONS[work.op](wide, axis=0)
+    center = _WIDE[work.op](wide, axis=0)
     if work.result_dtype not in FLOATS:
         # Integers wrap, whatever the order.
         center = center.astype(work.result_dtype).astype(wide_dtype)
-    divisor = work.num_devices if work.op == "MEAN" else 1
-    magnitude = np.abs(center) if work.op == "PROD" else np.abs(wide).sum(axis=0) / divisor
-    center = center / divisor if work.op == "MEAN" else center
+    magnitude = np.abs(center) if work.op == "PROD" else np.abs(wide).sum(axis=0)
+    if work.op == "MEAN":
+        center, magnitude = center / work.num_devices, magnitude / work.num_devices
     if work.result_dtype not in FLOATS or work.op in ("MIN", "MAX"):
-        none = np.zeros(PERIOD)
-        return _Expected(center, none, none)
+        return center, 0.0
     unit = float(ml_dtypes.finfo(dtype_named(work.result_dtype)).eps)
+    if not rounds_once:
+        return center, work.num_devices * unit * magnitude
     wide_unit = float(np.finfo(wide_dtype).eps) if work.dtype in FLOATS else 2.0**-52
-    once = (unit / 2) * np.abs(center) + (work.num_devices + 1) * wide_unit * magnitude
-    return _Expected(center, work.num_devices * unit * magnitude, once)
+    return center, (unit / 2) * np.abs(center) + (work.num_devices + 1) * wide_unit * magnitude
 
 
-def _num_beyond(result: NDArray[Any], expected: _Expected, *, rounds_once: bool) -> int:
-    allowed = expected.once if rounds_once else expected.stepwise
+def _num_beyond(result: NDArray[Any], center: NDArray[Any], allowed: NDArray[Any] | float) -> int:
+    allowed = np.broadcast_to(allowed, center.shape)
     wrong = 0
     for start in range(0, result.size, PERIOD):
-        piece = result[start : start + PERIOD].astype(expected.center.dtype)
-        error = np.abs(piece - expected.center[: piece.size])
+        piece = result[start : start + PERIOD].astype(center.dtype)
+        error = np.abs(piece - center[: piece.size])
         wrong += int(np.count_nonzero(~(error <= allowed[: piece.size])))  # NaN is wrong
     return wrong
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Mapping
 
 from crossdevice.backends.registry import backend_named
 from crossdevice.values.device import host_device
@@ -13,23 +12,14 @@ from crossdevice.values.device import host_device
 def make_host_devices(library: str, number: int) -> None:
     """Has the library make so many; refused where it has started already with fewer, or has none."""
     backend = backend_named(library)
-    if library in _MAKERS:
-        with contextlib.suppress(RuntimeError):  # it has started: what it has may do
-            _MAKERS[library](number)
+    with contextlib.suppress(RuntimeError):  # it has started: what it has may do
+        if library == "jax":
+            config = importlib.import_module("jax").config
+            config.update("jax_enable_x64", True)  # else its doubles have 32 bits, and are counted as wrong
+            config.update("jax_num_cpu_devices", number)
+        elif library == "tensorflow":
+            config = importlib.import_module("tensorflow").config
+            host = config.list_physical_devices("CPU")[0]
+            config.set_logical_device_configuration(host, [config.LogicalDeviceConfiguration()] * number)
     for index in range(number):
         backend.check_device(host_device(index))
-
-
-def _make_for_jax(number: int) -> None:
-    config = importlib.import_module("jax").config
-    config.update("jax_enable_x64", True)  # else its doubles have 32 bits, and are counted as wrong
-    config.update("jax_num_cpu_devices", number)
-
-
-def _make_for_tensorflow(number: int) -> None:
-    config = importlib.import_module("tensorflow").config
-    host = config.list_physical_devices("CPU")[0]
-    config.set_logical_device_configuration(host, [config.LogicalDeviceConfiguration()] * number)
-
-
-_MAKERS: Mapping[str, Callable[[int], None]] = {"jax": _make_for_jax, "tensorflow": _make_for_tensorflow}

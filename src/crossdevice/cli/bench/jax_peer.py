@@ -39,15 +39,13 @@ class JaxPsum(Competitor):
         jax, sharding = self._jax, importlib.import_module("jax.sharding")
         devices = jax.devices("cpu")[: work.num_devices]
         mesh = sharding.Mesh(np.array(devices), ("replicas",))
-        split = sharding.PartitionSpec("replicas")
+        split, whole = sharding.PartitionSpec("replicas"), sharding.PartitionSpec()
         function = getattr(jax.lax, _FUNCTIONS[work.op])
 
         def all_reduce(arrays: list[Any]) -> list[Any]:
             return [function(array, "replicas") for array in arrays]
 
-        compiled = jax.jit(
-            jax.shard_map(all_reduce, mesh=mesh, in_specs=split, out_specs=sharding.PartitionSpec())
-        )
+        compiled = jax.jit(jax.shard_map(all_reduce, mesh=mesh, in_specs=split, out_specs=whole))
         values = [
             jax.make_array_from_single_device_arrays(
                 (work.num_devices * column[0].size,),

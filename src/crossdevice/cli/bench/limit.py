@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,8 +91,5 @@ def measured_limit() -> CopyLimit:
     return CopyLimit(2 * source.nbytes / medians[fastest], fastest)
 
 
-WAYS: Mapping[str, Callable[[Arrays, Arrays], Copy]] = {
-    "memcpy": plain_copy,
-    "non-temporal stores": streamed_copy,
-}
+WAYS = {"memcpy": plain_copy, "non-temporal stores": streamed_copy}
 """Every way of copying flat arrays."""

@@ -13,6 +13,9 @@ from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Arrays, Calls, Competitor, Results, TimedCall
 from crossdevice.cli.bench.workload import ResultPlace, Workload
 
+_FUNCTIONS = {"SUM": "add", "MEAN": "add", "MIN": "minimum", "MAX": "maximum", "PROD": "multiply"}
+"""What NumPy and PyTorch both call them."""
+
 
 class NumpyLoop(Competitor):
     """`total = a + b; total += c; ...`, then a copy for every other destination."""
@@ -20,26 +23,15 @@ class NumpyLoop(Competitor):
     name = "numpy"
 
     def __init__(self) -> None:
-        self._combine: dict[str, Callable[..., Any]] = {
-            "MIN": np.minimum,
-            "MAX": np.maximum,
-            "PROD": np.multiply,
-            "SUM": np.add,
-        }
+        self._library: Any = np
         self._copy: Callable[[Any], Any] = np.copy
         self._copy_into: Callable[[Any, Any], None] = np.copyto
-        self._concatenate: Callable[..., Any] = np.concatenate
 
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """Results can be given, new, or replace the inputs."""
         self.check(work)
         arrays = Arrays(work, inputs, backend_named(self.name))
-        loop = {
-            "all_reduce": self._reduce,
-            "reduce": self._reduce,
-            "broadcast": self._broadcast,
-            "gather": self._gather,
-        }[work.collective]
+        loop = self._reduce if work.reduces else getattr(self, f"_{work.collective}")
         calls: dict[ResultPlace, TimedCall] = {
             "fresh": lambda: loop(work, arrays.inputs, None),
             "given": lambda: loop(work, arrays.inputs, arrays.given),
@@ -49,35 +41,29 @@ class NumpyLoop(Competitor):
         return Calls(work, calls, read=arrays.read, refill=arrays.refill, poison=arrays.poison)
 
     def _reduce(self, work: Workload, inputs: Results, out: Results | None) -> Results:
-        combine, columns = self._combine["SUM" if work.op == "MEAN" else work.op], []
+        combine, columns = getattr(self._library, _FUNCTIONS[work.op]), []
         for number, (first, second, *others) in enumerate(zip(*inputs, strict=True)):
-            total = combine(first, second) if out is None else combine(first, second, out=out[0][number])
+            total = combine(first, second, out=out and out[0][number])
             for other in others:
                 combine(total, other, out=total)
             if work.op == "MEAN":
                 total /= work.num_devices
-            columns.append([total, *self._copies(total, work.num_results - 1, out, number)])
+            places = [out and out[k][number] for k in range(1, work.num_results)]
+            columns.append([total, *(self._copied(total, place) for place in places)])
         return list(zip(*columns, strict=True))
 
     def _broadcast(self, work: Workload, inputs: Results, out: Results | None) -> Results:
-        value = inputs[0][0]
-        if out is None:
-            return [[self._copy(value)] for _ in range(work.num_results)]
-        for (target,) in out:
-            if target is not value:
-                self._copy_into(target, value)
-        return out
+        return [[self._copied(inputs[0][0], out and out[k][0])] for k in range(work.num_results)]
 
     def _gather(self, work: Workload, inputs: Results, out: Results | None) -> Results:  # noqa: ARG002
-        parts = [arrays[0] for arrays in inputs]
-        return [[self._concatenate(parts) if out is None else self._concatenate(parts, out=out[0][0])]]
+        return [[self._library.concatenate([arrays[0] for arrays in inputs], out=out and out[0][0])]]
 
-    def _copies(self, total: Any, number_of_copies: int, out: Results | None, number: int) -> list[Any]:
-        if out is None:
-            return [self._copy(total) for _ in range(number_of_copies)]
-        for arrays in out[1 : 1 + number_of_copies]:
-            self._copy_into(arrays[number], total)
-        return [arrays[number] for arrays in out[1 : 1 + number_of_copies]]
+    def _copied(self, value: Any, place: Any) -> Any:
+        if place is None:
+            return self._copy(value)
+        if place is not value:
+            self._copy_into(place, value)
+        return place
 
 
 class TorchLoop(NumpyLoop):
@@ -86,10 +72,8 @@ class TorchLoop(NumpyLoop):
     name = "torch"
 
     def __init__(self) -> None:
-        torch: Any = importlib.import_module("torch")
-        self._combine = {"MIN": torch.minimum, "MAX": torch.maximum, "PROD": torch.mul, "SUM": torch.add}
+        torch = self._library = importlib.import_module("torch")
         self._copy, self._copy_into = torch.clone, torch.Tensor.copy_
-        self._concatenate = torch.cat
 
 
 class TorchFlatten(Competitor):

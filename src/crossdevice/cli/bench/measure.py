@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Competitor, Measurable, Memory
@@ -20,8 +20,7 @@ PAUSE_SECONDS = 0.003
 """Between turns: OpenMP's threads spin for about a millisecond after their last work."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """One cell group of the table: the median time of one competitor, place and size."""
 
     work: Workload
@@ -41,8 +40,7 @@ class Figure:
         return self.algorithm_bandwidth * self.work.bus_factor
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One competitor's line for one size; None where it cannot do that."""
 
     competitor: str
@@ -61,8 +59,7 @@ class Row:
         return self.figures[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """How often, and what besides the time."""
 
     iterations: int = 20
@@ -81,11 +78,15 @@ def measured_rows(
 ) -> list[Row]:
     """One row per competitor that can do this work; `say` hears of the others, `tick` of every round."""
     inputs = data.all_arrays(work)
-    able = {one.name: _ready(one, work, inputs, say) for one in competitors}
-    ready = {name: one for name, one in able.items() if one is not None}
-    chosen = {name: _out_of_place(one, schedule) for name, one in ready.items()}
-    outside = _figures(work, ready, chosen, schedule, tick)
-    inside = _figures(work, ready, {name: _in_place(one) for name, one in ready.items()}, schedule, tick)
+    ready: dict[str, Measurable] = {}
+    for competitor in competitors:
+        try:
+            ready[competitor.name] = competitor.ready(work, inputs)
+        except UnsupportedWorkError as error:
+            say(f"{competitor.name}: left out, {error}")
+    out_of_place: Sequence[ResultPlace] = ("fresh", "given") if schedule.prefers_fresh else ("given", "fresh")
+    outside = _figures(work, ready, out_of_place, schedule, tick)
+    inside = _figures(work, ready, ("in_place",), schedule, tick)
     rows = [Row(name, work, outside.get(name), inside.get(name)) for name in ready]
     return [row for row in rows if row.figures]
 
@@ -97,11 +98,11 @@ def seconds_in_turns(
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """Seconds per call of each competitor in each round, all of them taking turns."""
-    last: dict[str, float] = {}
+    repeats: dict[str, int] = {}
     for _ in range(max(1, schedule.warm_up)):
         for name, place in places.items():
-            last[name] = ready[name].turn(place, 1)
-    repeats = {name: _repeats(seconds) for name, seconds in last.items()}
+            last = max(ready[name].turn(place, 1), 1e-7)
+            repeats[name] = max(1, min(MAX_REPEATS, int(TURN_SECONDS / last)))
     seconds: dict[str, list[float]] = {name: [] for name in places}
     for _ in range(schedule.iterations):
         for name, place in places.items():
@@ -112,44 +113,19 @@ def seconds_in_turns(
     return seconds
 
 
-def _ready(
-    competitor: Competitor, work: Workload, inputs: Sequence[data.Arrays], say: Callable[[str], None]
-) -> Measurable | None:
-    try:
-        return competitor.ready(work, inputs)
-    except UnsupportedWorkError as error:
-        say(f"{competitor.name}: left out, {error}")
-        return None
-
-
 def _figures(
     work: Workload,
     ready: Mapping[str, Measurable],
-    wanted: Mapping[str, ResultPlace | None],
+    wanted: Sequence[ResultPlace],
     schedule: Schedule,
     tick: Callable[[], None],
 ) -> dict[str, Figure]:
-    places: dict[str, ResultPlace] = {name: place for name, place in wanted.items() if place is not None}
-    if not places:
-        for _ in range(schedule.iterations):
-            tick()
-        return {}
+    """Of those that have one of the wanted places, the first of these that each has."""
+    able = {name: [place for place in wanted if place in one.places] for name, one in ready.items()}
+    places = {name: own[0] for name, own in able.items() if own}
     seconds = seconds_in_turns(ready, places, schedule, tick)
     figures = {}
     for name, place in places.items():
         memory, wrong = ready[name].inspect(place, counts_wrong=schedule.checks)
         figures[name] = Figure(work, place, statistics.median(seconds[name]), memory, wrong)
     return figures
-
-
-def _out_of_place(one: Measurable, schedule: Schedule) -> ResultPlace | None:
-    order: tuple[ResultPlace, ...] = ("fresh", "given") if schedule.prefers_fresh else ("given", "fresh")
-    return next((place for place in order if place in one.places), None)
-
-
-def _in_place(one: Measurable) -> ResultPlace | None:
-    return "in_place" if "in_place" in one.places else None
-
-
-def _repeats(seconds: float) -> int:
-    return max(1, min(MAX_REPEATS, int(TURN_SECONDS / max(seconds, 1e-7))))

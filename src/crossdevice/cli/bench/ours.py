@@ -20,15 +20,10 @@ from crossdevice.values.registry import loaded
 
 def ops_named(name: str) -> CrossDeviceOps:
     """The algorithm of that name, or an instance of `module:class`, for algorithms that are nobody's yet."""
-    if ":" not in name:
-        return _made(ALGORITHMS.load(name), name)
     try:
-        return _made(loaded(name), name)
+        kind = loaded(name) if ":" in name else ALGORITHMS.load(name)
     except (ImportError, AttributeError) as error:
         raise OptionError(f"algorithm {name!r} cannot be loaded: {error}") from error
-
-
-def _made(kind: Any, name: str) -> CrossDeviceOps:
     if not (isinstance(kind, type) and issubclass(kind, CrossDeviceOps)):
         raise OptionError(f"algorithm {name!r} is {kind!r}; expected a subclass of CrossDeviceOps")
     return kind()
@@ -52,12 +47,7 @@ class CrossDeviceCompetitor(Competitor):
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """Results are given memory, new ones, or replace inputs, as far as arrays can be written to."""
         arrays = Arrays(work, inputs, self._backend)
-        collective = {
-            "all_reduce": self._reduction,
-            "reduce": self._reduction,
-            "broadcast": self._broadcast,
-            "gather": self._gather,
-        }[work.collective]
+        collective = self._reduction if work.reduces else getattr(self, f"_{work.collective}")
         calls: dict[ResultPlace, TimedCall] = {"fresh": collective(work, arrays.inputs, None)}
         if arrays.can_be_written and not self._options.share_results and work.collective != "gather":
             calls["given"] = collective(work, arrays.inputs, arrays.given)
@@ -66,7 +56,7 @@ class CrossDeviceCompetitor(Competitor):
         return Calls(
             work,
             calls,
-            read=lambda results: arrays.read(_by_destination(results)),
+            read=lambda results: arrays.read(list(zip(*map(components_of, results), strict=True))),
             refill=arrays.refill,
             poison=arrays.poison,
             rounds_once=self._rounds_once(work),
@@ -74,26 +64,20 @@ class CrossDeviceCompetitor(Competitor):
 
     def _rounds_once(self, work: Workload) -> bool:
         """Nothing is wider than float64 to multiply in; sums of it are compensated."""
-        precision = self._options.precision
-        return precision == "exact" or (
-            precision == "accurate" and (work.op, work.dtype) != ("PROD", "float64")
-        )
+        narrow = (work.op, work.dtype) == ("PROD", "float64")
+        return self._options.precision in (("exact",) if narrow else ("exact", "accurate"))
 
     def _reduction(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:
         ops, op, options = self.algorithm, work.op, self._options
         values = [PerReplica(column) for column in zip(*inputs, strict=True)]
-        if work.num_results == 1:
-            targets: list[Any] = ["cpu:0"] * len(values)
-            outs = None if out is None else list(out[0])
-        else:
-            targets = list(values)
-            outs = None if out is None else list(zip(*out, strict=True))
+        to_one = work.num_results == 1
+        pairs = [(value, "cpu:0" if to_one else value) for value in values]
+        outs: list[Any] = [None]
+        if out is not None:
+            outs = list(out[0] if to_one else zip(*out, strict=True))
         if len(values) > 1:
-            pairs = list(zip(values, targets, strict=True))
-            return lambda: ops.batch_reduce(op, pairs, options, out=outs)
-        value, target = values[0], targets[0]
-        only = None if outs is None else outs[0]
-        return lambda: [ops.reduce(op, value, target, options, out=only)]
+            return lambda: ops.batch_reduce(op, pairs, options, out=None if out is None else outs)
+        return lambda: [ops.reduce(op, *pairs[0], options, out=outs[0])]
 
     def _broadcast(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:
         ops, value = self.algorithm, inputs[0][0]
@@ -105,7 +89,3 @@ class CrossDeviceCompetitor(Competitor):
         ops, options = self.algorithm, self._options
         value = PerReplica([arrays[0] for arrays in inputs])
         return lambda: [ops.gather(value, "cpu:0", 0, options)]
-
-
-def _by_destination(results: Sequence[Any]) -> Results:
-    return list(zip(*map(components_of, results), strict=True))

@@ -1,11 +1,16 @@
-"""The chart and the table as one HTML page that needs nothing else."""
+"""The chart of bandwidth against size, and a page of chart and table that needs nothing else."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 
+from crossdevice.cli.bench.limit import CopyLimit
 from crossdevice.cli.bench.measure import Figure, Row
+from crossdevice.cli.bench.table import title_of
+from crossdevice.cli.bench.workload import GIGABYTE
+from crossdevice.cli.svg import Chart, Limit, Line, charts_svg
 from crossdevice.plans.rendering import size_text
 
 STYLE = """
@@ -25,24 +30,43 @@ READING = (
 )
 
 _HEADINGS = (
-    "competitor",
-    "memory",
-    "size",
-    "out-of-place (us)",
-    "busbw",
-    "#wrong",
-    "in-place (us)",
-    "busbw",
-    "#wrong",
+    *("competitor", "memory", "size", "out-of-place (us)", "busbw", "#wrong"),
+    *("in-place (us)", "busbw", "#wrong"),
 )
+
+
+def svg_of(rows: Sequence[Row], limit: CopyLimit, title: str) -> str:
+    """The chart of each row's main figure. Lines of competitors that share one result are dashed."""
+    ceiling = rows[0].work.bus_bandwidth_of_copy(limit.bytes_per_second) / GIGABYTE
+    sizes = sorted({row.work.size_bytes for row in rows})
+    chart = Chart(
+        title,
+        "size",
+        [_line(rows, name) for name in dict.fromkeys(row.competitor for row in rows)],
+        y_label="busbw (GB/s)",
+        x_names={math.log2(size): size_text(size) for size in sizes[:: -(-len(sizes) // 10)]},
+        limit=Limit(ceiling, f"copy limit of this machine: {limit}"),
+    )
+    return charts_svg([chart], width=720, height=540)
+
+
+def _line(rows: Sequence[Row], name: str) -> Line:
+    title = title_of(rows, name)
+    own = [row for row in rows if row.competitor == name]
+    measured = [(row.work.size_bytes, row.main.bus_bandwidth) for row in own]
+    return Line(
+        title,
+        [(math.log2(size), bandwidth) for size, bandwidth in measured],
+        is_dashed=own[0].main.memory == "shared",
+        notes=[f"{title}, {size_text(size)}: {bandwidth:.3g} GB/s" for size, bandwidth in measured],
+    )
 
 
 def page_of(rows: Sequence[Row], svg: str, title: str, command: str, remarks: Sequence[str]) -> str:
     """`remarks` are the lines about machine and competitors; `command` is what made this page."""
     head = "".join(f"<th>{heading}</th>" for heading in _HEADINGS)
-    body = "\n".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in rows
-    )
+    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in _cells(row)) for row in rows]
+    body = "\n".join(f"<tr>{row}</tr>" for row in cells)
     facts = "\n".join(escape(remark) for remark in remarks)
     return f"""<!doctype html>
 <html lang="en">

@@ -11,12 +11,11 @@ import contextlib
 import os
 import sys
 from multiprocessing.connection import Client
-from typing import Any
 
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Competitor, Measurable
 from crossdevice.cli.bench.peers import PeerSetup, peer_class
-from crossdevice.cli.bench.workload import UnsupportedWorkError, Workload
+from crossdevice.cli.bench.workload import UnsupportedWorkError
 
 TOKEN_VARIABLE = "CROSSDEVICE_BENCH_TOKEN"
 """What a peer says first, so that no other process is taken for it."""
@@ -25,9 +24,8 @@ TOKEN_VARIABLE = "CROSSDEVICE_BENCH_TOKEN"
 def main(arguments: list[str]) -> int:
     """Serves until the benchmark hangs up."""
     name, port, num_devices, num_processes, rank, folder = arguments
-    competitor: Competitor = peer_class(name)(
-        PeerSetup(int(num_devices), int(num_processes), int(rank), folder)
-    )
+    setup = PeerSetup(int(num_devices), int(num_processes), int(rank), folder)
+    competitor: Competitor = peer_class(name)(setup)
     ready: Measurable | None = None
     with Client(("127.0.0.1", int(port))) as connection, contextlib.suppress(EOFError):
         connection.send_bytes(os.environ.get(TOKEN_VARIABLE, "").encode())
@@ -35,23 +33,17 @@ def main(arguments: list[str]) -> int:
             method, given, named = connection.recv()
             if method == "ready":
                 ready = None  # lets go of the last work's arrays first
-                ready, answer = _ready(competitor, *given)
+                (work,) = given
+                inputs = [data.replica_arrays(work, replica) for replica in competitor.replicas(work)]
+                try:
+                    ready = competitor.ready(work, inputs)
+                    connection.send(ready.places)
+                except UnsupportedWorkError as error:
+                    connection.send(error)
             else:
-                assert ready is not None, "told to run before being told what"
-                answer = getattr(ready, method)(*given, **named)
-            connection.send(answer)
+                connection.send(getattr(ready, method)(*given, **named))
     competitor.close()
     return 0
-
-
-def _ready(competitor: Competitor, work: Workload) -> tuple[Measurable | None, Any]:
-    """What is ready, and the places of its results; or why there are none."""
-    inputs = [data.replica_arrays(work, replica) for replica in competitor.replicas(work)]
-    try:
-        ready = competitor.ready(work, inputs)
-    except UnsupportedWorkError as error:
-        return None, error
-    return ready, ready.places
 
 
 if __name__ == "__main__":

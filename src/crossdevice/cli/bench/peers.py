@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from crossdevice.errors import OptionError
 from crossdevice.values.registry import loaded
 
 Runs = Literal["here", "process", "processes", "mpirun"]
@@ -57,13 +56,6 @@ PEERS: Mapping[str, Peer] = {
     "gloo": Peer("ranks:GlooRank", "torch", "processes", "torch.distributed on gloo"),
     "mpi": Peer("ranks:MpiRank", "mpi4py", "mpirun", "MPI through mpi4py"),
 }
-
-
-def check_peers(names: list[str]) -> None:
-    """Refuses names that are not in the table."""
-    for name in names:
-        if name not in PEERS:
-            raise OptionError(f"{name!r} is not a peer; expected one of {', '.join(PEERS)}, or all")
 
 
 def lacking(name: str) -> str | None:

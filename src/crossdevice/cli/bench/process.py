@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -81,31 +82,29 @@ class PeerProcesses(Competitor):
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            _end(process)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+            process.wait()
         self._connections, self._processes = [], []
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, num_devices: int) -> None:
         runs, num_processes = self._runs, self._num_processes
         token = secrets.token_hex()
+        environment = _environment(token)
         with socket.create_server(("127.0.0.1", 0)) as server, open(self._complaints, "wb") as complaints:
             server.settimeout(0.2)
             port = server.getsockname()[1]
             for rank in range(1 if runs == "mpirun" else num_processes):
-                command = [sys.executable, "-m", "crossdevice.cli.bench.peer"]
-                command += [self.name, str(port), str(num_devices), str(num_processes), str(rank)]
-                command += [self._folder]
+                given = (self.name, port, num_devices, num_processes, rank, self._folder)
+                command = [sys.executable, "-m", "crossdevice.cli.bench.peer", *map(str, given)]
                 if runs == "mpirun":
                     command = [str(launcher()), "-n", str(num_processes), *command]
-                self._processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=_environment(token),
-                        stdin=subprocess.DEVNULL,
-                        stdout=complaints,
-                        stderr=complaints,
-                    )
+                process = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=complaints, stderr=complaints
                 )
+                self._processes.append(process)
             self._connections = self._accept(server, num_processes, token)
 
     def _accept(self, server: socket.socket, number: int, token: str) -> list[Connection]:
@@ -145,23 +144,11 @@ class PeerProcesses(Competitor):
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def _environment(token: str) -> dict[str, str]:
     package_parent = str(Path(crossdevice.__file__).parents[1])
     paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        TOKEN_VARIABLE: token,
-        "PYTHONPATH": os.pathsep.join(paths),
-        **_MPI_ENVIRONMENT,
-    }
+    own = {TOKEN_VARIABLE: token, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, **own, **_MPI_ENVIRONMENT}
 
 
 _MPI_ENVIRONMENT = {

@@ -12,7 +12,7 @@ import numpy as np
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Calls, Competitor, TimedCall
+from crossdevice.cli.bench.calls import Calls, Competitor
 from crossdevice.cli.bench.peers import PeerSetup
 from crossdevice.cli.bench.workload import ResultPlace, UnsupportedWorkError, Workload
 from crossdevice.values.device import host_device
@@ -48,28 +48,19 @@ class Rank(Competitor):
             for buffer in buffers:
                 buffer.fill(data.POISON)
 
-        return Calls(
-            work,
-            self.calls(work, mine, buffers),
-            read=lambda _: [buffers] if gets else [],
-            refill=refill,
-            poison=poison,
-            meet=self.meet,
-        )
-
-    def calls(self, work: Workload, mine: data.Arrays, buffers: data.Arrays) -> dict[ResultPlace, TimedCall]:
-        """This rank's part in the collective, from `mine` to `buffers` or on `buffers` alone."""
         collect = self.collective(work)
         pairs = list(zip(self.placed(mine), self.placed(buffers), strict=True))
-        divides = work.op == "MEAN" and (self.rank == 0 or work.num_results > 1)
 
-        def call(*, replaces: bool) -> None:
+        def call(place: ResultPlace) -> None:
+            """This rank's part in the collective, from `mine` to `buffers` or on `buffers` alone."""
             for array, buffer in pairs:
-                collect(None if replaces else array, buffer)
-                if divides:
+                collect(None if place == "in_place" else array, buffer)
+                if gets and work.op == "MEAN":
                     buffer /= work.num_devices
 
-        return {place: partial(call, replaces=place == "in_place") for place in self.places[work.collective]}
+        calls = {place: partial(call, place) for place in self.places[work.collective]}
+        results = [buffers] if gets else []
+        return Calls(work, calls, lambda _: results, refill=refill, poison=poison, meet=self.meet)
 
     def placed(self, arrays: data.Arrays) -> list[Any]:
         """The same memory as what the library wants."""

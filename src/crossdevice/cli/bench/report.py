@@ -7,17 +7,15 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import crossdevice
 from crossdevice.cli.bench import table
-from crossdevice.cli.bench.chart import svg_of
-from crossdevice.cli.bench.json_record import as_json
-from crossdevice.cli.bench.limit import CopyLimit, measured_limit
-from crossdevice.cli.bench.measure import Row
-from crossdevice.cli.bench.page import page_of
+from crossdevice.cli.bench.limit import measured_limit
+from crossdevice.cli.bench.measure import Figure, Row
+from crossdevice.cli.bench.page import page_of, svg_of
 from crossdevice.cli.bench.workload import GIGABYTE, Workload, bytes_of
 from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources.threads import num_threads
@@ -35,7 +33,6 @@ class Report:
         self._remarks: list[str] = []
         self._rows: list[Row] = []
         self._compares = False
-        self._limit = CopyLimit(0.0, "")
 
     def remark(self, line: str) -> None:
         """A line about the machine or a competitor, said once."""
@@ -58,10 +55,8 @@ class Report:
             f"{given.backend} arrays; sizes in powers of two, GB = 10^9 bytes, times are medians"
         )
         self._limit = measured_limit()
-        as_bus = self._work.bus_bandwidth_of_copy(self._limit.bytes_per_second) / GIGABYTE
-        self.remark(
-            f"copy limit {self._limit}: a busbw of {as_bus:.2f} GB/s if every result has its own memory"
-        )
+        bus = self._work.bus_bandwidth_of_copy(self._limit.bytes_per_second) / GIGABYTE
+        self.remark(f"copy limit {self._limit}: a busbw of {bus:.2f} GB/s if every result has its own memory")
 
     def open_table(self, *, compares: bool) -> None:
         """The names of the columns."""
@@ -77,30 +72,61 @@ class Report:
 
     def end(self) -> int:
         """The footer and the files; 1 if a result of ours was wrong."""
-        for line in table.comparison_lines(self._rows):
+        given, work = self._arguments, self._work
+        for line in (*table.comparison_lines(self._rows), *table.footer_lines(self._rows, self._ours)):
             print(line)
-        for line in table.footer_lines(self._rows, self._ours):
-            print(line)
-        if self._arguments.json is not None:
-            self._write_json(self._arguments.json)
-        if self._arguments.chart and self._rows:
-            self._write_charts(self._arguments.chart)
+        if given.json is not None:
+            given.json.write_text(json.dumps(self._record(), indent=1, default=str) + "\n", encoding="utf-8")
+        if given.chart and self._rows:
+            words = [f"{given.collective} over {given.ngpus} devices", work.dtype, table.redop_of(work)]
+            title = ", ".join(word for word in words if word != "none")
+            svg = svg_of(self._rows, self._limit, title)
+            page = page_of(self._rows, svg, title, self._command, self._remarks)
+            for path in given.chart:
+                path.write_text(svg if path.suffix == ".svg" else page, encoding="utf-8")
         return 1 if table.num_wrong(self._rows, self._ours) else 0
 
-    def _write_json(self, path: Path) -> None:
+    def _record(self) -> dict[str, Any]:
+        """The results with the keys of nccl-tests' `-J` and a few more; times are in microseconds."""
         about = {"command": self._command, "machine": machine(), "crossdevice": crossdevice.__version__}
-        config = vars(self._arguments) | about
-        written = as_json(self._rows, self._ours, self._limit, config, self._remarks)
-        path.write_text(json.dumps(written, indent=1, default=str) + "\n", encoding="utf-8")
+        wrong = table.num_wrong(self._rows, self._ours)
+        average = table.average_bus_bandwidth(self._rows, self._ours[:1])
+        return {
+            "config": vars(self._arguments) | about,
+            "copy_limit": {"bandwidth": self._limit.bytes_per_second / GIGABYTE, "way": self._limit.way},
+            "results": [self._result(row) for row in self._rows],
+            "out_of_bounds": {"count": wrong, "okay": None if wrong is None else wrong == 0},
+            "average_bus_bandwidth": {"bandwidth": average, "okay": "unchecked"},
+            "remarks": self._remarks,
+        }
 
-    def _write_charts(self, paths: Sequence[Path]) -> None:
-        given, work = self._arguments, self._work
-        words = [f"{given.collective} over {given.ngpus} devices", work.dtype, table.redop_of(work)]
-        title = ", ".join(word for word in words if word != "none")
-        svg = svg_of(self._rows, self._limit, title)
-        page = page_of(self._rows, svg, title, self._command, self._remarks)
-        for path in paths:
-            path.write_text(svg if path.suffix == ".svg" else page, encoding="utf-8")
+    def _result(self, row: Row) -> dict[str, Any]:
+        work = row.work
+        return {
+            "competitor": row.competitor,
+            "size": work.size_bytes,
+            "count": work.count,
+            "type": work.dtype,
+            "redop": table.redop_of(work),
+            "root": work.root,
+            "out_of_place": _cells(row.out_of_place),
+            "in_place": _cells(row.in_place),
+            "moved_bytes": work.moved_bytes,
+            "limit_bus_bw": work.bus_bandwidth_of_copy(self._limit.bytes_per_second) / GIGABYTE,
+        }
+
+
+def _cells(figure: Figure | None) -> dict[str, Any] | None:
+    if figure is None:
+        return None
+    return {
+        "time": figure.seconds * 1e6,
+        "alg_bw": figure.algorithm_bandwidth,
+        "bus_bw": figure.bus_bandwidth,
+        "nwrong": figure.wrong,
+        "memory": figure.memory,
+        "results": figure.place,
+    }
 
 
 def machine() -> str:

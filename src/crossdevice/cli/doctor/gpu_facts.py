@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 PEER_READ, PEER_NVLINK = 0, 2
@@ -38,14 +37,12 @@ def managed() -> Managed | str:
     nvml: Any = importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()
+        try:
+            return _asked(nvml)
+        finally:
+            nvml.nvmlShutdown()
     except nvml.NVMLError as failure:
         return str(failure)
-    try:
-        return _asked(nvml)
-    except nvml.NVMLError as failure:
-        return str(failure)
-    finally:
-        nvml.nvmlShutdown()
 
 
 def _asked(nvml: Any) -> Managed:
@@ -84,31 +81,15 @@ def _text(given: Any) -> str:
     return given.decode() if isinstance(given, bytes) else str(given)
 
 
-def _seen_by_torch() -> int:
-    torch: Any = importlib.import_module("torch")
-    count: int = torch.cuda.device_count()
-    return count
-
-
-def _seen_by_cupy() -> int:
-    runtime: Any = importlib.import_module("cupy").cuda.runtime
-    try:
-        count: int = runtime.getDeviceCount()
-    except runtime.CUDARuntimeError:
-        return 0
-    return count
-
-
-LIBRARIES: dict[str, Callable[[], int]] = {"torch": _seen_by_torch, "cupy": _seen_by_cupy}
-
-
 def seen_by_libraries() -> dict[str, int | str]:
     """Each library that is installed, with how many GPUs it can use, or what went wrong when it was asked."""
-    return {name: _seen_by(name) for name in LIBRARIES if importlib.util.find_spec(name) is not None}
+    return {name: _seen_by(name) for name in ("torch", "cupy") if importlib.util.find_spec(name) is not None}
 
 
 def _seen_by(name: str) -> int | str:
     try:
-        return LIBRARIES[name]()
+        cuda: Any = importlib.import_module(name).cuda
+        return int(cuda.device_count() if name == "torch" else cuda.runtime.getDeviceCount())
     except Exception as failure:  # a broken installation is what one runs this to learn of
-        return f"{type(failure).__name__}: {failure}"
+        kind = type(failure).__name__
+        return 0 if kind == "CUDARuntimeError" else f"{kind}: {failure}"  # how CuPy says that there is none

@@ -66,10 +66,7 @@ def verification(gpus: Gpus, seconds: float = SECONDS) -> Iterator[Finding]:
 
 
 def _places(gpus: Gpus) -> Iterator[Place]:
-    everything = (
-        "float32",
-        *(name for name in (*FLOATS, *COMPLEXES, *INTEGERS, "bool") if name != "float32"),
-    )
+    everything = tuple(dict.fromkeys(("float32", *FLOATS, *COMPLEXES, *INTEGERS, "bool")))
     yield Place("the host", backend_named("numpy"), tuple(map(host_device, range(8))), everything)
     count = gpus.seen.get("torch")
     if isinstance(count, int) and count:
@@ -192,10 +189,6 @@ def _finding(where: str, what: str, tried: int, wrong: Sequence[str], *, is_whol
         advice = "do not trust results of this machine; please report this with all that doctor prints"
         return Finding(name, f"{len(wrong)} of {tried} reductions are WRONG: {wrong[0]}{more}", False, advice)
     if not is_whole:
-        return Finding(
-            name,
-            f"{tried} reductions are right, others were not reached" if tried else "not reached",
-            True,
-            "run it again: kernels that were compiled meanwhile are kept",
-        )
+        found = f"{tried} reductions are right, others were not reached" if tried else "not reached"
+        return Finding(name, found, True, "run it again: kernels that were compiled meanwhile are kept")
     return Finding(name, f"{tried} reductions are right")

@@ -29,19 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ops", default="direct", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (direct)")
     add("--devices", type=int, metavar="N", help="number of devices (one full node)")
-    add(
-        "--topology",
-        default="host",
-        metavar="NAME|FILE",
-        help=f"a TOML file, or {', '.join(topology_names())} (host)",
-    )
+    machines = ", ".join(topology_names())
+    add("--topology", default="host", metavar="NAME|FILE", help=f"a TOML file, or {machines} (host)")
     add("--bytes", default="1MiB", metavar="SIZE", help="size of one array, such as 512, 4K, 100MiB (1MiB)")
-    add(
-        "--precision",
-        choices=PRECISIONS,
-        default="accurate",
-        help="under fast partial sums are sent, otherwise contributions unsummed (accurate)",
-    )
+    travels = "under fast partial sums are sent, otherwise contributions unsummed"
+    add("--precision", choices=PRECISIONS, default="accurate", help=f"{travels} (accurate)")
     add("--all", action="store_true", help=f"show all steps, even if there are more than {MAX_LINES}")
     add("--json", action="store_true", help="print JSON")
     add("--html", type=output_file, metavar="FILE", help="write a page that animates the plan step by step")
@@ -76,9 +68,8 @@ def _abbreviated(lines: list[str]) -> list[str]:
 def _shortened(section: Section) -> Section:
     if len(section.rows) <= MAX_ROWS:
         return section
-    more = f"... {len(section.rows) - MAX_ROWS} more"
-    rest = [""] * (len(section.headings) - 1)
-    return section._replace(rows=[*section.rows[:MAX_ROWS], [more, *rest]])
+    more = [f"... {len(section.rows) - MAX_ROWS} more", *[""] * (len(section.headings) - 1)]
+    return section._replace(rows=[*section.rows[:MAX_ROWS], more])
 
 
 def _headline(explanation: Explanation) -> list[str]:
@@ -99,25 +90,20 @@ def _headline(explanation: Explanation) -> list[str]:
 
 
 def _sections(explanation: Explanation) -> Iterator[Section]:
-    if explanation.simulation is not None and not explanation.topology.shares_memory:
-        links = sorted(explanation.simulation.link_bytes.items(), key=lambda item: -item[1])
-        yield Section("bytes per link", ("link", "bytes"), [(name, size_text(size)) for name, size in links])
-    if explanation.simulation is not None:
-        peaks = explanation.simulation.peak_bytes.items()
-        yield Section(
-            "peak memory per device, step by step",
-            ("device", "bytes"),
-            [(str(device), size_text(size)) for device, size in peaks],
-        )
-    rows = [
-        (name, _time(parts.seconds), _times(parts.seconds, explanation.parts.seconds), _split(parts))
+    simulation, own = explanation.simulation, explanation.parts.seconds
+    if simulation is not None:
+        if not explanation.topology.shares_memory:
+            links = sorted(simulation.link_bytes.items(), key=lambda item: -item[1])
+            rows = [(name, size_text(size)) for name, size in links]
+            yield Section("bytes per link", ("link", "bytes"), rows)
+        peaks = [(str(device), size_text(size)) for device, size in simulation.peak_bytes.items()]
+        yield Section("peak memory per device, step by step", ("device", "bytes"), peaks)
+    others = [
+        # One device takes no time, whatever the algorithm.
+        (name, _time(parts.seconds), f"{parts.seconds / own:.3g}" if own else "1", _split(parts))
         for name, parts in explanation.others.items()
     ]
-    yield Section("what other algorithms would cost", ("algorithm", "time", "times", "parts"), rows)
-
-
-def _times(seconds: float, own: float) -> str:
-    return f"{seconds / own:.3g}" if own else "1"  # one device takes no time, whatever the algorithm
+    yield Section("what other algorithms would cost", ("algorithm", "time", "times", "parts"), others)
 
 
 def _split(parts: Parts) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.choosing.by_cost import ENGINE_ALGORITHMS, predicted_parts
@@ -19,9 +18,11 @@ MAX_LISTED_DEVICES = 64
 """Larger plans are timed by their rounds and not printed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """One all-reduce on one topology; `plan` and `simulation` are None where there are too many devices."""
+class Explanation(NamedTuple):
+    """One all-reduce on one topology; `plan` and `simulation` are None where there are too many devices.
+
+    `others` are all algorithms besides, the fastest first.
+    """
 
     algorithm: str
     title: str
@@ -39,18 +40,16 @@ class Explanation:
         """Why one would choose it here, or would not."""
         # Engines sum in their own way: they are listed, but not held against what keeps every bit.
         rivals = [(name, parts) for name, parts in self.others.items() if name not in ENGINE_ALGORITHMS]
-        ranked = sorted(rivals, key=lambda item: item[1].seconds)
         if self.topology.shares_memory:
             return "all devices share one memory: every algorithm becomes the same fused pass"
         if self.topology.num_devices == 1:
             return "with one device there is nothing to send: every algorithm takes no time"
-        if not ranked:
+        if not rivals:
             return "there is nothing to compare it with"
-        best, parts = ranked[0]
+        best, parts = rivals[0]
         least = min(self.parts.seconds, parts.seconds)
-        faster = [
-            name for name, one in self.others.items() if name in ENGINE_ALGORITHMS and one.seconds < least
-        ]
+        engines = ENGINE_ALGORITHMS & self.others.keys()
+        faster = [name for name in sorted(engines) if self.others[name].seconds < least]
         aside = f" ({', '.join(faster)} aside, which adds in its own order)" if faster else ""
         if self.parts.seconds <= parts.seconds:
             times = parts.seconds / self.parts.seconds
@@ -101,18 +100,10 @@ def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str
         for engine in sorted(ENGINE_ALGORITHMS - {name}):
             everyone[engine] = predicted(ALGORITHMS.load(engine)(), topology, num_bytes, precision=precision)
     parts = everyone.pop(name, None) or predicted(algorithm, topology, num_bytes, precision=precision)
-    return Explanation(
-        algorithm=name,
-        title=type(algorithm).__name__,
-        topology=topology,
-        num_bytes=num_bytes,
-        precision=precision,
-        parts=parts,
-        others=dict(sorted(everyone.items(), key=lambda item: item[1].seconds)),
-        fallback=None if plan is None else algorithm.fallback_reason([b.device for b in plan.inputs]),
-        plan=plan,
-        simulation=simulation,
-    )
+    others = dict(sorted(everyone.items(), key=lambda item: item[1].seconds))
+    fallback = None if plan is None else algorithm.fallback_reason([b.device for b in plan.inputs])
+    asked = name, type(algorithm).__name__, topology, num_bytes, precision
+    return Explanation(*asked, parts, others, fallback, plan, simulation)
 
 
 def _seconds(parts: Parts) -> dict[str, float]:

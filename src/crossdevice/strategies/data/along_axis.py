@@ -20,13 +20,7 @@ from crossdevice.values.dtypes import COMPLEXES, FLOATS, check_reducible, result
 from crossdevice.values.nesting import unflatten
 from crossdevice.values.reduce_op import ReduceOp
 
-_ARRAY_FUNCTIONS = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.MEAN: "sum",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-    ReduceOp.PROD: "prod",
-}
+_ARRAY_FUNCTIONS = {"SUM": "sum", "MEAN": "sum", "MIN": "min", "MAX": "max", "PROD": "prod"}
 
 
 def reduce_along_axis(
@@ -37,7 +31,7 @@ def reduce_along_axis(
     Replicas may differ in length along the axes, and be empty there: a mean divides by the number of
     elements there really are. Floats are added up in float64 and rounded once.
     """
-    if op not in _ARRAY_FUNCTIONS:
+    if op.name not in _ARRAY_FUNCTIONS:
         raise ReduceOpError(
             f"{op.name} along an axis; gather the values and sort them, or reduce with axis=None"
         )
@@ -116,16 +110,13 @@ def _of_all_processes(
     depend on which replicas are in which process.
     """
     flats = [np.empty(0, dtype_named(dtype)), *map(backend.to_host, partials)]
-    rows = np.concatenate(flats).reshape(len(partials), *shape)
-    return [
-        backend.from_host(np.array(row).reshape(-1), tuple(shape), to)
-        for row in ops.gather(rows, host_device(0))
-    ]
+    rows = ops.gather(np.concatenate(flats).reshape(len(partials), *shape), host_device(0))
+    return [backend.from_host(np.array(row).reshape(-1), tuple(shape), to) for row in rows]
 
 
 def _local(op: ReduceOp, array: Array, axes: tuple[int, ...], backend: Backend, dtype: str) -> Array:
     """The reduction inside one replica, where it is, kept wide for those that round."""
-    function = getattr(backend.namespace(), _ARRAY_FUNCTIONS[op])
+    function = getattr(backend.namespace(), _ARRAY_FUNCTIONS[op.name])
     with backend.working_on(device_of(array) or host_device(0)):
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             return function(array, axis=axes)

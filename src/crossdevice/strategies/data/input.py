@@ -169,7 +169,7 @@ def _num_examples(batch: Any, name: str) -> int:
     if not leaves:
         raise ConversionError(f"{name} holds no arrays")
     paths = leaf_paths(structure, name)
-    lengths = []
+    length: Any = None
     for leaf, path in zip(leaves, paths, strict=True):
         shape = getattr(_array(leaf), "shape", ())
         if not shape:
@@ -177,11 +177,10 @@ def _num_examples(batch: Any, name: str) -> int:
                 f"{path} is a {type(leaf).__name__} without a first axis; expected arrays whose first axis "
                 "counts the examples"
             )
-        lengths.append(int(shape[0]))
-    for length, path in zip(lengths, paths, strict=True):
-        if length != lengths[0]:
-            raise ShapeMismatchError(f"{path} has {length} examples; {paths[0]} has {lengths[0]}")
-    return lengths[0]
+        if length not in (None, shape[0]):
+            raise ShapeMismatchError(f"{path} has {shape[0]} examples; {paths[0]} has {length}")
+        length = shape[0]
+    return int(length)
 
 
 def _rows(batch: Any, start: int, stop: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,20 +45,15 @@ def regroup(
     flattened = [optree.tree_flatten(component, none_is_leaf=True) for component in components]
     structures = [structure for _, structure in flattened]
     check_agreement(structures, devices, "structure", StructureMismatchError)
-    leaves = [
-        _regrouped(column, devices, wrap, always_wrap)
-        for column in zip(*(leaves for leaves, _ in flattened), strict=True)
-    ]
-    return optree.tree_unflatten(structures[0], leaves)
 
+    def regrouped(*column: Any) -> Any:
+        first = column[0]
+        if not always_wrap and not is_countable(first) and all(leaf is first for leaf in column):
+            return first
+        return wrap.of(column, placed_on(column, devices))
 
-def _regrouped(
-    column: tuple[Any, ...], devices: Sequence[Device], wrap: type[DistributedValues], always_wrap: bool
-) -> Any:
-    first = column[0]
-    if not always_wrap and not is_countable(first) and all(leaf is first for leaf in column):
-        return first
-    return wrap.of(column, placed_on(column, devices))
+    columns = zip(*(leaves for leaves, _ in flattened), strict=True)
+    return optree.tree_unflatten(structures[0], list(itertools.starmap(regrouped, columns)))
 
 
 def is_countable(leaf: Any) -> bool:

@@ -12,8 +12,6 @@ from crossdevice.values.device import Device
 ThreadState = Callable[[Device], AbstractContextManager[Any]]
 """Enters, on another thread and for a replica's device, the state that was read on this one."""
 
-_AUTOCAST_TYPES = ("cpu", "cuda")
-
 
 def is_loaded() -> bool:
     """Whether the program uses PyTorch."""
@@ -36,9 +34,8 @@ def thread_state(devices: Sequence[Device]) -> ThreadState | None:
     if torch is None:
         return None
     records, infers = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    dtypes = {
-        kind: torch.get_autocast_dtype(kind) for kind in _AUTOCAST_TYPES if torch.is_autocast_enabled(kind)
-    }
+    casts = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in casts}
     streams = {device: torch.cuda.current_stream(device.index) for device in devices if device.type == "cuda"}
     if records and not infers and not dtypes and not streams:
         return None

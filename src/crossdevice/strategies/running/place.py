@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from crossdevice.errors import ContextError
@@ -38,7 +37,7 @@ def scope_of(strategy: Strategy) -> Iterator[Strategy]:
         yield strategy
 
 
-def run_of(strategy: Strategy) -> AbstractContextManager[None]:
+def run_of(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
     """The block in which a strategy's replicas are running; refuses runs inside of runs."""
     code = RUNNING_CODE.get()
     _check_same(strategy, "run")
@@ -49,7 +48,7 @@ def run_of(strategy: Strategy) -> AbstractContextManager[None]:
     return running_as(RunningCode(strategy, is_in_run=True))
 
 
-def outside_of_replicas(strategy: Strategy) -> AbstractContextManager[None]:
+def outside_of_replicas(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
     """The cross-replica context, entered by a replica that speaks for all."""
     return running_as(RunningCode(strategy))
 

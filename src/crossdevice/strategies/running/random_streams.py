@@ -46,10 +46,8 @@ class RandomStreams:
         turn.take(replica)
         try:
             yield
-        except BaseException:
+        finally:
             turn.let_go(replica)
-            raise
-        turn.let_go(replica)
         turn.pass_on(replica, is_done=True)
 
     @contextlib.contextmanager

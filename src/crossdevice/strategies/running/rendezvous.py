@@ -219,11 +219,8 @@ class Rendezvous:
         situation = self._roll_call()
         busy = self._stop(caught)
         with self._lock:
-            failures = {
-                replica: error
-                for replica, error in sorted(self._failures.items())
-                if not isinstance(error, ReplicaStopped)
-            }
+            raised = sorted(self._failures.items())
+        failures = {replica: error for replica, error in raised if not isinstance(error, ReplicaStopped)}
         error = caught
         if failures and (caught in failures.values() or isinstance(caught, ReplicaError)):
             first = next(iter(failures))
@@ -258,8 +255,7 @@ class Rendezvous:
 
     def _roll_call(self) -> str:
         with self._lock:
-            waiting = {
-                replica: f"call {self._call_number}, {call}" for replica, call in self._arrived.items()
-            }
+            number = self._call_number
+            waiting = {replica: f"call {number}, {call}" for replica, call in self._arrived.items()}
             returned, failed = set(self._results), set(self._failures)
         return str(RollCall(self._devices, waiting, returned, failed, self._threads.place_of))

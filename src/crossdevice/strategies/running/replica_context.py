@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.backends.protocol import Merge
+from crossdevice.backends.registry import backend_named
 from crossdevice.errors import ContextError
 from crossdevice.strategies.data.regrouping import own_component, placed_on, regroup, spread
+from crossdevice.strategies.running import loaded_torch
 from crossdevice.strategies.running.place import current_context
-from crossdevice.strategies.running.recorded_calls import meet_recorded
 from crossdevice.strategies.running.rendezvous import Call, Deadline, Rendezvous
 from crossdevice.strategies.running.tracing import refuse_tracing
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, components_of
-from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions, as_options, either
+from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions, as_options, differences, either
 from crossdevice.values.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -155,14 +156,15 @@ class ReplicaContext:
             return spread(merge_fn(self._strategy, *merged_args, **merged_kwargs), devices)
 
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        return meet_recorded(self, "merge_call", (name,), (tuple(args), dict(kwargs or {})), merge)
+        arguments = (tuple(args), dict(kwargs or {}))
+        return self._meet_recorded("merge_call", (name,), arguments, merge, DEFAULT_OPTIONS)
 
     def meet(
         self,
         name: str,
         details: tuple[Any, ...],
         value: Any,
-        merge: Callable[[list[Any]], Sequence[Any]],
+        merge: Merge,
         options: CommunicationOptions = DEFAULT_OPTIONS,
         *,
         is_backward: bool = False,
@@ -174,12 +176,15 @@ class ReplicaContext:
                 every GPU.
         """
         running = current_context()
-        if running is not self and not (is_backward and running is None and self._is_running_on_gpu):
+        may_be_elsewhere = is_backward and running is None and not self._device.is_host
+        if running is not self and not (may_be_elsewhere and self._rendezvous.is_running(self._replica)):
             owner = f"{name} belongs to replica {self.replica_id_in_sync_group} ({self._device})"
             raise ContextError(owner + (BACKWARD_ELSEWHERE if is_backward else CALLED_ELSEWHERE))
         refuse_tracing(name)
         if options is not DEFAULT_OPTIONS:
-            details = (*details, *_differences(options))
+            # A deadline is each replica's own affair.
+            given = [item for item in differences(options).items() if item[0] != "timeout_seconds"]
+            details = (*details, *(f"{name}={value}" for name, value in given))
         deadline = Deadline.after(options.timeout_seconds)
         return self._rendezvous.meet(self._replica, Call(name, details, value, merge, deadline))
 
@@ -197,11 +202,34 @@ class ReplicaContext:
             devices = placed_on(trees, self._strategy.extended.worker_devices)
             return components_of(call(PerReplica.of(tuple(trees), devices)))
 
-        return meet_recorded(self, name, details, own_component(self._replica, value), merge, options)
+        return self._meet_recorded(name, details, own_component(self._replica, value), merge, options)
 
-    @property
-    def _is_running_on_gpu(self) -> bool:
-        return not self._device.is_host and self._rendezvous.is_running(self._replica)
+    def _meet_recorded(
+        self, name: str, details: tuple[Any, ...], value: Any, merge: Merge, options: CommunicationOptions
+    ) -> Any:
+        """`meet`, whose answer the arrays' library records, to differentiate it, if some replica's value is.
+
+        Every replica has a graph of its own and runs its own backward pass, in which all of them meet again.
+        Those of a context that `joins_graphs` share one graph, for one backward pass after the run.
+        """
+        autograd = backend_named("torch").autograd if loaded_torch.is_loaded() else None
+        if autograd is None:
+            return self.meet(name, details, value, merge, options)
+
+        def exchange(value: Any, merge: Merge, *, is_backward: bool = False) -> Any:
+            made, unusual = (f"gradient of {name}", "create_graph") if is_backward else (name, "no_grad")
+            # Replicas have to agree on whether they record: the values of all are merged.
+            mode = (unusual,) if autograd.is_recording() == is_backward else ()
+            return self.meet(made, (*details, *mode), value, merge, options, is_backward=is_backward)
+
+        if autograd.is_recording():
+            if self.joins_graphs:
+                return exchange(value, merge)
+            apart = [one for one in self._strategy.extended.worker_devices if not one.is_host]
+            # Those that share a GPU share the one thread that PyTorch has for its backward passes.
+            if len(set(apart)) < len(apart):
+                return exchange(autograd.cut(value), merge)
+        return autograd.meeting(exchange, self._replica, value, merge)
 
     @property
     def _ops(self) -> CrossDeviceOps:
@@ -210,12 +238,3 @@ class ReplicaContext:
     def __repr__(self) -> str:
         number, count = self.replica_id_in_sync_group, self.num_replicas_in_sync
         return f"ReplicaContext(replica {number} of {count}, {self._device})"
-
-
-def _differences(options: CommunicationOptions) -> list[str]:
-    """The options that are not the defaults; a deadline is each replica's own affair."""
-    return [
-        f"{field.name}={getattr(options, field.name)}"
-        for field in dataclasses.fields(options)
-        if field.name != "timeout_seconds" and getattr(options, field.name) != field.default
-    ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 from crossdevice.execution.reading.values import few, replica_at
 from crossdevice.values.device import Device
@@ -13,8 +13,7 @@ MAX_NAMED = 8
 """A message names this many replicas, then counts."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RollCall:
+class RollCall(NamedTuple):
     """Which replicas wait and where, which have returned or failed, and what the others are doing.
 
     >>> devices = [Device("cpu", 0), Device("cpu", 1)]

@@ -54,6 +54,10 @@ class ReplicaVariable(Variable):
         return self._container()
 
 
+def _of_first(name: str, meaning: str) -> Any:
+    return property(lambda variable: getattr(variable.values[0], name), doc=meaning)
+
+
 class DistributedVariable(ReadsAsArray, DelegatingValues):
     """A variable with a copy on each device of a strategy; `values` are the copies."""
 
@@ -69,35 +73,12 @@ class DistributedVariable(ReadsAsArray, DelegatingValues):
         """The strategy whose devices hold the copies."""
         return self._strategy
 
-    @property
-    def name(self) -> str:
-        """Its name; copy k > 0 is called `<name>/replica_k`."""
-        return str(self._values[0].name)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of each copy."""
-        return tuple(self._values[0].shape)
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of each copy."""
-        return self._values[0].dtype
-
-    @property
-    def aggregation(self) -> VariableAggregation:
-        """How different values from different replicas become one."""
-        return VariableAggregation(self._values[0].aggregation)
-
-    @property
-    def synchronization(self) -> VariableSynchronization:
-        """When the copies are brought into step."""
-        return VariableSynchronization(self._values[0].synchronization)
-
-    @property
-    def trainable(self) -> bool:
-        """Whether it is to be trained."""
-        return bool(self._values[0].trainable)
+    name: str = _of_first("name", "Its name; copy k > 0 is called `<name>/replica_k`.")
+    shape: tuple[int, ...] = _of_first("shape", "The shape of each copy.")
+    dtype: Any = _of_first("dtype", "The dtype of each copy.")
+    aggregation: VariableAggregation = _of_first("aggregation", "How replicas' values become one.")
+    synchronization: VariableSynchronization = _of_first("synchronization", "When copies come into step.")
+    trainable: bool = _of_first("trainable", "Whether it is to be trained.")
 
     def assign(self, value: Any) -> Any:
         """Replaces the value; returns the new one, Mirrored outside of replica functions."""
@@ -105,11 +86,11 @@ class DistributedVariable(ReadsAsArray, DelegatingValues):
 
     def assign_add(self, delta: Any) -> Any:
         """Adds to the value; returns the new one."""
-        return self._write("assign_add", _adding, delta)
+        return self._write("assign_add", _computing(operator.add), delta)
 
     def assign_sub(self, delta: Any) -> Any:
         """Subtracts from the value; returns the new one."""
-        return self._write("assign_sub", _subtracting, delta)
+        return self._write("assign_sub", _computing(operator.sub), delta)
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
         """Adds rows at their indices."""
@@ -194,17 +175,11 @@ class DistributedVariable(ReadsAsArray, DelegatingValues):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if current_strategy() is not self._strategy:
             raise ContextError(f"variable {self.name!r} can be copied only in the scope of {self._strategy}")
-        copies = [
-            ReplicaVariable(
-                self._backend.copy(copy.operand(), copy.device),
-                copy.device,
-                copy.name,
-                self.synchronization,
-                self.aggregation,
-                self.trainable,
-            )
-            for copy in self._values
-        ]
+        settings = self.synchronization, self.aggregation, self.trainable
+        copies = []
+        for copy in self._values:
+            array = self._backend.copy(copy.operand(), copy.device)
+            copies.append(ReplicaVariable(array, copy.device, copy.name, *settings))
         memo[id(self)] = made = type(self)(self._strategy, copies)
         return made
 
@@ -227,12 +202,8 @@ def refuse_per_replica(call: str, name: str, arguments: Any) -> None:
         )
 
 
-def _adding(copy: Variable, own: Any) -> object:
-    return copy.store(copy.computed(operator.add, own))
-
-
-def _subtracting(copy: Variable, own: Any) -> object:
-    return copy.store(copy.computed(operator.sub, own))
+def _computing(operation: Callable[[Any, Any], Any]) -> Write:
+    return lambda copy, own: copy.store(copy.computed(operation, own))
 
 
 def _moved(value: Any, backend: Backend, device: Device) -> Any:

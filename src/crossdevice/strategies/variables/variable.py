@@ -42,13 +42,7 @@ class ReadsAsArray(DelegatesToArray):
             return backend.read_only(np.asarray(array), host_device(0))
         return array if backend.is_immutable else self._copied()
 
-    def value(self) -> Any:
-        """The array, not to be written to: a read-only view where the library has such, else a copy."""
-        return self.current()
-
-    def read_value(self) -> Any:
-        """The same as `value`."""
-        return self.current()
+    value = read_value = current
 
     def numpy(self) -> Any:
         """The elements as a NumPy array of its own."""

@@ -41,9 +41,14 @@ class MirroredVariable(DistributedVariable, Mirrored):
         return self._values[0].operand() if context is None else self._copy_of(context).operand()
 
     def _write(self, method: str, write: Write, value: Any) -> Any:
-        self._refuse_sum_of_number(value)
-        value = self._converted(value)
         context = self._context()
+        is_sum = self.aggregation is VariableAggregation.SUM and context is not None
+        if is_sum and isinstance(value, NUMBERS):
+            raise ReduceOpError(
+                f"variable {self.name!r} sums what replicas assign; got the number {value!r}, of which it is "
+                "unclear whether each replica contributes it; assign an array"
+            )
+        value = self._converted(value)
         if context is None:
             return self._written(write, self._strategy.extended.cross_device_ops.broadcast(value, self))
         aggregation = self.aggregation
@@ -60,17 +65,6 @@ class MirroredVariable(DistributedVariable, Mirrored):
             return components_of(self._written(write, everywhere))
 
         return context.meet(f"{self.name}.{method}", (), value, merge)
-
-    def _refuse_sum_of_number(self, value: Any) -> None:
-        if (
-            self.aggregation is VariableAggregation.SUM
-            and isinstance(value, NUMBERS)
-            and self._context() is not None
-        ):
-            raise ReduceOpError(
-                f"variable {self.name!r} sums what replicas assign; got the number {value!r}, of which it is "
-                "unclear whether each replica contributes it; assign an array"
-            )
 
     def _scatter(self, method: str, slices: IndexedSlices) -> Any:
         if not isinstance(slices, IndexedSlices):
@@ -161,9 +155,8 @@ def create_variable(
     refuse_per_replica("the initial value", name, initial_value)
 
     def make(values: list[Any]) -> list[MirroredVariable | SyncOnReadVariable]:
-        array = _of_first_process(
-            initial_array(values[0], dtype, shape, name), strategy.extended.cross_device_ops
-        )
+        array = initial_array(values[0], dtype, shape, name)
+        array = _of_first_process(array, strategy.extended.cross_device_ops)
         backend = backend_of_variable(array)
         for device in strategy.extended.parameter_devices:
             backend.check_device(device)
@@ -172,19 +165,15 @@ def create_variable(
             raise OptionError(
                 f"variable {name!r} of dtype {found} cannot have aggregation MEAN, which is not an integer"
             )
+        kept = VariableSynchronization.ON_READ if on_read else VariableSynchronization.ON_WRITE
+        settings = kept, aggregation, not on_read if trainable is None else trainable
         copies = [
             ReplicaVariable(
-                backend.copy(array, device),
-                device,
-                f"{name}/replica_{replica}" if replica else name,
-                VariableSynchronization.ON_READ if on_read else VariableSynchronization.ON_WRITE,
-                aggregation,
-                not on_read if trainable is None else trainable,
+                backend.copy(array, device), device, f"{name}/replica_{k}" if k else name, *settings
             )
-            for replica, device in enumerate(strategy.extended.parameter_devices)
+            for k, device in enumerate(strategy.extended.parameter_devices)
         ]
-        made = SyncOnReadVariable(strategy, copies) if on_read else MirroredVariable(strategy, copies)
-        return [made] * len(values)
+        return [(SyncOnReadVariable if on_read else MirroredVariable)(strategy, copies)] * len(values)
 
     context = current_context()
     if context is None:
