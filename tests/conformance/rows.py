@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 import crossdevice as cd
 from conformance import array_libraries
 from conformance.oracle import FORMATS, NUMPY_DTYPES, expected
+from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.thread_group import Room, ThreadEngine
 
@@ -87,13 +89,10 @@ ALGORITHM_ROWS = (
     AlgorithmRow("users_own", OnlyReduces),
 )
 
-WITH_PACKS = (
-    cd.HierarchicalCopyAllReduce,
-    cd.NcclAllReduce,
-    cd.RingAllReduce,
-    cd.HalvingDoublingAllReduce,
-    cd.TreeAllReduce,
-    cd.DirectAllReduce,
+WITH_PACKS = tuple(
+    algorithm
+    for algorithm in map(ALGORITHMS.load, ALGORITHMS)
+    if "num_packs" in inspect.signature(algorithm).parameters
 )
 """The classes with a `num_packs`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from crossdevice.choosing.prediction import MAX_PLANNED_DEVICES, knows_rounds, p
 from crossdevice.costs.timing import Parts
 from crossdevice.costs.topology import Topology
 from crossdevice.costs.topology_files import read_topology
-from crossdevice.errors import OptionError
+from crossdevice.errors import OptionError, PlanError
 from crossdevice.values.options import PRECISIONS
 
 ENGINE_ALGORITHMS = frozenset({"nccl"})
@@ -51,11 +52,21 @@ def choice_by_cost(
 
 
 def predicted_parts(topology: Topology, num_bytes: int, *, precision: str = "accurate") -> dict[str, Parts]:
-    """What every algorithm but engines would take; on many devices those that know their rounds."""
-    known = {name: ALGORITHMS.load(name)() for name in ALGORITHMS if name not in ENGINE_ALGORITHMS}
-    if topology.num_devices > MAX_PLANNED_DEVICES:
-        known = {name: one for name, one in known.items() if knows_rounds(one)}
-    return {name: predicted(one, topology, num_bytes, precision=precision) for name, one in known.items()}
+    """What every algorithm but engines would take; on many devices those that know their rounds.
+
+    One that cannot be loaded or planned is left out with a warning: any installed package may bring one.
+    """
+    found: dict[str, Parts] = {}
+    for name in ALGORITHMS:
+        if name in ENGINE_ALGORITHMS:
+            continue
+        try:
+            one = ALGORITHMS.load(name)()
+            if topology.num_devices <= MAX_PLANNED_DEVICES or knows_rounds(one):
+                found[name] = predicted(one, topology, num_bytes, precision=precision)
+        except (OptionError, PlanError) as error:
+            warnings.warn(f"the algorithm {name!r} is left out: {error}", stacklevel=3)
+    return found
 
 
 def measured_seconds(path: str | Path, num_devices: int, num_bytes: int) -> dict[str, float]:

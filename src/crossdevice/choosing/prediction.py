@@ -10,6 +10,7 @@ from crossdevice.costs.simulation import simulate
 from crossdevice.costs.timing import Parts, fused_pass_parts
 from crossdevice.costs.topology import Topology
 from crossdevice.plans.builder import PlanBuilder
+from crossdevice.plans.ledger import proved_plan
 from crossdevice.plans.plan import Plan
 from crossdevice.values.device import Device
 
@@ -33,7 +34,7 @@ def planned_all_reduce(algorithm: CrossDeviceOps, topology: Topology, num_bytes:
     build = PlanBuilder(devices, max(1, num_bytes // FLOAT_BYTES))
     if len(devices) == 1:
         return build.plan(build.inputs)
-    return build.plan(algorithm.plan_sum(build, devices))
+    return proved_plan(algorithm, build, devices)
 
 
 def knows_rounds(algorithm: CrossDeviceOps) -> bool:

@@ -52,6 +52,8 @@ class PlanBuilder:
 
     def add(self, buffers: Sequence[Buffer], at: Device) -> Buffer:
         """The combination of buffers of one range, made on device `at` from left to right."""
+        if not buffers:
+            raise PlanError("add has nothing to add; expected one buffer or more")
         sources = tuple(self.copy(buffer, to=at) for buffer in buffers)
         if len(sources) == 1:
             return sources[0]
@@ -149,6 +151,8 @@ class PlanBuilder:
     def _buffer(
         self, device: Device, start: int, stop: int, replicas: int, is_finished: bool = False
     ) -> Buffer:
+        if not isinstance(device, Device):
+            raise PlanError(f"{device!r} is a {type(device).__name__}; expected a Device")
         buffer = Buffer(self._num_buffers, device, start, stop, replicas, is_finished)
         self._num_buffers += 1
         return buffer

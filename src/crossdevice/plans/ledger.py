@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, assert_never
+from typing import NamedTuple, Protocol, assert_never
 
 from crossdevice.errors import PlanError
 from crossdevice.plans import steps
+from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.steps import Buffer, Step, sources_of, targets_of
+from crossdevice.values.device import Device
 
 
 class Holding(NamedTuple):
@@ -23,6 +25,33 @@ class Holding(NamedTuple):
     stop: int
     replicas: int
     is_finished: bool
+
+    def __str__(self) -> str:
+        kind = "the result" if self.is_finished else f"{self.replicas.bit_count()} replicas"
+        return f"elements {self.start}:{self.stop} of {kind}"
+
+
+class SumPlanner(Protocol):
+    """An algorithm, as far as plans go."""
+
+    def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
+        """Plans one pack, and returns its outputs."""
+
+
+def proved_plan(algorithm: SumPlanner, build: PlanBuilder, destinations: Sequence[Device]) -> Plan:
+    """The plan that an algorithm writes; PlanError unless it is right, with an output on each destination."""
+    try:
+        plan = build.plan(algorithm.plan_sum(build, destinations))
+        check_plan(plan)
+        placed = [buffer.device for buffer in plan.outputs]
+        if placed != list(destinations):
+            raise PlanError(
+                f"outputs are on {', '.join(map(str, placed)) or 'no device'}; expected one on each of "
+                f"{', '.join(map(str, destinations))}"
+            )
+    except PlanError as error:
+        raise PlanError(f"{type(algorithm).__name__}.plan_sum gives a wrong plan: {error}") from None
+    return plan
 
 
 def check_plan(plan: Plan) -> None:
@@ -37,10 +66,11 @@ def check_plan(plan: Plan) -> None:
             _write(holdings, buffer, holding)
     if len({buffer.number for buffer in plan.outputs}) != len(plan.outputs):
         raise PlanError("two outputs share a buffer")
-    for buffer in plan.outputs:
-        whole = Holding(0, plan.num_elements, everyone, True)
-        if _read(holdings, buffer) != whole:
-            raise PlanError(f"output b{buffer.number} holds {_read(holdings, buffer)}; expected {whole}")
+    whole = Holding(0, plan.num_elements, everyone, True)
+    for number, buffer in enumerate(plan.outputs):
+        held_there = _read(holdings, buffer)
+        if held_there != whole:
+            raise PlanError(f"output {number} holds {held_there}; expected {whole}")
 
 
 def _outcomes(step: Step, held: Sequence[Holding], everyone: int) -> Sequence[Holding]:
@@ -71,7 +101,7 @@ def _sum_of(held: Sequence[Holding]) -> Holding:
     replicas = 0
     for holding in held:
         if (holding.start, holding.stop) != (held[0].start, held[0].stop):
-            raise PlanError(f"Add mixes the ranges of {held[0]} and {holding}")
+            raise PlanError(f"Add mixes {held[0]} with {holding}")
         if holding.is_finished:
             raise PlanError("Add reads a finished result")
         if replicas & holding.replicas:

@@ -63,9 +63,10 @@ class MirroredStrategy(Strategy):
         # The older tower objects hold one of today's.
         cross_device_ops = getattr(cross_device_ops, "cross_device_ops", cross_device_ops)
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
-            raise OptionError(
-                f"cross_device_ops must be a CrossDeviceOps or None, got {type(cross_device_ops).__name__}"
-            )
+            found = type(cross_device_ops).__name__
+            if isinstance(cross_device_ops, type):
+                found = f"the class {cross_device_ops.__name__}; make one: {cross_device_ops.__name__}()"
+            raise OptionError(f"cross_device_ops must be a CrossDeviceOps or None, got {found}")
         self._devices = _checked_devices(devices) if devices else default_devices()
         self._reason = "given to the strategy"
         if cross_device_ops is None:

@@ -21,4 +21,5 @@ def missing_library(error: ModuleNotFoundError) -> str:
     "mpi4py: pip install 'crossdevice[mpi]'"
     """
     library = str(error.name).partition(".")[0]
-    return f"{library}: pip install {INSTALLED_BY.get(library, library)}"
+    known = INSTALLED_BY.get(library)
+    return f"{library}: pip install {known}" if known else f"{library}, which is not installed"

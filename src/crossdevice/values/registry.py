@@ -14,7 +14,10 @@ from crossdevice.values.libraries import missing_library
 def loaded(target: str) -> Any:
     """What `module:attribute` names, imported now."""
     module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    found = importlib.import_module(module)
+    if not hasattr(found, attribute):
+        raise OptionError(f"{target!r} names nothing: module {module} has no {attribute}")
+    return getattr(found, attribute)
 
 
 class Registry(Mapping[str, str]):

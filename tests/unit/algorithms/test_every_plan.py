@@ -52,7 +52,7 @@ def test_several_replicas_may_share_a_device(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"nccl"}))
-def test_no_all_reduce_sends_more_than_two_arrays_per_replica_in_all(name):
+def test_an_all_reduce_sends_two_arrays_for_each_replica_but_the_first(name):
     algorithm = ALGORITHMS.load(name)()
     for count in COUNTS:
         devices = [host_device(i) for i in range(count)]

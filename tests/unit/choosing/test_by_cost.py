@@ -97,3 +97,31 @@ def test_what_makes_no_sense_is_refused(tmp_path):
 
 def test_one_device_takes_no_time():
     assert set(choose_algorithm(1, "dgx1v", MIB).seconds.values()) == {0.0}
+
+
+def test_algorithms_of_third_parties_that_fail_are_left_out_with_a_warning(tmp_path, monkeypatch):
+    (tmp_path / "third_party.py").write_text(
+        "import crossdevice as cd\n"
+        "class Skips(cd.CrossDeviceOps):\n"
+        "    def plan_sum(self, build, destinations):\n"
+        "        total = build.add(build.inputs[1:], at=destinations[0])\n"
+        "        return [build.copy(total, to=device) for device in destinations]\n"
+    )
+    info = tmp_path / "third_party-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[crossdevice.algorithms]\n"
+        "absent = no_such_module:Any\nunnamed = third_party:Nope\nskips = third_party:Skips\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(UserWarning, match="left out") as warned:
+        assert choose_algorithm(8, "hgx_h100", MIB).name == "direct"
+    assert [str(warning.message) for warning in warned] == [
+        "the algorithm 'absent' is left out: 'absent', an all-reduce algorithm, needs no_such_module, "
+        "which is not installed",
+        "the algorithm 'unnamed' is left out: 'third_party:Nope' names nothing: "
+        "module third_party has no Nope",
+        "the algorithm 'skips' is left out: Skips.plan_sum gives a wrong plan: "
+        "replica 0 (cuda:0) missing from output 0",
+    ]

@@ -80,7 +80,9 @@ def test_steps_that_do_not_add_up_are_refused(steps, message):
 
 def test_an_output_must_be_the_whole_finished_pack():
     inputs = builder().inputs
-    with pytest.raises(PlanError, match="output b0 holds"):
+    with pytest.raises(
+        PlanError, match="output 0 holds elements 0:4 of 1 replicas; expected elements 0:4 of the result"
+    ):
         check_plan(Plan(inputs, (), (inputs[0],)))
 
 
@@ -102,3 +104,11 @@ def test_finished_results_are_not_added_again():
         check_plan(
             build.plan([dataclasses.replace(build.add([total, build.inputs[1]], at=THERE), is_finished=True)])
         )
+
+
+def test_a_builder_refuses_what_is_not_a_device_and_sums_of_nothing():
+    build = builder()
+    with pytest.raises(PlanError, match="'cpu:1' is a str; expected a Device"):
+        build.add(build.inputs, at="cpu:1")
+    with pytest.raises(PlanError, match="add has nothing to add; expected one buffer or more"):
+        build.add([], at=HERE)

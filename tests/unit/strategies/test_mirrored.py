@@ -55,9 +55,16 @@ def test_bad_devices_are_refused(devices):
         cd.MirroredStrategy(devices)
 
 
-@pytest.mark.parametrize("ops", ["ring", cd.RingAllReduce, 3])
-def test_something_else_than_an_algorithm_is_refused(ops):
-    with pytest.raises(OptionError, match="must be a CrossDeviceOps"):
+@pytest.mark.parametrize(
+    ("ops", "found"),
+    [
+        ("ring", "str"),
+        (cd.RingAllReduce, r"the class RingAllReduce; make one: RingAllReduce\(\)"),
+        (3, "int"),
+    ],
+)
+def test_something_else_than_an_algorithm_is_refused(ops, found):
+    with pytest.raises(OptionError, match=f"must be a CrossDeviceOps or None, got {found}"):
         cd.MirroredStrategy(DEVICES, cross_device_ops=ops)
 
 

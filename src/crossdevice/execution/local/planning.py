@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from crossdevice.errors import PlanError
 from crossdevice.execution.local.prepared import PreparedReduction
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.execution.remarks import Remarks
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.plans.builder import PlanBuilder
-from crossdevice.plans.ledger import check_plan
+from crossdevice.plans.ledger import SumPlanner, proved_plan
 from crossdevice.plans.packing import Packing
 from crossdevice.plans.plan import Plan
-from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
 from crossdevice.values.options import CommunicationOptions, Precision
 from crossdevice.values.reduce_op import ReduceOp
@@ -25,7 +23,7 @@ PlanKey: TypeAlias = tuple[tuple[Device, ...], tuple[Device, ...], int, int, boo
 """Devices, destinations, number of elements, number of the pack, whether an engine is used."""
 
 
-class PlanningAlgorithm(Protocol):
+class PlanningAlgorithm(SumPlanner, Protocol):
     """What execution asks of an algorithm."""
 
     packing: Packing
@@ -36,9 +34,6 @@ class PlanningAlgorithm(Protocol):
     def uses_engine(self) -> bool:
         """Whether it leaves whole collectives to a library such as NCCL."""
 
-    def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
-        """Plans one pack."""
-
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:
         """Why the algorithm's own means cannot be used on these devices; None if they can."""
 
@@ -46,9 +41,9 @@ class PlanningAlgorithm(Protocol):
 class Planner:
     """Asks one algorithm for plans, and keeps what was prepared from them.
 
-    No plan is used, and no fused pass stands for one, before the ledger has proved that every replica
-    counts exactly once in it. The proof does not depend on sizes, so it is made once for each placement.
-    Plans do not depend on dtypes and operations, so those of one size share theirs.
+    No plan runs before the ledger has proved that every replica counts exactly once in it. A fused pass
+    stands for the plans of all sizes, so one of them is proved for each placement. Plans do not depend on
+    dtypes and operations, so those of one size share theirs.
     """
 
     def __init__(self, algorithm: PlanningAlgorithm) -> None:
@@ -89,32 +84,22 @@ class Planner:
         self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision, op: ReduceOp
     ) -> Plan:
         """The proved plan for one pack; a lone replica is copied, whatever the algorithm."""
-        self.prove(spec, pack_number, precision, op)
-        key = self._key(spec, num_elements, pack_number, precision, op)
+        return self._proved(self._key(spec, num_elements, pack_number, precision, op))
+
+    def prove(self, spec: LeafSpec, pack_number: int, precision: Precision, op: ReduceOp) -> None:
+        """Raises PlanError unless the plan of this pack counts every replica exactly once.
+
+        For a fused pass, which stands for the plan of any size: the bits of a pass do not depend on the plan.
+        """
+        # Enough elements that no shard is empty, and one over, so that shards differ in length.
+        num_elements = len(spec.devices) * len(spec.destinations) + 1
+        self._proved(self._key(spec, num_elements, pack_number, precision, op))
+
+    def _proved(self, key: PlanKey) -> Plan:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._plan(*key)
         return plan
-
-    def prove(self, spec: LeafSpec, pack_number: int, precision: Precision, op: ReduceOp) -> None:
-        """Raises PlanError unless the plan of this pack, of any size, counts every replica exactly once."""
-        # Enough elements that no shard is empty, and one over, so that shards differ in length.
-        num_elements = len(spec.devices) * len(spec.destinations) + 1
-        key = self._key(spec, num_elements, pack_number, precision, op)
-        if key in self._plans:
-            return
-        try:
-            plan = self._plan(*key)
-            check_plan(plan)
-            placed = tuple(buffer.device for buffer in plan.outputs)
-            if placed != spec.destinations:
-                raise PlanError(
-                    f"outputs are on {', '.join(map(str, placed)) or 'no device'}; expected one on each of "
-                    f"{', '.join(map(str, spec.destinations))}"
-                )
-        except PlanError as error:
-            raise PlanError(f"{self.name}.plan_sum gives a wrong plan: {error}") from None
-        self._plans[key] = plan
 
     def _key(
         self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision, op: ReduceOp
@@ -134,7 +119,7 @@ class Planner:
         build = PlanBuilder(devices, num_elements, pack_number, has_engine=has_engine)
         if len(devices) == 1:
             return build.plan([build.copy(build.inputs[0], to=device) for device in destinations])
-        return build.plan(self.algorithm.plan_sum(build, destinations))
+        return proved_plan(self.algorithm, build, destinations)
 
     def _remark(self, spec: LeafSpec, op: ReduceOp, options: CommunicationOptions) -> None:
         """Says once in the log if the algorithm does not do what its name promises."""
