@@ -249,7 +249,7 @@ def test_several_replicas_may_share_a_device():
 def test_each_part_has_a_plan_of_its_own_that_was_proved(monkeypatch):
     proved = []
     monkeypatch.setattr(
-        "crossdevice.execution.local.planning.check_plan",
+        "crossdevice.plans.ledger.check_plan",
         lambda plan: (check_plan(plan), proved.append(tuple(buffer.device for buffer in plan.outputs))),
     )
     value = cd.PerReplica([np.arange(5.0)] * 3)

@@ -344,7 +344,7 @@ def test_on_a_terminal_there_is_a_progress_bar(monkeypatch):
         (["-d", "quaternion"], "'quaternion' is not a dtype"),
         (["-o", "xor"], "'xor' is not a reduce operation"),
         (["--algorithm", "bubble"], "'bubble' is not an all-reduce algorithm"),
-        (["--algorithm", "broken_ops:Missing"], "cannot be loaded"),
+        (["--algorithm", "broken_ops:Missing"], "module broken_ops has no Missing"),
         (["--algorithm", "broken_ops:NoAlgorithm"], "expected a subclass of CrossDeviceOps"),
         (["--algorithm", "json:dumps"], "expected a subclass of CrossDeviceOps"),
         (["--backend", "abacus"], "'abacus' is not an array library"),
