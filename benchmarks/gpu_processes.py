@@ -5,7 +5,8 @@
 They may share one GPU. All ways take turns, round after round; a round's time is that of the slowest
 process, and medians are compared. NCCL is measured too if there is a GPU for each process. GB/s count what
 all processes read and write: for all-reduces twice their number times the size, for reduce-scatters, whose
-parts together are one array, their number and one times the size.
+parts together are one array, their number and one times the size; for all-gathers of these parts twice their
+number times the size.
 """
 
 from __future__ import annotations
@@ -97,6 +98,14 @@ def measure(rounds: int) -> None:
                 ways["NCCL, its own bits"] = functools.partial(dist.reduce_scatter_tensor, part, tensor)
             what = f"{here.size} x {size:>9} bytes, reduce_scatter"
             compare(what, ways, rounds, size, (here.size + 1) * size, here.rank)
+            del ways["a shard each"]  # each copies what it wants in any case
+            ways |= {
+                name: functools.partial(ops_of[name].all_gather, part) for name in ways if name in ops_of
+            }
+            if has_nccl:
+                ways["NCCL, its own bits"] = functools.partial(dist.all_gather_into_tensor, out, part)
+            what = f"{here.size} x {size:>9} bytes, all_gather"
+            compare(what, ways, rounds, size, 2 * here.size * size, here.rank)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -4,7 +4,9 @@
 
 Competitors take turns, round after round, and medians are compared; all write the same results to the same
 memory: every replica's arrays become the mean (in place). "of the limit" compares with a copy of as many
-bytes. With --gpu the rows of one GPU are measured too, by wall time with the GPU's end waited for.
+bytes. With --gpu the rows of one GPU are measured, by wall time, each call with the wait for the GPU. Beside
+them: that wait after a kernel that does nothing, which nobody can be faster than, and bound calls one after
+the other, waited for once: a reduction is ordered by the stream, and a program need not wait for it.
 """
 
 from __future__ import annotations
@@ -139,10 +141,11 @@ def gpu_rows(rounds: int) -> Iterator[Row]:
         calls = bound_and_plain(replicas)
         calls["torch._foreach_*"] = lambda replicas=replicas: foreach_in_place(replicas)
         calls["a plain loop"] = lambda replicas=replicas: loop_in_place(replicas)
-        microseconds = {}
-        for name, call in calls.items():
-            # One call, then the wait for it: as in a step that needs the result.
-            microseconds |= in_turns({name: lambda call=call: (call(), torch.cuda.synchronize())}, rounds)
+        calls["an empty kernel"] = lambda: torch.cuda._sleep(0)
+        # One call, then the wait for it: as in a step that needs the result.
+        waited = {name: lambda call=call: (call(), torch.cuda.synchronize()) for name, call in calls.items()}
+        waited["bound, not waited for"] = calls["bound"]
+        microseconds = in_turns(waited, rounds, torch.cuda.synchronize)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(20_000_000)  # so that the GPU never waits for Python
         start.record()

@@ -21,6 +21,7 @@ def reduce_until_killed(group, alive, me, ready):
         (torch.full((size,), float(me + 1), device="cuda"), torch.empty(size, device="cuda"))
         for size in SIZES
     ]
+    rights = torch.tensor(alive, device="cuda")[:, None] + 1
     expected, calls = float(sum(alive) + len(alive)), 0
     while True:
         for tensor, out in pairs:
@@ -28,6 +29,7 @@ def reduce_until_killed(group, alive, me, ready):
             started = time.monotonic()
             try:
                 ops.reduce("sum", tensor, "cuda:0", out=out)
+                gathered = ops.all_gather(pairs[1][0]).reshape(len(alive), -1)
             except Exception as error:
                 return {
                     "error": type(error).__name__,
@@ -38,6 +40,8 @@ def reduce_until_killed(group, alive, me, ready):
                 }
             if not bool((out == expected).all()):
                 return {"error": "a number is wrong", "text": str(out.unique())}
+            if not bool((gathered == rights).all()):
+                return {"error": "a gathered number is wrong", "text": str(gathered.unique())}
             calls += 1
         if calls == len(SIZES):
             part = ready.with_name(f"part of {ready.name}")

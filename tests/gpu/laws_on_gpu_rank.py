@@ -14,17 +14,11 @@ from multiprocess.launching import report
 from multiprocess.laws_rank import fate
 
 ON_THE_HOST = {
-    "sparse_rows_come_in_the_order_of_replicas",
-    "gathers_may_be_uneven",
-    "broadcasts_may_come_from_any_rank",
     "tensors_of_pytorch_come_back_as_such",
     "backward_passes_are_calls_of_all_ranks",
     "bound_reductions_may_be_anywhere_in_memory",
-    "everyone_gets_its_parts_of_everyone",
-    "parts_come_back_from_where_they_went",
-    "nothing_can_be_scattered_and_moved",
 }
-"""Laws of other calls, or of memory of the host."""
+"""Laws of memory of the host."""
 
 
 def on_gpu(tree):
@@ -32,6 +26,9 @@ def on_gpu(tree):
     leaves, structure = flatten(tree)
     tensors = []
     for leaf in leaves:
+        if isinstance(leaf, cd.IndexedSlices):
+            tensors.append(cd.IndexedSlices(on_gpu(leaf.values), on_gpu(leaf.indices), leaf.dense_shape))
+            continue
         array = np.array(leaf)
         if array.dtype == ml_dtypes.bfloat16:
             tensors.append(torch.from_numpy(array.view(np.int16)).cuda().view(torch.bfloat16))
@@ -44,6 +41,9 @@ def on_host(tree):
     leaves, structure = flatten(tree)
     arrays = []
     for leaf in leaves:
+        if isinstance(leaf, cd.IndexedSlices):
+            arrays.append(cd.IndexedSlices(on_host(leaf.values), on_host(leaf.indices), leaf.dense_shape))
+            continue
         assert leaf.is_cuda
         if leaf.dtype == torch.bfloat16:
             arrays.append(leaf.cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16))
@@ -56,8 +56,6 @@ class OnGpu(cd.CollectiveAllReduce):
     """Takes arrays of NumPy to the GPU, and results from there."""
 
     def reduce(self, op, value, destinations, options=None, *, out=None, weights=None):
-        if "IndexedSlices" in str(value):  # which go through the host
-            return super().reduce(op, value, destinations, options, weights=weights)
         placed, targets = pair_on_gpu(value, destinations)
         into = None if out is None else out_on_gpu(out, is_bare=targets is not placed)
         found = results_on_host(super().reduce(op, placed, targets, options, out=into, weights=weights))
@@ -70,6 +68,24 @@ class OnGpu(cd.CollectiveAllReduce):
         found = results_on_host(parts, cd.PerReplica)
         return found if out is None else written(out, found)
 
+    def gather(self, value, destinations, axis=0, options=None, *, out=None):
+        placed, targets = pair_on_gpu(value, destinations)
+        into = None if out is None else out_on_gpu(out, is_bare=targets is not placed)
+        found = results_on_host(super().gather(placed, targets, axis, options, out=into))
+        return found if out is None else written(out, found)
+
+    def all_to_all(self, value, axis=0, options=None, *, sizes=None, out=None):
+        is_distributed = isinstance(value, cd.DistributedValues)
+        placed = pair_on_gpu(value, None)[0] if is_distributed else on_gpu(value)
+        into = None if out is None else out_on_gpu(out, is_bare=not is_distributed)
+        moved = super().all_to_all(placed, axis, options, sizes=sizes, out=into)
+        found = results_on_host(moved, cd.PerReplica)
+        return found if out is None else written(out, found)
+
+    def broadcast(self, value, destinations, *, from_rank):
+        placed, _ = pair_on_gpu(destinations, None)
+        return results_on_host(super().broadcast(on_gpu(value), placed, from_rank=from_rank))
+
     def batch_reduce(self, op, pairs, options=None):
         results = super().batch_reduce(op, [pair_on_gpu(*pair) for pair in pairs], options)
         return [results_on_host(result) for result in results]
@@ -78,7 +94,8 @@ class OnGpu(cd.CollectiveAllReduce):
 def pair_on_gpu(value, destinations):
     is_distributed = isinstance(value, cd.DistributedValues)
     values = value.values if is_distributed else (value,)
-    placed = cd.PerReplica([on_gpu(each) for each in values], ["cuda:0"] * len(values))
+    devices = ["cuda:0"] * len(values) if flatten(values[0])[0] else None  # nothing is on the host
+    placed = cd.PerReplica([on_gpu(each) for each in values], devices)
     return placed, placed if destinations is value and is_distributed else "cuda:0"
 
 

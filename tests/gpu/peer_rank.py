@@ -10,6 +10,7 @@ import sys
 import torch
 
 import crossdevice as cd
+from crossdevice.execution.processes import all_to_all, peer_copies
 from crossdevice.execution.processes.scattered_on_gpus import PeerReduceScatter, StagedReduceScatter
 from crossdevice.execution.processes.scattered_reduction import ProcessReduceScatter
 from crossdevice.process_groups import cluster
@@ -66,7 +67,7 @@ def laws(group, facts, dtypes=DTYPES, lengths=LENGTHS):
     facts["cases"], facts["wrong"] = cases, wrong
 
 
-def parts(group, facts):
+def parts(group, facts, dtypes=DTYPES):
     """Reduce-scatters: the parts of this rank, and by which way they came."""
     ops = cd.CollectiveAllReduce(group=group)
     ways = collections.Counter()
@@ -76,7 +77,7 @@ def parts(group, facts):
     sizes = [3 * (rank % 2) for rank in range(group.size)]
     sizes[-1] = 40 - sum(sizes[:-1])  # the first has no elements
     cases = [((5003,), 0, None), ((1, 3), 0, None), ((64, 9), 0, None), ((3, 40), 1, sizes)]
-    for seed, (dtype, op, precision) in enumerate(itertools.product(DTYPES, ("sum", "mean"), PRECISIONS)):
+    for seed, (dtype, op, precision) in enumerate(itertools.product(dtypes, ("sum", "mean"), PRECISIONS)):
         options = cd.CommunicationOptions(precision=precision)
         for shape, axis, lengths in cases:
             mine = values_of(group.rank, dtype, shape, seed)
@@ -109,6 +110,55 @@ def parts(group, facts):
         late += group.rank + 1
         total = ops.reduce_scatter("sum", late)
         facts["late parts"] = bool((total == sum(range(1, group.size + 1))).all())
+
+
+def moves(group, facts):
+    """Sparse rows, gathers, broadcasts and parts that change places, and how often GPU memory was copied."""
+    ops, wrong, number = cd.CollectiveAllReduce(group=group), [], 0
+
+    def counting(*arguments):
+        nonlocal number
+        number += 1
+        copy_from_all(*arguments)
+
+    copy_from_all = peer_copies.copy_from_all
+    peer_copies.copy_from_all = all_to_all.copy_from_all = counting
+    dtypes = ("float32", "float64", "bfloat16", "int32")
+    for seed, (dtype, op, precision) in enumerate(itertools.product(dtypes, ("sum", "mean"), PRECISIONS)):
+        options = cd.CommunicationOptions(precision=precision)
+        rows = values_of(group.rank, dtype, (2 * group.rank, 5), seed)
+        indices, shape = torch.arange(len(rows)) * 3 % 11, (11, 5)
+        expected = ops.reduce(op, cd.IndexedSlices(rows, indices, shape), "cpu:0", options)
+        found = ops.reduce(op, cd.IndexedSlices(rows.cuda(), indices.cuda(), shape), "cuda:0", options)
+        pairs = ((found.values, expected.values), (found.indices, expected.indices))
+        if not all(array.is_cuda and same(array, right) for array, right in pairs):
+            wrong.append(["sparse", dtype, op, precision])
+    mine = values_of(group.rank, "bfloat16", (6, 5 + group.rank), 7)
+    calls = {
+        "gather": lambda array: ops.all_gather(array, axis=1),
+        "to the host": lambda array: ops.gather(array, "cpu:0", axis=1).cuda(),
+        "all_to_all": lambda array: ops.all_to_all(array[:, :5]),
+        "parts of columns": lambda array: ops.all_to_all(array[:, :5].t(), axis=1),
+        "broadcast": lambda array: ops.broadcast(array[:, :5], "cuda:0", from_rank=group.size - 1),
+    }
+    for name, call in calls.items():
+        expected = (
+            call(mine)
+            if name != "broadcast"
+            else values_of(group.size - 1, "bfloat16", (6, 4 + group.size), 7)[:, :5]
+        )
+        found = call(mine.cuda())
+        if not found.is_cuda or not same(found, expected):
+            wrong.append([name])
+    with torch.cuda.stream(torch.cuda.Stream()):
+        late = torch.zeros(1 << 20, device="cuda")
+        torch.cuda._sleep(50_000_000)
+        late += group.rank
+        whole = ops.all_gather(late).reshape(group.size, -1)
+        if not bool((whole == torch.arange(group.size, device="cuda")[:, None]).all()):
+            wrong.append(["late"])
+    facts["wrong moves"], facts["copies of GPU memory"] = wrong, number
+    peer_copies.copy_from_all = all_to_all.copy_from_all = copy_from_all
 
 
 def counted(run, ways):
@@ -181,10 +231,13 @@ def main(what):
         torch.zeros(1, device="cuda")
         if what == "few":
             laws(group, facts, dtypes=("float32", "bfloat16", "int32"), lengths=(1, 1000, 5003))
+            parts(group, facts, dtypes=("float32", "bfloat16", "int32"))
+            moves(group, facts)
         else:
             laws(group, facts)
             shapes_and_outs(group, facts)
             parts(group, facts)
+            moves(group, facts)
     report(here.rank, facts)
 
 

@@ -46,6 +46,8 @@ def test_peer_memory_gives_the_bits_of_the_host(tmp_path, monkeypatch, size, wis
         assert facts["cases"] > 250
         assert facts["wrong"] == []
         assert facts["wrong parts"] == []
+        assert facts["wrong moves"] == []
+        assert facts["copies of GPU memory"] == (0 if wish == "0" else 4 * 2 * 3 + 6)
         # What has no kernel is staged: exact sums and means of float64, true means of integers.
         ways = {(name, device): number for name, device, number in facts["ways"]}
         number = 8 * 2 * 4 * (2 if wish == "0" else 3)  # dtypes, operations, shapes, precisions

@@ -25,15 +25,19 @@ def test_the_sanitizer_finds_nothing(tool):
     assert "reductions" in found.stdout
 
 
-@pytest.mark.parametrize("wish", ["1", "each"])
-def test_the_sanitizer_finds_nothing_in_kernels_over_memory_of_other_processes(tmp_path, wish):
+@pytest.mark.parametrize(("tool", "wish"), [("memcheck", "1"), ("memcheck", "each"), ("racecheck", "1")])
+def test_the_sanitizer_finds_nothing_in_kernels_over_memory_of_other_processes(tmp_path, tool, wish):
     (command, more), *others = launching.ranks(str(Path(__file__).with_name("peer_rank.py")), "few", size=2)
-    checked = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *command]
+    checked = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *command]
     commands = [(checked, more), *others]
     commands = [(each, {**given, "CROSSDEVICE_PEER_MEMORY": wish}) for each, given in commands]
     found = launching.launch(commands, tmp_path, 200.0)
     assert found.codes == [0, 0], found.output[-4000:]
-    assert "ERROR SUMMARY: 0 errors" in found.output
+    assert (
+        "RACECHECK SUMMARY: 0 hazards" if tool == "racecheck" else "ERROR SUMMARY: 0 errors"
+    ) in found.output
     for facts in found.reports.values():
         assert facts["wrong"] == []
+        assert facts["wrong parts"] == facts["wrong moves"] == []
+        assert any(way == ["PeerReduceScatter", "cuda"] for *way, _ in facts["ways"])
         assert "the GPU memory of all" in facts["explained"]

@@ -104,16 +104,21 @@ class GpuPasses(Passes):
             # Copies have to be made anew in each call, and other libraries' streams waited for.
             return functools.partial(self.run, columns, outs, weights)
         written = [tensor for tensors in targets for tensor in tensors or ()]
-        work = self._prepared_for(targets).work
+        work, mark_written = self._prepared_for(targets).work, self._backend.mark_written
         # Aliases keep the memory of a tensor that is given another one, which is noticed after a launch.
         kept = [tensor.detach() for tensor in (*arrays, *written)]
-        addresses = _bits_of(weights) + self._tensors.addresses_of(kept)
+        start = work.bound(_bits_of(weights) + self._tensors.addresses_of(kept))
+        place, is_current, stream_of = self._place, self._tensors.is_current, self._tensors.stream_of
 
-        def launch() -> None:
-            work.run(addresses, self._tensors.stream_of(self._place))
-            self._backend.mark_written(written)
+        def launch(_kept: object = kept) -> None:
+            if is_current(place):
+                start(stream_of(place))
+            else:
+                with self._tensors.working_on(place, None):
+                    start(stream_of(place))
+            mark_written(written)
 
-        return functools.partial(self._on_stream, launch)
+        return launch
 
     def _on_stream(self, work: Callable[[], Result]) -> Result:
         """Does work with this device and the library's own stream as PyTorch's current ones."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.errors import ConversionError, OptionError
@@ -26,7 +25,8 @@ from crossdevice.execution.processes.agreement import (
 from crossdevice.execution.processes.all_to_all import exchanged_parts
 from crossdevice.execution.processes.dense_call import DenseCall
 from crossdevice.execution.processes.device_reduction import Prepare
-from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank
+from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank, joined
+from crossdevice.execution.processes.peer_copies import offered_gpu
 from crossdevice.execution.processes.peers import explained_peers, find_peers, why_no_peers
 from crossdevice.execution.processes.reduction import ProcessReduction
 from crossdevice.execution.processes.scattering import Prepared, reduced_parts
@@ -185,7 +185,9 @@ class BetweenProcesses:
     ) -> Callable[[], Any]:
         read = read_value(value)
         gatherings = [check_gather(leaf, read.devices, destinations, axis) for leaf in read.leaves]
-        pieces = [_joined(gathering) for gathering in gatherings]
+        arrays = [array for gathering in gatherings for array in gathering.arrays]
+        gpu = offered_gpu(arrays, self.group)
+        pieces = [_joined(gathering, gpu) for gathering in gatherings]
         described = tuple(
             LeafDescription(
                 leaf.path,
@@ -210,7 +212,7 @@ class BetweenProcesses:
     def _gather(
         self,
         gatherings: Sequence[Gathering],
-        pieces: Sequence[NDArray[Any]],
+        pieces: Sequence[Array],
         destinations: tuple[Device, ...],
         description: Description,
         options: CommunicationOptions,
@@ -222,20 +224,15 @@ class BetweenProcesses:
             lengths = _lengths_along_axes(
                 call, of_ranks, pieces, [gathering.axis for gathering in gatherings]
             )
-        return [
-            _placed(
-                np.concatenate(
-                    [
-                        arrays[number].reshape(_with_length(piece.shape, gathering.axis, found[number]))
-                        for arrays, found in zip(of_ranks, lengths, strict=True)
-                    ],
-                    axis=gathering.axis,
-                ),
-                gathering.backend,
-                destinations,
-            )
-            for number, (gathering, piece) in enumerate(zip(gatherings, pieces, strict=True))
-        ]
+        results = []
+        for number, (gathering, piece) in enumerate(zip(gatherings, pieces, strict=True)):
+            parts = [
+                arrays[number].reshape(_with_length(piece.shape, gathering.axis, found[number]))
+                for arrays, found in zip(of_ranks, lengths, strict=True)
+            ]
+            whole = joined(parts, gathering.axis, gathering.backend, destinations[0])
+            results.append([whole, *(gathering.backend.copy(whole, device) for device in destinations[1:])])
+        return results
 
     def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions) -> Any:
         """One rank's value, on every rank; all bring one of the same structure, shapes and dtypes."""
@@ -250,13 +247,19 @@ class BetweenProcesses:
             for leaf, backend, array, shape in zip(read.leaves, backends, arrays, shapes, strict=True)
         )
         description = Description(f"broadcast from rank {rank}", (structure_text(read.structure),), described)
-        flats = [backend.to_host(array) for backend, array in zip(backends, arrays, strict=True)]
+        is_offered = offered_gpu(arrays, self.group) is not None
+        flats = [
+            backend.flat(array) if is_offered else backend.to_host(array)
+            for backend, array in zip(backends, arrays, strict=True)
+        ]
         with agreed_call(self.group, description, (1,) * len(flats), seconds_of(options)) as (call, _):
             received = arrays_of_rank(call, flats, rank)
         if self.group.rank == rank:
             return value
         leaves = [
             backend.from_host(flat, shape, read.devices[0])
+            if isinstance(flat, np.ndarray)
+            else backend.reshape(flat, shape)
             for backend, flat, shape in zip(backends, received, shapes, strict=True)
         ]
         return leaves[0] if read.structure is None else unflatten(read.structure, leaves)
@@ -339,9 +342,14 @@ def _described(
     return LeafDescription(path, "rows", dtype, rows, leaf.dense_shape)
 
 
-def _joined(gathering: Gathering) -> NDArray[Any]:
-    """This rank's replicas end to end, on the host."""
+def _joined(gathering: Gathering, gpu: Device | None) -> Array:
+    """This rank's replicas end to end, contiguous, on the GPU that all are on, or else on the host."""
     backend = gathering.backend
+    if gpu is not None:
+        whole = gathering.arrays[0]
+        if len(gathering.arrays) > 1:
+            whole = backend.concat(gathering.arrays, gathering.axis, gpu)
+        return backend.reshape(backend.flat(whole), backend.shape_of(whole))
     arrays = [backend.to_host(array).reshape(backend.shape_of(array)) for array in gathering.arrays]
     return np.ascontiguousarray(np.concatenate(arrays, axis=gathering.axis))
 
@@ -352,21 +360,16 @@ def _with_length(shape: Sequence[int], axis: int, length: Any) -> tuple[Any, ...
 
 def _lengths_along_axes(
     call: GroupCall,
-    of_ranks: Sequence[Sequence[NDArray[Any]]],
-    pieces: Sequence[NDArray[Any]],
+    of_ranks: Sequence[Sequence[Array]],
+    pieces: Sequence[Array],
     axes: Sequence[int],
 ) -> list[list[int]]:
     """For each rank the lengths of its arrays along their axes; those without elements have to be told."""
     units = [math.prod(_with_length(piece.shape, axis, 1)) for piece, axis in zip(pieces, axes, strict=True)]
     if 0 not in units:
-        return [[flat.size // unit for flat, unit in zip(flats, units, strict=True)] for flats in of_ranks]
+        return [[len(flat) // unit for flat, unit in zip(flats, units, strict=True)] for flats in of_ranks]
     own = np.array([piece.shape[axis] for piece, axis in zip(pieces, axes, strict=True)], np.int64)
     return [np.frombuffer(record, np.int64).tolist() for record in call.all_gather(own.tobytes())]
-
-
-def _placed(array: NDArray[Any], backend: Backend, destinations: Sequence[Device]) -> list[Array]:
-    """New memory on each destination."""
-    return [backend.from_host(array.reshape(-1).copy(), array.shape, device) for device in destinations]
 
 
 def _dense_backend(leaf: Leaf, devices: tuple[Device, ...]) -> Backend:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from crossdevice.execution.signature_cache import SignatureCache
@@ -18,18 +18,48 @@ MAX_TOLD = 256
 """Sets of arrays of one rank that others remember; a program with more tells them again now and then."""
 
 
+_left_behind: list[object] = []
+"""Arrays of calls that failed: another process may still read them, or write to them."""
+
+
 class PeerAddresses:
     """The addresses at which one rank finds the arrays of all, for the calls of one group."""
 
     def __init__(self, rank: int, mapped: Sequence[Mapped]) -> None:
-        from crossdevice.kernels.cuda import peer_memory
+        from crossdevice.kernels.cuda import peer_memory, tensors
 
         self._memory: Any = peer_memory
+        self._tensors = tensors
         self._rank, self._mapped = rank, mapped
         # What a rank has told is remembered and forgotten by all ranks in the same call.
         self._told: list[SignatureCache[Sequence[Exported]]] = [SignatureCache(MAX_TOLD) for _ in mapped]
         self._own: SignatureCache[tuple[bytes, bytes]] = SignatureCache()
         self._found: SignatureCache[list[int]] = SignatureCache()
+
+    def visit(
+        self,
+        call: GroupCall,
+        place: Any,
+        arrays: Sequence[Any],
+        own: Sequence[int],
+        work: Callable[[list[int], int], None] | None,
+    ) -> None:
+        """Has work done on the arrays of all ranks, when all of them are ready and before any goes on.
+
+        It is given their addresses and a stream; this rank's own are those of `arrays`, on device `place`.
+        The host waits for the GPU, so that a process that is lost leaves nobody's stream stuck.
+        """
+        try:
+            self._tensors.wait_for(place)
+            addresses = self.met(call, own)
+            if work is not None:
+                work(addresses, self._tensors.stream_of(place))
+                self._tensors.wait_for(place)
+            _meet(call)
+        except BaseException:
+            _left_behind.append(arrays)
+            raise
+        self.forget_old()
 
     def met(self, call: GroupCall, own: Sequence[int]) -> list[int]:
         """The addresses of the arrays of all ranks, in order, once all have come here with their own."""
@@ -74,7 +104,7 @@ class PeerAddresses:
         return known
 
 
-def meet(call: GroupCall) -> None:
+def _meet(call: GroupCall) -> None:
     """Returns when all ranks have come here."""
     if call.group.shared is None:
         call.all_gather(b"done")

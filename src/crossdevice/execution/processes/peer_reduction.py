@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.local.gpu_passes import why_stepped
 from crossdevice.execution.local.prepared import recipe_for
-from crossdevice.execution.processes.peer_addresses import meet
 from crossdevice.execution.processes.peers import known_peers
 from crossdevice.execution.processes.travelling import Delivery, partial_dtype, shard_edges
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
@@ -26,6 +25,7 @@ from crossdevice.values.weights import Weights
 
 if TYPE_CHECKING:
     from crossdevice.kernels.cuda.gpu_pass import GpuPass
+    from crossdevice.kernels.cuda.task import Start
 
 
 def is_on_peers(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, group: ProcessGroup) -> bool:
@@ -54,10 +54,6 @@ def has_bits_of_the_host(
     return partial_dtype(spec.dtype, op, options.precision, max(counts)) is None
 
 
-_left_behind: list[object] = []
-"""Arrays of calls that failed: another process may still read them, or write to them."""
-
-
 class Piece(NamedTuple):
     """The elements `start` to `stop` of a leaf, which one rank reduces, and where the results begin."""
 
@@ -69,8 +65,7 @@ class Piece(NamedTuple):
 class PeerReduction:
     """Dense leaves of a batch, all on one GPU of each process; prepared before there are arrays.
 
-    One rank of each GPU reduces a part of every leaf, in one launch. No GPU waits for another process: the
-    host does, before and after the launch, so that a process that is lost leaves nobody's stream stuck.
+    One rank of each GPU reduces a part of every leaf, in one launch. No GPU waits for another process.
     """
 
     def __init__(
@@ -98,6 +93,7 @@ class PeerReduction:
         self._firsts = list(itertools.accumulate(numbers, initial=0))
         self._place = tensors.device_named(peers.gpu.type, peers.gpu.index)
         self._pass: GpuPass | None = None
+        self._launched: tuple[list[int], Start] = [], lambda _: None  # the last one: of a loop, the only one
         if self._rank in self._workers:
             with tensors.on_device(self._place):
                 self._pass = gpu_pass.GpuPass(self._tasks(op, options), self._place)
@@ -141,17 +137,14 @@ class PeerReduction:
     def _reduce(self, call: GroupCall, arrays: Sequence[Any], own: Sequence[int]) -> None:
         """From the inputs of all ranks to their results, which are among the arrays at these addresses."""
         with recorded(self._work):
-            try:
-                self._tensors.wait_for(self._place)
-                addresses = self._addresses.met(call, own)
-                if self._pass is not None:
-                    self._pass.run(addresses, self._tensors.stream_of(self._place))
-                    self._tensors.wait_for(self._place)
-                meet(call)
-            except BaseException:
-                _left_behind.append(arrays)
-                raise
-            self._addresses.forget_old()
+            work = None if self._pass is None else self._launch
+            self._addresses.visit(call, self._place, arrays, own, work)
+
+    def _launch(self, addresses: list[int], stream: int) -> None:
+        if addresses is not self._launched[0]:
+            assert self._pass is not None
+            self._launched = addresses, self._pass.bound(addresses)
+        self._launched[1](stream)
 
     def _tasks(self, op: ReduceOp, options: CommunicationOptions) -> list[KernelTask]:
         """This rank's pieces of each leaf."""

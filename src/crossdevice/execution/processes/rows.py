@@ -17,6 +17,12 @@ def rows_of(array: Array, axis: int, backend: Backend) -> NDArray[Any]:
     return np.ascontiguousarray(np.moveaxis(shaped, axis, 0))
 
 
+def rows_on_gpu(array: Array, axis: int, backend: Backend) -> Array:
+    """The same of PyTorch's arrays, where they are."""
+    moved = array.movedim(axis, 0)
+    return backend.reshape(backend.flat(moved), tuple(moved.shape))
+
+
 def array_of_rows(
     rows: NDArray[Any], shape: tuple[int, ...], axis: int, backend: Backend, device: Device
 ) -> Array:

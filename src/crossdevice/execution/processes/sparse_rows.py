@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from crossdevice.backends.protocol import Array
 from crossdevice.execution.local.batch import CheckedLeaf
 from crossdevice.execution.local.sparse import SparseReduction
-from crossdevice.execution.processes.gathering import arrays_of_all_ranks
+from crossdevice.execution.processes.gathering import arrays_of_all_ranks, joined
+from crossdevice.execution.processes.peer_copies import offered_gpu
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import Device
 from crossdevice.values.weights import Weights
@@ -38,27 +38,39 @@ def gathered_rows(
     }
     if not sparse:
         return {}
-    flats: list[NDArray[Any]] = []
-    for leaf in sparse.values():
-        to_host = leaf.backend.to_host
-        flats.append(np.concatenate([to_host(part.values) for part in leaf.slices]))
-        flats.append(
-            np.concatenate([to_host(part.indices) for part in leaf.slices]).astype(index_dtype(leaf))
-        )
+    both = [each for leaf in sparse.values() for part in leaf.slices for each in (part.values, part.indices)]
+    join = _joined_on_host if offered_gpu(both, call.group) is None else _joined_on_gpu
+    flats = [flat for leaf in sparse.values() for flat in join(leaf)]
     of_ranks = arrays_of_all_ranks(call, flats)
     gathered = {}
     for order, (number, leaf) in enumerate(sparse.items()):
         backend, first = leaf.backend, leaf.slices[0]
-        values = np.concatenate([arrays[2 * order] for arrays in of_ranks])
-        indices = np.concatenate([arrays[2 * order + 1] for arrays in of_ranks])
         device = Device.parse(first.device)
-        shape = (indices.size, *backend.shape_of(first.values)[1:])
-        rows = type(first)(
-            backend.from_host(values, shape, device),
-            backend.from_host(indices, indices.shape, device),
-            leaf.dense_shape,
+        values, indices = (
+            joined([arrays[number] for arrays in of_ranks], 0, backend, device)
+            for number in (2 * order, 2 * order + 1)
         )
+        shape = (len(indices), *backend.shape_of(first.values)[1:])
+        rows = type(first)(backend.reshape(values, shape), indices, leaf.dense_shape)
         gathered[number] = dataclasses.replace(
             leaf, slices=(rows,), devices=(device,), num_replicas=sum(counts[number])
         )
     return gathered
+
+
+def _joined_on_host(leaf: SparseReduction) -> tuple[Array, Array]:
+    """The rows of this rank, flat, and their indices."""
+    values, indices = (
+        np.concatenate(list(map(leaf.backend.to_host, arrays)))
+        for arrays in zip(*((part.values, part.indices) for part in leaf.slices), strict=True)
+    )
+    return values, indices.astype(index_dtype(leaf))
+
+
+def _joined_on_gpu(leaf: SparseReduction) -> tuple[Array, Array]:
+    backend, device = leaf.backend, leaf.devices[0]
+    values, indices = (
+        backend.flat(backend.concat(arrays, 0, device))
+        for arrays in zip(*((part.values, part.indices) for part in leaf.slices), strict=True)
+    )
+    return values, backend.cast(indices, index_dtype(leaf))

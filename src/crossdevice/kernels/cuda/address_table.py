@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from crossdevice.kernels.cuda.task import KernelTask, Launch, rows_of
+from crossdevice.kernels.cuda.task import KernelTask, Launch, Start, rows_of
 
 ADDRESS_BYTES = 8
 
@@ -23,6 +23,7 @@ class _Sent(NamedTuple):
     addresses: list[int]
     stream: int
     table: torch.Tensor
+    starts: list[Start]
 
 
 class AddressTable:
@@ -47,25 +48,36 @@ class AddressTable:
             place_of_rows += part.nbytes
         self._sent: _Sent | None = None
 
-    def on_device(self, addresses: list[int], stream: int) -> Iterator[tuple[Launch, int, int]]:
-        """For each group its launch, and where its addresses and rows are in the GPU's memory."""
-        table = self._table_for(addresses, stream)
-        start = table.data_ptr()
-        for launch, place_of_addresses, place_of_rows in self._launches:
-            yield launch, start + place_of_addresses, place_of_rows
+    def run(self, addresses: list[int], stream: int) -> None:
+        """Launches all groups on the arrays at these addresses; `stream` is PyTorch's current one."""
+        sent = self._sent_for(addresses, stream)
+        for start in sent.starts:
+            start(stream)
 
-    def _table_for(self, addresses: list[int], stream: int) -> torch.Tensor:
+    def _sent_for(self, addresses: list[int], stream: int) -> _Sent:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # Sent by the graph whenever it is replayed, and by nobody before: good for the graph alone.
             pinned = self._pinned(addresses)
             _captured.extend((pinned, self._rows))
-            return pinned.to(self._device, non_blocking=True)
+            return self._send(pinned, addresses, stream)
         sent = self._sent
-        if sent is None or sent.stream != stream or sent.addresses != addresses:
+        if (
+            sent is None
+            or sent.stream != stream
+            or (sent.addresses is not addresses and sent.addresses != addresses)
+        ):
             # A new table, not the old one overwritten: kernels on other streams may still read that.
-            table = self._pinned(addresses).to(self._device, non_blocking=True)
-            sent = self._sent = _Sent(addresses, stream, table)
-        return sent.table
+            sent = self._sent = self._send(self._pinned(addresses), addresses, stream)
+        return sent
+
+    def _send(self, pinned: torch.Tensor, addresses: list[int], stream: int) -> _Sent:
+        table = pinned.to(self._device, non_blocking=True)
+        start = table.data_ptr()
+        starts = [
+            launch((start + place_of_addresses, place_of_rows))
+            for launch, place_of_addresses, place_of_rows in self._launches
+        ]
+        return _Sent(addresses, stream, table, starts)
 
     def numbers_for(self, addresses: Sequence[int]) -> NDArray[np.int64]:
         """What the table holds: for every task where its inputs start, then where its outputs do."""

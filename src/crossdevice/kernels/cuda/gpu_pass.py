@@ -9,7 +9,7 @@ import torch
 
 from crossdevice.kernels.cuda.address_table import AddressTable
 from crossdevice.kernels.cuda.families import block_elements
-from crossdevice.kernels.cuda.task import AddressOffset, KernelTask, Launch
+from crossdevice.kernels.cuda.task import AddressOffset, KernelTask, Launch, Start
 
 MAX_ARGUMENTS = 40
 """Addresses that a launch takes as arguments; more of them, or more tasks, come in a table."""
@@ -19,9 +19,14 @@ class _Alone(NamedTuple):
     """A task that is launched by itself."""
 
     launch: Launch
-    inputs: tuple[AddressOffset, ...]
-    outputs: tuple[AddressOffset, ...]
+    arrays: tuple[AddressOffset, ...]
     num_elements: int
+
+    def on(self, addresses: list[int]) -> Start:
+        """What starts it on the arrays at these addresses."""
+        return self.launch(
+            [*[addresses[position] + offset for position, offset in self.arrays], self.num_elements]
+        )
 
 
 class GpuPass:
@@ -43,18 +48,23 @@ class GpuPass:
                 continue
             num_programs = -(-num_elements // block_elements(arithmetic))
             launch = launch_by_arguments(arithmetic, len(inputs), len(outputs), num_programs)
-            self._alone.append(_Alone(launch, inputs, outputs, num_elements))
+            self._alone.append(_Alone(launch, (*inputs, *outputs), num_elements))
         self._table = AddressTable(tabled, device) if tabled else None
 
     def run(self, addresses: list[int], stream: int) -> None:
         """Launches all tasks on the arrays at these addresses; `stream` is PyTorch's current one."""
-        for launch, inputs, outputs, num_elements in self._alone:
-            launch(
-                stream,
-                tuple([addresses[position] + offset for position, offset in inputs]),
-                tuple([addresses[position] + offset for position, offset in outputs]),
-                num_elements,
-            )
-        if self._table is not None:
-            for launch, place_of_addresses, place_of_rows in self._table.on_device(addresses, stream):
-                launch(stream, place_of_addresses, place_of_rows)
+        self.bound(addresses)(stream)
+
+    def bound(self, addresses: list[int]) -> Start:
+        """What launches all tasks on the arrays at these addresses, however often."""
+        starts, table = [task.on(addresses) for task in self._alone], self._table
+        if table is None and len(starts) == 1:
+            return starts[0]
+
+        def start_all(stream: int) -> None:
+            for start in starts:
+                start(stream)
+            if table is not None:
+                table.run(addresses, stream)
+
+        return start_all

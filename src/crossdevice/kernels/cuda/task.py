@@ -10,8 +10,11 @@ from numpy.typing import NDArray
 
 from crossdevice.kernels.cuda.families import Arithmetic, block_elements
 
-Launch = Callable[..., None]
-"""Starts a kernel; called with a stream's handle and the kernel's arguments, constants left out."""
+Start = Callable[[int], None]
+"""Starts a kernel, whose arguments are known, on the stream of this handle."""
+
+Launch = Callable[[Sequence[int]], Start]
+"""What starts a kernel with these arguments, constants left out."""
 
 
 class AddressOffset(NamedTuple):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from crossdevice.kernels.cuda.driver import synchronize
+from crossdevice.kernels.cuda import driver
 
 _held: dict[int, tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = {}
 """Memory of other libraries that kernels may still read, each with what happens when they are done."""
@@ -58,10 +59,18 @@ def empty(shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Ten
     return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
 
+def copy(target: torch.Tensor, source: int, stream: int) -> None:
+    """Puts a copy from an address on a stream; on the host, where tests have it, it is made at once."""
+    if target.is_cuda and target.nbytes:
+        driver.copy(target.data_ptr(), source, target.nbytes, stream)
+    else:
+        ctypes.memmove(target.data_ptr(), source, target.nbytes)
+
+
 def wait_for(device: torch.device) -> None:
     """Until the current stream is done: other processes may read and write what it has worked on."""
     if device.type == "cuda":
-        synchronize(stream_of(device))
+        driver.synchronize(stream_of(device))
 
 
 def stream_of(device: torch.device) -> int:
@@ -71,7 +80,7 @@ def stream_of(device: torch.device) -> int:
 
 def is_current(device: torch.device) -> bool:
     """Whether PyTorch's current device is this one."""
-    return device.type != "cuda" or torch.cuda.current_device() == device.index
+    return device.type != "cuda" or _current_device() == device.index
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -106,8 +115,9 @@ def _slow_raw_stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-# Makes no object of PyTorch's for the stream, but is not part of what PyTorch promises.
+# Quick, but not part of what PyTorch promises: no objects are made, and nobody asks whether CUDA is there.
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_raw_stream)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

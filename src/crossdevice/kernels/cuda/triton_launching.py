@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from triton.runtime.interpreter import InterpretedFunction
 
+from crossdevice.kernels.cuda.driver import prepared_launch
 from crossdevice.kernels.cuda.families import Arithmetic, block_elements
-from crossdevice.kernels.cuda.task import Launch
+from crossdevice.kernels.cuda.task import Launch, Start
 from crossdevice.kernels.cuda.triton_arithmetic import way_of
 from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
 
 NUM_WARPS = 8
+WARP_THREADS = 32
+
+SPECIAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+"""What a kernel's metadata may ask for that a plain launch does not give."""
 
 ANY_ADDRESS = (1 << 44) + 1
 """Odd, so that nothing about alignment is compiled in."""
@@ -24,33 +31,71 @@ is_interpreted = isinstance(pass_by_arguments, InterpretedFunction)
 def launch_by_arguments(
     arithmetic: Arithmetic, num_inputs: int, num_outputs: int, num_programs: int
 ) -> Launch:
-    """So many programs of the kernel for one array of every replica, compiled for the current device."""
-    examples = (ANY_ADDRESS,) * num_inputs, (ANY_ADDRESS,) * num_outputs, ANY_ADDRESS
+    """So many programs of the kernel for one array of every replica, compiled for the current device.
+
+    It takes the addresses of inputs, those of outputs, and the number of elements.
+    """
+
+    def shaped(numbers: Sequence[int]) -> tuple[Any, ...]:
+        return tuple(numbers[:num_inputs]), tuple(numbers[num_inputs:-1]), numbers[-1]
+
     constants = way_of(arithmetic), block_elements(arithmetic)
-    return _launch(pass_by_arguments, examples, constants, num_programs)
+    return _launch(pass_by_arguments, shaped, num_inputs + num_outputs + 1, constants, num_programs)
 
 
 def launch_by_table(arithmetic: Arithmetic, num_inputs: int, num_outputs: int, num_programs: int) -> Launch:
-    """So many programs of the kernel for tasks in a table, compiled for the current device."""
+    """So many programs of the kernel for tasks in a table, compiled for the current device.
+
+    It takes where the addresses are, and where the rows are.
+    """
     constants = num_inputs, num_outputs, way_of(arithmetic), block_elements(arithmetic)
-    return _launch(pass_by_table, (ANY_ADDRESS, ANY_ADDRESS), constants, num_programs)
+    return _launch(pass_by_table, tuple, 2, constants, num_programs)
 
 
-def _launch(kernel: Any, examples: tuple[Any, ...], constants: tuple[Any, ...], num_programs: int) -> Launch:
+def _launch(
+    kernel: Any,
+    shaped: Callable[[Sequence[int]], tuple[Any, ...]],
+    num_numbers: int,
+    constants: tuple[Any, ...],
+    num_programs: int,
+) -> Launch:
+    """`shaped` makes the arguments that Triton knows of the numbers that the compiled kernel takes."""
     if is_interpreted:
 
-        def interpret(stream: int, *arguments: Any) -> None:  # noqa: ARG001 - there is none
-            kernel[(num_programs,)](*arguments, *constants)
+        def interpreted(numbers: Sequence[int]) -> Start:
+            return lambda stream: kernel[(num_programs,)](*shaped(numbers), *constants)  # noqa: ARG005
 
-        return interpret
+        return interpreted
     # No fused multiply-adds: they would round once where the host rounds twice.
     options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
     with warnings.catch_warnings():
         # Triton 3.9 speaks of its default for what is said here.
         warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION", UserWarning)
-        run = kernel.warmup(*examples, *constants, grid=(1,), **options)[num_programs, 1, 1]
+        compiled = kernel.warmup(*shaped([ANY_ADDRESS] * num_numbers), *constants, grid=(1,), **options)
+    run = compiled[num_programs, 1, 1]
+    num_spare = spare_arguments(compiled, num_numbers)
 
-    def launch(stream: int, *arguments: Any) -> None:
-        run(*arguments, *constants, stream=stream)
+    def launch(numbers: Sequence[int]) -> Start:
+        if num_spare is None:
+            arguments = shaped(numbers)
+            return lambda stream: run(*arguments, *constants, stream=stream)
+        num_threads, shared_bytes = NUM_WARPS * WARP_THREADS, compiled.metadata.shared
+        return prepared_launch(
+            compiled.function, num_programs, num_threads, shared_bytes, [*numbers, *[0] * num_spare]
+        )
 
     return launch
+
+
+def spare_arguments(compiled: Any, num_numbers: int) -> int | None:
+    """How many arguments of a kernel Triton leaves empty; None if only Triton knows how to launch it.
+
+    By the driver a launch takes half as long as by Triton, which looks at every argument.
+    """
+    metadata = compiled.metadata
+    if metadata.num_ctas != 1 or any(getattr(metadata, name, 0) for name in SPECIAL):
+        return None
+    entry = re.search(r"\.entry\s+\w+\(([^)]*)\)", compiled.asm["ptx"])
+    kinds = re.findall(r"\.param\s+\.(\w+)", entry[1]) if entry else []
+    are_numbers = len(kinds) >= num_numbers and set(kinds) <= {"u64", "b64"}
+    return len(kinds) - num_numbers if are_numbers else None

@@ -14,7 +14,7 @@ from triton.runtime import driver
 from crossdevice.kernels.cuda.families import arranged, block_elements
 from crossdevice.kernels.cuda.triton_arithmetic import way_of
 from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
-from crossdevice.kernels.cuda.triton_launching import ANY_ADDRESS, NUM_WARPS
+from crossdevice.kernels.cuda.triton_launching import ANY_ADDRESS, NUM_WARPS, spare_arguments
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import UNKNOWN_WEIGHTS
@@ -74,10 +74,11 @@ def test_kernels_compile_with_wide_accesses_and_without_contraction(kind):
     options = {"grid": (1,), "num_warps": NUM_WARPS, "enable_fp_fusion": False}
     num_inputs = 3 if way.numbers_per_input == 1 else 7
     inputs, outputs = (ANY_ADDRESS,) * num_inputs, (ANY_ADDRESS,) * 3
-    for compiled in (
-        pass_by_arguments.warmup(inputs, outputs, ANY_ADDRESS, way, block, **options),
-        pass_by_table.warmup(ANY_ADDRESS, ANY_ADDRESS, num_inputs, 3, way, block, **options),
-    ):
+    by_arguments = pass_by_arguments.warmup(inputs, outputs, ANY_ADDRESS, way, block, **options)
+    by_table = pass_by_table.warmup(ANY_ADDRESS, ANY_ADDRESS, num_inputs, 3, way, block, **options)
+    for compiled, num_numbers in ((by_arguments, num_inputs + 3 + 1), (by_table, 2)):
+        assert spare_arguments(compiled, num_numbers) in (0, 1, 2)  # so that the driver launches it
+        assert spare_arguments(compiled, 99) is None
         code = compiled.asm["ptx"]
         assert re.search(r"ld\.global\.v(4\.b32|2\.b64)", code)
         assert re.search(r"st\.global\.v(4\.b32|2\.b64)", code)

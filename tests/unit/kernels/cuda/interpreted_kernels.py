@@ -72,7 +72,7 @@ def check(recipe, dtype, into, count, size, offset=0):
     num_programs = -(-num_elements // block_elements(arrangement.arithmetic))
     num_numbers = count + len(bits_of_weights(recipe))
     launch = launch_by_arguments(arrangement.arithmetic, num_numbers, 2, num_programs)
-    launch(0, addresses(read) + bits_of_weights(recipe), addresses(outputs), num_elements)
+    launch([*addresses(read), *bits_of_weights(recipe), *addresses(outputs), num_elements])(0)
     for output in outputs:
         assert same_bits(output, expected, any_nan=recipe.precision == "fast"), (recipe, into, count)
     return True
@@ -128,7 +128,7 @@ def test_exact_sums_that_cancel_and_means_near_ties_are_rounded_once(dtype):
         numpy_pass(arrays, [expected], recipe)
         arithmetic = arranged(recipe, dtype, dtype).arithmetic
         launch = launch_by_arguments(arithmetic, count, 1, -(-2000 // block_elements(arithmetic)))
-        launch(0, addresses(arrays), addresses([found]), 2000)
+        launch([*addresses(arrays), *addresses([found]), 2000])(0)
         assert same_bits(found, expected), (count, divisor)
 
 
@@ -173,7 +173,7 @@ def test_a_table_serves_many_arrays_in_one_launch():
     rows = np.array(
         [(task, block, size) for task, size in enumerate(sizes) for block in range(-(-size // 1024))]
     )
-    launch_by_table(arithmetic, 3, 2, len(rows))(0, table.ctypes.data, rows.ctypes.data)
+    launch_by_table(arithmetic, 3, 2, len(rows))((table.ctypes.data, rows.ctypes.data))(0)
     for arrays, results in zip(inputs, outputs, strict=True):
         expected = np.empty_like(arrays[0])
         numpy_pass(arrays, [expected], Recipe(ReduceOp.SUM, "accurate", 3))

@@ -14,7 +14,8 @@ import torch
 import crossdevice as cd
 from crossdevice.backends.registry import backend_named
 from crossdevice.execution.local.scattering import ScatteredLeaf
-from crossdevice.execution.processes import peer_reduction
+from crossdevice.execution.processes import peer_addresses, peer_copies, peer_reduction
+from crossdevice.execution.processes.all_to_all import LeafRows, parts_of_all
 from crossdevice.execution.processes.peer_addresses import PeerAddresses
 from crossdevice.execution.processes.peer_reduction import PeerReduction, has_bits_of_the_host
 from crossdevice.execution.processes.peers import Peers
@@ -58,7 +59,8 @@ def workers(request, monkeypatch):
             workers = [min(rank, group.size - 2) for rank in workers]
         return Peers(HOST, addresses, workers)
 
-    monkeypatch.setattr(peer_reduction, "known_peers", peers_of)
+    for module in (peer_reduction, peer_copies):
+        monkeypatch.setattr(module, "known_peers", peers_of)
     return request.param
 
 
@@ -66,14 +68,19 @@ def workers(request, monkeypatch):
 def _threads_for_gpus(monkeypatch):
     interpreter = threading.Lock()  # which one thread at a time can use
 
-    def run_alone(self, addresses, stream):
-        with interpreter:
-            run(self, addresses, stream)
+    def bound_alone(self, addresses):
+        start = bound(self, addresses)
+
+        def run(stream):
+            with interpreter:
+                start(stream)
+
+        return run
 
     from crossdevice.kernels.cuda.gpu_pass import GpuPass
 
-    run = GpuPass.run
-    monkeypatch.setattr(GpuPass, "run", run_alone)
+    bound = GpuPass.bound
+    monkeypatch.setattr(GpuPass, "bound", bound_alone)
     monkeypatch.setattr(
         peer_memory,
         "exported",
@@ -245,9 +252,9 @@ def test_ranks_get_their_own_parts(counts, op, dtype, into):
 @pytest.mark.usefixtures("workers")
 def test_arrays_of_a_call_that_failed_are_kept_for_those_who_may_still_use_them(monkeypatch):
     kept = []
-    monkeypatch.setattr(peer_reduction, "_left_behind", kept)
+    monkeypatch.setattr(peer_addresses, "_left_behind", kept)
     monkeypatch.setattr(
-        peer_reduction, "meet", lambda call: (_ for _ in ()).throw(cd.errors.DeadlineError("late"))
+        peer_addresses, "_meet", lambda call: (_ for _ in ()).throw(cd.errors.DeadlineError("late"))
     )
 
     def program(group):
@@ -256,3 +263,47 @@ def test_arrays_of_a_call_that_failed_are_kept_for_those_who_may_still_use_them(
 
     run_ranks(2, program)
     assert [len(arrays) for arrays in kept] == [2 * len(SHAPES)] * 2
+
+
+@pytest.mark.usefixtures("workers")
+def test_arrays_of_all_ranks_are_copied_from_where_they_are():
+    def program(group):
+        own = [torch.arange(group.rank * 3), torch.full((5,), float(group.rank)), torch.zeros(0)]
+        lengths = [[rank * 3, 2, 0] for rank in range(group.size)]
+        with group.call("gather", b"the same") as call:
+            found = peer_copies.fetched(call, own, lengths)
+        for rank, (first, second, third) in enumerate(found):
+            assert torch.equal(first, torch.arange(rank * 3))
+            assert torch.equal(second, torch.full((2,), float(rank)))
+            assert third.shape == (0,)
+
+    run_ranks(3, program)
+
+
+@pytest.mark.usefixtures("workers")
+def test_parts_for_other_ranks_are_copied_from_where_they_are(monkeypatch):
+    monkeypatch.setattr(peer_copies, "find_peers", lambda call, gpu: None)
+    counts = (1, 2, 1)
+
+    def program(group):
+        first = sum(counts[: group.rank])
+        own = range(first, first + counts[group.rank])
+        sizes = [[(replica + 2 * part) % 4 for part in range(4)] for replica in own]
+        leaves = []
+        for dtype, width in ((torch.bfloat16, 3), (torch.int64, 1)):
+            rows = [
+                torch.arange(sum(lengths) * width).reshape(-1, width).to(dtype) + 10 * replica
+                for replica, lengths in zip(own, sizes, strict=True)
+            ]
+            leaves.append(LeafRows(rows, sizes, counts))
+        lengths = [leaf.lengths() for leaf in leaves]
+        with group.call("all_to_all", b"the same") as call:
+            found = parts_of_all(call, leaves, lengths, HOST)
+        flat = [leaf._replace(replicas=[rows.float().numpy() for rows in leaf.replicas]) for leaf in leaves]
+        with group.call("all_to_all", b"the same") as call:
+            rights = parts_of_all(call, flat, lengths)
+        assert [rooms[0].dtype for rooms in found] == [torch.bfloat16, torch.int64]
+        for rooms, expected in zip(found, rights, strict=True):
+            assert [room.float().tolist() for room in rooms] == [each.tolist() for each in expected]
+
+    run_ranks(3, program)
