@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib.metadata
+import importlib.util
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -27,6 +29,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from flower_server import Server, Times
 from resnet50 import gradient_shapes
 
 import crossdevice as cd
@@ -60,8 +63,10 @@ def measured(calls: dict[str, Call], rounds: int) -> dict[str, tuple[float, floa
     for _ in range(rounds):
         for name, call in calls.items():
             cpu, wall = time.process_time(), time.perf_counter()
-            call()
-            found[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+            answer = call()
+            times = time.perf_counter() - wall, time.process_time() - cpu
+            # Another process has measured itself.
+            found[name].append(answer[:2] if isinstance(answer, Times) else times)
     return {
         name: (statistics.median(wall for wall, _ in pairs), statistics.median(cpu for _, cpu in pairs))
         for name, pairs in found.items()
@@ -162,6 +167,18 @@ def rows(scale: int, folder: Path) -> dict[str, Callable[[], Row | None]]:
     """Each is made when it is measured, as each holds about a gigabyte."""
     return {
         "weighted": lambda: weighted_resnet(scale),
+        "servers, means": lambda: flower_servers(
+            "the weighted mean alone", scale, {"reduce": "ours, cd.reduce", "aggregate": "Flower, aggregate"}
+        ),
+        "servers, rounds": lambda: flower_servers(
+            "from clients' messages to the new record",
+            scale,
+            {
+                "exact": "ours, FedAvg.aggregate_train",
+                "accurate": 'ours, FedAvg(precision="accurate").aggregate_train',
+                "train": "Flower, FedAvg.aggregate_train",
+            },
+        ),
         "bfloat16": lambda: bfloat16_layers(scale),
         "inputs 32": lambda: many_inputs(32, scale),
         "inputs 100": lambda: many_inputs(100, scale),
@@ -210,7 +227,7 @@ def weighted_resnet(scale: int) -> Row:
 
     return Row(
         "weighted mean, ResNet-50 float32 x 10",
-        "Flower 12x, NVFlare 3x, torch 1.5x; plain mean at least 1/1.3",
+        "Flower 12x, NVFlare 3x, torch 1.5x; plain mean at least 1/1.3; reading is the limit",
         {
             "ours": lambda: cd.reduce(models, "mean", weights=weights),
             "ours, exact": lambda: cd.reduce(models, "mean", weights=weights, options=EXACT),
@@ -218,9 +235,54 @@ def weighted_resnet(scale: int) -> Row:
             name: lambda: aggregate(results),
             "NVFlare (its arithmetic)": lambda: nvflare(results),
             "torch add_(alpha)": lambda: torch_loop(tensors, weights),
+            "reading them with two threads": lambda: read_by_two(models),
         },
         check,
     )
+
+
+def read_by_two(models: Sequence[Sequence[Any]]) -> None:
+    """Copies all arrays, bit by bit, into memory that stays in the caches of two processors."""
+
+    def read(chosen: Sequence[Sequence[Any]]) -> None:
+        buffer = np.empty(1 << 16, np.float32)
+        for model in chosen:
+            for array in model:
+                flat = array.reshape(-1)
+                for start in range(0, flat.size, buffer.size):
+                    part = flat[start : start + buffer.size]
+                    np.copyto(buffer[: part.size], part)
+
+    together(lambda: read(models[::2]), lambda: read(models[1::2]))
+
+
+def together(here: Call, beside: Call) -> None:
+    """Makes two calls at once."""
+    thread = threading.Thread(target=beside)
+    thread.start()
+    here()
+    thread.join()
+
+
+def flower_servers(job: str, scale: int, kinds: dict[str, str]) -> Row | None:
+    """Processes of their own, as servers are: what one leaves in its memory is no other's."""
+    if importlib.util.find_spec("flwr") is None:
+        print("\nservers: flwr is not installed")
+        return None
+    servers = {name: Server(kind, scale) for kind, name in kinds.items()}
+
+    def check() -> list[str]:
+        lines = []
+        for name, server in servers.items():
+            server.close()
+            first, *others = server.rounds
+            faults = statistics.median(each.page_faults for each in others)
+            lines.append(f"{name}: first round {first.wall * 1e3:.0f} ms; {faults:.0f} page faults in others")
+        return lines
+
+    version = importlib.metadata.version("flwr")
+    text = f"ResNet-50 float32 x 10, {job}, each in a process of its own, in turn (flwr {version})"
+    return Row(text, "Flower's aggregate 12x", dict(servers), check)
 
 
 def bfloat16_layers(scale: int) -> Row:
@@ -316,9 +378,9 @@ def files_row(scale: int, folder: Path) -> Row:
     weights = EIGHT_WEIGHTS
     output = folder / "mean.safetensors"
 
-    def read_once() -> None:
+    def read_once(chosen: Sequence[Path] = paths) -> None:
         buffer = bytearray(4 << 20)
-        for path in paths:
+        for path in chosen:
             with open(path, "rb", buffering=0) as file:
                 while file.readinto(buffer):
                     pass
@@ -334,7 +396,13 @@ def files_row(scale: int, folder: Path) -> Row:
     return Row(
         "average of 8 safetensors files of 300 MB, in the page cache",
         "reading at least 1/1.3; memory 0.1 models",
-        {"ours": lambda: cd.average_files(paths, output, weights), "reading them once": read_once},
+        {
+            "ours": lambda: cd.average_files(paths, output, weights),
+            "reading them once, with one thread": read_once,
+            "reading them once, with two": lambda: together(
+                lambda: read_once(paths[::2]), lambda: read_once(paths[1::2])
+            ),
+        },
         check,
     )
 
@@ -412,7 +480,7 @@ def main() -> None:
     parser.add_argument(
         "--rows",
         default="*",
-        help="weighted, bfloat16, inputs 32, inputs 100, median, files, accumulator, or a pattern",
+        help="weighted, servers, bfloat16, inputs 32, inputs 100, median, files, accumulator, or a pattern",
     )
     parser.add_argument("--scale", type=int, default=1, help="divides all sizes: 16 shows that it runs")
     parser.add_argument("--folder", type=Path, help="where files are written; 3 GB")

@@ -35,17 +35,14 @@ KEYS: tuple[Keys, ...] = ("strict", "union", "intersection")
 _FLOATS = (*FLOATS, *SHORT_FLOATS)
 """What `dtype` may replace; it cannot be one of 8 bits itself."""
 
-RANGE_BYTES, SMALLEST_RANGE_BYTES = 4 << 20, 64 << 10
+RANGE_BYTES, SMALLEST_RANGE_BYTES = 8 << 20, 64 << 10
 """Of all files together at a time, in one thread, and of each file at least."""
 
 MAX_READERS = 8
 """Threads, each of which reads, computes and writes: that is where memory is busy, on large machines too."""
 
-READ_AHEAD_BYTES = 64 << 20
-"""Of all files together, asked for before they are needed."""
-
-ADVICE_BYTES = 4 << 20
-"""Of each file, asked for, and left behind, at a time."""
+READ_AHEAD_BYTES = 128 << 20
+"""Of all files together, asked for before they are needed, and left behind, at a time."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that have been read so far, and those that will be."""
@@ -137,8 +134,11 @@ class _Work:
         progress: Progress | None,
     ) -> None:
         most_files = max((len(tensor.files) for tensor in tensors), default=1)
-        self._range_bytes = max(RANGE_BYTES // most_files, SMALLEST_RANGE_BYTES)
-        self._ranges = _read_ahead(tensors, self._range_bytes)
+        self._range_bytes, advice_bytes = (
+            max(num_bytes // most_files, SMALLEST_RANGE_BYTES)
+            for num_bytes in (RANGE_BYTES, READ_AHEAD_BYTES)
+        )
+        self._ranges = _read_ahead(tensors, self._range_bytes, advice_bytes)
         self._mean_of = mean_of
         self._writer = writer
         self._progress = progress
@@ -243,9 +243,9 @@ def _ranges(tensors: Sequence[_Tensor], num_bytes: int) -> Iterator[_Range]:
             yield _Range(tensor, start, min(start + step, tensor.spec.num_elements))
 
 
-def _read_ahead(tensors: Sequence[_Tensor], num_bytes: int) -> Iterator[_Range]:
+def _read_ahead(tensors: Sequence[_Tensor], num_bytes: int, advice_bytes: int) -> Iterator[_Range]:
     """The ranges, those that follow being read from the disk meanwhile, and those before them left behind."""
-    following, asked = _ranges(tensors, ADVICE_BYTES), deque[_Range]()
+    following, asked = _ranges(tensors, advice_bytes), deque[_Range]()
     asked_bytes = left_bytes = taken_bytes = 0
     for part in _ranges(tensors, num_bytes):
         while asked_bytes < taken_bytes + READ_AHEAD_BYTES and (ahead := next(following, None)) is not None:

@@ -484,3 +484,20 @@ def test_what_goes_wrong_in_one_thread_ends_all_of_them(tmp_path, monkeypatch):
         cd.average_files([path], tmp_path / "mean.safetensors")
     assert 0 in calls
     assert len(calls) < 20, "of 98 ranges or more"
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="nobody says here what is in memory")
+@pytest.mark.parametrize("is_in_memory", [True, False])
+def test_the_disk_is_asked_for_what_is_not_in_memory_only(tmp_path, monkeypatch, is_in_memory):
+    array, asked = np.arange(1000, dtype=np.float32), []
+    np.save(tmp_path / "a.npy", array)
+
+    def nothing_is_there(*_):
+        raise BlockingIOError
+
+    if not is_in_memory:
+        monkeypatch.setattr(os, "preadv", nothing_is_there)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, length, advice: asked.append((start, length)))
+    cd.average_files([tmp_path / "a.npy"], tmp_path / "mean.npy")
+    assert asked == ([] if is_in_memory else [(0, os.path.getsize(tmp_path / "a.npy"))])
+    assert np.load(tmp_path / "mean.npy").tolist() == array.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from fractions import Fraction
 
@@ -173,3 +174,21 @@ def test_mistakes_are_refused():
         arrays_of(ArrayRecord({"a": Array("float32", (1,), "other", b"")}))
     with pytest.raises(ConversionError, match="'a' is a str"):
         record_of({"a": "text"})
+
+
+@pytest.mark.parametrize(
+    "array", [np.float32([[1, 2], [3, 4]]), np.int64(7), np.empty((0, 3)), np.uint8([9])]
+)
+def test_records_hold_the_bytes_that_numpy_saves(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    assert record_of({"w": np.asarray(array)})["w"].data == file.getvalue()
+
+
+def test_views_are_those_of_any_version_of_the_format_and_order_of_axes():
+    array = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
+    for version in ((1, 0), (2, 0), (3, 0)):
+        file = io.BytesIO()
+        np.lib.format.write_array(file, array, version)
+        stored = Array("float32", (2, 3), "numpy.ndarray", file.getvalue())
+        np.testing.assert_array_equal(arrays_of(ArrayRecord({"w": stored}))["w"], array)

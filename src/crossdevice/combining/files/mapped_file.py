@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +42,27 @@ class MappedFile(ModelFile):
         return np.frombuffer(self._map, dtype, stop - start, self.places[name] + start * dtype.itemsize)
 
     def read_ahead(self, name: str, start: int, stop: int) -> None:
-        """Starts reading from the disk."""
-        self._advise("MADV_WILLNEED", name, start, stop)
+        """Starts reading from the disk what is not in memory yet."""
+        first, length = self._pages(name, start, stop)
+        if length > 0 and hasattr(os, "posix_fadvise"):
+            # Opened again, as a large model may have many shards, and processes have few descriptors.
+            with contextlib.suppress(OSError), open(self.path, "rb", buffering=0) as file:
+                if not _is_in_memory(file.fileno(), first + length - 1):
+                    os.posix_fadvise(file.fileno(), first, length, os.POSIX_FADV_WILLNEED)
 
     def leave_behind(self, name: str, start: int, stop: int) -> None:
         """The pages count as this process's no longer; the system keeps them for others."""
-        self._advise("MADV_DONTNEED", name, start, stop)
+        first, length = self._pages(name, start, stop)
+        if length > 0 and self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, length)
 
-    def _advise(self, advice: str, name: str, start: int, stop: int) -> None:
-        number = getattr(mmap, advice, None)  # not everywhere
-        if number is None or self._map is None:
-            return
+    def _pages(self, name: str, start: int, stop: int) -> tuple[int, int]:
+        """Where the page starts in which the first element is, and how many bytes there are from it on."""
+        if name not in self.places:
+            return 0, 0
         item = dtype_named(self.tensors[name].dtype).itemsize
         first = (self.places[name] + start * item) // mmap.PAGESIZE * mmap.PAGESIZE
-        length = self.places[name] + stop * item - first
-        if length > 0:
-            self._map.madvise(number, first, length)
+        return first, self.places[name] + stop * item - first
 
     def close(self) -> None:
         """Views that are left keep the file mapped."""
@@ -64,3 +71,13 @@ class MappedFile(ModelFile):
                 self._map.close()
             except BufferError:
                 self._map = None
+
+
+def _is_in_memory(descriptor: int, place: int) -> bool:
+    """Whether a byte of a file can be read without waiting: advice on what can takes time, for nothing."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    try:
+        return os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT) == 1
+    except OSError:  # it cannot, or the file system does not say
+        return False

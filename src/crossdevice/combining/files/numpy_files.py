@@ -95,10 +95,6 @@ class NumpyFile(MappedFile):
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise unreadable(self.path, f"array {name!r}: {error}") from error
 
-    def _advise(self, advice: str, name: str, start: int, stop: int) -> None:
-        if name in self.places:
-            super()._advise(advice, name, start, stop)
-
 
 def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """The shape, whether the first axis is the fastest, and the dtype of an array in NumPy's format."""

@@ -176,10 +176,26 @@ def _problem_of(array: Any, spec: LeafSpec, dtype: str, device: Device) -> str |
     if elsewhere is not None:
         return f"is on {elsewhere}"
     if backend.memory_of(device) == HOST_MEMORY and backend.writable_view(array) is None:
-        return (
-            "is read-only, not contiguous, not native or made for inference; copy the result into it instead"
-        )
+        return f"{_why_not_writable(array)}; copy the result into it instead"
     return None
+
+
+def _why_not_writable(array: Any) -> str:
+    """What keeps results from being written to a host array; each library has only some of these."""
+
+    def says(question: str, default: bool = False) -> bool:
+        return bool(getattr(array, question, lambda: default)())
+
+    flags = getattr(array, "flags", None)
+    reasons = {
+        "is a masked array": hasattr(array, "mask"),
+        "is read-only": not getattr(flags, "writeable", True),
+        "was made for inference": says("is_inference"),
+        "is not contiguous": not getattr(flags, "c_contiguous", says("is_contiguous", True)),
+        "is not native: its bytes are in reverse order": not getattr(array.dtype, "isnative", True),
+        "is a view that conjugates or negates": says("is_conj") or says("is_neg"),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "cannot be written to where it is")
 
 
 def written_view(backend: Backend, out: Array) -> NDArray[Any]:

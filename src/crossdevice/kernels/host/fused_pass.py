@@ -243,7 +243,7 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> Prepa
     if family == "wrapping":  # which does not know signs, so one kernel does for both
         element = element.removeprefix("u")
     kernel: Any = numba_pass.compiled_kernel(f"{shape} {family} {recipe.op.name} {element}")
-    is_exact = family in ("exact", "enclosed", "weighted_exact")
+    is_exact = family in ("exact", "enclosed", "weighted_exact", "weighted_exact_in_double")
     # The compiled function itself: numba's dispatcher would look at the type of every argument again.
     entry = kernel.get_overload(numba_pass.SIGNATURE)
     divisor, words = divisor_for(recipe, into), array("q", program or ())
@@ -253,14 +253,13 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> Prepa
 def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
     """The same bits, from what is fastest here."""
     family = family_of(recipe, dtype, into)
-    if (
-        dtype == into
-        and dtype in SHORT_FLOATS
-        and (recipe.op, recipe.precision) == (ReduceOp.SUM, "accurate")
-    ):
+    is_accurate_sum = (recipe.op, recipe.precision) == (ReduceOp.SUM, "accurate")
+    if dtype == into and dtype in SHORT_FLOATS and is_accurate_sum:
         return "wide" if recipe.weights is None else "weighted"
     if family == "exact" and dtype == "float64":
         return "enclosed"
+    if family == "weighted_exact" and dtype != "float64":
+        return "weighted_exact_in_double"
     # float32 holds sums of bfloat16 exactly where exponents lie close together, at half the cost.
     if family == "wide" and dtype == into == "bfloat16" and recipe.op is ReduceOp.SUM:
         return "exact_in_single"

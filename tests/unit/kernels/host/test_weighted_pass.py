@@ -68,3 +68,19 @@ def test_large_and_many_arrays_are_shared_by_threads():
             expected = np.empty_like(outputs[0])
             numpy_pass(inputs, [expected], recipe)
             assert all(same_bits(output, expected) for output in outputs)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_exact_sums_fall_to_the_right_side_of_the_middle_of_two_results(dtype):
+    step = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}[dtype]
+    lower = 1 + step * np.random.default_rng(5).integers(0, round(0.9 / step), 500)
+    # It says on which side of the middle the sum is, and float64 loses it, next to what is taken away again.
+    tiny = np.resize([0.0, 2.0**-14, -(2.0**-14)], lower.size)
+    columns = (lower, lower + step, np.ones(lower.size), tiny, np.ones(lower.size))
+    inputs = [values.astype(dtype_named(dtype)) for values in columns]
+    factors = (0.5, 0.5, 2.0**-60, 2.0**-130, -(2.0**-60))
+    found = np.empty_like(inputs[0])
+    fused_pass(inputs, [found], weighted(ReduceOp.SUM, factors, "exact"))
+    is_even = np.round(lower / step) % 2 == 0
+    goes_up = np.where(tiny == 0, ~is_even, tiny > 0)
+    assert same_bits(found, np.where(goes_up, inputs[1], inputs[0]))

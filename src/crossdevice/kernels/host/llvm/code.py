@@ -128,6 +128,7 @@ def _finish(column: _Column, arithmetic: Arithmetic, state: State) -> Value:
     if second is not None:
         with builder.if_then(builder.load(doubt), likely=False):
             state = column.combined_in_order(second, None, work.num_inputs)
+            state = column.with_divisor(second, state)
             builder.store(second.finished(lanes, state, divisor), place)
             doubted = second.doubted(lanes, state, divisor, work.num_inputs)
             is_any = ir.Constant(ir.IntType(1), 0) if doubted is None else lanes.is_any(doubted)

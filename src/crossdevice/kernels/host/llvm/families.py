@@ -15,7 +15,12 @@ from crossdevice.kernels.host.llvm.arithmetic import (
     WrappingMean,
 )
 from crossdevice.kernels.host.llvm.exact import Enclosed, Exact, ExactInSingle
-from crossdevice.kernels.host.llvm.weighted import Weighted, WeightedCompensated, WeightedExact
+from crossdevice.kernels.host.llvm.weighted import (
+    Weighted,
+    WeightedCompensated,
+    WeightedExact,
+    WeightedExactInDouble,
+)
 
 FAMILIES: dict[str, type[Arithmetic]] = {
     "native": Arithmetic,
@@ -34,6 +39,7 @@ FAMILIES: dict[str, type[Arithmetic]] = {
     "weighted": Weighted,
     "weighted_compensated": WeightedCompensated,
     "weighted_exact": WeightedExact,
+    "weighted_exact_in_double": WeightedExactInDouble,
 }
 
 

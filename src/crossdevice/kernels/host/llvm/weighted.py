@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from crossdevice.kernels.host.llvm.arithmetic import Compensated, Wide
+from crossdevice.kernels.host.llvm.arithmetic import Arithmetic, Compensated, Wide
+from crossdevice.kernels.host.llvm.conversions import from_double
 from crossdevice.kernels.host.llvm.exact import Enclosed
 from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT32, Lanes, State, Value
 
@@ -22,6 +23,45 @@ class Weighted(Wide):
 
     def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
         return super().finished(lanes, state[:1], divisor)
+
+
+class WeightedExactInDouble(Weighted):
+    """Exact sums of narrow floats, where whatever those in float64 may be wrong by is rounded away.
+
+    The sum of all magnitudes says how wrong they may be. Nearly all are certain, at the price of one addition
+    per element; those that lie near the middle of two results are not.
+    """
+
+    bytes_per_lane = 16
+
+    def with_term(self, lanes: Lanes, state: State | None, element: Value, weight: Value) -> State:
+        product = lanes.build.fmul(element, weight)
+        size = lanes.magnitude(product)
+        if state is None:
+            return product, size
+        total, sizes = state
+        return lanes.build.fadd(total, product), lanes.build.fadd(sizes, size)
+
+    def doubted(self, lanes: Lanes, state: State, divisor: Value, num_inputs: Value) -> Value | None:
+        build = lanes.build
+        total, sizes, *_ = state
+        # N products and additions, the divisor and the division are wrong by 2**-53 of all magnitudes each;
+        # four times that leaves room for what is lost here.
+        share = build.fadd(build.sitofp(num_inputs, DOUBLE), ir.Constant(DOUBLE, 8.0))
+        share = build.fdiv(build.fmul(share, ir.Constant(DOUBLE, 2.0**-51)), divisor)
+        margin = build.fmul(sizes, lanes.spread(share))
+        quotient = lanes.divided(total, divisor)
+        low, high = (
+            self._bits(lanes, from_double(lanes, bound, self.dtype))
+            for bound in (build.fsub(quotient, margin), build.fadd(quotient, margin))
+        )
+        return build.or_(build.icmp_signed("!=", low, high), build.not_(lanes.is_finite(total)))
+
+    def fallback(self) -> Arithmetic | None:
+        return WeightedNarrow(self.op, self.dtype)
+
+    def _bits(self, lanes: Lanes, stored: Value) -> Value:
+        return stored if self.dtype == "bfloat16" else lanes.bits(stored)
 
 
 class WeightedCompensated(Compensated):
@@ -122,3 +162,29 @@ class WeightedExact(Enclosed):
             is_tiny, lanes.constant(DOUBLE, float("inf")), build.select(is_exact, zero, wrong)
         )
         return *self._two_sum_keeping_zero(lanes, first, second), wrong
+
+
+class WeightedNarrow(WeightedExact):
+    """The same for narrow floats, whose products with weights are never too small or large for their errors.
+
+    Rounding errors are added up without looking after those of that sum: the sum of their magnitudes, at most
+    2**15 of each kind, says what it may be wrong by, and whether there are any at all.
+    """
+
+    bytes_per_lane = 24
+
+    def with_term(self, lanes: Lanes, state: State | None, element: Value, weight: Value) -> State:
+        build = lanes.build
+        product = build.fmul(element, weight)
+        error = lanes.fused_multiply_add(element, weight, build.fneg(product))
+        if state is None:
+            return product, error, lanes.magnitude(error)
+        total, errors, sizes = state
+        total, lost = lanes.two_sum(total, product)
+        size = build.fadd(lanes.magnitude(error), lanes.magnitude(lost))
+        return total, build.fadd(errors, build.fadd(error, lost)), build.fadd(sizes, size)
+
+    def _enclosure(self, lanes: Lanes, state: State, divisor: Value) -> State:
+        total, errors, sizes, *divisor_parts = state
+        doubt = lanes.build.fmul(sizes, lanes.constant(DOUBLE, 2.0**-36))
+        return super()._enclosure(lanes, (total, errors, doubt, *divisor_parts), divisor)
