@@ -12,21 +12,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from crossdevice.kernels.host.llvm.code import byte_offset, loaded_word, set_word
-from crossdevice.kernels.host.llvm.conversions import (
-    as_single,
-    in_memory_order,
-)
-from crossdevice.kernels.host.llvm.lanes import (
-    DOUBLE,
-    FORMATS,
-    INT64,
-    Builder,
-    Lanes,
-    State,
-    Value,
-)
+from crossdevice.kernels.host.llvm.code import byte_offset
+from crossdevice.kernels.host.llvm.conversions import as_double, in_memory_order
+from crossdevice.kernels.host.llvm.lanes import DOUBLE, FORMATS, INT64, Builder, Lanes, State, Value
 from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
+from crossdevice.kernels.host.llvm.words import loaded_word, set_word
 from crossdevice.kernels.host.reference.running import NUM_PARTS
 
 SIGNATURE = "int64(int64,int64,int64,int64,int64,int64,int64,int64)"
@@ -55,16 +45,15 @@ def accumulating_kernel(family: str, dtype: str) -> Kernel:
         room: int,
         capacity: int,
     ) -> int:
+        terms = (inputs, num_inputs, weights)
         position, left = start, 0
         while position < stop:
-            if position + LANES <= stop and not add_lanes(
-                name, LANES, inputs, num_inputs, weights, parts, position
-            ):
+            if position + LANES <= stop and not add_lanes(name, LANES, terms, parts, position):
                 position += LANES
                 continue
             end = min(position + LANES, stop)
             while position < end:
-                if add_lanes(name, 1, inputs, num_inputs, weights, parts, position):
+                if add_lanes(name, 1, terms, parts, position):
                     if left == capacity:
                         set_word(room, 0, left)
                         return position
@@ -78,26 +67,20 @@ def accumulating_kernel(family: str, dtype: str) -> Kernel:
 
 
 @intrinsic(prefer_literal=True)
-def add_lanes(
-    typing_context: Any,
-    name: Any,
-    lanes: Any,
-    inputs: Any,
-    num_inputs: Any,
-    weights: Any,
-    parts: Any,
-    position: Any,
-) -> Any:
+def add_lanes(typing_context: Any, name: Any, lanes: Any, terms: Any, parts: Any, position: Any) -> Any:
     """Adds `lanes` elements of all inputs from `position` on, times their weights, to the parts.
+
+    `terms` has the addresses of the inputs, how many they are, and the weights.
 
     1 is returned, and nothing is written, if a part of an exact sum would have to be rounded.
     """
-    signature = types.int64(name, lanes, inputs, num_inputs, weights, parts, position)
+    signature = types.int64(name, lanes, terms, parts, position)
     family, dtype = name.literal_value.split(" ")
     count = lanes.literal_value
 
     def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        inputs, num_inputs, weights, parts, position = arguments[2:]
+        _, _, terms, parts, position = arguments
+        inputs, num_inputs, weights = cgutils.unpack_tuple(builder, terms)
         vectors = Lanes(builder, count)
         wide_offset = byte_offset(builder, position, "float64")
         addresses = [
@@ -111,7 +94,8 @@ def add_lanes(
             start = builder.add(
                 loaded_word(builder, inputs, loop.index), byte_offset(builder, position, dtype)
             )
-            element = _widened(vectors, vectors.load(start, FORMATS[dtype].stored), dtype)
+            stored = vectors.load(start, FORMATS[dtype].stored)
+            element = in_memory_order(vectors, as_double(vectors, stored, dtype), dtype)
             state = tuple(builder.load(place) for place in places)
             grown, is_lost = _grown(vectors, family, state, element, weight)
             for part, place in zip(grown, places, strict=True):
@@ -134,16 +118,6 @@ def add_lanes(
         return builder.zext(is_any, INT64)
 
     return signature, emit
-
-
-def _widened(vectors: Lanes, stored: Value, dtype: str) -> Value:
-    """As float64, in the order of memory."""
-    if dtype == "float64":
-        return stored
-    single = stored
-    if dtype != "float32":
-        single = in_memory_order(vectors, as_single(vectors, stored, dtype), dtype)
-    return vectors.build.fpext(single, vectors.vector(DOUBLE))
 
 
 def _grown(

@@ -17,10 +17,11 @@ import numba
 import numpy as np
 from numba import njit
 
-from crossdevice.kernels.host.llvm.code import (
+from crossdevice.kernels.host.llvm.code import STREAMED_LINE_BYTES, combine_lanes
+from crossdevice.kernels.host.llvm.families import arithmetic_named
+from crossdevice.kernels.host.llvm.lanes import FORMATS
+from crossdevice.kernels.host.llvm.words import (
     OBJECT_HEADER_BYTES,
-    STREAMED_LINE_BYTES,
-    combine_lanes,
     data_of,
     finish_streaming,
     number_at,
@@ -28,8 +29,6 @@ from crossdevice.kernels.host.llvm.code import (
     take_number,
     word_at,
 )
-from crossdevice.kernels.host.llvm.families import arithmetic_named
-from crossdevice.kernels.host.llvm.lanes import FORMATS
 from crossdevice.kernels.host.work_list import (
     BLOCK_INPUTS,
     HEADER_WORDS,
@@ -190,6 +189,7 @@ def _kernel_function(name: str) -> Kernel:
             start, stop, is_nontemporal = word_at(row, 4), word_at(row, 5), word_at(row, 6)
             if reads_outputs:
                 is_nontemporal = 0
+            columns = (inputs, num_inputs, outputs, num_outputs, divisor, program, program_length)
             # Where the first whole line of the outputs starts, if they all have one there.
             head = start
             if is_nontemporal:
@@ -218,43 +218,13 @@ def _kernel_function(name: str) -> Kernel:
                 while first < num_inputs:
                     last, position = min(first + block, num_inputs), tile_start
                     while position < tile_stop:
-                        kept = scratch + (position - tile_start) * element_bytes
+                        part = first, last, scratch + (position - tile_start) * element_bytes
                         if position >= head and position + lanes <= stop:
                             length = lanes
-                            doubt = combine_lanes(
-                                name,
-                                lanes,
-                                inputs,
-                                num_inputs,
-                                outputs,
-                                num_outputs,
-                                position,
-                                divisor,
-                                is_nontemporal,
-                                program,
-                                program_length,
-                                first,
-                                last,
-                                kept,
-                            )
+                            doubt = combine_lanes(name, lanes, columns, position, is_nontemporal, part)
                         else:
                             length = 1
-                            doubt = combine_lanes(
-                                name,
-                                1,
-                                inputs,
-                                num_inputs,
-                                outputs,
-                                num_outputs,
-                                position,
-                                divisor,
-                                0,
-                                program,
-                                program_length,
-                                first,
-                                last,
-                                kept,
-                            )
+                            doubt = combine_lanes(name, 1, columns, position, 0, part)
                         if doubt:
                             left = word_at(room, 0)
                             if left == MAX_PIECES_LEFT:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from crossdevice.kernels.host.llvm.code import OBJECT_HEADER_BYTES, word_at
 from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
+from crossdevice.kernels.host.llvm.words import OBJECT_HEADER_BYTES, word_at
 
 # The C struct of an ndarray, in words: the type of any object, then the address, dimensions (a C int), shape,
 # strides, base, dtype and flags (a C int).
