@@ -14,9 +14,10 @@ from numba.extending import intrinsic
 
 from crossdevice.kernels.host.llvm.code import byte_offset
 from crossdevice.kernels.host.llvm.conversions import as_double, in_memory_order
-from crossdevice.kernels.host.llvm.lanes import DOUBLE, FORMATS, INT64, Builder, Lanes, State, Value
+from crossdevice.kernels.host.llvm.lanes import DOUBLE, FORMATS, INT64, Builder, Lanes, State, Value, Vector
 from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
 from crossdevice.kernels.host.llvm.words import loaded_word, set_word
+from crossdevice.kernels.host.reference.rounding import two_sum
 from crossdevice.kernels.host.reference.running import NUM_PARTS
 
 SIGNATURE = "int64(int64,int64,int64,int64,int64,int64,int64,int64)"
@@ -87,21 +88,23 @@ def add_lanes(typing_context: Any, name: Any, lanes: Any, terms: Any, parts: Any
             builder.add(loaded_word(builder, parts, ir.Constant(INT64, number)), wide_offset)
             for number in range(NUM_PARTS[family])
         ]
-        places = [cgutils.alloca_once_value(builder, vectors.load(place, DOUBLE)) for place in addresses]
-        lost = cgutils.alloca_once_value(builder, vectors.constant(ir.IntType(1), 0))
+        places = [
+            cgutils.alloca_once_value(builder, vectors.load(place, DOUBLE).value) for place in addresses
+        ]
+        lost = cgutils.alloca_once_value(builder, vectors.constant(ir.IntType(1), 0).value)
         with cgutils.for_range(builder, num_inputs) as loop:
             weight = vectors.spread(builder.bitcast(loaded_word(builder, weights, loop.index), DOUBLE))
             start = builder.add(
                 loaded_word(builder, inputs, loop.index), byte_offset(builder, position, dtype)
             )
             stored = vectors.load(start, FORMATS[dtype].stored)
-            element = in_memory_order(vectors, as_double(vectors, stored, dtype), dtype)
-            state = tuple(builder.load(place) for place in places)
-            grown, is_lost = _grown(vectors, family, state, element, weight)
+            element = in_memory_order(as_double(stored, dtype), dtype)
+            state = tuple(Vector(vectors, builder.load(place)) for place in places)
+            grown, is_lost = _grown(family, state, element, weight)
             for part, place in zip(grown, places, strict=True):
-                builder.store(part, place)
+                builder.store(part.value, place)
             if is_lost is not None:
-                builder.store(builder.or_(builder.load(lost), is_lost), lost)
+                builder.store(builder.or_(builder.load(lost), is_lost.value), lost)
 
         def write() -> None:
             for place, address in zip(places, addresses, strict=True):
@@ -112,7 +115,7 @@ def add_lanes(typing_context: Any, name: Any, lanes: Any, terms: Any, parts: Any
         if not family.startswith("expansion"):
             write()
             return ir.Constant(INT64, 0)
-        is_any = vectors.is_any(builder.load(lost))
+        is_any = Vector(vectors, builder.load(lost)).is_any()
         with builder.if_then(builder.not_(is_any), likely=True):
             write()
         return builder.zext(is_any, INT64)
@@ -120,28 +123,19 @@ def add_lanes(typing_context: Any, name: Any, lanes: Any, terms: Any, parts: Any
     return signature, emit
 
 
-def _grown(
-    vectors: Lanes, family: str, state: State, element: Value, weight: Value
-) -> tuple[State, Value | None]:
+def _grown(family: str, state: State, element: Vector, weight: Vector) -> tuple[State, Vector | None]:
     """The parts with element * weight added, and where they have lost something; as in `running.py`."""
-    build = vectors.build
     if family == "wide":
-        return (build.fadd(state[0], build.fmul(element, weight)),), None
-    product, rest, is_known = vectors.two_product(element, weight)
+        return (state[0] + element * weight,), None
+    product, rest, is_known = element.two_product(weight)
     if family == "compensated":
-        total, error = vectors.two_sum(state[0], product)
-        return (total, build.fadd(build.fadd(state[1], error), rest)), None
+        total, error = two_sum(state[0], product)
+        return (total, state[1] + error + rest), None
     parts = list(state)
-    zero = vectors.constant(DOUBLE, 0.0)
-    has_factors = build.and_(
-        build.fcmp_unordered("!=", element, zero), build.fcmp_unordered("!=", weight, zero)
-    )
-    is_lost = build.and_(build.not_(is_known), has_factors)
-    no_rest = build.fcmp_ordered("==", rest, zero)
-    rest = build.select(no_rest, vectors.constant(DOUBLE, -0.0), rest)  # so that a sum of -0.0 stays that
-    for term in (product, rest):
-        left = term
+    is_lost = ~is_known & ((element != 0.0) & (weight != 0.0))
+    rest = (rest == 0.0).select(-0.0, rest)  # so that a sum of -0.0 stays that
+    for left in (product, rest):
         for number, part in enumerate(parts):
-            parts[number], left = vectors.two_sum(part, left)
-        is_lost = build.or_(is_lost, build.fcmp_unordered("!=", left, zero))
+            parts[number], left = two_sum(part, left)
+        is_lost |= left != 0.0
     return tuple(parts), is_lost

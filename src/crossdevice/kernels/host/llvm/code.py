@@ -32,6 +32,7 @@ from crossdevice.kernels.host.llvm.lanes import (
     Lanes,
     State,
     Value,
+    Vector,
 )
 from crossdevice.kernels.host.llvm.words import loaded_address, loaded_word
 
@@ -64,17 +65,15 @@ def combine_lanes(
         arithmetic = arithmetic_named(arithmetic_name)
         _, _, columns, position, streams, part = arguments
         arrays, parts = cgutils.unpack_tuple(builder, columns), cgutils.unpack_tuple(builder, part)
-        work = _Work(*arrays, position, streams, *parts)
+        work = _Work._make([*arrays, position, streams, *parts])
         column = _Column(Lanes(builder, count), arithmetic.dtype, work)
         if shape == "tree":
             return _finish(column, arithmetic, column.combined_by_program(arithmetic))
         column.adds_to_output = shape == "onto"
         doubt = cgutils.alloca_once_value(builder, ir.Constant(INT64, 0))
         state = column.combined_in_order(arithmetic, work.first, work.last)
-        with builder.if_else(builder.icmp_signed("==", work.last, work.num_inputs), likely=True) as (
-            ends,
-            goes_on,
-        ):
+        is_last = builder.icmp_signed("==", work.last, work.num_inputs)
+        with builder.if_else(is_last, likely=True) as (ends, goes_on):
             with ends:
                 builder.store(_finish(column, arithmetic, state), doubt)
             with goes_on:
@@ -106,23 +105,23 @@ def _finish(column: _Column, arithmetic: Arithmetic, state: State) -> Value:
     lanes, work = column.lanes, column.work
     builder, divisor = lanes.build, work.divisor
     state = column.with_divisor(arithmetic, state)
-    result = arithmetic.finished(lanes, state, divisor)
-    doubted = arithmetic.doubted(lanes, state, divisor, work.num_inputs)
+    result = arithmetic.finished(state, divisor)
+    doubted = arithmetic.doubted(state, divisor, work.num_inputs)
     if doubted is None:
-        _write(lanes, arithmetic, result, work)
+        _write(arithmetic, result, work)
         return ir.Constant(INT64, 0)
-    place = cgutils.alloca_once_value(builder, result)
-    doubt = cgutils.alloca_once_value(builder, lanes.is_any(doubted))
+    place = cgutils.alloca_once_value(builder, result.value)
+    doubt = cgutils.alloca_once_value(builder, doubted.is_any())
     second = arithmetic.fallback()
     if second is not None:
         with builder.if_then(builder.load(doubt), likely=False):
             state = column.combined_in_order(second, ir.Constant(INT64, 0), work.num_inputs)
-            builder.store(second.finished(lanes, state, divisor), place)
-            doubted = second.doubted(lanes, state, divisor, work.num_inputs)
-            is_any = ir.Constant(ir.IntType(1), 0) if doubted is None else lanes.is_any(doubted)
+            builder.store(second.finished(state, divisor).value, place)
+            doubted = second.doubted(state, divisor, work.num_inputs)
+            is_any = ir.Constant(ir.IntType(1), 0) if doubted is None else doubted.is_any()
             builder.store(is_any, doubt)
     with builder.if_then(builder.not_(builder.load(doubt)), likely=True):
-        _write(lanes, arithmetic, builder.load(place), work)
+        _write(arithmetic, Vector(lanes, builder.load(place)), work)
     return builder.zext(builder.load(doubt), INT64)
 
 
@@ -148,15 +147,16 @@ class _Column:
                     build.store(build.load(kept, align=1), place)
         start = build.select(is_new, ir.Constant(INT64, 0 if self.adds_to_output else 1), first)
         with cgutils.for_range(build, last, start=start) as loop:
-            state = tuple(build.load(place) for place in places)
-            for part, place in zip(self._grown(arithmetic, state, loop.index), places, strict=True):
-                build.store(part, place)
-        return tuple(build.load(place) for place in places)
+            for part, place in zip(
+                self._grown(arithmetic, self._held(places), loop.index), places, strict=True
+            ):
+                build.store(part.value, place)
+        return self._held(places)
 
     def keep(self, state: State) -> None:
         """Puts what some inputs have come to where `combined_in_order` finds it again."""
-        for part, kept in zip(state, self._kept([part.type for part in state]), strict=True):
-            self.lanes.build.store(part, kept, align=1)
+        for part, kept in zip(state, self._kept([part.value.type for part in state]), strict=True):
+            self.lanes.build.store(part.value, kept, align=1)
 
     def with_divisor(self, arithmetic: Arithmetic, state: State) -> State:
         """For weights, what their sum lacks, and what that may be wrong by, beside the accumulator."""
@@ -172,22 +172,23 @@ class _Column:
         build = self.lanes.build
         offset = byte_offset(build, self.work.position, arithmetic.result_dtype)
         held = self.lanes.load(build.add(loaded_address(build, self.work.outputs, zero), offset), DOUBLE)
-        return (in_widened_order(self.lanes, held, arithmetic.dtype),)
+        return (in_widened_order(held, arithmetic.dtype),)
 
     def _grown(self, arithmetic: Arithmetic, state: State | None, index: Value) -> State:
         element = self._element(arithmetic, index)
         if arithmetic.is_weighted:
-            return arithmetic.with_term(self.lanes, state, element, self._weight(index))
-        if state is None:
-            return arithmetic.started(self.lanes, element)
-        return arithmetic.combined(self.lanes, state, element)
+            return arithmetic.with_term(state, element, self._weight(index))
+        return arithmetic.started(element) if state is None else arithmetic.combined(state, element)
 
-    def _weight(self, index: Value) -> Value:
+    def _weight(self, index: Value) -> Vector:
         build = self.lanes.build
         return self.lanes.spread(build.bitcast(loaded_word(build, self.work.program, index), DOUBLE))
 
     def _placed(self, state: State) -> list[Value]:
-        return [cgutils.alloca_once_value(self.lanes.build, part) for part in state]
+        return [cgutils.alloca_once_value(self.lanes.build, part.value) for part in state]
+
+    def _held(self, places: Sequence[Value]) -> State:
+        return tuple(Vector(self.lanes, self.lanes.build.load(place)) for place in places)
 
     def _kept(self, kinds: Sequence[Any]) -> Iterator[Value]:
         """Pointers into the scratch memory, one part of the accumulator after the other."""
@@ -199,55 +200,54 @@ class _Column:
 
     def combined_by_program(self, arithmetic: Arithmetic) -> State:
         """The inputs as the program of a tree combines them."""
-        build, lanes = self.lanes.build, self.lanes
+        build = self.lanes.build
         program, length = self.work.program, self.work.program_length
         first = self._element(arithmetic, ir.Constant(INT64, 0))
         with build.goto_entry_block():
-            levels = build.alloca(first.type, MAX_DEPTH + 1)
+            levels = build.alloca(first.value.type, MAX_DEPTH + 1)
         with cgutils.for_range(build, length) as loop:
             word = loaded_word(build, program, loop.index)
             kind = build.and_(word, ir.Constant(INT64, 0xFF))
             level = build.and_(build.lshr(word, ir.Constant(INT64, 8)), ir.Constant(INT64, 0xFF))
             here = build.gep(levels, [level])
-            with build.if_else(build.icmp_signed("==", kind, ir.Constant(INT64, WITH_LEVEL))) as (
-                joins,
-                reads,
-            ):
+            joins_levels = build.icmp_signed("==", kind, ir.Constant(INT64, WITH_LEVEL))
+            with build.if_else(joins_levels) as (joins, reads):
                 with joins:
-                    above = build.load(build.gep(levels, [build.add(level, ir.Constant(INT64, 1))]))
-                    build.store(arithmetic.of_two(lanes, build.load(here), above), here)
+                    above = build.gep(levels, [build.add(level, ir.Constant(INT64, 1))])
+                    right, left = self._held([above, here])
+                    build.store(arithmetic.of_two(left, right).value, here)
                 with reads:
                     element = self._element(arithmetic, build.lshr(word, ir.Constant(INT64, 16)))
                     starts = build.icmp_signed("==", kind, ir.Constant(INT64, START))
                     with build.if_else(starts) as (start, go_on):
                         with start:
-                            build.store(element, here)
+                            build.store(element.value, here)
                         with go_on:
-                            build.store(arithmetic.of_two(lanes, build.load(here), element), here)
-        return (build.load(levels),)
+                            (held,) = self._held([here])
+                            build.store(arithmetic.of_two(held, element).value, here)
+        return self._held([levels])
 
-    def _element(self, arithmetic: Arithmetic, index: Value) -> Value:
+    def _element(self, arithmetic: Arithmetic, index: Value) -> Vector:
         address = self.lanes.build.add(
             loaded_address(self.lanes.build, self.work.inputs, index), self._offset
         )
-        stored = self.lanes.load(address, FORMATS[self._dtype].stored)
-        return arithmetic.widened(self.lanes, stored)
+        return arithmetic.widened(self.lanes.load(address, FORMATS[self._dtype].stored))
 
 
-def _write(lanes: Lanes, arithmetic: Arithmetic, result: Value, work: _Work) -> None:
-    build = lanes.build
+def _write(arithmetic: Arithmetic, result: Vector, work: _Work) -> None:
+    build = result.lanes.build
     item_bytes = FORMATS[arithmetic.result_dtype].item_bytes
     offset = byte_offset(build, work.position, arithmetic.result_dtype)
 
     def write_all(alignment: int) -> None:
         with cgutils.for_range(build, work.num_outputs) as loop:
             address = build.add(loaded_address(build, work.outputs, loop.index), offset)
-            stored = build.store(result, build.inttoptr(address, result.type.as_pointer()))
+            stored = build.store(result.value, build.inttoptr(address, result.value.type.as_pointer()))
             stored.align = alignment
             if alignment == STREAMED_LINE_BYTES:
                 stored.set_metadata("nontemporal", build.module.add_metadata([ir.Constant(INT32, 1)]))
 
-    if lanes.count * item_bytes % STREAMED_LINE_BYTES:
+    if result.lanes.count * item_bytes % STREAMED_LINE_BYTES:
         write_all(1)
         return
     streams_results = build.icmp_signed("!=", work.is_nontemporal, ir.Constant(INT64, 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from crossdevice.values.dtypes import SHORT_FLOATS
 
 Floats = NDArray[np.float64]
+
+Number = TypeVar("Number", bound=Any)
+"""Whatever has operators: arrays of any library, and vectors in code that is emitted."""
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -34,7 +37,7 @@ def with_one_nan(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def two_sum(left: Floats, right: Floats) -> tuple[Floats, Floats]:
+def two_sum(left: Number, right: Number) -> tuple[Number, Number]:
     """The rounded sum and its error (Knuth); exact, and not finite where anything overflows."""
     total = left + right
     of_right = total - left
@@ -56,10 +59,10 @@ def two_product(left: Floats, right: float) -> tuple[Floats, Floats]:
     return product, np.where(is_error_known(left, product), error, 0.0)
 
 
-def is_error_known(left: Floats, product: Floats) -> NDArray[np.bool_]:
+def is_error_known(left: Number, product: Number) -> Any:
     """Where `two_product` gives the error of a rounded product of `left`."""
-    size = np.abs(product)
-    return (size >= SMALLEST_PRODUCT) & (size <= LARGEST_PRODUCT) & (np.abs(left) <= LARGEST_PRODUCT)
+    size = abs(product)
+    return (size >= SMALLEST_PRODUCT) & (size <= LARGEST_PRODUCT) & (abs(left) <= LARGEST_PRODUCT)
 
 
 def _halves(values: Any) -> tuple[Any, Any]:
