@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from crossdevice.kernels.host.llvm.code import byte_offset
 from crossdevice.kernels.host.llvm.conversions import as_double, in_memory_order
-from crossdevice.kernels.host.llvm.lanes import DOUBLE, FORMATS, INT64, Builder, Lanes, State, Value, Vector
+from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT64, STORED, Builder, Lanes, State, Value, Vector
 from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
 from crossdevice.kernels.host.llvm.words import loaded_word, set_word
 from crossdevice.kernels.host.reference.rounding import two_sum
@@ -97,7 +97,7 @@ def add_lanes(typing_context: Any, name: Any, lanes: Any, terms: Any, parts: Any
             start = builder.add(
                 loaded_word(builder, inputs, loop.index), byte_offset(builder, position, dtype)
             )
-            stored = vectors.load(start, FORMATS[dtype].stored)
+            stored = vectors.load(start, STORED[dtype])
             element = in_memory_order(as_double(stored, dtype), dtype)
             state = tuple(Vector(vectors, builder.load(place)) for place in places)
             grown, is_lost = _grown(family, state, element, weight)

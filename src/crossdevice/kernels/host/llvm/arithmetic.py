@@ -12,8 +12,11 @@ from crossdevice.kernels.host.llvm.conversions import (
     in_memory_order,
     in_widened_order,
 )
-from crossdevice.kernels.host.llvm.lanes import DOUBLE, FORMATS, INT32, INT64, SINGLE, State, Value, Vector
+from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT32, INT64, SINGLE, STORED, State, Value, Vector
+from crossdevice.kernels.host.reference.long_accumulator import FORMATS
+from crossdevice.kernels.host.reference.ranks import quiet_nan
 from crossdevice.kernels.host.reference.rounding import two_sum
+from crossdevice.values.dtypes import ITEM_BYTES
 
 
 class Arithmetic:
@@ -166,9 +169,8 @@ class Extreme(Arithmetic):
         (best,) = state
         if not self._is_float:
             return best
-        quiet = self._infinity | ((self._infinity & -self._infinity) >> 1)
-        bits = (best == self._beyond).select(quiet, self._turned(best))
-        return bits.converted("bitcast", FORMATS[self.dtype].stored)
+        bits = (best == self._beyond).select(quiet_nan(self._infinity), self._turned(best))
+        return bits.converted("bitcast", STORED[self.dtype])
 
     @property
     def _is_float(self) -> bool:
@@ -176,7 +178,7 @@ class Extreme(Arithmetic):
 
     @property
     def _largest(self) -> int:
-        return (1 << (FORMATS[self.dtype].item_bytes * 8 - 1)) - 1
+        return (1 << (ITEM_BYTES[self.dtype] * 8 - 1)) - 1
 
     @property
     def _beyond(self) -> int:
@@ -184,9 +186,7 @@ class Extreme(Arithmetic):
 
     @property
     def _infinity(self) -> int:
-        return {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}[
-            self.dtype
-        ]
+        return self._largest + 1 - (1 << (FORMATS[self.dtype].precision - 1))
 
     def _turned(self, bits: Vector) -> Vector:
         return bits ^ (bits.compare("<", 0, signed=True).select(self._largest, bits ^ bits))
@@ -204,10 +204,10 @@ class WrappingMean(Wrapping):
 
     def __init__(self, op: str, dtype: str) -> None:
         super().__init__(op, dtype)
-        self.result_dtype = "float32" if FORMATS[dtype].item_bytes <= 2 else "float64"
+        self.result_dtype = "float32" if ITEM_BYTES[dtype] <= 2 else "float64"
 
     def finished(self, state: State, divisor: Value) -> Vector:
-        lanes, kind = state[0].lanes, FORMATS[self.result_dtype].stored
+        lanes, kind = state[0].lanes, STORED[self.result_dtype]
         if kind is SINGLE:
             divisor = lanes.build.fptrunc(divisor, SINGLE)
         return self._as_float(state[0], kind) / lanes.spread(divisor)
@@ -231,5 +231,5 @@ class TrueMean(WrappingMean):
         return from_double(total / total.lanes.spread(divisor), self.result_dtype)
 
     def widened(self, stored: Vector) -> Vector:
-        wide = INT64 if FORMATS[self.dtype].item_bytes == 4 else INT32
+        wide = INT64 if ITEM_BYTES[self.dtype] == 4 else INT32
         return stored.converted("zext" if self._is_unsigned else "sext", wide)

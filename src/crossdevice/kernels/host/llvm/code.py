@@ -23,11 +23,11 @@ from crossdevice.kernels.host.llvm.conversions import in_widened_order
 from crossdevice.kernels.host.llvm.families import arithmetic_named
 from crossdevice.kernels.host.llvm.lanes import (
     DOUBLE,
-    FORMATS,
     HALF,
     INT32,
     INT64,
     SINGLE,
+    STORED,
     Builder,
     Lanes,
     State,
@@ -35,6 +35,7 @@ from crossdevice.kernels.host.llvm.lanes import (
     Vector,
 )
 from crossdevice.kernels.host.llvm.words import loaded_address, loaded_word
+from crossdevice.values.dtypes import ITEM_BYTES
 
 STREAMED_LINE_BYTES = 64
 """What a store that bypasses the cache writes at once; anything less is read from memory first."""
@@ -231,12 +232,12 @@ class _Column:
         address = self.lanes.build.add(
             loaded_address(self.lanes.build, self.work.inputs, index), self._offset
         )
-        return arithmetic.widened(self.lanes.load(address, FORMATS[self._dtype].stored))
+        return arithmetic.widened(self.lanes.load(address, STORED[self._dtype]))
 
 
 def _write(arithmetic: Arithmetic, result: Vector, work: _Work) -> None:
     build = result.lanes.build
-    item_bytes = FORMATS[arithmetic.result_dtype].item_bytes
+    item_bytes = ITEM_BYTES[arithmetic.result_dtype]
     offset = byte_offset(build, work.position, arithmetic.result_dtype)
 
     def write_all(alignment: int) -> None:
@@ -264,4 +265,4 @@ def _element_bytes(kind: Any) -> int:
 
 def byte_offset(build: Builder, position: Value, dtype: str) -> Value:
     """How far into an array of a dtype an element is."""
-    return build.mul(position, ir.Constant(INT64, FORMATS[dtype].item_bytes))
+    return build.mul(position, ir.Constant(INT64, ITEM_BYTES[dtype]))

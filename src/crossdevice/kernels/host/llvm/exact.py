@@ -11,6 +11,7 @@ from llvmlite import ir
 from crossdevice.kernels.host.llvm.arithmetic import Arithmetic, Wide
 from crossdevice.kernels.host.llvm.conversions import as_double, as_single, from_double, from_single
 from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT16, INT64, Lanes, State, Value, Vector
+from crossdevice.kernels.host.reference.long_accumulator import FORMATS
 from crossdevice.kernels.host.reference.rounding import two_sum
 
 
@@ -24,15 +25,16 @@ class Exact(Arithmetic):
     total_bits = 53
 
     def started(self, element: Vector) -> State:
-        magnitude = self._magnitude(element)
-        return self._as_term(element), magnitude, self._below(magnitude)
+        bits = element.bits()
+        magnitude = bits & ((1 << (bits.kind.width - 1)) - 1)
+        # One less, so that zeros, which make no sum longer, become larger than all others.
+        return self._as_term(element), magnitude, magnitude - 1
 
     def combined(self, state: State, element: Vector) -> State:
         total, largest, smallest = state
-        magnitude = self._magnitude(element)
-        below = self._below(magnitude)
+        term, magnitude, below = self.started(element)
         return (
-            total + self._as_term(element),
+            total + term,
             (largest > magnitude).select(largest, magnitude),
             (smallest < below).select(smallest, below),
         )
@@ -52,27 +54,16 @@ class Exact(Arithmetic):
     def doubted(self, state: State, divisor: Value, num_inputs: Value) -> Vector | None:
         _, largest, smallest = state
         # With e the difference of exponents and p the precision, N < 2**n values have sums of e + p + n bits.
-        high, low = (edge >> self._precision - 1 for edge in (largest, smallest + 1))
-        bits = self.total_bits - self._precision
-        return (high - low).compare(">", _less_bits_of(high.lanes, bits, num_inputs, high.kind), signed=True)
+        precision = FORMATS[self.dtype].precision
+        high, low = (edge >> precision - 1 for edge in (largest, smallest + 1))
+        allowed = _less_bits_of(high.lanes, self.total_bits - precision, num_inputs, high.kind)
+        return (high - low).compare(">", allowed, signed=True)
 
     def fallback(self) -> Arithmetic | None:
         return Enclosed(self.op, self.dtype)
 
-    @property
-    def _precision(self) -> int:
-        return {"float16": 11, "bfloat16": 8, "float32": 24}[self.dtype]
-
     def _as_term(self, stored: Vector) -> Vector:
         return as_double(stored, self.dtype)
-
-    def _magnitude(self, stored: Vector) -> Vector:
-        bits = stored.bits()
-        return bits & ((1 << (bits.kind.width - 1)) - 1)
-
-    def _below(self, magnitude: Vector) -> Vector:
-        """One less, so that zeros, which make no sum longer, become larger than all others."""
-        return magnitude - 1
 
 
 def _less_bits_of(lanes: Lanes, number: int, num_inputs: Value, integer: Any) -> Vector:
@@ -99,7 +90,7 @@ class ExactInSingle(Exact):
     def doubted(self, state: State, divisor: Value, num_inputs: Value) -> Vector | None:
         doubted = super().doubted(state, divisor, num_inputs)
         assert doubted is not None
-        exponent = state[1] >> self._precision - 1
+        exponent = state[1] >> FORMATS[self.dtype].precision - 1
         # Above, a sum might leave the range of float32, and come back.
         allowed = _less_bits_of(exponent.lanes, 254, num_inputs, INT16)
         return exponent.compare(">", allowed, signed=True) | doubted

@@ -6,7 +6,7 @@ All of it is portable LLVM: a vector longer than the machine's registers is spli
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -262,23 +262,13 @@ State = tuple[Vector, ...]
 """The vectors that an accumulator consists of."""
 
 
-class Format(NamedTuple):
-    """How one dtype is stored, widened and rounded to."""
-
-    stored: Any
-    item_bytes: int
-
-
-FORMATS = {
-    "float8_e4m3fn": Format(INT8, 1),
-    "float8_e5m2": Format(INT8, 1),
-    "float16": Format(HALF, 2),
-    "bfloat16": Format(INT16, 2),
-    "float32": Format(SINGLE, 4),
-    "float64": Format(DOUBLE, 8),
-    **{
-        f"{sign}int{bits}": Format(ir.IntType(bits), bits // 8)
-        for sign in ("", "u")
-        for bits in (8, 16, 32, 64)
-    },
+STORED = {
+    "float8_e4m3fn": INT8,
+    "float8_e5m2": INT8,
+    "float16": HALF,
+    "bfloat16": INT16,
+    "float32": SINGLE,
+    "float64": DOUBLE,
+    **{f"{sign}int{bits}": ir.IntType(bits) for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
+"""The types in which elements of a dtype are read and written."""

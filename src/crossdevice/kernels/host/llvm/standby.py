@@ -8,7 +8,7 @@ from typing import Any
 from llvmlite import ir
 
 from crossdevice.kernels.host.llvm.lanes import INT64, Builder, Value
-from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
+from crossdevice.kernels.host.llvm.numba_pass import Kernel, entry_of
 from crossdevice.kernels.host.llvm.words import (
     emitted,
     pause,
@@ -60,7 +60,7 @@ def compiled_sharing() -> Kernel:
         set_shared_word(mailbox, FREE)
         return True
 
-    return _entry(share, "share", f"boolean({','.join(['int64'] * 6)})")
+    return entry_of(share, "share", f"boolean({','.join(['int64'] * 6)})")
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def compiled_standby() -> Kernel:
             pause()
         set_shared_word(mailbox + AWAKE * WORD_BYTES, 0)
 
-    return _entry(stand_by, "stand_by", "void(int64,int64)")
+    return entry_of(stand_by, "stand_by", "void(int64,int64)")
 
 
 def address_of(kernel: Any) -> int:
@@ -89,12 +89,6 @@ def address_of(kernel: Any) -> int:
     (result,) = kernel.overloads.values()
     address: int = result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
     return address
-
-
-def _entry(function: Kernel, name: str, signature: str) -> Kernel:
-    dispatcher: Any = compiled(function, name, signature)
-    entry: Kernel = dispatcher.get_overload(signature)
-    return entry
 
 
 @emitted()

@@ -70,6 +70,11 @@ def _halves(values: Any) -> tuple[Any, Any]:
     return upper, values - upper
 
 
+def neutral(part: Floats) -> Floats:
+    """Zeros as -0.0, which leaves every number and every zero to which it is added as it is."""
+    return np.where(part == 0, -0.0, part)
+
+
 def exact_remainder(dividend: Floats, quotient: Floats, number: float) -> Floats:
     """dividend - quotient * number, without rounding, for the rounded quotient and whole numbers up to 2**26.
 
@@ -79,6 +84,12 @@ def exact_remainder(dividend: Floats, quotient: Floats, number: float) -> Floats
     """
     upper = (quotient.view(np.int64) & ~((1 << 26) - 1)).view(np.float64)
     return (dividend - upper * number) - (quotient - upper) * number
+
+
+def remainder_of(dividend: Floats, quotient: Floats, number: float) -> Floats:
+    """dividend - quotient * number, without rounding, for the rounded quotient."""
+    product, error = two_product(quotient, number)
+    return (dividend - product) - error
 
 
 def with_errors(
