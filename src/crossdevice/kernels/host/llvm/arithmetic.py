@@ -31,7 +31,10 @@ class Arithmetic:
     """What one element of the accumulator takes of the registers; None: as much as in memory."""
 
     is_weighted: bool = False
-    """Whether it takes a weight with each element, by `with_term`, and then what weights are divided by."""
+    """Whether it takes a weight with each element, by `with_term`."""
+
+    uses_divisor_rest: bool = False
+    """Whether it is given, behind its own state, what the divisor lacks and what that may be wrong by."""
 
     def widened(self, stored: Vector) -> Vector:
         """The form in which elements are combined."""
@@ -98,16 +101,8 @@ class Wide(Arithmetic):
         return from_double(quotient, self.result_dtype)
 
 
-class Widened(Wide):
-    """Accumulates in float64 and keeps that: a partial result, to be combined with others."""
-
-    def __init__(self, op: str, dtype: str) -> None:
-        super().__init__(op, dtype)
-        self.result_dtype = "float64"
-
-
 class Compensated(Arithmetic):
-    """float64 sums with the rounding errors of all additions added back at the end."""
+    """float64 sums with the errors of all additions added back before the one rounding, to any float."""
 
     bytes_per_lane = 16
 
@@ -139,14 +134,6 @@ class Compensated(Arithmetic):
 
     def _remainder(self, dividend: Vector, quotient: Vector, number: Vector) -> Vector:
         return (-quotient).times_plus(number, dividend)
-
-
-class Narrowed(Compensated):
-    """Partial results in float64 become a narrower dtype, rounded once; it is named after that one."""
-
-    def __init__(self, op: str, dtype: str) -> None:
-        super().__init__(op, "float64")
-        self.result_dtype = dtype
 
 
 class Extreme(Arithmetic):

@@ -23,10 +23,8 @@ from crossdevice.kernels.host.llvm.conversions import in_widened_order
 from crossdevice.kernels.host.llvm.families import arithmetic_named
 from crossdevice.kernels.host.llvm.lanes import (
     DOUBLE,
-    HALF,
     INT32,
     INT64,
-    SINGLE,
     STORED,
     Builder,
     Lanes,
@@ -160,8 +158,8 @@ class _Column:
             self.lanes.build.store(part.value, kept, align=1)
 
     def with_divisor(self, arithmetic: Arithmetic, state: State) -> State:
-        """For weights, what their sum lacks, and what that may be wrong by, beside the accumulator."""
-        if not arithmetic.is_weighted:
+        """For exact weights, what their sum lacks, and what that may be wrong by, beside the accumulator."""
+        if not arithmetic.uses_divisor_rest:
             return state
         behind = self.lanes.build.add(self.work.num_inputs, ir.Constant(INT64, 1))
         return *state, self._weight(self.work.num_inputs), self._weight(behind)
@@ -195,9 +193,9 @@ class _Column:
         """Pointers into the scratch memory, one part of the accumulator after the other."""
         build, address = self.lanes.build, self.work.scratch
         for kind in kinds:
-            yield build.inttoptr(address, kind.as_pointer())
-            num_bytes = kind.count * _element_bytes(kind.element)
-            address = build.add(address, ir.Constant(INT64, num_bytes))
+            place = build.inttoptr(address, kind.as_pointer())
+            yield place
+            address = build.ptrtoint(build.gep(place, [ir.Constant(INT64, 1)]), INT64)
 
     def combined_by_program(self, arithmetic: Arithmetic) -> State:
         """The inputs as the program of a tree combines them."""
@@ -257,10 +255,6 @@ def _write(arithmetic: Arithmetic, result: Vector, work: _Work) -> None:
             write_all(STREAMED_LINE_BYTES)
         with caches:
             write_all(1)
-
-
-def _element_bytes(kind: Any) -> int:
-    return kind.width // 8 if isinstance(kind, ir.IntType) else {HALF: 2, SINGLE: 4, DOUBLE: 8}[kind]
 
 
 def byte_offset(build: Builder, position: Value, dtype: str) -> Value:

@@ -63,6 +63,14 @@ class Lanes:
         return tuple(Vector(self, self.build.load(place)) for place in places)
 
 
+def _operator(instruction: str) -> Callable[[Vector, Operand], Vector]:
+    return lambda left, right: left._made(instruction, right)
+
+
+def _relation(relation: str) -> Callable[[Vector, Operand], Vector]:
+    return lambda left, right: left.compare(relation, right)
+
+
 class Vector:
     """Elements side by side: operators emit instructions for all of them, and numbers stand for constants.
 
@@ -74,14 +82,13 @@ class Vector:
         self.kind = value.type.element
 
     def _made(self, instruction: str, *others: Operand) -> Vector:
+        if instruction in ("add", "sub", "mul") and not isinstance(self.kind, ir.IntType):
+            instruction = f"f{instruction}"
         operands = (self._like(other) for other in others)
         return Vector(self.lanes, getattr(self.lanes.build, instruction)(self.value, *operands))
 
     def _like(self, other: Operand) -> Value:
         return (other if isinstance(other, Vector) else self.lanes.constant(self.kind, other)).value
-
-    def _combined(self, instruction: str, other: Operand) -> Vector:
-        return self._made(instruction if isinstance(self.kind, ir.IntType) else f"f{instruction}", other)
 
     def compare(self, relation: str, other: Operand, *, signed: bool = False) -> Vector:
         """Where a relation holds; with NaN no other does than `!=`."""
@@ -95,56 +102,18 @@ class Vector:
         """Where both are numbers, and not the same."""
         return Vector(self.lanes, self.lanes.build.fcmp_ordered("!=", self.value, self._like(other)))
 
-    def __add__(self, other: Operand) -> Vector:
-        return self._combined("add", other)
-
-    def __sub__(self, other: Operand) -> Vector:
-        return self._combined("sub", other)
-
-    def __mul__(self, other: Operand) -> Vector:
-        return self._combined("mul", other)
-
-    def __truediv__(self, other: Operand) -> Vector:
-        return self._made("fdiv", other)
+    __add__, __sub__, __mul__ = _operator("add"), _operator("sub"), _operator("mul")
+    __truediv__ = _operator("fdiv")
+    __and__, __or__, __xor__ = _operator("and_"), _operator("or_"), _operator("xor")
+    __lshift__, __rshift__ = _operator("shl"), _operator("lshr")
+    __lt__, __le__, __gt__, __ge__ = _relation("<"), _relation("<="), _relation(">"), _relation(">=")
+    __eq__, __ne__ = _relation("=="), _relation("!=")  # type: ignore[assignment]
 
     def __neg__(self) -> Vector:
         return self._made("fneg")
 
-    def __and__(self, other: Operand) -> Vector:
-        return self._made("and_", other)
-
-    def __or__(self, other: Operand) -> Vector:
-        return self._made("or_", other)
-
-    def __xor__(self, other: Operand) -> Vector:
-        return self._made("xor", other)
-
     def __invert__(self) -> Vector:
         return self._made("not_")
-
-    def __lshift__(self, other: Operand) -> Vector:
-        return self._made("shl", other)
-
-    def __rshift__(self, other: Operand) -> Vector:
-        return self._made("lshr", other)
-
-    def __lt__(self, other: Operand) -> Vector:
-        return self.compare("<", other)
-
-    def __le__(self, other: Operand) -> Vector:
-        return self.compare("<=", other)
-
-    def __gt__(self, other: Operand) -> Vector:
-        return self.compare(">", other)
-
-    def __ge__(self, other: Operand) -> Vector:
-        return self.compare(">=", other)
-
-    def __eq__(self, other: Operand) -> Vector:  # type: ignore[override]
-        return self.compare("==", other)
-
-    def __ne__(self, other: Operand) -> Vector:  # type: ignore[override]
-        return self.compare("!=", other)
 
     def __abs__(self) -> Vector:
         bits = self.bits()

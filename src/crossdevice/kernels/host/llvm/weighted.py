@@ -21,9 +21,6 @@ class Weighted(Wide):
         product = element * weight
         return (product,) if state is None else self.combined(state, product)
 
-    def finished(self, state: State, divisor: Value) -> Vector:
-        return super().finished(state[:1], divisor)
-
 
 class WeightedCompensated(Compensated):
     """float64 products and their sum, with the rounding errors of all of them added back at the end."""
@@ -35,9 +32,6 @@ class WeightedCompensated(Compensated):
         total, errors = self.started(product) if state is None else self.combined(state, product)
         return total, errors + error
 
-    def finished(self, state: State, divisor: Value) -> Vector:
-        return super().finished(state[:2], divisor)
-
     def _remainder(self, dividend: Vector, quotient: Vector, number: Vector) -> Vector:
         product, error, _ = quotient.two_product(number)
         return dividend - product - error
@@ -46,7 +40,7 @@ class WeightedCompensated(Compensated):
 class WeightedExact(Enclosed):
     """Sums of exact products, known to lie in near + rest +- doubt."""
 
-    is_weighted = True
+    is_weighted = uses_divisor_rest = True
     bytes_per_lane = 32
 
     def with_term(self, state: State | None, element: Vector, weight: Vector) -> State:

@@ -33,6 +33,8 @@ from crossdevice.kernels.host.reference.rounding import (
 Unbounded: TypeAlias = "NDArray[np.object_]"
 """Python integers, which have as many bits as a product needs."""
 
+QUOTIENT_BITS = 66
+
 
 class Enclosure(NamedTuple):
     """Real numbers known to lie in near + rest +- doubt, where near is near + rest, rounded.
@@ -228,6 +230,13 @@ def _zero_signs(columns: NDArray[np.complex128]) -> tuple[Mask, Mask]:
     for c, d in zip(signs_of_real[1:], signs_of_imaginary[1:], strict=True):
         real, imaginary = joined(real * c, -imaginary * d), joined(real * d, imaginary * c)
     return real < 0, imaginary < 0
+
+
+def quotient_bits(dividend: int, divisor: int) -> tuple[int, int]:
+    """As many bits of a quotient as are needed, one more that says whether any follow, and the exponent."""
+    shift = max(0, divisor.bit_length() + QUOTIENT_BITS - dividend.bit_length())
+    quotient, left = divmod(dividend << shift, divisor)
+    return quotient << 1 | (left != 0), -shift - 1
 
 
 def rounded_integers(

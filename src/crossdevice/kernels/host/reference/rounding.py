@@ -93,21 +93,25 @@ def remainder_of(dividend: Floats, quotient: Floats, number: float) -> Floats:
 
 
 def with_errors(
-    total: Floats, errors: Floats, divisor: float | None, remainder: Callable[[Floats, Floats, float], Floats]
-) -> Floats:
-    """A sum with its rounding errors added back, divided unless there is no divisor."""
+    total: Number,
+    errors: Number,
+    divisor: float | None,
+    remainder: Callable[[Number, Number, float], Number],
+    xp: Any = np,
+) -> Number:
+    """A sum with its rounding errors added back, divided unless there is no divisor, by functions of `xp`."""
     # Errors that are 0 would turn -0 into +0. Those of infinities are NaN, and next to the largest numbers
     # two_sum overflows on the way to an error: neither counts.
-    counts = (np.abs(errors) > 0) & np.isfinite(errors)
+    counts = (abs(errors) > 0) & xp.isfinite(errors)
     near, rest = two_sum(total, errors)
-    near = np.where(counts, near, total)
+    near = xp.where(counts, near, total)
     if divisor is None:
         return near
     # The quotient of near, and what is left of it and of the sum, divided too.
     first = near / divisor
-    rest = np.where(counts & np.isfinite(rest), rest, 0.0)
+    rest = xp.where(counts & xp.isfinite(rest), rest, xp.zeros_like(rest))
     second = (remainder(near, first, divisor) + rest) / divisor
-    return np.where(np.abs(second) > 0, first + second, first)
+    return xp.where(abs(second) > 0, first + second, first)
 
 
 def _bfloat16_of(wide: NDArray[np.float64]) -> NDArray[Any]:

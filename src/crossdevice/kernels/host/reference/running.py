@@ -21,9 +21,11 @@ from crossdevice.kernels.host.reference.exact import (
     enclosed_quotient,
     enclosed_sum,
     is_decided,
+    quotient_bits,
     rounded_enclosure,
+    rounded_integers,
 )
-from crossdevice.kernels.host.reference.long_accumulator import HEAD_BITS, Floats, Mask, rounded_once
+from crossdevice.kernels.host.reference.long_accumulator import Floats, Mask
 from crossdevice.kernels.host.reference.rounding import (
     exact_remainder,
     is_error_known,
@@ -122,11 +124,6 @@ def rounded_fraction(value: Fraction, dtype: np.dtype[Any]) -> Any:
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         return dtype.type(min(max(round(value), int(limits.min)), int(limits.max)))
-    numerator, denominator = abs(value.numerator), value.denominator
-    shift = numerator.bit_length() - denominator.bit_length() - HEAD_BITS
-    head, left = divmod(numerator << max(-shift, 0), denominator << max(shift, 0))
-    if head >> HEAD_BITS:
-        shift += 1
-        head, left = divmod(numerator << max(-shift, 0), denominator << max(shift, 0))
-    heads = np.array([head | (left != 0)], np.uint64)
-    return rounded_once(np.array([value < 0]), heads, np.array([shift]), dtype)[0]
+    quotient, exponent = quotient_bits(abs(value.numerator), value.denominator)
+    integers = np.array([quotient], object)
+    return rounded_integers(integers, np.array([exponent]), np.array([value < 0]), dtype)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -14,6 +15,7 @@ from crossdevice.kernels.host.reference.exact import (
     decided_sum,
     enclosed_quotient,
     enclosed_sum,
+    quotient_bits,
     rounded_integers,
 )
 from crossdevice.kernels.host.reference.long_accumulator import Floats, Integers, scaled_integers
@@ -28,9 +30,6 @@ from crossdevice.kernels.host.reference.rounding import (
 )
 from crossdevice.values.options import Precision
 from crossdevice.values.weights import Weights
-
-QUOTIENT_BITS = 66
-"""Bits of a quotient of whole numbers that are computed; whether any follow is one more."""
 
 
 def weighted_combination(
@@ -48,9 +47,7 @@ def weighted_combination(
     if inputs[0].dtype == np.float64:
         return rounded(_compensated(wide, weights, divisor), dtype)
     products = (array * factor for array, factor in zip(wide, weights.factors, strict=True))
-    total = next(products)
-    for product in products:
-        total = total + product
+    total = functools.reduce(np.add, products)
     return rounded(total if divisor is None else total / divisor, dtype)
 
 
@@ -116,8 +113,6 @@ def _by_integers(
     quotients = np.empty(lowest.shape, object)
     places = np.empty(lowest.shape, np.int64)
     for element, total in enumerate(totals):
-        shift = max(0, divisor.numerator.bit_length() + QUOTIENT_BITS - abs(total).bit_length())
-        quotient, left = divmod(abs(total) << shift, divisor.numerator)
-        quotients[element], places[element] = quotient << 1 | (left != 0), -shift - 1
+        quotients[element], places[element] = quotient_bits(abs(total), divisor.numerator)
     negative = np.array([total < 0 for total in totals], np.bool_)
     return rounded_integers(quotients, lowest + places, negative, dtype)
