@@ -71,9 +71,10 @@ class Gathering(NamedTuple):
 
         Nothing that is read may be in `out`.
         """
-        is_on_host = {HOST_MEMORY} == {self.backend.memory_of(each) for each in (*devices, *destinations)}
-        are_ranges = math.prod(self.shape[: self.axis]) == 1 and self.dtype in ITEM_BYTES
-        if is_on_host and are_ranges and self.num_bytes >= MIN_PASS_BYTES:
+        before = self.backend.shape_of(self.arrays[0])[: self.axis]
+        are_ranges = self.num_bytes >= MIN_PASS_BYTES and math.prod(before) == 1 and self.dtype in ITEM_BYTES
+        memories = (self.backend.memory_of(device) for device in (*devices, *destinations))
+        if are_ranges and set(memories) == {HOST_MEMORY}:
             return self._joined_on_host(destinations, out)
         results = [self._gathered(devices, destination) for destination in destinations]
         return delivered(results, out, self.backend)
