@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from crossdevice.algorithms.prepared_calls import PreparedCalls
 from crossdevice.algorithms.settings import Settings
 from crossdevice.algorithms.sharded_calls import ShardedCalls
 from crossdevice.costs.rounds import Round
@@ -15,7 +14,7 @@ from crossdevice.errors import ConversionError, OptionError, ReduceOpError
 from crossdevice.execution.differentiation import read_recorded_leaves, recorded_leaves
 from crossdevice.execution.explaining import explained
 from crossdevice.execution.known_calls import KnownCalls
-from crossdevice.execution.linear_maps import Calls
+from crossdevice.execution.linear_maps import Calls, Combination, Concatenation
 from crossdevice.execution.local.batch import CheckedBatch, Request, read_requests
 from crossdevice.execution.local.copying import component_of, copied_into, copied_to, shared_with
 from crossdevice.execution.local.gathering import Placed, gathered
@@ -26,6 +25,7 @@ from crossdevice.execution.reading.outputs import wrapped
 from crossdevice.execution.reading.structures import checked_outs, checked_pairs, spread_pairs
 from crossdevice.execution.reading.values import read_value
 from crossdevice.plans.builder import PlanBuilder
+from crossdevice.plans.packing import Packing
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, as_distributed, components_of
@@ -35,7 +35,7 @@ from crossdevice.values.replica_scope import check_cross_replica
 from crossdevice.values.weights import factors_of, weights_for
 
 
-class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
+class CrossDeviceOps(ShardedCalls, Settings):
     """Combines values of several devices (reduce, batch_reduce, gather) and copies them (broadcast).
 
     `reduce_scatter`, `all_gather` and `all_to_all` do the same with a part for each replica.
@@ -166,8 +166,8 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         place = shared_with if shares else copied_to
         if recorded is None:
             return place(tensor, devices)
-        calls = self.within_process()._calls
-        return recorded.reduced(lambda: [place(tensor, devices)], calls, ReduceOp.SUM, as_options(options))[0]
+        linear = Combination(self.within_process()._calls, recorded.places, as_options(options))
+        return recorded.called(lambda: [place(tensor, devices)], linear)[0]
 
     def gather(
         self,
@@ -188,8 +188,10 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         chosen = self._chosen_options(options)
         run = functools.partial(self._gather, placed, axis, chosen)
         recorded = read_recorded_leaves([(value, devices) for value, devices, _ in placed], outs)
-        results = run() if recorded is None else recorded.gathered(run, self._calls, axis, chosen)
-        return rebuilt(results)[0]
+        if recorded is None:
+            return rebuilt(run())[0]
+        linear = Concatenation(self._calls, recorded.places, chosen, axis, recorded.shapes)
+        return rebuilt(recorded.called(run, linear))[0]
 
     def explain(
         self,
@@ -296,7 +298,7 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
             apart, _, _ = spread_pairs(pairs, outs)
             again = (op, apart, chosen, [None] * len(apart), None)
             run = functools.partial(self._reduce, *again, is_batch=is_batch)
-            return rebuilt(recorded.reduced(run, self._calls, op, chosen))
+            return rebuilt(recorded.called(run, Combination(self._calls, recorded.places, chosen, op)))
         batch = CheckedBatch(requests, op, chosen, in_any_order=self._can_be_known, factors=factors)
         if self._overrides_hooks:
             targets = [target for _, target in spread_pairs(pairs, outs)[0]]
@@ -387,3 +389,10 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
     @functools.cached_property
     def _planner(self) -> Planner:
         return Planner(self)
+
+
+class PackedOps(CrossDeviceOps):
+    """An algorithm that has one setting: the number of packs into which a batch is split."""
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.packing = Packing(num_packs)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.base import PackedOps
 from crossdevice.costs.rounds import Round
 from crossdevice.costs.topology import Topology
 from crossdevice.plans.builder import PlanBuilder
-from crossdevice.plans.packing import Packing
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
 
 
-class HalvingDoublingAllReduce(CrossDeviceOps):
+class HalvingDoublingAllReduce(PackedOps):
     """Recursive halving to sum shards, recursive doubling to share them (Rabenseifner's algorithm).
 
     It takes 2 log2 N rounds if N is a power of two, and each device moves 2 (N - 1) / N of an array, as in a
@@ -29,9 +28,6 @@ class HalvingDoublingAllReduce(CrossDeviceOps):
     >>> HalvingDoublingAllReduce().reduce("sum", value, destinations=value).values[1]
     array([4., 6.], dtype=float32)
     """
-
-    def __init__(self, num_packs: int = 1) -> None:
-        self.packing = Packing(num_packs)
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
         """The first surplus pairs fold; member i of the rest ends up with shard i."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.base import PackedOps
 from crossdevice.costs.rounds import Round
 from crossdevice.costs.topology import Topology
 from crossdevice.plans.builder import PlanBuilder
-from crossdevice.plans.packing import Packing
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
 
 
-class HierarchicalCopyAllReduce(CrossDeviceOps):
+class HierarchicalCopyAllReduce(PackedOps):
     """Sums each half of the replicas on its own root, adds the two sums, and copies back the same way.
 
     It takes at most 4 rounds and moves 2 (N - 1) arrays, of which only one pair crosses between the halves.
@@ -29,9 +28,6 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     >>> HierarchicalCopyAllReduce().reduce("sum", value, destinations=value).values[1]
     array([4., 6.], dtype=float32)
     """
-
-    def __init__(self, num_packs: int = 1) -> None:
-        self.packing = Packing(num_packs)
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
         """Adds in each half, then across; each destination copies from the root of its half."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
-from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.base import PackedOps
 from crossdevice.plans.builder import PlanBuilder
-from crossdevice.plans.packing import Packing
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
 
 
-class NcclAllReduce(CrossDeviceOps):
+class NcclAllReduce(PackedOps):
     """Reduces by one NCCL collective over one replica per GPU.
 
     Use it for several GPUs. NCCL rounds at every hop in its own order, so it is used under `"fast"` only.
@@ -31,9 +30,6 @@ class NcclAllReduce(CrossDeviceOps):
     """
 
     uses_engine = True
-
-    def __init__(self, num_packs: int = 1) -> None:
-        self.packing = Packing(num_packs)
 
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:
         """Why NCCL cannot reduce values on these devices; None if it can."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from crossdevice.execution.bound import BoundReduction, side_streams_of
 from crossdevice.execution.local.batch import CheckedBatch, read_requests
@@ -15,6 +15,17 @@ from crossdevice.execution.reading.structures import checked_outs, checked_pairs
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
+
+
+class Call(NamedTuple):
+    """What `reduce` is given; without destinations, what `batch_reduce` is given."""
+
+    reduce_op: ReduceOp | str
+    value: Any
+    destinations: Any
+    options: CommunicationOptions | None
+    out: Any
+    weights: Any
 
 
 class PreparedCalls:
@@ -65,7 +76,8 @@ class PreparedCalls:
         if destinations is None:
             value = checked_pairs(value)  # which may be an iterator, and is read again below
             out = checked_outs(out, len(value))
-        batch, answer_of = self._checked(reduce_op, value, destinations, options, out, weights)
+        call = Call(reduce_op, value, destinations, options, out, weights)
+        batch, answer_of = self._checked(call)
         if self._can_be_known:
             return BoundReduction.of_batch(batch, self._planner, answer_of)
         between = self._between
@@ -73,8 +85,8 @@ class PreparedCalls:
             bound = BoundReduction.between_processes(batch, between, answer_of)
             if bound is not None:
                 return bound
-        call = self._call(batch.op, value, destinations, batch.options, out, batch.factors)
-        return BoundReduction(call, owner=self._owner_of_started)
+        checked = call._replace(reduce_op=batch.op, options=batch.options, weights=batch.factors)
+        return BoundReduction(self._later(checked), owner=self._owner_of_started)
 
     def start_reduce(
         self,
@@ -98,46 +110,30 @@ class PreparedCalls:
         array([4., 6.], dtype=float32)
         """
         check_cross_replica("start_reduce")
+        call = Call(reduce_op, value, destinations, options, out, weights)
         if not self._can_be_known:
             # Other processes or a user's own hook: all of the call is made in its turn, its checks too.
-            call = self._call(reduce_op, value, destinations, options, out, weights)
-            return start(call, self._owner_of_started)
-        batch, answer_of = self._checked(reduce_op, value, destinations, options, out, weights)
+            return start(self._later(call), self._owner_of_started)
+        batch, answer_of = self._checked(call)
         return start(lambda: answer_of(batch.run(self._planner)), side=side_streams_of(batch))
 
-    def _checked(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        destinations: Any,
-        options: CommunicationOptions | None,
-        out: Any,
-        weights: Any,
-    ) -> tuple[CheckedBatch, Callable[[list[Any]], Any]]:
+    def _checked(self, call: Call) -> tuple[CheckedBatch, Callable[[list[Any]], Any]]:
         """A call as a checked batch, and what makes its answer of the results: one, or a list for pairs."""
-        is_batch = destinations is None
-        pairs = checked_pairs(value) if is_batch else [(value, destinations)]
-        outs = checked_outs(out, len(pairs)) if is_batch else [out]
-        op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
+        is_batch = call.destinations is None
+        pairs = checked_pairs(call.value) if is_batch else [(call.value, call.destinations)]
+        outs = checked_outs(call.out, len(pairs)) if is_batch else [call.out]
+        op, chosen = self._checked_op(call.reduce_op), self._chosen_options(call.options)
         requests, rebuilt = read_requests(pairs, outs)
-        factors = None if weights is None else self._checked_factors(weights, op)
+        factors = None if call.weights is None else self._checked_factors(call.weights, op)
         batch = CheckedBatch(requests, op, chosen, factors=factors)
         return batch, rebuilt if is_batch else lambda results: rebuilt(results)[0]
 
-    def _call(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        destinations: Any,
-        options: CommunicationOptions | None,
-        out: Any,
-        weights: Any,
-    ) -> Callable[[], Any]:
-        """A plain call, to be made later; without destinations the value is pairs."""
+    def _later(self, call: Call) -> Callable[[], Any]:
+        """A plain call, to be made later."""
+        op, value, destinations, options, out, weights = call
         if destinations is None:
-            return functools.partial(self.batch_reduce, reduce_op, value, options, out=out, weights=weights)
-        reduce = functools.partial(self.reduce, reduce_op, value, destinations, options)
-        return functools.partial(reduce, out=out, weights=weights)
+            return functools.partial(self.batch_reduce, op, value, options, out=out, weights=weights)
+        return functools.partial(self.reduce, op, value, destinations, options, out=out, weights=weights)
 
     @property
     def _owner_of_started(self) -> object:

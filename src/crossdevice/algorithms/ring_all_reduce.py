@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.base import PackedOps
 from crossdevice.costs.rounds import Round
 from crossdevice.costs.topology import Topology
 from crossdevice.plans.builder import PlanBuilder
-from crossdevice.plans.packing import Packing
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
 
 
-class RingAllReduce(CrossDeviceOps):
+class RingAllReduce(PackedOps):
     """Passes shards around a ring until each is summed, then passes the sums around again.
 
     It takes 2 (N - 1) rounds; each device sends and receives 2 (N - 1) / N of an array, the least
@@ -28,9 +27,6 @@ class RingAllReduce(CrossDeviceOps):
     >>> RingAllReduce().reduce("sum", value, destinations=value).values[1]
     array([4., 6.], dtype=float32)
     """
-
-    def __init__(self, num_packs: int = 1) -> None:
-        self.packing = Packing(num_packs)
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
         """Shard c starts after replica c and is complete when it comes round to it."""

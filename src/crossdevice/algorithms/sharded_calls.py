@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from crossdevice.algorithms.prepared_calls import PreparedCalls
 from crossdevice.execution.differentiation import read_recorded_leaves
-from crossdevice.execution.linear_maps import Calls
-from crossdevice.execution.local.all_to_all import AllToAll, read_all_to_all
+from crossdevice.execution.linear_maps import (
+    Calls,
+    Concatenation,
+    PartsExchange,
+    SumsOfSlices,
+    lengths_of_parts,
+)
+from crossdevice.execution.local.all_to_all import read_all_to_all
 from crossdevice.execution.local.scattering import Scatter, per_replica, read_scatter
-from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.structures import spread_pairs
+from crossdevice.values.distributed import PerReplica
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
 
 
-class ShardedCalls:
+class ShardedCalls(PreparedCalls):
     """What `CrossDeviceOps` does with a part for each replica, by its own reductions and gathers."""
 
     if TYPE_CHECKING:  # of CrossDeviceOps
-        batch_reduce: Callable[..., list[Any]]
         gather: Callable[..., Any]
-        _checked_op: Callable[[ReduceOp | str], ReduceOp]
-        _checked_factors: Callable[[Any, ReduceOp], tuple[float, ...]]
-        _chosen_options: Callable[[CommunicationOptions | None], CommunicationOptions]
         _differentiates: Callable[[ReduceOp], bool]
-
-        @property
-        def _between(self) -> BetweenProcesses | None: ...
 
         @property
         def _calls(self) -> Calls: ...
@@ -80,7 +81,9 @@ class ShardedCalls:
         recorded = read_recorded_leaves([(value, None) for value in values], outs)
         if recorded is None or factors is not None or not self._differentiates(op):
             return rebuilt(run())[0]
-        return rebuilt(recorded.scattered(run, self._calls, op, axis, chosen))[0]
+        shapes: list[Any] = []  # known when the parts are
+        whole = Concatenation(self._calls, recorded.places, chosen, axis, shapes, op)
+        return rebuilt(recorded.called(run, SumsOfSlices(whole, ()), PerReplica, shapes))[0]
 
     def all_gather(
         self,
@@ -130,12 +133,16 @@ class ShardedCalls:
             moves = [
                 read_all_to_all(value, axis, sizes, into) for value, into in zip(values, outs, strict=True)
             ]
-            return self._all_to_all(moves, chosen)
+            if self._between is not None:
+                return self._between.all_to_all(moves, chosen)
+            return [move.run() for move in moves]
 
         recorded = read_recorded_leaves([(value, None) for value in values], outs)
         if recorded is None or self._calls.rank is not None:  # the sizes of other processes are not known
             return rebuilt(run())[0]
-        return rebuilt(recorded.exchanged(run, self.all_to_all, axis, sizes))[0]
+        lengths = functools.partial(lengths_of_parts, recorded.shapes, axis, sizes)
+        linear = PartsExchange(self.all_to_all, recorded.places, axis, lengths)
+        return rebuilt(recorded.called(run, linear, PerReplica))[0]
 
     # ---------------------------------------------------------------- inside one process, or between several
 
@@ -156,11 +163,6 @@ class ShardedCalls:
             per_replica([next(parts) for _ in scatter.value.devices], scatter.value.devices)
             for scatter in scatters
         ]
-
-    def _all_to_all(self, moves: Sequence[AllToAll], options: CommunicationOptions) -> list[Any]:
-        if self._between is not None:
-            return self._between.all_to_all(moves, options)
-        return [move.run() for move in moves]
 
 
 def _spread(value: Any, out: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], list[Any]]]:

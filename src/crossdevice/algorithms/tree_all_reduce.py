@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.base import PackedOps
 from crossdevice.costs.rounds import Round
 from crossdevice.costs.topology import Topology
 from crossdevice.plans.builder import PlanBuilder
-from crossdevice.plans.packing import Packing
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
 
 
-class TreeAllReduce(CrossDeviceOps):
+class TreeAllReduce(PackedOps):
     """Sums up a binary tree and copies back down it, one half of the data in each of two trees.
 
     It takes about 2 log2 N rounds, and no device sends or receives more than two arrays: an inner node of
@@ -29,9 +28,6 @@ class TreeAllReduce(CrossDeviceOps):
     >>> TreeAllReduce().reduce("sum", value, destinations=value).values[1]
     array([4., 6.], dtype=float32)
     """
-
-    def __init__(self, num_packs: int = 1) -> None:
-        self.packing = Packing(num_packs)
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
         """Each half goes up its tree; replicas get it back down the tree, other devices from the roots."""

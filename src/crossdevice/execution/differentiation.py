@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
@@ -11,23 +10,12 @@ from typing import Any
 from crossdevice.backends.protocol import Array, Autograd, LinearMap
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import OutError
-from crossdevice.execution.linear_maps import (
-    Calls,
-    Combination,
-    Concatenation,
-    PartsExchange,
-    Place,
-    Shapes,
-    SumsOfSlices,
-    lengths_of_parts,
-)
+from crossdevice.execution.linear_maps import Place, Shapes
 from crossdevice.execution.reading.outputs import wrapped
 from crossdevice.execution.reading.values import Leaf, Value, read_value
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica, components_of
+from crossdevice.values.distributed import DistributedValues, Mirrored, components_of
 from crossdevice.values.nesting import flatten
-from crossdevice.values.options import CommunicationOptions
-from crossdevice.values.reduce_op import ReduceOp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,57 +28,30 @@ class RecordedLeaves:
     """Of each leaf the number of its value, and its number in that."""
 
     @property
-    def _places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[Place, ...]:
+        """Where each leaf comes from, and where its results go."""
         return tuple(Place(self.placed[i][0].devices, self.placed[i][1]) for i, _ in self.picked)
+
+    @property
+    def shapes(self) -> list[Shapes]:
+        """Those of the arrays of each leaf."""
+        return list(map(_shapes_of, self._columns))
 
     @property
     def _columns(self) -> list[tuple[Array, ...]]:
         return [self.leaf(i, k).arrays for i, k in self.picked]
 
-    @property
-    def _shapes(self) -> list[Shapes]:
-        return list(map(_shapes_of, self._columns))
-
-    def reduced(
-        self, run: Callable[[], Sequence[Any]], calls: Calls, op: ReduceOp, options: CommunicationOptions
-    ) -> list[Any]:
-        """What `run` returns for all values, recorded as their SUM or MEAN."""
-        return self._called(run, Combination(calls, self._places, options, op))
-
-    def gathered(
-        self, run: Callable[[], Sequence[Any]], calls: Calls, axis: int, options: CommunicationOptions
-    ) -> list[Any]:
-        """What `run` returns for all values, recorded as their replicas end to end."""
-        return self._called(run, Concatenation(calls, self._places, options, axis, self._shapes))
-
-    def scattered(
-        self,
-        run: Callable[[], Sequence[Any]],
-        calls: Calls,
-        op: ReduceOp,
-        axis: int,
-        options: CommunicationOptions,
-    ) -> list[Any]:
-        """What `run` returns for all values, recorded as parts of their SUM or MEAN along the axis."""
-        shapes: list[Any] = []  # known when the parts are
-        whole = Concatenation(calls, self._places, options, axis, shapes, op)
-        return self._called(run, SumsOfSlices(whole, ()), PerReplica, shapes)
-
-    def exchanged(
-        self, run: Callable[[], Sequence[Any]], all_to_all: Callable[..., Any], axis: int, sizes: Any
-    ) -> list[Any]:
-        """What `run` returns for all values, recorded as an all-to-all inside this process."""
-        lengths = functools.partial(lengths_of_parts, self._shapes, axis, sizes)
-        return self._called(run, PartsExchange(all_to_all, self._places, axis, lengths), PerReplica)
-
-    def _called(
+    def called(
         self,
         run: Callable[[], Sequence[Any]],
         linear: LinearMap,
         kind: type[DistributedValues] = Mirrored,
         shapes: list[Any] | None = None,
     ) -> list[Any]:
-        """What `run` returns; `shapes` gets those of its results."""
+        """What `run` returns for all values, recorded as a linear map of the leaves.
+
+        `shapes` gets those of the results.
+        """
         columns: list[list[tuple[Array, ...]]] = []
 
         def run_flat() -> list[Array]:
@@ -126,7 +87,7 @@ def recorded_leaves(
     found = None
     for i, (value, _) in enumerate(placed):
         for k, leaf in enumerate(value.leaves):
-            autograd = _autograd_of(leaf)
+            autograd = _autograd_of(leaf.arrays)
             if autograd is not None:
                 picked.append((i, k))
                 found = autograd
@@ -152,20 +113,18 @@ def read_recorded_leaves(
     return recorded_leaves([(value, devices or value.devices) for value, devices in read], outs)
 
 
-def _autograd_of(leaf: Leaf) -> Autograd | None:
-    backend = backend_of_type(type(leaf.arrays[0]))
-    if backend is None or backend.autograd is None:
-        return None
-    return backend.autograd if any(map(backend.autograd.is_recorded, leaf.arrays)) else None
+def _autograd_of(arrays: Sequence[Any]) -> Autograd | None:
+    """That of their library, if it records any of them."""
+    backend = backend_of_type(type(arrays[0]))
+    autograd = None if backend is None else backend.autograd
+    return autograd if autograd is not None and any(map(autograd.is_recorded, arrays)) else None
 
 
 def _may_be_recorded(value: Any) -> bool:
     for component in components_of(value):
         leaves = (component,) if hasattr(component, "dtype") else flatten(component)[0]
-        for leaf in leaves:
-            backend = backend_of_type(type(leaf))
-            if backend is not None and backend.autograd is not None and backend.autograd.is_recorded(leaf):
-                return True
+        if any(_autograd_of((leaf,)) is not None for leaf in leaves):
+            return True
     return False
 
 

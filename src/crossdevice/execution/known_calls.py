@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from types import NoneType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from crossdevice.backends.protocol import Array
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.execution.local.batch import CheckedBatch
-from crossdevice.execution.reading.leaf_spec import Columns, Dense, Outs
+from crossdevice.execution.local.prepared import PreparedReduction
+from crossdevice.execution.processes.dense_call import DenseCall
+from crossdevice.execution.reading.leaf_spec import Columns, Dense
 from crossdevice.execution.reading.outputs import check_outs, out_components
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.kernels.host.fixed_arrays import likeness
@@ -23,17 +25,8 @@ from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
-
-class Prepared(Protocol):
-    """What reduces dense arrays of the signatures it was made for."""
-
-    def run(
-        self, columns: Columns, outs: Outs, weights: Weights | None = None, *, are_flat: bool = False
-    ) -> list[tuple[Array, ...]]:
-        """For each leaf its result on each destination, written to `outs` where given.
-
-        `are_flat` says that all columns are known to be what `Backend.are_flat` asks for.
-        """
+Prepared: TypeAlias = PreparedReduction | DenseCall
+"""What reduces dense arrays of the signatures it was made for."""
 
 
 class KnownCall:

@@ -54,11 +54,7 @@ class Combination:
 
     def __call__(self, arrays: Sequence[Array]) -> list[Array]:
         """One batch."""
-        columns = _split(arrays, [len(place.sources) for place in self.places])
-        pairs = [
-            (PerReplica.of(column, place.sources), destinations_on(place.targets))
-            for column, place in zip(columns, self.places, strict=True)
-        ]
+        pairs = _placed(arrays, self.places)
         results = map(components_of, self.calls.batch_reduce(self.op, pairs, self.options))
         if self.divisors is None:
             return [array for own in results for array in own]
@@ -90,21 +86,13 @@ class Concatenation:
 
     def __call__(self, arrays: Sequence[Array]) -> list[Array]:
         """One gather for each column."""
-        columns = _split(arrays, [len(place.sources) for place in self.places])
         divisors = [1] * len(self.places)
         if self.op is ReduceOp.MEAN:
             divisors = _of_all(self.calls, [len(place.targets) for place in self.places], self.options)
         return [
             array if divisor == 1 else array / divisor
-            for column, place, divisor in zip(columns, self.places, divisors, strict=True)
-            for array in components_of(
-                self.calls.gather(
-                    PerReplica.of(column, place.sources),
-                    destinations_on(place.targets),
-                    self.axis,
-                    self.options,
-                )
-            )
+            for pair, divisor in zip(_placed(arrays, self.places), divisors, strict=True)
+            for array in components_of(self.calls.gather(*pair, self.axis, self.options))
         ]
 
     def transposed(self) -> SumsOfSlices:
@@ -165,13 +153,10 @@ class PartsExchange:
 
     def __call__(self, arrays: Sequence[Array]) -> list[Array]:
         """One all-to-all for each column."""
-        columns = _split(arrays, [len(place.sources) for place in self.places])
         return [
             array
-            for column, place, sizes in zip(columns, self.places, self.lengths(), strict=True)
-            for array in components_of(
-                self.all_to_all(PerReplica.of(column, place.sources), self.axis, sizes=sizes)
-            )
+            for (value, _), sizes in zip(_placed(arrays, self.places), self.lengths(), strict=True)
+            for array in components_of(self.all_to_all(value, self.axis, sizes=sizes))
         ]
 
     def transposed(self) -> PartsExchange:
@@ -197,6 +182,15 @@ def _of_all(calls: Calls, counts: list[int], options: CommunicationOptions) -> l
         return counts
     rows = calls.gather(np.array([counts]), host_device(0), options=options)
     return [int(count) for count in rows.sum(axis=0)]
+
+
+def _placed(arrays: Sequence[Array], places: Sequence[Place]) -> list[tuple[PerReplica, Any]]:
+    """Columns of arrays as values, and where their results go."""
+    columns = _split(arrays, [len(place.sources) for place in places])
+    return [
+        (PerReplica.of(column, place.sources), destinations_on(place.targets))
+        for column, place in zip(columns, places, strict=True)
+    ]
 
 
 def _split(arrays: Sequence[Array], counts: Sequence[int]) -> Iterator[tuple[Array, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.registry import backend_named
 from crossdevice.errors import ConversionError, DtypeMismatchError, OptionError, ShapeMismatchError
-from crossdevice.execution.local.batch import accumulated
+from crossdevice.execution.local.accumulation import accumulated
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.values import check_agreement
@@ -122,7 +122,7 @@ class _AsTensorflow(tf.distribute.CrossDeviceOps):
         if not dense:
             return []
         if function is not None:
-            return accumulated(dense, function, via, op, options)
+            return accumulated(dense, function, via, op, options.precision)
         prepared = self._planner.prepared(tuple(leaf.spec for leaf in dense), op, options)
         return prepared.run([leaf.arrays for leaf in dense], [None] * len(dense))
 

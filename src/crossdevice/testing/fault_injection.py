@@ -14,6 +14,7 @@ from typing import Any
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import group_of
+from crossdevice.algorithms.prepared_calls import Call
 from crossdevice.errors import OptionError
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.pending import start
@@ -154,7 +155,7 @@ def _faulty_calls(
         reduce_op: Any, value: Any, destinations: Any = None, options: Any = None, **more: Any
     ) -> Callable[[], Any]:
         """The faulty call itself, of the arguments that `bind` and `start_reduce` take."""
-        return ops._call(reduce_op, value, destinations, options, more.get("out"), more.get("weights"))
+        return ops._later(Call(reduce_op, value, destinations, options, more.get("out"), more.get("weights")))
 
     values = _calls_of_values(ops)
     return {

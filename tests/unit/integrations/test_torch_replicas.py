@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import crossdevice as cd
 from crossdevice.errors import ConversionError, OptionError
 from crossdevice.integrations.torch import DataParallel, mirroring
 from unit.integrations.small_networks import THREE, TWO, assert_same_gradients, batch, gradients, network, sgd
@@ -47,8 +48,10 @@ def test_gradients_of_gradients_are_those_of_one_device():
         return [p.grad for p in model.parameters()]
 
     plain = network().double()
-    ours = DataParallel(copy.deepcopy(plain), THREE)
-    torch.testing.assert_close(second(ours), second(plain))
+    for ops in (None, cd.ReductionToOneDevice(accumulation_fn=sum)):
+        ours = DataParallel(copy.deepcopy(plain), THREE, ops)
+        plain.zero_grad()
+        torch.testing.assert_close(second(ours), second(plain))
 
 
 class Adapted(torch.nn.Module):

@@ -8,26 +8,18 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import OutError
-from crossdevice.execution.local.accumulation import accumulate
+from crossdevice.execution.local.accumulation import accumulated
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import PreparedReduction
 from crossdevice.execution.local.sparse import SparseReduction, check_sparse, densified
 from crossdevice.execution.reading.axis_orders import in_memory_order, shared_axis_order
 from crossdevice.execution.reading.destinations import read_destinations
-from crossdevice.execution.reading.leaf_spec import Dense
-from crossdevice.execution.reading.outputs import (
-    check_out,
-    check_outs,
-    delivered,
-    dtype_of_out,
-    read_out,
-    wrapped,
-)
+from crossdevice.execution.reading.leaf_spec import Dense, Out
+from crossdevice.execution.reading.outputs import check_outs, dtype_of_out, read_out, wrapped
 from crossdevice.execution.reading.structures import spread_pairs
 from crossdevice.execution.reading.values import Leaf, Value, checked_spec, read_value, widened
-from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded
+from crossdevice.execution.tracing import READING, flight_recorder, now
 from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationOptions
@@ -120,14 +112,14 @@ class CheckedBatch:
     def run(self, planner: Planner) -> list[Any]:
         """The wrapped result of each request."""
         algorithm, weights = planner.algorithm, self.weights
-        if algorithm.reduce_to_device is not None:
-            for backend in {_backend_of(leaf) for leaf in self.all_leaves}:
-                backend.check_device(algorithm.reduce_to_device)
+        function, via = algorithm.accumulation_fn, algorithm.reduce_to_device
+        if via is not None:
+            for backend in {leaf.backend for leaf in self.all_leaves}:
+                backend.check_device(via)
         if not self.dense:
             reduced = []
-        elif algorithm.accumulation_fn is not None:
-            function, via = algorithm.accumulation_fn, algorithm.reduce_to_device
-            reduced = accumulated(self.dense, function, via, self.op, self.options)
+        elif function is not None:
+            reduced = accumulated(self.dense, function, via, self.op, self.options.precision)
         else:
             made = self.prepared(planner).run(
                 [leaf.arrays for leaf in self.dense], [leaf.out for leaf in self.dense], weights
@@ -138,9 +130,7 @@ class CheckedBatch:
             ]
         remaining = iter(reduced)
         return self.wrapped(
-            leaf.with_weights(weights).run(algorithm.reduce_to_device)
-            if isinstance(leaf, SparseReduction)
-            else next(remaining)
+            next(remaining) if isinstance(leaf, Dense) else leaf.with_weights(weights).run(via)
             for leaf in self.all_leaves
         )
 
@@ -167,7 +157,7 @@ class CheckedBatch:
         leaf: Leaf,
         devices: tuple[Device, ...],
         destinations: tuple[Device, ...],
-        out: Sequence[Array] | None,
+        out: Out,
     ) -> CheckedLeaf:
         if leaf.is_sparse:
             if all(isinstance(array, IndexedSlices) for array in leaf.arrays):
@@ -191,29 +181,3 @@ class CheckedBatch:
     def _integer_op(self) -> ReduceOp | None:
         is_rounded = self.op is ReduceOp.MEAN or self.op.is_of_ranks or self.is_weighted
         return ReduceOp(self.options.integers) if is_rounded and self.options.integers != "mean" else None
-
-
-def accumulated(
-    dense: Sequence[Dense],
-    function: Callable[[tuple[Any, ...]], Any],
-    via: Device | None,
-    op: ReduceOp,
-    options: CommunicationOptions,
-) -> list[tuple[Array, ...]]:
-    """The results of a function of the user's; `out` is written to when all of them are known to fit."""
-    results = []
-    for arrays, spec, out, *_ in dense:
-        at = via or spec.destinations[0]
-        devices = (*spec.devices, at, *spec.destinations)
-        with recorded(Work("reduce", f"accumulation_fn {op.name}", devices, spec.num_bytes)):
-            answers = accumulate(function, arrays, spec, op, options.precision, at)
-        if out is not None:
-            check_out(answers, spec, spec.backend.dtype_of(out[0]), "accumulation_fn's result")
-        results.append(answers)
-    return [
-        delivered(answers, leaf.out, leaf.spec.backend) for leaf, answers in zip(dense, results, strict=True)
-    ]
-
-
-def _backend_of(leaf: CheckedLeaf) -> Backend:
-    return leaf.spec.backend if isinstance(leaf, Dense) else leaf.backend

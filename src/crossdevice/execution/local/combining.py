@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend, dtype_named
 from crossdevice.kernels.host.fused_pass import fused_pass
+from crossdevice.kernels.host.reference.rounding import two_sum, with_errors
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import COMPLEXES, INTEGERS, PARTS, SHORT_FLOATS
@@ -19,10 +21,7 @@ from crossdevice.values.reduce_op import ReduceOp
 def combine(backend: Backend, arrays: Sequence[Array], recipe: Recipe, dtype: str, device: Device) -> Array:
     """Flat arrays on one device, combined into a new flat array of `dtype` there."""
     if backend.memory_of(device) == HOST_MEMORY:
-        inputs = [backend.host_view(array) for array in arrays]
-        output = np.empty(inputs[0].size, dtype_named(dtype))
-        fused_pass(inputs, [output], recipe)
-        return backend.from_host(output, output.shape, device)
+        return _on_host(backend, list(map(backend.host_view, arrays)), recipe, dtype, device)
     with backend.working_on(device):
         return combine_with_array_functions(backend, arrays, recipe, dtype, device)
 
@@ -38,10 +37,8 @@ def combine_with_array_functions(
         parts = [backend.parts_of(array) for array in arrays]
         return backend.from_parts(combine_with_array_functions(backend, parts, recipe, PARTS[source], device))
     if _needs_host(recipe, source):
-        inputs = [backend.to_host(array) for array in arrays]
-        output = np.empty(inputs[0].size, dtype_named(dtype))
-        fused_pass(inputs, [output], recipe)
-        return backend.copy(backend.from_host(output, output.shape, device), device)
+        made = _on_host(backend, list(map(backend.to_host, arrays)), recipe, dtype, device)
+        return backend.copy(made, device)
     functions = {ReduceOp.MIN: xp.minimum, ReduceOp.MAX: xp.maximum, ReduceOp.PROD: xp.multiply}
     function = functions.get(recipe.op, xp.add)
     if len(arrays) == 1:
@@ -61,15 +58,21 @@ def combine_with_array_functions(
     if recipe.precision == "fast":
         return _divided(backend, functools.reduce(function, arrays), recipe.divisor)
     widened = [backend.cast(array, "float64") for array in arrays]
-    if recipe.weights is not None:
-        weights = recipe.weights
-        products = [array * factor for array, factor in zip(widened, weights.factors, strict=True)]
-        total = functools.reduce(xp.add, products)
-        divisor = None if weights.divisor == 1 else weights.divisor
-        return backend.round_once(_divided(backend, total, divisor), dtype)
-    if recipe.op is ReduceOp.SUM and source == "float64":
+    if recipe.op is ReduceOp.SUM and source == "float64":  # without weights: see _needs_host
         return backend.round_once(_compensated(xp, widened, recipe.divisor), dtype)
-    return backend.round_once(_divided(backend, functools.reduce(function, widened), recipe.divisor), dtype)
+    divisor: float | None = recipe.divisor
+    if recipe.weights is not None:
+        widened = [array * factor for array, factor in zip(widened, recipe.weights.factors, strict=True)]
+        divisor = None if recipe.weights.divisor == 1 else recipe.weights.divisor
+    return backend.round_once(_divided(backend, functools.reduce(function, widened), divisor), dtype)
+
+
+def _on_host(
+    backend: Backend, inputs: Sequence[NDArray[Any]], recipe: Recipe, dtype: str, device: Device
+) -> Array:
+    output = np.empty(inputs[0].size, dtype_named(dtype))
+    fused_pass(inputs, [output], recipe)
+    return backend.from_host(output, output.shape, device)
 
 
 def _needs_host(recipe: Recipe, source: str) -> bool:
@@ -100,27 +103,16 @@ def _compensated(xp: Any, arrays: Sequence[Array], divisor: int | None) -> Array
     """float64 sums and means with the rounding errors added back; see the host's `numpy_pass`."""
     total, errors = arrays[0], xp.zeros_like(arrays[0])
     for array in arrays[1:]:
-        total, error = _two_sum(total, array)
+        total, error = two_sum(total, array)
         errors = errors + error
-    counts = (errors != 0) & xp.isfinite(errors)
-    near, rest = _two_sum(total, errors)
-    near = xp.where(counts, near, total)
-    if divisor is None:
-        return near
-    first = near / divisor
-    # Veltkamp's splitting in place of bits, and scaled where it would overflow: the remainder is exact too.
-    rest = xp.where(counts & xp.isfinite(rest), rest, xp.zeros_like(rest))
-    is_large = (first > 2.0**990) | (first < -(2.0**990))
-    near, quotient, rest = (xp.where(is_large, part * 2.0**-60, part) for part in (near, first, rest))
-    product = quotient * (2.0**27 + 1)
-    upper = product - (product - quotient)
-    remainder = (near - upper * divisor) - (quotient - upper) * divisor
-    second = (remainder + rest) / divisor
-    second = xp.where(is_large, second * 2.0**60, second)
-    return xp.where((second > 0) | (second < 0), first + second, first)
 
+    def remainder(dividend: Array, quotient: Array, number: float) -> Array:
+        # Exact too: Veltkamp's splitting in place of bits, and scaled where it would overflow.
+        is_large = abs(quotient) > 2.0**990
+        dividend, quotient = (xp.where(is_large, part * 2.0**-60, part) for part in (dividend, quotient))
+        product = quotient * (2.0**27 + 1)
+        upper = product - (product - quotient)
+        left = (dividend - upper * number) - (quotient - upper) * number
+        return xp.where(is_large, left * 2.0**60, left)
 
-def _two_sum(left: Array, right: Array) -> tuple[Array, Array]:
-    total = left + right
-    of_right = total - left
-    return total, (left - (total - of_right)) + (right - of_right)
+    return with_errors(total, errors, divisor, remainder, xp)

@@ -55,9 +55,8 @@ def copied_into(value: Any, destinations: tuple[Device, ...], out: Any) -> Any:
         if leaf.is_sparse:
             raise OutError(f"out cannot hold IndexedSlices{leaf.at_path}: their number of rows is not known")
         backend = _checked_backend(leaf, read.devices, destinations)
-        array = leaf.arrays[0]
-        dtype = backend.dtype_of(array)
-        specs.append(LeafSpec(backend, dtype, backend.shape_of(array), read.devices, destinations))
+        dtype, shape = backend.dtype_of(leaf.arrays[0]), backend.shape_of(leaf.arrays[0])
+        specs.append(LeafSpec(backend, dtype, shape, read.devices, destinations))
         check_out(arrays, specs[-1], dtype, leaf.path)
     check_overlaps(
         [Dense(leaf.arrays, spec, out) for leaf, spec, out in zip(read.leaves, specs, outs, strict=True)]
@@ -100,9 +99,7 @@ def component_of(value: Any) -> Any:
 
 
 def _checked_backend(leaf: Leaf, devices: tuple[Device, ...], destinations: tuple[Device, ...]) -> Backend:
-    array = leaf.arrays[0]
-    values = array.values if isinstance(array, IndexedSlices) else array
-    return one_backend([values], devices, leaf.path, destinations)
+    return one_backend(_parts_of(leaf.arrays[0])[:1], devices, leaf.path, destinations)
 
 
 def _placed(place: Place, backend: Backend, array: Any, source: Device, device: Device) -> Any:

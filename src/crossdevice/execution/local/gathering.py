@@ -12,7 +12,7 @@ import numpy as np
 
 from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend
 from crossdevice.errors import DtypeMismatchError, ShapeMismatchError
-from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Outs, bytes_of
+from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Out, Outs, bytes_of
 from crossdevice.execution.reading.outputs import (
     Expected,
     delivered,
@@ -65,30 +65,21 @@ class Gathering(NamedTuple):
         return (*shape[: self.axis], length, *shape[self.axis + 1 :])
 
     def run(
-        self, devices: Sequence[Device], destinations: Sequence[Device], out: Sequence[Array] | None = None
+        self, devices: Sequence[Device], destinations: Sequence[Device], out: Out = None
     ) -> tuple[Array, ...]:
         """The arrays in replica order along the axis, in new memory on each destination, or in `out`.
 
         Nothing that is read may be in `out`.
         """
-        if self._are_ranges and self._is_on_host(devices, destinations):
+        before = self.backend.shape_of(self.arrays[0])[: self.axis]
+        are_ranges = self.num_bytes >= MIN_PASS_BYTES and math.prod(before) == 1 and self.dtype in ITEM_BYTES
+        memories = (self.backend.memory_of(device) for device in (*devices, *destinations))
+        if are_ranges and set(memories) == {HOST_MEMORY}:
             return self._joined_on_host(destinations, out)
         results = [self._gathered(devices, destination) for destination in destinations]
         return delivered(results, out, self.backend)
 
-    @property
-    def _are_ranges(self) -> bool:
-        """Whether each array is a range of the result's elements, and large enough for a pass over them."""
-        before = self.backend.shape_of(self.arrays[0])[: self.axis]
-        return self.num_bytes >= MIN_PASS_BYTES and math.prod(before) == 1 and self.dtype in ITEM_BYTES
-
-    def _is_on_host(self, devices: Sequence[Device], destinations: Sequence[Device]) -> bool:
-        memories = {self.backend.memory_of(device) for device in (*devices, *destinations)}
-        return memories == {HOST_MEMORY}
-
-    def _joined_on_host(
-        self, destinations: Sequence[Device], out: Sequence[Array] | None
-    ) -> tuple[Array, ...]:
+    def _joined_on_host(self, destinations: Sequence[Device], out: Out) -> tuple[Array, ...]:
         """One pass that reads each array once and writes it to all destinations."""
         backend, shape = self.backend, self.shape
         views = [backend.host_view(array) for array in self.arrays]

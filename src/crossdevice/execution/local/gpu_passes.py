@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from crossdevice.backends.protocol import Array, Backend
-from crossdevice.execution.local.passes import LeafRange, Passes
-from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
+from crossdevice.execution.local.passes import LeafRange, Passes, Results
+from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Out, Outs
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
@@ -87,9 +87,7 @@ class GpuPasses(Passes):
         self._prepared: dict[tuple[bool, ...], _Prepared] = {}
         self._reducing = Work("reduce", "fused passes", (device,))
 
-    def run(
-        self, columns: Columns, outs: Outs, weights: Weights | None = None
-    ) -> dict[int, tuple[Array, ...]]:
+    def run(self, columns: Columns, outs: Outs, weights: Weights | None = None) -> Results:
         """The results of each leaf, in new memory or in `outs`."""
         started = now()
         results = self._on_stream(functools.partial(self._run, columns, outs, weights))
@@ -128,7 +126,7 @@ class GpuPasses(Passes):
         with self._tensors.working_on(self._place, handle):
             return work()
 
-    def _run(self, columns: Columns, outs: Outs, weights: Weights | None) -> dict[int, tuple[Array, ...]]:
+    def _run(self, columns: Columns, outs: Outs, weights: Weights | None) -> Results:
         inputs = self._tensors.tensors_of([array for number in self._specs for array in columns[number]])
         targets = [self._writable(number, outs[number]) for number in self._specs]
         work, blocks, numbers = self._prepared_for(targets)
@@ -157,7 +155,7 @@ class GpuPasses(Passes):
         self._backend.mark_written(list(itertools.chain.from_iterable(written.values())))
         return results | written
 
-    def _writable(self, number: int, out: Sequence[Array] | None) -> Sequence[Any] | None:
+    def _writable(self, number: int, out: Out) -> Sequence[Any] | None:
         """The tensors of `out` if kernels may and can write to all of them."""
         if out is None or number in self._read_twice:
             return None
@@ -176,24 +174,20 @@ class GpuPasses(Passes):
         Addresses come in this order: of the inputs, of the tensors given, of the blocks. Before them are the
         bits of the weights, if there are any, and of their divisor.
         """
-        sources: dict[int, list[AddressOffset]] = {}
-        targets: dict[int, list[AddressOffset]] = {}
-        position = len(self._weights)
-        for number, spec in self._specs.items():
-            sources[number] = [AddressOffset(position + replica) for replica in range(len(spec.devices))]
-            position += len(spec.devices)
-        for (number, spec), is_given in zip(self._specs.items(), are_given, strict=True):
-            if is_given:
-                targets[number] = [
-                    AddressOffset(position + replica) for replica in range(len(spec.destinations))
-                ]
-                position += len(spec.destinations)
+        positions = itertools.count(len(self._weights))
+
+        def places(number: int) -> list[AddressOffset]:
+            return [AddressOffset(position) for position in itertools.islice(positions, number)]
+
+        sources = {number: places(len(spec.devices)) for number, spec in self._specs.items()}
+        given = itertools.compress(self._specs.items(), are_given)
+        targets = {number: places(len(spec.destinations)) for number, spec in given}
         numbers = [number for number in self._specs if number not in targets]
         blocks = self._memory.ResultBlocks([self._wanted(number) for number in numbers], self._place)
+        first_block = next(positions)
         for order, number in enumerate(numbers):
-            targets[number] = [
-                AddressOffset(position + block, offset) for block, offset in blocks.places_of(order)
-            ]
+            offsets = blocks.places_of(order)
+            targets[number] = [AddressOffset(first_block + block, offset) for block, offset in offsets]
         tasks = [
             made
             for recipe, ranges in self._passes.items()
@@ -238,7 +232,7 @@ class GpuPasses(Passes):
             (task.stop - task.start) * parts_in(spec.dtype),
         )
 
-    def _adopted(self, number: int, made: Sequence[Any], out: Sequence[Array] | None) -> tuple[Array, ...]:
+    def _adopted(self, number: int, made: Sequence[Any], out: Out) -> tuple[Array, ...]:
         backend, destinations = self._backend, self._specs[number].destinations
         arrays = tuple(made) if self._is_torch else tuple([backend.from_dlpack(tensor) for tensor in made])
         if self._shares:

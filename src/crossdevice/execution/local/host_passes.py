@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.host_memory import address_range
 from crossdevice.backends.protocol import Array, Backend, dtype_named
-from crossdevice.execution.local.passes import LeafRange, Passes, in_turn
-from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
+from crossdevice.execution.local.passes import LeafRange, Passes, Results, in_turn
+from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Out, Outs
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.host.fused_pass import bound_batch, fused_batch, fused_pass, repeated_pass
 from crossdevice.kernels.host.resources.pool import SMALLEST_POOLED_BYTES, result_pool
@@ -38,9 +38,7 @@ class HostPasses(Passes):
         self._unpacking = Work("unpack", "results as arrays", devices)
         self._small_pass: Callable[[Any, Any], None] | None = None
 
-    def run(
-        self, columns: Columns, outs: Outs, weights: Weights | None = None
-    ) -> dict[int, tuple[Array, ...]]:
+    def run(self, columns: Columns, outs: Outs, weights: Weights | None = None) -> Results:
         """The results of each leaf, in new memory or in `outs`.
 
         These have passed the checks of this call: views of them are no copies, and can be written to.
@@ -69,7 +67,7 @@ class HostPasses(Passes):
         return len(self._specs) == 1 and [len(tasks) for tasks in self._passes.values()] == [1]
 
     def run_alone(
-        self, arrays: Sequence[Array], out: Sequence[Array] | None, weights: Weights | None, *, are_flat: bool
+        self, arrays: Sequence[Array], out: Out, weights: Weights | None, *, are_flat: bool
     ) -> tuple[Array, ...]:
         """The short way for a single leaf in a single pass, where small calls spend their time."""
         if are_flat and out is None and weights is None and self._small_results is not None:
@@ -145,9 +143,7 @@ class HostPasses(Passes):
             outputs.setdefault(number, []).append(flat)
         return outputs
 
-    def _adopted(
-        self, number: int, flats: Sequence[NDArray[Any]], out: Sequence[Array] | None
-    ) -> tuple[Array, ...]:
+    def _adopted(self, number: int, flats: Sequence[NDArray[Any]], out: Out) -> tuple[Array, ...]:
         spec = self._specs[number]
         backend = spec.backend
         if out is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+from crossdevice.backends.protocol import Array
 from crossdevice.execution.local.lowering import lower
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.kernels.recipe import Recipe
@@ -22,6 +23,10 @@ def in_turn(works: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
             work()
 
     return run
+
+
+Results: TypeAlias = "dict[int, tuple[Array, ...]]"
+"""Of each leaf, by its number, its result on each destination."""
 
 
 class LeafRange(NamedTuple):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.execution.local.gpu_passes import GpuPasses, why_stepped
 from crossdevice.execution.local.host_passes import HostPasses
-from crossdevice.execution.local.passes import Passes, in_turn
+from crossdevice.execution.local.passes import Results, in_turn
 from crossdevice.execution.local.stepped_packs import SteppedPacks
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs, items_of
 from crossdevice.execution.tracing import Work, flight_recorder, now
@@ -55,16 +54,16 @@ class PreparedReduction:
                 on_gpus.setdefault((spec.backend, gpu), {})[number] = spec
         self._num_leaves = len(specs)
         self._passes = HostPasses(shared, dtypes, shares_results=options.share_results)
-        self._gpu_passes = [
-            GpuPasses(leaves, dtypes, gpu, shares_results=options.share_results)
-            for (_, gpu), leaves in on_gpus.items()
-        ]
-        fused: dict[int, Passes] = dict.fromkeys(shared, self._passes)
-        for leaves, work in zip(on_gpus.values(), self._gpu_passes, strict=True):
-            fused.update(dict.fromkeys(leaves, work))
+        fused: dict[int, HostPasses | GpuPasses] = dict.fromkeys(shared, self._passes)
+        for (_, gpu), leaves in on_gpus.items():
+            on_gpu = GpuPasses(leaves, dtypes, gpu, shares_results=options.share_results)
+            fused.update(dict.fromkeys(leaves, on_gpu))
         apart = {number: spec for number, spec in enumerate(specs) if number not in fused}
-        self._packs = SteppedPacks(apart, dtypes)
-        self._uses_host, self._crosses_memories = bool(shared), bool(apart)
+        packs = SteppedPacks(apart, dtypes)
+        self._parts: list[HostPasses | GpuPasses | SteppedPacks] = [
+            *dict.fromkeys(fused.values()),
+            *([packs] if apart else []),
+        ]
         self._work = _work(planner.name, specs, op, options, num_fused=len(fused))
         for number, pack in enumerate(packing.packs(items_of(specs), options.bytes_per_pack)):
             leaf = pack[0].item
@@ -75,7 +74,7 @@ class PreparedReduction:
             num_elements = sum(stop - start for _, start, stop in pack)
             own_op = specs[leaf].own_op or op
             plan = planner.plan_pack(specs[leaf], num_elements, number, options.precision, own_op)
-            fused.get(leaf, self._packs).add_pack(pack, plan, recipes[leaf])
+            fused.get(leaf, packs).add_pack(pack, plan, recipes[leaf])
         if options.precision != "fast":
             # Replicas in order, whatever the plan: the bits of a plan that is run step by step.
             for leaf, passes in fused.items():
@@ -104,22 +103,14 @@ class PreparedReduction:
         return results
 
     def _run(self, columns: Columns, outs: Outs, weights: Weights | None) -> list[tuple[Array, ...]]:
-        results = self._passes.run(columns, outs, weights) if self._uses_host else {}
-        for passes in self._gpu_passes:
-            results.update(passes.run(columns, outs, weights))
-        if self._crosses_memories:
-            results.update(self._packs.run(columns, outs, weights))
+        results: Results = {}
+        for part in self._parts:
+            results.update(part.run(columns, outs, weights))
         return [results[number] for number in range(self._num_leaves)]
 
     def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], None]:
         """What reduces these very arrays into those of `outs`, however often it is called."""
-        works: list[Callable[[], Any]] = []
-        if self._uses_host:
-            works.append(self._passes.bound(columns, outs, weights))
-        works += [passes.bound(columns, outs, weights) for passes in self._gpu_passes]
-        if self._crosses_memories:
-            works.append(functools.partial(self._packs.run, columns, outs, weights))
-        return in_turn(works)
+        return in_turn([part.bound(columns, outs, weights) for part in self._parts])
 
 
 def recipe_for(

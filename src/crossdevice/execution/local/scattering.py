@@ -41,34 +41,24 @@ class Scatter(NamedTuple):
 
     def pairs(self) -> list[tuple[PerReplica, Device]]:
         """For each replica, what is reduced to its device: its own part of all replicas' arrays."""
-        devices = self.value.devices
-        of_leaves = [
-            [
-                cut(array, axis, self._lengths(spec.shape[axis], leaf), spec.backend, device)
-                for array, device in zip(leaf.arrays, devices, strict=True)
-            ]
-            for leaf, spec, axis in self.leaves
-        ]
+        devices, structure = self.value.devices, self.value.structure
+        of_leaves = []
+        for leaf, spec, axis in self.leaves:
+            lengths = part_lengths(spec.shape[axis], len(devices), self.sizes, leaf.at_path)
+            pairs = zip(leaf.arrays, devices, strict=True)
+            of_leaves.append([cut(array, axis, lengths, spec.backend, device) for array, device in pairs])
+
+        def component(number: int, replica: int) -> Any:
+            leaves = [parts[replica][number] for parts in of_leaves]
+            return leaves[0] if structure is None else unflatten(structure, leaves)
+
         return [
             (
-                PerReplica.of(
-                    tuple(
-                        self._component([parts[replica][number] for parts in of_leaves])
-                        for replica in range(len(devices))
-                    ),
-                    devices,
-                ),
+                PerReplica.of(tuple(component(number, replica) for replica in range(len(devices))), devices),
                 device,
             )
             for number, device in enumerate(devices)
         ]
-
-    def _lengths(self, length: int, leaf: Leaf) -> list[int]:
-        return part_lengths(length, len(self.value.devices), self.sizes, leaf.at_path)
-
-    def _component(self, leaves: list[Any]) -> Any:
-        structure = self.value.structure
-        return leaves[0] if structure is None else unflatten(structure, leaves)
 
 
 def read_scatter(

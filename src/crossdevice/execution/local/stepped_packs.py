@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.execution.local.executor import execute
-from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
+from crossdevice.execution.local.passes import Results
+from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Out, Outs
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.recipe import Recipe
@@ -18,29 +20,19 @@ from crossdevice.values.device import Device
 from crossdevice.values.weights import Weights
 
 
-class SteppedPack(NamedTuple):
-    """One pack with its plan."""
-
-    pack: Pack
-    plan: Plan
-    recipe: Recipe
-
-
 class SteppedPacks:
     """Packs whose plans are executed faithfully, copy by copy."""
 
     def __init__(self, specs: Mapping[int, LeafSpec], dtypes: Mapping[int, str]) -> None:
         self._specs = specs
         self._dtypes = dtypes
-        self._packs: list[SteppedPack] = []
+        self._packs: list[tuple[Pack, Plan, Recipe]] = []
 
     def add_pack(self, pack: Pack, plan: Plan, recipe: Recipe) -> None:
         """A pack of leaves that have everything but their elements in common."""
-        self._packs.append(SteppedPack(pack, plan, recipe))
+        self._packs.append((pack, plan, recipe))
 
-    def run(
-        self, columns: Columns, outs: Outs, weights: Weights | None = None
-    ) -> dict[int, tuple[Array, ...]]:
+    def run(self, columns: Columns, outs: Outs, weights: Weights | None = None) -> Results:
         """The results of each leaf, in new memory or in `outs`."""
         parts: dict[int, list[tuple[int, list[Array]]]] = {}
         for pack, plan, recipe in self._packs:
@@ -68,9 +60,11 @@ class SteppedPacks:
         flight_recorder.events.append((unpacking, started, now(), 1))
         return assembled
 
-    def _assembled(
-        self, item: int, parts: list[tuple[int, list[Array]]], out: Sequence[Array] | None
-    ) -> tuple[Array, ...]:
+    def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], Any]:
+        """What reduces these arrays into those of `outs` whenever it is called."""
+        return functools.partial(self.run, columns, outs, weights)
+
+    def _assembled(self, item: int, parts: list[tuple[int, list[Array]]], out: Out) -> tuple[Array, ...]:
         """A leaf's results from the packs it was spread over."""
         spec = self._specs[item]
         in_order = [pieces for _, pieces in sorted(parts, key=operator.itemgetter(0))]

@@ -23,16 +23,13 @@ def read_destinations(destinations: Any) -> tuple[Device, ...]:
         return (destinations,)
     if isinstance(destinations, str) and destinations:
         return (Device.parse(destinations),)
-    if isinstance(destinations, (IndexedSlices, PlacedArray)) or _is_array(destinations):
+    is_array = hasattr(destinations, "dtype") and backend_of_type(type(destinations)) is not None
+    if is_array or isinstance(destinations, (IndexedSlices, PlacedArray)):
         return (device_of(destinations) or host_device(0),)
     raise DestinationError(
         f"destinations is {_shortly(destinations)}; expected a DistributedValues, a variable, an array "
         "or a device string (the functions crossdevice.reduce and .broadcast also take lists of them)"
     )
-
-
-def _is_array(thing: Any) -> bool:
-    return hasattr(thing, "dtype") and backend_of_type(type(thing)) is not None
 
 
 def _shortly(thing: Any) -> str:

@@ -21,8 +21,11 @@ from crossdevice.values.reduce_op import ReduceOp
 Columns: TypeAlias = "Sequence[Sequence[Array]]"
 """Of each leaf its arrays: those of its replicas, or one for each destination."""
 
-Outs: TypeAlias = "Sequence[Sequence[Array] | None]"
-"""Of each leaf the arrays that its results are written to; None for new ones."""
+Out: TypeAlias = "Sequence[Array] | None"
+"""The arrays that a leaf's results are written to; None for new ones."""
+
+Outs: TypeAlias = "Sequence[Out]"
+"""Those of each leaf."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,9 +95,14 @@ class Dense(NamedTuple):
 
     arrays: Sequence[Array]
     spec: LeafSpec
-    out: Sequence[Array] | None = None
+    out: Out = None
     order: AxisOrder | None = None
     path: str = ""
+
+    @property
+    def backend(self) -> Backend:
+        """The library of its arrays."""
+        return self.spec.backend
 
 
 def bytes_of(backend: Backend, array: Array) -> int:

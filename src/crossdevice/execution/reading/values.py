@@ -109,31 +109,15 @@ def checked_spec(
         into: the dtype of memory for the results, if there is any.
         integer_op: what is done with integers in place of `op`.
     """
-    backend = backend_of(leaf.arrays[0], 0, leaf.path)
-    try:
-        key = (op, into, integer_op, devices, destinations, *map(backend.signature, leaf.arrays))
-    except (AttributeError, RuntimeError):  # an array of another library, or one without a shape
-        key = None
-    if key is None:  # out of the handler, lest the error that names it seem to come of this one
-        return _checked_spec(leaf, devices, destinations, op, into, integer_op)
-    known = _known_specs.get(key)
-    if known is None:
-        known = _known_specs[key] = _checked_spec(leaf, devices, destinations, op, into, integer_op)
-    return known
-
-
-_known_specs: SignatureCache[LeafSpec] = SignatureCache(most=1 << 14)
-
-
-def _checked_spec(
-    leaf: Leaf,
-    devices: tuple[Device, ...],
-    destinations: tuple[Device, ...],
-    op: ReduceOp,
-    into: str | None,
-    integer_op: ReduceOp | None,
-) -> LeafSpec:
     arrays, path = leaf.arrays, leaf.path
+    backend = backend_of(arrays[0], 0, path)
+    try:
+        key = (op, into, integer_op, devices, destinations, *map(backend.signature, arrays))
+    except (AttributeError, RuntimeError):  # an array of another library, or one without a shape
+        key = None  # checked out of this handler, lest the error that names it seem to come of this one
+    known = _known_specs.get(key)
+    if known is not None:
+        return known
     backend = one_backend(arrays, devices, path, destinations)
     check_agreement([backend.dtype_of(a) for a in arrays], devices, "dtype", DtypeMismatchError, path)
     check_agreement([backend.shape_of(a) for a in arrays], devices, "shape", ShapeMismatchError, path)
@@ -142,7 +126,13 @@ def _checked_spec(
     check_reducible(dtype, own_op or op, replica_at(0, devices[0], path))
     if into == dtype or widest_float([dtype, into or "none"]) is None:
         into = None  # what is not a float is refused where memory for results is checked
-    return LeafSpec(backend, dtype, backend.shape_of(arrays[0]), devices, destinations, into, own_op)
+    spec = LeafSpec(backend, dtype, backend.shape_of(arrays[0]), devices, destinations, into, own_op)
+    if key is not None:
+        _known_specs[key] = spec
+    return spec
+
+
+_known_specs: SignatureCache[LeafSpec] = SignatureCache(most=1 << 14)
 
 
 def widened(leaf: Leaf) -> Leaf:

@@ -81,15 +81,10 @@ class ReproducibleMean:
 
     def _mean(self, gradients: torch.Tensor) -> Any:
         if self._ops is None:
-            self._ops = CollectiveAllReduce(options=self._options, group=self._formed())
+            formed = self._given or formed_group(self._ranks or [], "communication hook")
+            self._ops = CollectiveAllReduce(options=self._options, group=formed)
         # Not into the bucket: DistributedDataParallel copies gradients from wherever the result is.
         return self._ops.reduce(ReduceOp.MEAN, gradients, gradients)
-
-    def _formed(self) -> ProcessGroup:
-        if self._given is not None:
-            return self._given
-        assert self._ranks is not None
-        return formed_group(self._ranks, "communication hook")
 
     def _check_model_of(self, parameters: list[torch.Tensor]) -> None:
         """Refuses buckets of a model on other processes; each model is looked for once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from crossdevice.errors import ContextError, ConversionError, OptionError
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.pending import THIS_PROCESS, Pending
 from crossdevice.execution.pending import start as start_work
+from crossdevice.integrations.torch.mirroring import in_buckets
 from crossdevice.integrations.torch.replica_gradients import (
     ReplicaGradients,
     parameters_with_sparse_gradients,
@@ -144,7 +146,7 @@ class GradientArenas:
         # Between processes on the host: what is on GPUs would have to wait for them in the backward pass.
         on_host = all(device.is_host for device in self._devices)
         overlaps = self._overlap is not None and (group_of(self._ops) is None or on_host)
-        self._buckets = _buckets_of(self.arenas[0], self._bucket_bytes if overlaps else None)
+        self._buckets = _buckets_of(self.arenas[0], self._bucket_bytes if overlaps else math.inf)
         self._bucket_of = {name: k for k, bucket in enumerate(self._buckets) for name in bucket.names}
         self._bound: dict[tuple[int, ReduceOp], BoundReduction] = {}
         self._hooks = [
@@ -290,16 +292,13 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.numel() == reach + 1
 
 
-def _buckets_of(arena: Arena, bucket_bytes: int | None) -> list[Bucket]:
-    """One for each dtype; with `bucket_bytes` as many as it takes for none to be much larger."""
+def _buckets_of(arena: Arena, bucket_bytes: float) -> list[Bucket]:
+    """As many for each dtype as it takes for none to be much larger."""
     buckets: list[Bucket] = []
     for dtype in arena.flats:
-        names: list[str] = []
         own = [(name, slot) for name, slot in arena.slots.items() if slot.dtype == dtype]
-        for number, (name, slot) in enumerate(own):
-            names.append(name)
-            size = (slot.stop - arena.slots[names[0]].start) * dtype.itemsize
-            if number == len(own) - 1 or (bucket_bytes is not None and size >= bucket_bytes):
-                buckets.append(Bucket(dtype, arena.slots[names[0]].start, slot.stop, tuple(names)))
-                names = []
+        sized = [(each, (each[1].stop - each[1].start) * dtype.itemsize) for each in own]
+        for (first, slot), *others in in_buckets(sized, bucket_bytes):
+            names = (first, *(name for name, _ in others))
+            buckets.append(Bucket(dtype, slot.start, arena.slots[names[-1]].stop, names))
     return buckets

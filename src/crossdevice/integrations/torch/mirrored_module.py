@@ -151,14 +151,10 @@ class MirroredModule(torch.nn.Module):
         elif isinstance(value, (torch.Tensor, torch.nn.Module)):
             self._give("__setattr__", name, value)
         else:
-            for replica in self._meant():
-                setattr(replica, name, value)
-            self._rearrange()
+            self._change("__setattr__", name, value)
 
     def __delattr__(self, name: str) -> None:
-        for replica in self._meant():
-            delattr(replica, name)
-        self._rearrange()
+        self._change("__delattr__", name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MirroredModule:
         twin = type(self).__new__(type(self))
@@ -226,9 +222,7 @@ class MirroredModule(torch.nn.Module):
             # A function does not say where it moves tensors to, so it is tried on an empty one.
             if fn(torch.empty(0, device=device)).device != device:
                 self._refuse_to_move("to", "elsewhere")
-        for replica in self._meant():
-            replica._apply(fn, recurse)
-        self._rearrange()
+        self._change("_apply", fn, recurse)
         return self
 
     def _move(self, method: str, /, *args: Any, **kwargs: Any) -> Any:

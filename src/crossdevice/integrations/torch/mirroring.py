@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from crossdevice.integrations.torch.spans import span
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.reduce_op import ReduceOp
+
+Sized = TypeVar("Sized")
 
 
 def mirrored_in_buckets(
@@ -24,22 +26,24 @@ def mirrored_in_buckets(
 ) -> list[list[torch.Tensor]]:
     """The tensors of each replica; gradients are summed bucket by bucket, during the backward pass."""
     of_replicas: list[list[torch.Tensor]] = [[] for _ in devices]
-    for bucket in _buckets_of(tensors, bucket_bytes):
+    sized = [(tensor, tensor.numel() * tensor.element_size()) for tensor in tensors]
+    for bucket in in_buckets(sized, bucket_bytes):
         flat = MirroredTensors.apply(ops, devices, held, held.is_holding, *bucket)
         for number, own in enumerate(of_replicas):
             own += flat[number * len(bucket) : (number + 1) * len(bucket)]
     return of_replicas
 
 
-def _buckets_of(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-    bucket: list[torch.Tensor] = []
-    num_bytes = 0
-    for tensor in tensors:
-        bucket.append(tensor)
-        num_bytes += tensor.numel() * tensor.element_size()
-        if num_bytes >= bucket_bytes:
+def in_buckets(sized: Iterable[tuple[Sized, int]], bucket_bytes: float) -> Iterator[list[Sized]]:
+    """Things, given with their bytes, in groups of which none is larger by more than its last one."""
+    bucket: list[Sized] = []
+    total = 0
+    for each, num_bytes in sized:
+        bucket.append(each)
+        total += num_bytes
+        if total >= bucket_bytes:
             yield bucket
-            bucket, num_bytes = [], 0
+            bucket, total = [], 0
     if bucket:
         yield bucket
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence, Sized
 
 import torch
 
@@ -81,7 +80,7 @@ def _structure(module: torch.nn.Module) -> dict[str, str]:
     places = {}
     for name, part in module.named_modules():
         hooks = sum(
-            len(value) for key, value in vars(part).items() if key.endswith("_hooks") and _has_length(value)
+            len(own) for key, own in vars(part).items() if key.endswith("_hooks") and isinstance(own, Sized)
         )
         mode = "training" if part.training else "evaluation"
         places[f"module {name!r}"] = f"a {type(part).__name__} in {mode} mode with {hooks} hooks"
@@ -91,10 +90,6 @@ def _structure(module: torch.nn.Module) -> dict[str, str]:
     for name, buffer in module.named_buffers():
         places[f"buffer {name!r}"] = f"a {buffer.dtype} of shape {tuple(buffer.shape)}"
     return places
-
-
-def _has_length(value: Any) -> bool:
-    return hasattr(value, "__len__")
 
 
 def _is_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

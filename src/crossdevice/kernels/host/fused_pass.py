@@ -121,7 +121,7 @@ def repeated_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> Callable[[
     """What does this pass, and any other over tuples of as many arrays of these dtypes and sizes."""
     prepared = prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
     is_small = traffic_bytes(inputs, outputs) < THREADED_BYTES and len(inputs) <= MAX_INPUTS
-    if prepared is None or prepared.needs_views or not is_small:
+    if prepared is None or not is_small or prepared.needs_views:
         return functools.partial(fused_pass, recipe=recipe)
     return SmallPass(inputs, outputs, _with_weights(prepared, recipe), recipe)
 
@@ -237,8 +237,8 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> Prepa
             shape, program = "tree", program_of(recipe.order)
             if program is None:
                 return None
-    element = into.name if family == "narrowed" else dtype.name
-    if family in ("wide", "weighted") and dtype != into:
+    element = dtype.name
+    if family in ("wide", "compensated", "weighted") and dtype != into:
         element += f" {into.name}"
     if family == "wrapping":  # which does not know signs, so one kernel does for both
         element = element.removeprefix("u")
@@ -263,7 +263,7 @@ def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
     # float32 holds sums of bfloat16 exactly where exponents lie close together, at half the cost.
     if family == "wide" and dtype == into == "bfloat16" and recipe.op is ReduceOp.SUM:
         return "exact_in_single"
-    return family
+    return {"widened": "wide", "narrowed": "compensated"}.get(family or "", family)
 
 
 def _with_weights(prepared: PreparedPass, recipe: Recipe) -> PreparedPass:
@@ -388,11 +388,8 @@ class SharedPasses:
 def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe) -> None:
     """Gathers pieces of the inputs, combines them in NumPy and scatters the results."""
     inputs, outputs = _flat(inputs), _flat(outputs)
-    gathered = [np.concatenate([item[start:stop] for start, stop in pieces]) for item in inputs]
-    result = np.empty(gathered[0].size, outputs[0].dtype)
-    numpy_pass(gathered, [result], recipe)
-    first = 0
-    for start, stop in pieces:
-        for item in outputs:
-            item[start:stop] = result[first : first + stop - start]
-        first += stop - start
+    where = np.concatenate([np.arange(start, stop) for start, stop in pieces])
+    result = np.empty(where.size, outputs[0].dtype)
+    numpy_pass([item[where] for item in inputs], [result], recipe)
+    for item in outputs:
+        item[where] = result

@@ -12,21 +12,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from crossdevice.kernels.host.llvm.code import byte_offset, loaded_word, set_word
-from crossdevice.kernels.host.llvm.conversions import (
-    as_single,
-    in_memory_order,
-)
-from crossdevice.kernels.host.llvm.lanes import (
-    DOUBLE,
-    FORMATS,
-    INT64,
-    Builder,
-    Lanes,
-    State,
-    Value,
-)
+from crossdevice.kernels.host.llvm.code import byte_offset
+from crossdevice.kernels.host.llvm.conversions import as_double, in_memory_order
+from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT64, STORED, Builder, Lanes, State, Value, Vector
 from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
+from crossdevice.kernels.host.llvm.words import loaded_word, set_word
+from crossdevice.kernels.host.reference.rounding import two_sum
 from crossdevice.kernels.host.reference.running import NUM_PARTS
 
 SIGNATURE = "int64(int64,int64,int64,int64,int64,int64,int64,int64)"
@@ -55,16 +46,15 @@ def accumulating_kernel(family: str, dtype: str) -> Kernel:
         room: int,
         capacity: int,
     ) -> int:
+        terms = (inputs, num_inputs, weights)
         position, left = start, 0
         while position < stop:
-            if position + LANES <= stop and not add_lanes(
-                name, LANES, inputs, num_inputs, weights, parts, position
-            ):
+            if position + LANES <= stop and not add_lanes(name, LANES, terms, parts, position):
                 position += LANES
                 continue
             end = min(position + LANES, stop)
             while position < end:
-                if add_lanes(name, 1, inputs, num_inputs, weights, parts, position):
+                if add_lanes(name, 1, terms, parts, position):
                     if left == capacity:
                         set_word(room, 0, left)
                         return position
@@ -78,46 +68,43 @@ def accumulating_kernel(family: str, dtype: str) -> Kernel:
 
 
 @intrinsic(prefer_literal=True)
-def add_lanes(
-    typing_context: Any,
-    name: Any,
-    lanes: Any,
-    inputs: Any,
-    num_inputs: Any,
-    weights: Any,
-    parts: Any,
-    position: Any,
-) -> Any:
+def add_lanes(typing_context: Any, name: Any, lanes: Any, terms: Any, parts: Any, position: Any) -> Any:
     """Adds `lanes` elements of all inputs from `position` on, times their weights, to the parts.
+
+    `terms` has the addresses of the inputs, how many they are, and the weights.
 
     1 is returned, and nothing is written, if a part of an exact sum would have to be rounded.
     """
-    signature = types.int64(name, lanes, inputs, num_inputs, weights, parts, position)
+    signature = types.int64(name, lanes, terms, parts, position)
     family, dtype = name.literal_value.split(" ")
     count = lanes.literal_value
 
     def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        inputs, num_inputs, weights, parts, position = arguments[2:]
+        _, _, terms, parts, position = arguments
+        inputs, num_inputs, weights = cgutils.unpack_tuple(builder, terms)
         vectors = Lanes(builder, count)
         wide_offset = byte_offset(builder, position, "float64")
         addresses = [
             builder.add(loaded_word(builder, parts, ir.Constant(INT64, number)), wide_offset)
             for number in range(NUM_PARTS[family])
         ]
-        places = [cgutils.alloca_once_value(builder, vectors.load(place, DOUBLE)) for place in addresses]
-        lost = cgutils.alloca_once_value(builder, vectors.constant(ir.IntType(1), 0))
+        places = [
+            cgutils.alloca_once_value(builder, vectors.load(place, DOUBLE).value) for place in addresses
+        ]
+        lost = cgutils.alloca_once_value(builder, vectors.constant(ir.IntType(1), 0).value)
         with cgutils.for_range(builder, num_inputs) as loop:
             weight = vectors.spread(builder.bitcast(loaded_word(builder, weights, loop.index), DOUBLE))
             start = builder.add(
                 loaded_word(builder, inputs, loop.index), byte_offset(builder, position, dtype)
             )
-            element = _widened(vectors, vectors.load(start, FORMATS[dtype].stored), dtype)
-            state = tuple(builder.load(place) for place in places)
-            grown, is_lost = _grown(vectors, family, state, element, weight)
+            stored = vectors.load(start, STORED[dtype])
+            element = in_memory_order(as_double(stored, dtype), dtype)
+            state = tuple(Vector(vectors, builder.load(place)) for place in places)
+            grown, is_lost = _grown(family, state, element, weight)
             for part, place in zip(grown, places, strict=True):
-                builder.store(part, place)
+                builder.store(part.value, place)
             if is_lost is not None:
-                builder.store(builder.or_(builder.load(lost), is_lost), lost)
+                builder.store(builder.or_(builder.load(lost), is_lost.value), lost)
 
         def write() -> None:
             for place, address in zip(places, addresses, strict=True):
@@ -128,7 +115,7 @@ def add_lanes(
         if not family.startswith("expansion"):
             write()
             return ir.Constant(INT64, 0)
-        is_any = vectors.is_any(builder.load(lost))
+        is_any = Vector(vectors, builder.load(lost)).is_any()
         with builder.if_then(builder.not_(is_any), likely=True):
             write()
         return builder.zext(is_any, INT64)
@@ -136,38 +123,19 @@ def add_lanes(
     return signature, emit
 
 
-def _widened(vectors: Lanes, stored: Value, dtype: str) -> Value:
-    """As float64, in the order of memory."""
-    if dtype == "float64":
-        return stored
-    single = stored
-    if dtype != "float32":
-        single = in_memory_order(vectors, as_single(vectors, stored, dtype), dtype)
-    return vectors.build.fpext(single, vectors.vector(DOUBLE))
-
-
-def _grown(
-    vectors: Lanes, family: str, state: State, element: Value, weight: Value
-) -> tuple[State, Value | None]:
+def _grown(family: str, state: State, element: Vector, weight: Vector) -> tuple[State, Vector | None]:
     """The parts with element * weight added, and where they have lost something; as in `running.py`."""
-    build = vectors.build
     if family == "wide":
-        return (build.fadd(state[0], build.fmul(element, weight)),), None
-    product, rest, is_known = vectors.two_product(element, weight)
+        return (state[0] + element * weight,), None
+    product, rest, is_known = element.two_product(weight)
     if family == "compensated":
-        total, error = vectors.two_sum(state[0], product)
-        return (total, build.fadd(build.fadd(state[1], error), rest)), None
+        total, error = two_sum(state[0], product)
+        return (total, state[1] + error + rest), None
     parts = list(state)
-    zero = vectors.constant(DOUBLE, 0.0)
-    has_factors = build.and_(
-        build.fcmp_unordered("!=", element, zero), build.fcmp_unordered("!=", weight, zero)
-    )
-    is_lost = build.and_(build.not_(is_known), has_factors)
-    no_rest = build.fcmp_ordered("==", rest, zero)
-    rest = build.select(no_rest, vectors.constant(DOUBLE, -0.0), rest)  # so that a sum of -0.0 stays that
-    for term in (product, rest):
-        left = term
+    is_lost = ~is_known & ((element != 0.0) & (weight != 0.0))
+    rest = (rest == 0.0).select(-0.0, rest)  # so that a sum of -0.0 stays that
+    for left in (product, rest):
         for number, part in enumerate(parts):
-            parts[number], left = vectors.two_sum(part, left)
-        is_lost = build.or_(is_lost, build.fcmp_unordered("!=", left, zero))
+            parts[number], left = two_sum(part, left)
+        is_lost |= left != 0.0
     return tuple(parts), is_lost

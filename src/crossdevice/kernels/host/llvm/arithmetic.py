@@ -12,16 +12,11 @@ from crossdevice.kernels.host.llvm.conversions import (
     in_memory_order,
     in_widened_order,
 )
-from crossdevice.kernels.host.llvm.lanes import (
-    DOUBLE,
-    FORMATS,
-    INT32,
-    INT64,
-    SINGLE,
-    Lanes,
-    State,
-    Value,
-)
+from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT32, INT64, SINGLE, STORED, State, Value, Vector
+from crossdevice.kernels.host.reference.long_accumulator import FORMATS
+from crossdevice.kernels.host.reference.ranks import quiet_nan
+from crossdevice.kernels.host.reference.rounding import two_sum
+from crossdevice.values.dtypes import ITEM_BYTES
 
 
 class Arithmetic:
@@ -36,37 +31,38 @@ class Arithmetic:
     """What one element of the accumulator takes of the registers; None: as much as in memory."""
 
     is_weighted: bool = False
-    """Whether it takes a weight with each element, by `with_term`, and then what weights are divided by."""
+    """Whether it takes a weight with each element, by `with_term`."""
 
-    def widened(self, lanes: Lanes, stored: Value) -> Value:
+    uses_divisor_rest: bool = False
+    """Whether it is given, behind its own state, what the divisor lacks and what that may be wrong by."""
+
+    def widened(self, stored: Vector) -> Vector:
         """The form in which elements are combined."""
         return stored
 
-    def with_term(self, lanes: Lanes, state: State | None, element: Value, weight: Value) -> State:
+    def with_term(self, state: State | None, element: Vector, weight: Vector) -> State:
         """The accumulator (None: a new one) with one more element, times its weight, in it."""
         raise NotImplementedError
 
-    def started(self, lanes: Lanes, element: Value) -> State:
+    def started(self, element: Vector) -> State:
         """The accumulator that holds the first element."""
         return (element,)
 
-    def combined(self, lanes: Lanes, state: State, element: Value) -> State:
+    def combined(self, state: State, element: Vector) -> State:
         """The accumulator with one more element in it."""
         (total,) = state
-        return (self.of_two(lanes, total, element),)
+        return (self.of_two(total, element),)
 
-    def of_two(self, lanes: Lanes, left: Value, right: Value) -> Value:
+    def of_two(self, left: Vector, right: Vector) -> Vector:
         """left + right, or left * right."""
-        return (lanes.build.fmul if self.op == "PROD" else lanes.build.fadd)(left, right)
+        return left * right if self.op == "PROD" else left + right
 
-    def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
-        """What is written, and where it may be wrong (None: nowhere)."""
+    def finished(self, state: State, divisor: Value) -> Vector:
+        """What is written, if it is certain to be right."""
         (total,) = state
-        if self.dtype == "float32":
-            divisor = lanes.build.fptrunc(divisor, SINGLE)
-        return lanes.divided(total, divisor)
+        return total.divided(divisor)
 
-    def doubted(self, lanes: Lanes, state: State, divisor: Value, num_inputs: Value) -> Value | None:
+    def doubted(self, state: State, divisor: Value, num_inputs: Value) -> Vector | None:
         """The lanes whose result is not certain to be right; None where all always are."""
         return None
 
@@ -80,19 +76,14 @@ class RoundedHalves(Arithmetic):
 
     bytes_per_lane = 4
 
-    def widened(self, lanes: Lanes, stored: Value) -> Value:
-        return as_single(lanes, stored, self.dtype)
+    def widened(self, stored: Vector) -> Vector:
+        return as_single(stored, self.dtype)
 
-    def of_two(self, lanes: Lanes, left: Value, right: Value) -> Value:
-        return self._rounded(lanes, super().of_two(lanes, left, right))
+    def of_two(self, left: Vector, right: Vector) -> Vector:
+        return as_single(from_single(super().of_two(left, right), self.dtype), self.dtype)
 
-    def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
-        (total,) = state
-        quotient = lanes.divided(total, lanes.build.fptrunc(divisor, SINGLE))
-        return from_single(lanes, quotient, self.dtype)
-
-    def _rounded(self, lanes: Lanes, single: Value) -> Value:
-        return as_single(lanes, from_single(lanes, single, self.dtype), self.dtype)
+    def finished(self, state: State, divisor: Value) -> Vector:
+        return from_single(super().finished(state, divisor), self.dtype)
 
 
 class Wide(Arithmetic):
@@ -100,80 +91,49 @@ class Wide(Arithmetic):
 
     bytes_per_lane = 8
 
-    def widened(self, lanes: Lanes, stored: Value) -> Value:
-        return as_double(lanes, stored, self.dtype)
+    def widened(self, stored: Vector) -> Vector:
+        return as_double(stored, self.dtype)
 
-    def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
-        (total,) = state
-        quotient = lanes.divided(total, divisor)
+    def finished(self, state: State, divisor: Value) -> Vector:
+        quotient = super().finished(state, divisor)
         if self.result_dtype != self.dtype:
-            quotient = in_memory_order(lanes, quotient, self.dtype)
-            quotient = in_widened_order(lanes, quotient, self.result_dtype)
-        return from_double(lanes, quotient, self.result_dtype)
-
-
-class Widened(Wide):
-    """Accumulates in float64 and keeps that: a partial result, to be combined with others."""
-
-    def __init__(self, op: str, dtype: str) -> None:
-        super().__init__(op, dtype)
-        self.result_dtype = "float64"
-
-    def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
-        (total,) = state
-        quotient = lanes.with_one_nan(lanes.divided(total, divisor))
-        return in_memory_order(lanes, quotient, self.dtype)
+            quotient = in_widened_order(in_memory_order(quotient, self.dtype), self.result_dtype)
+        return from_double(quotient, self.result_dtype)
 
 
 class Compensated(Arithmetic):
-    """float64 sums with the rounding errors of all additions added back at the end."""
+    """float64 sums with the errors of all additions added back before the one rounding, to any float."""
 
     bytes_per_lane = 16
 
-    def started(self, lanes: Lanes, element: Value) -> State:
-        return element, lanes.constant(DOUBLE, 0.0)
+    def started(self, element: Vector) -> State:
+        return element, element.lanes.constant(DOUBLE, 0.0)
 
-    def combined(self, lanes: Lanes, state: State, element: Value) -> State:
+    def combined(self, state: State, element: Vector) -> State:
         total, errors = state
-        total, error = lanes.two_sum(total, element)
-        return total, lanes.build.fadd(errors, error)
+        total, error = two_sum(total, element)
+        return total, errors + error
 
-    def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
-        return lanes.with_one_nan(self._quotient(lanes, state, divisor))
-
-    def _quotient(self, lanes: Lanes, state: State, divisor: Value) -> Value:
-        """As in `numpy_pass`, which says why."""
+    def finished(self, state: State, divisor: Value) -> Vector:
+        """Divided as in `numpy_pass`, which says why."""
         total, errors = state
-        build, zero = lanes.build, lanes.constant(DOUBLE, 0.0)
-        counts = build.and_(build.fcmp_ordered("!=", errors, zero), lanes.is_finite(errors))
-        near, rest = lanes.two_sum(total, errors)
-        near = build.select(counts, near, total)
+        lanes = total.lanes
+        counts = errors.differs(0.0) & errors.is_finite()
+        near, rest = two_sum(total, errors)
+        near = counts.select(near, total)
 
         def quotient() -> State:
             number = lanes.spread(divisor)
-            first = build.fdiv(near, number)
-            remainder = self._remainder(lanes, near, first, number)
-            left = build.select(build.and_(counts, lanes.is_finite(rest)), rest, zero)
-            second = build.fdiv(build.fadd(remainder, left), number)
-            is_more = build.fcmp_ordered("!=", second, zero)
-            return (build.select(is_more, build.fadd(first, second), first),)
+            first = near / number
+            left = (counts & rest.is_finite()).select(rest, 0.0)
+            second = (self._remainder(near, first, number) + left) / number
+            return (second.differs(0.0).select(first + second, first),)
 
-        return lanes.unless_one(divisor, (near,), quotient)[0]
+        (result,) = lanes.unless_one(divisor, (near,), quotient)
+        return from_double(in_widened_order(result, self.result_dtype), self.result_dtype)
 
-    def _remainder(self, lanes: Lanes, dividend: Value, quotient: Value, number: Value) -> Value:
-        return lanes.fused_multiply_add(lanes.build.fneg(quotient), number, dividend)
-
-
-class Narrowed(Compensated):
-    """Partial results in float64 become a narrower dtype, rounded once; it is named after that one."""
-
-    def __init__(self, op: str, dtype: str) -> None:
-        super().__init__(op, "float64")
-        self.result_dtype = dtype
-
-    def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
-        quotient = in_widened_order(lanes, self._quotient(lanes, state, divisor), self.result_dtype)
-        return from_double(lanes, quotient, self.result_dtype)
+    def _remainder(self, dividend: Vector, quotient: Vector, number: Vector) -> Vector:
+        return (-quotient).times_plus(number, dividend)
 
 
 class Extreme(Arithmetic):
@@ -182,28 +142,22 @@ class Extreme(Arithmetic):
     So -0 comes before +0 by itself; NaN is given the place beyond all numbers.
     """
 
-    def widened(self, lanes: Lanes, stored: Value) -> Value:
+    def widened(self, stored: Vector) -> Vector:
         if not self._is_float:
             return stored
-        bits = self._bits(lanes, stored)
-        integer = bits.type.element
-        magnitude = lanes.build.and_(bits, lanes.constant(integer, self._largest))
-        is_nan = lanes.build.icmp_unsigned(">", magnitude, lanes.constant(integer, self._infinity))
-        return lanes.build.select(is_nan, lanes.constant(integer, self._beyond), self._turned(lanes, bits))
+        bits = stored.bits()
+        return (bits & self._largest > self._infinity).select(self._beyond, self._turned(bits))
 
-    def of_two(self, lanes: Lanes, left: Value, right: Value) -> Value:
-        compare = lanes.build.icmp_unsigned if self.dtype.startswith("u") else lanes.build.icmp_signed
-        return lanes.build.select(compare("<" if self.op == "MIN" else ">", left, right), left, right)
+    def of_two(self, left: Vector, right: Vector) -> Vector:
+        relation = "<" if self.op == "MIN" else ">"
+        return left.compare(relation, right, signed=not self.dtype.startswith("u")).select(left, right)
 
-    def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
+    def finished(self, state: State, divisor: Value) -> Vector:
         (best,) = state
         if not self._is_float:
             return best
-        integer = best.type.element
-        is_nan = lanes.build.icmp_signed("==", best, lanes.constant(integer, self._beyond))
-        quiet = self._infinity | ((self._infinity & -self._infinity) >> 1)
-        bits = lanes.build.select(is_nan, lanes.constant(integer, quiet), self._turned(lanes, best))
-        return lanes.build.bitcast(bits, lanes.vector(FORMATS[self.dtype].stored))
+        bits = (best == self._beyond).select(quiet_nan(self._infinity), self._turned(best))
+        return bits.converted("bitcast", STORED[self.dtype])
 
     @property
     def _is_float(self) -> bool:
@@ -211,7 +165,7 @@ class Extreme(Arithmetic):
 
     @property
     def _largest(self) -> int:
-        return (1 << (FORMATS[self.dtype].item_bytes * 8 - 1)) - 1
+        return (1 << (ITEM_BYTES[self.dtype] * 8 - 1)) - 1
 
     @property
     def _beyond(self) -> int:
@@ -219,26 +173,16 @@ class Extreme(Arithmetic):
 
     @property
     def _infinity(self) -> int:
-        return {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}[
-            self.dtype
-        ]
+        return self._largest + 1 - (1 << (FORMATS[self.dtype].precision - 1))
 
-    def _bits(self, lanes: Lanes, stored: Value) -> Value:
-        return stored if self.dtype == "bfloat16" else lanes.bits(stored)
-
-    def _turned(self, lanes: Lanes, bits: Value) -> Value:
-        integer = bits.type.element
-        sign = lanes.build.ashr(bits, lanes.constant(integer, integer.width - 1))
-        return lanes.build.xor(bits, lanes.build.and_(sign, lanes.constant(integer, self._largest)))
+    def _turned(self, bits: Vector) -> Vector:
+        return bits ^ (bits.compare("<", 0, signed=True).select(self._largest, bits ^ bits))
 
 
 class Wrapping(Arithmetic):
     """Integers that wrap around, whatever their sign."""
 
-    def of_two(self, lanes: Lanes, left: Value, right: Value) -> Value:
-        return (lanes.build.mul if self.op == "PROD" else lanes.build.add)(left, right)
-
-    def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
+    def finished(self, state: State, divisor: Value) -> Vector:
         return state[0]
 
 
@@ -247,15 +191,16 @@ class WrappingMean(Wrapping):
 
     def __init__(self, op: str, dtype: str) -> None:
         super().__init__(op, dtype)
-        self.result_dtype = "float32" if FORMATS[dtype].item_bytes <= 2 else "float64"
+        self.result_dtype = "float32" if ITEM_BYTES[dtype] <= 2 else "float64"
 
-    def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
-        (total,) = state
-        float_type = FORMATS[self.result_dtype].stored
-        convert = lanes.build.uitofp if self._is_unsigned else lanes.build.sitofp
-        if float_type is SINGLE:
+    def finished(self, state: State, divisor: Value) -> Vector:
+        lanes, kind = state[0].lanes, STORED[self.result_dtype]
+        if kind is SINGLE:
             divisor = lanes.build.fptrunc(divisor, SINGLE)
-        return lanes.build.fdiv(convert(total, lanes.vector(float_type)), lanes.spread(divisor))
+        return self._as_float(state[0], kind) / lanes.spread(divisor)
+
+    def _as_float(self, total: Vector, kind: Value) -> Vector:
+        return total.converted("uitofp" if self._is_unsigned else "sitofp", kind)
 
     @property
     def _is_unsigned(self) -> bool:
@@ -267,12 +212,11 @@ class TrueMean(WrappingMean):
 
     bytes_per_lane = 8
 
-    def finished(self, lanes: Lanes, state: State, divisor: Value) -> Value:
+    def finished(self, state: State, divisor: Value) -> Vector:
         # Divided in float64, which holds all sums: those of 16 bits may be too long for float32.
-        convert = lanes.build.uitofp if self._is_unsigned else lanes.build.sitofp
-        quotient = lanes.build.fdiv(convert(state[0], lanes.vector(DOUBLE)), lanes.spread(divisor))
-        return from_double(lanes, quotient, self.result_dtype)
+        total = self._as_float(state[0], DOUBLE)
+        return from_double(total / total.lanes.spread(divisor), self.result_dtype)
 
-    def widened(self, lanes: Lanes, stored: Value) -> Value:
-        extend = lanes.build.zext if self._is_unsigned else lanes.build.sext
-        return extend(stored, lanes.vector(INT64 if FORMATS[self.dtype].item_bytes == 4 else INT32))
+    def widened(self, stored: Vector) -> Vector:
+        wide = INT64 if ITEM_BYTES[self.dtype] == 4 else INT32
+        return stored.converted("zext" if self._is_unsigned else "sext", wide)

@@ -9,7 +9,6 @@ only when the code runs, so one kernel serves all of them.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,68 +23,56 @@ from crossdevice.kernels.host.llvm.conversions import in_widened_order
 from crossdevice.kernels.host.llvm.families import arithmetic_named
 from crossdevice.kernels.host.llvm.lanes import (
     DOUBLE,
-    FORMATS,
-    HALF,
     INT32,
     INT64,
-    SINGLE,
+    STORED,
     Builder,
     Lanes,
     State,
     Value,
+    Vector,
 )
-from crossdevice.kernels.host.work_list import WORD_BYTES
+from crossdevice.kernels.host.llvm.words import loaded_address, loaded_word
+from crossdevice.values.dtypes import ITEM_BYTES
 
 STREAMED_LINE_BYTES = 64
 """What a store that bypasses the cache writes at once; anything less is read from memory first."""
-OBJECT_HEADER_BYTES = object.__basicsize__
-"""What precedes the data pointer of an ndarray: its C struct is PyObject_HEAD and then `char *data`."""
 
 
 @intrinsic(prefer_literal=True)
 def combine_lanes(
-    typing_context: Any,
-    name: Any,
-    lanes: Any,
-    inputs: Any,
-    num_inputs: Any,
-    outputs: Any,
-    num_outputs: Any,
-    position: Any,
-    divisor: Any,
-    is_nontemporal: Any,
-    program: Any,
-    program_length: Any,
-    first: Any,
-    last: Any,
-    scratch: Any,
+    typing_context: Any, name: Any, lanes: Any, columns: Any, position: Any, streams: Any, part: Any
 ) -> Any:
     """Combines `lanes` elements of all inputs from `position` on and writes them to all outputs.
 
-    Of inputs from left to right it may be given those from `first` to `last` only: then what they have come
-    to is kept at `scratch`, and written when the last ones have been added.
+    `columns` has addresses of pointers to ndarrays, the inputs and how many, the outputs and how many; the
+    divisor; and a program (0: none) and its length, which says in which order the inputs combine, if not from
+    left to right; for a weighted arithmetic it has the weights. `streams` says whether results bypass the
+    cache.
 
-    `inputs` and `outputs` are addresses of pointers to ndarrays. 0 is returned if all is well; 1 if the
-    arithmetic is not certain of its results: then nothing is written. A program (0: none) says in which
-    order the inputs combine, if not from left to right; for a weighted arithmetic it has the weights.
+    Of inputs from left to right it may be given those of one `part` only, from the first to the last: then
+    what they have come to is kept at its third number, an address, and written when the last ones have been
+    added.
+
+    0 is returned if all is well; 1 if the arithmetic is not certain of its results: then nothing is written.
     """
-    words = (inputs, num_inputs, outputs, num_outputs, position, divisor, is_nontemporal)
-    signature = types.int64(name, lanes, *words, program, program_length, first, last, scratch)
+    signature = types.int64(name, lanes, columns, position, streams, part)
     shape, _, arithmetic_name = name.literal_value.partition(" ")
     count = lanes.literal_value
 
     def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         arithmetic = arithmetic_named(arithmetic_name)
-        column = _Column(Lanes(builder, count), arithmetic.dtype, _Work(*arguments[2:]))
+        _, _, columns, position, streams, part = arguments
+        arrays, parts = cgutils.unpack_tuple(builder, columns), cgutils.unpack_tuple(builder, part)
+        work = _Work._make([*arrays, position, streams, *parts])
+        column = _Column(Lanes(builder, count), arithmetic.dtype, work)
         if shape == "tree":
             return _finish(column, arithmetic, column.combined_by_program(arithmetic))
         column.adds_to_output = shape == "onto"
-        work, doubt = column.work, cgutils.alloca_once_value(builder, ir.Constant(INT64, 0))
+        doubt = cgutils.alloca_once_value(builder, ir.Constant(INT64, 0))
         state = column.combined_in_order(arithmetic, work.first, work.last)
-        with builder.if_else(builder.icmp_signed("==", work.last, work.num_inputs), likely=True) as (
-            ends,
-            goes_on,
-        ):
+        is_last = builder.icmp_signed("==", work.last, work.num_inputs)
+        with builder.if_else(is_last, likely=True) as (ends, goes_on):
             with ends:
                 builder.store(_finish(column, arithmetic, state), doubt)
             with goes_on:
@@ -102,11 +89,11 @@ class _Work(NamedTuple):
     num_inputs: Value
     outputs: Value
     num_outputs: Value
-    position: Value
     divisor: Value
-    is_nontemporal: Value
     program: Value
     program_length: Value
+    position: Value
+    is_nontemporal: Value
     first: Value
     last: Value
     scratch: Value
@@ -117,24 +104,24 @@ def _finish(column: _Column, arithmetic: Arithmetic, state: State) -> Value:
     lanes, work = column.lanes, column.work
     builder, divisor = lanes.build, work.divisor
     state = column.with_divisor(arithmetic, state)
-    result = arithmetic.finished(lanes, state, divisor)
-    doubted = arithmetic.doubted(lanes, state, divisor, work.num_inputs)
+    result = arithmetic.finished(state, divisor)
+    doubted = arithmetic.doubted(state, divisor, work.num_inputs)
     if doubted is None:
-        _write(lanes, arithmetic, result, work)
+        _write(arithmetic, result, work)
         return ir.Constant(INT64, 0)
-    place = cgutils.alloca_once_value(builder, result)
-    doubt = cgutils.alloca_once_value(builder, lanes.is_any(doubted))
+    place = cgutils.alloca_once_value(builder, result.value)
+    doubt = cgutils.alloca_once_value(builder, doubted.is_any())
     second = arithmetic.fallback()
     if second is not None:
         with builder.if_then(builder.load(doubt), likely=False):
-            state = column.combined_in_order(second, None, work.num_inputs)
+            state = column.combined_in_order(second, ir.Constant(INT64, 0), work.num_inputs)
             state = column.with_divisor(second, state)
-            builder.store(second.finished(lanes, state, divisor), place)
-            doubted = second.doubted(lanes, state, divisor, work.num_inputs)
-            is_any = ir.Constant(ir.IntType(1), 0) if doubted is None else lanes.is_any(doubted)
+            builder.store(second.finished(state, divisor).value, place)
+            doubted = second.doubted(state, divisor, work.num_inputs)
+            is_any = ir.Constant(ir.IntType(1), 0) if doubted is None else doubted.is_any()
             builder.store(is_any, doubt)
     with builder.if_then(builder.not_(builder.load(doubt)), likely=True):
-        _write(lanes, arithmetic, builder.load(place), work)
+        _write(arithmetic, Vector(lanes, builder.load(place)), work)
     return builder.zext(builder.load(doubt), INT64)
 
 
@@ -148,36 +135,32 @@ class _Column:
         self.adds_to_output = False
         """Whether inputs are added to what the only output, of float64, holds already."""
 
-    def combined_in_order(self, arithmetic: Arithmetic, first: Value | None, last: Value) -> State:
+    def combined_in_order(self, arithmetic: Arithmetic, first: Value, last: Value) -> State:
         """The inputs up to `last`; from `first` on, if that is not 0, with what was kept of those before."""
-        build, zero = self.lanes.build, ir.Constant(INT64, 0)
-        second = ir.Constant(INT64, 0 if self.adds_to_output else 1)
-        if first is None:
-            places = self._placed(self._started(arithmetic))
-            start = second
-        else:
-            is_new = build.icmp_signed("==", first, zero)
-            with build.if_else(is_new, likely=True) as (begins, resumes):
-                with begins:
-                    places = self._placed(self._started(arithmetic))
-                with resumes:
-                    for place, kept in zip(places, self._kept([p.type.pointee for p in places]), strict=True):
-                        build.store(build.load(kept, align=1), place)
-            start = build.select(is_new, second, first)
+        build = self.lanes.build
+        is_new = build.icmp_signed("==", first, ir.Constant(INT64, 0))
+        with build.if_else(is_new, likely=True) as (begins, resumes):
+            with begins:
+                places = self._placed(self._started(arithmetic))
+            with resumes:
+                for place, kept in zip(places, self._kept([p.type.pointee for p in places]), strict=True):
+                    build.store(build.load(kept, align=1), place)
+        start = build.select(is_new, ir.Constant(INT64, 0 if self.adds_to_output else 1), first)
         with cgutils.for_range(build, last, start=start) as loop:
-            state = tuple(build.load(place) for place in places)
-            for part, place in zip(self._grown(arithmetic, state, loop.index), places, strict=True):
-                build.store(part, place)
-        return tuple(build.load(place) for place in places)
+            for part, place in zip(
+                self._grown(arithmetic, self._held(places), loop.index), places, strict=True
+            ):
+                build.store(part.value, place)
+        return self._held(places)
 
     def keep(self, state: State) -> None:
         """Puts what some inputs have come to where `combined_in_order` finds it again."""
-        for part, kept in zip(state, self._kept([part.type for part in state]), strict=True):
-            self.lanes.build.store(part, kept, align=1)
+        for part, kept in zip(state, self._kept([part.value.type for part in state]), strict=True):
+            self.lanes.build.store(part.value, kept, align=1)
 
     def with_divisor(self, arithmetic: Arithmetic, state: State) -> State:
-        """For weights, what their sum lacks, and what that may be wrong by, beside the accumulator."""
-        if not arithmetic.is_weighted:
+        """For exact weights, what their sum lacks, and what that may be wrong by, beside the accumulator."""
+        if not arithmetic.uses_divisor_rest:
             return state
         behind = self.lanes.build.add(self.work.num_inputs, ir.Constant(INT64, 1))
         return *state, self._weight(self.work.num_inputs), self._weight(behind)
@@ -188,81 +171,83 @@ class _Column:
             return self._grown(arithmetic, None, zero)
         build = self.lanes.build
         offset = byte_offset(build, self.work.position, arithmetic.result_dtype)
-        held = self.lanes.load(build.add(_data_of(build, self.work.outputs, zero), offset), DOUBLE)
-        return (in_widened_order(self.lanes, held, arithmetic.dtype),)
+        held = self.lanes.load(build.add(loaded_address(build, self.work.outputs, zero), offset), DOUBLE)
+        return (in_widened_order(held, arithmetic.dtype),)
 
     def _grown(self, arithmetic: Arithmetic, state: State | None, index: Value) -> State:
         element = self._element(arithmetic, index)
         if arithmetic.is_weighted:
-            return arithmetic.with_term(self.lanes, state, element, self._weight(index))
-        if state is None:
-            return arithmetic.started(self.lanes, element)
-        return arithmetic.combined(self.lanes, state, element)
+            return arithmetic.with_term(state, element, self._weight(index))
+        return arithmetic.started(element) if state is None else arithmetic.combined(state, element)
 
-    def _weight(self, index: Value) -> Value:
+    def _weight(self, index: Value) -> Vector:
         build = self.lanes.build
         return self.lanes.spread(build.bitcast(loaded_word(build, self.work.program, index), DOUBLE))
 
     def _placed(self, state: State) -> list[Value]:
-        return [cgutils.alloca_once_value(self.lanes.build, part) for part in state]
+        return [cgutils.alloca_once_value(self.lanes.build, part.value) for part in state]
+
+    def _held(self, places: Sequence[Value]) -> State:
+        return tuple(Vector(self.lanes, self.lanes.build.load(place)) for place in places)
 
     def _kept(self, kinds: Sequence[Any]) -> Iterator[Value]:
         """Pointers into the scratch memory, one part of the accumulator after the other."""
         build, address = self.lanes.build, self.work.scratch
         for kind in kinds:
-            yield build.inttoptr(address, kind.as_pointer())
-            num_bytes = kind.count * _element_bytes(kind.element)
-            address = build.add(address, ir.Constant(INT64, num_bytes))
+            place = build.inttoptr(address, kind.as_pointer())
+            yield place
+            address = build.ptrtoint(build.gep(place, [ir.Constant(INT64, 1)]), INT64)
 
     def combined_by_program(self, arithmetic: Arithmetic) -> State:
         """The inputs as the program of a tree combines them."""
-        build, lanes = self.lanes.build, self.lanes
+        build = self.lanes.build
         program, length = self.work.program, self.work.program_length
         first = self._element(arithmetic, ir.Constant(INT64, 0))
         with build.goto_entry_block():
-            levels = build.alloca(first.type, MAX_DEPTH + 1)
+            levels = build.alloca(first.value.type, MAX_DEPTH + 1)
         with cgutils.for_range(build, length) as loop:
             word = loaded_word(build, program, loop.index)
             kind = build.and_(word, ir.Constant(INT64, 0xFF))
             level = build.and_(build.lshr(word, ir.Constant(INT64, 8)), ir.Constant(INT64, 0xFF))
             here = build.gep(levels, [level])
-            with build.if_else(build.icmp_signed("==", kind, ir.Constant(INT64, WITH_LEVEL))) as (
-                joins,
-                reads,
-            ):
+            joins_levels = build.icmp_signed("==", kind, ir.Constant(INT64, WITH_LEVEL))
+            with build.if_else(joins_levels) as (joins, reads):
                 with joins:
-                    above = build.load(build.gep(levels, [build.add(level, ir.Constant(INT64, 1))]))
-                    build.store(arithmetic.of_two(lanes, build.load(here), above), here)
+                    above = build.gep(levels, [build.add(level, ir.Constant(INT64, 1))])
+                    right, left = self._held([above, here])
+                    build.store(arithmetic.of_two(left, right).value, here)
                 with reads:
                     element = self._element(arithmetic, build.lshr(word, ir.Constant(INT64, 16)))
                     starts = build.icmp_signed("==", kind, ir.Constant(INT64, START))
                     with build.if_else(starts) as (start, go_on):
                         with start:
-                            build.store(element, here)
+                            build.store(element.value, here)
                         with go_on:
-                            build.store(arithmetic.of_two(lanes, build.load(here), element), here)
-        return (build.load(levels),)
+                            (held,) = self._held([here])
+                            build.store(arithmetic.of_two(held, element).value, here)
+        return self._held([levels])
 
-    def _element(self, arithmetic: Arithmetic, index: Value) -> Value:
-        address = self.lanes.build.add(_data_of(self.lanes.build, self.work.inputs, index), self._offset)
-        stored = self.lanes.load(address, FORMATS[self._dtype].stored)
-        return arithmetic.widened(self.lanes, stored)
+    def _element(self, arithmetic: Arithmetic, index: Value) -> Vector:
+        address = self.lanes.build.add(
+            loaded_address(self.lanes.build, self.work.inputs, index), self._offset
+        )
+        return arithmetic.widened(self.lanes.load(address, STORED[self._dtype]))
 
 
-def _write(lanes: Lanes, arithmetic: Arithmetic, result: Value, work: _Work) -> None:
-    build = lanes.build
-    item_bytes = FORMATS[arithmetic.result_dtype].item_bytes
+def _write(arithmetic: Arithmetic, result: Vector, work: _Work) -> None:
+    build = result.lanes.build
+    item_bytes = ITEM_BYTES[arithmetic.result_dtype]
     offset = byte_offset(build, work.position, arithmetic.result_dtype)
 
     def write_all(alignment: int) -> None:
         with cgutils.for_range(build, work.num_outputs) as loop:
-            address = build.add(_data_of(build, work.outputs, loop.index), offset)
-            stored = build.store(result, build.inttoptr(address, result.type.as_pointer()))
+            address = build.add(loaded_address(build, work.outputs, loop.index), offset)
+            stored = build.store(result.value, build.inttoptr(address, result.value.type.as_pointer()))
             stored.align = alignment
             if alignment == STREAMED_LINE_BYTES:
                 stored.set_metadata("nontemporal", build.module.add_metadata([ir.Constant(INT32, 1)]))
 
-    if lanes.count * item_bytes % STREAMED_LINE_BYTES:
+    if result.lanes.count * item_bytes % STREAMED_LINE_BYTES:
         write_all(1)
         return
     streams_results = build.icmp_signed("!=", work.is_nontemporal, ir.Constant(INT64, 0))
@@ -273,96 +258,6 @@ def _write(lanes: Lanes, arithmetic: Arithmetic, result: Value, work: _Work) -> 
             write_all(1)
 
 
-def _element_bytes(kind: Any) -> int:
-    return kind.width // 8 if isinstance(kind, ir.IntType) else {HALF: 2, SINGLE: 4, DOUBLE: 8}[kind]
-
-
 def byte_offset(build: Builder, position: Value, dtype: str) -> Value:
     """How far into an array of a dtype an element is."""
-    return build.mul(position, ir.Constant(INT64, FORMATS[dtype].item_bytes))
-
-
-def loaded_word(build: Builder, address: Value, index: Value) -> Value:
-    """What `word_at` gives, for code that is emitted."""
-    place = build.add(address, build.mul(index, ir.Constant(INT64, WORD_BYTES)))
-    return build.load(build.inttoptr(place, INT64.as_pointer()))
-
-
-def _data_of(build: Builder, arrays: Value, index: Value) -> Value:
-    array = loaded_word(build, arrays, index)
-    return loaded_word(
-        build, build.add(array, ir.Constant(INT64, OBJECT_HEADER_BYTES)), ir.Constant(INT64, 0)
-    )
-
-
-@intrinsic
-def data_of(typing_context: Any, arrays: Any, index: Any) -> Any:
-    """The address of the elements of the array that is `index` pointers after `arrays`."""
-
-    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        return _data_of(builder, *arguments)
-
-    return types.int64(arrays, index), emit
-
-
-@intrinsic
-def word_at(typing_context: Any, address: Any, index: Any) -> Any:
-    """The 64-bit word that is `index` words after `address`."""
-
-    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        return loaded_word(builder, *arguments)
-
-    return types.int64(address, index), emit
-
-
-@intrinsic
-def number_at(typing_context: Any, address: Any, index: Any) -> Any:
-    """The float64 that is `index` words after `address`."""
-
-    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        return builder.bitcast(loaded_word(builder, *arguments), DOUBLE)
-
-    return types.float64(address, index), emit
-
-
-@intrinsic
-def set_word(typing_context: Any, address: Any, index: Any, word: Any) -> Any:
-    """Stores `word` `index` words after `address`."""
-
-    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        address, index, word = arguments
-        place = builder.add(address, builder.mul(index, ir.Constant(INT64, WORD_BYTES)))
-        builder.store(word, builder.inttoptr(place, INT64.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(address, index, word), emit
-
-
-@intrinsic
-def take_number(typing_context: Any, counter: Any) -> Any:
-    """The next number of a counter that several threads share."""
-
-    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        pointer = builder.inttoptr(arguments[0], INT64.as_pointer())
-        return builder.atomic_rmw("add", pointer, ir.Constant(INT64, 1), "monotonic")
-
-    return types.int64(counter), emit
-
-
-@intrinsic
-def finish_streaming(typing_context: Any) -> Any:
-    """Makes non-temporal stores visible before whatever this thread does next; only x86 must be told."""
-
-    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        call_on_x86(builder, "llvm.x86.sse.sfence")
-        return context.get_dummy_value()
-
-    return types.void(), emit
-
-
-def call_on_x86(builder: Builder, instruction: str) -> None:
-    """Emits an instruction without operands that other processors do not have."""
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        function_type = ir.FunctionType(ir.VoidType(), [])
-        function = cgutils.get_or_insert_function(builder.module, function_type, instruction)
-        builder.call(function, [])
+    return build.mul(position, ir.Constant(INT64, ITEM_BYTES[dtype]))

@@ -5,221 +5,239 @@ All of it is portable LLVM: a vector longer than the machine's registers is spli
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
 
-from crossdevice.kernels.host.reference.rounding import LARGEST_PRODUCT, SMALLEST_PRODUCT
+from crossdevice.kernels.host.reference.rounding import is_error_known
 
 Value = Any
 """A value of llvmlite's intermediate representation."""
 
 Builder = Any
 
-State = tuple[Value, ...]
-"""The vectors that an accumulator consists of."""
-
 INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 HALF, SINGLE, DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
 
 class Lanes:
-    """Emits operations on vectors of `count` elements."""
+    """Makes vectors of `count` elements."""
 
     def __init__(self, builder: Builder, count: int) -> None:
         self.build = builder
         self.count = count
 
-    def vector(self, scalar: Any) -> Any:
-        """The vector type with elements of type `scalar`."""
-        return ir.VectorType(scalar, self.count)
+    def vector(self, kind: Any) -> Any:
+        """The vector type with elements of a type."""
+        return ir.VectorType(kind, self.count)
 
-    def constant(self, scalar: Any, value: float) -> Value:
+    def constant(self, kind: Any, value: float) -> Vector:
         """The same constant in all lanes."""
-        return ir.Constant(self.vector(scalar), [value] * self.count)
+        return Vector(self, ir.Constant(self.vector(kind), [value] * self.count))
 
-    def spread(self, value: Value) -> Value:
+    def spread(self, value: Value) -> Vector:
         """A scalar in all lanes."""
-        first = self.build.insert_element(
-            ir.Constant(self.vector(value.type), ir.Undefined), value, ir.Constant(INT32, 0)
-        )
-        picks = ir.Constant(ir.VectorType(INT32, self.count), [0] * self.count)
-        return self.build.shuffle_vector(first, first, picks)
+        nothing = ir.Constant(self.vector(value.type), ir.Undefined)
+        first = Vector(self, self.build.insert_element(nothing, value, ir.Constant(INT32, 0)))
+        return first.shuffled([0] * self.count)
 
-    def load(self, address: Value, scalar: Any) -> Value:
+    def load(self, address: Value, kind: Any) -> Vector:
         """Elements from any address: 1 is the only alignment that views of bytes promise."""
-        loaded = self.build.load(self.build.inttoptr(address, self.vector(scalar).as_pointer()))
+        loaded = self.build.load(self.build.inttoptr(address, self.vector(kind).as_pointer()))
         loaded.align = 1
-        return loaded
-
-    def bits(self, value: Value) -> Value:
-        """Floats as the integers that have their bits."""
-        width = {HALF: INT16, SINGLE: INT32, DOUBLE: INT64}[value.type.element]
-        return self.build.bitcast(value, self.vector(width))
-
-    def magnitude(self, value: Value) -> Value:
-        """Absolute values of floats."""
-        bits = self.bits(value)
-        mask = self.constant(bits.type.element, (1 << (bits.type.element.width - 1)) - 1)
-        return self.build.bitcast(self.build.and_(bits, mask), value.type)
-
-    def fused_multiply_add(self, left: Value, right: Value, addend: Value) -> Value:
-        """left * right + addend, rounded once."""
-        name = f"llvm.fma.v{self.count}f64"
-        function_type = ir.FunctionType(left.type, [left.type] * 3)
-        function = cgutils.get_or_insert_function(self.build.module, function_type, name)
-        return self.build.call(function, [left, right, addend])
-
-    def two_sum(self, left: Value, right: Value) -> tuple[Value, Value]:
-        """The rounded sum and its error (Knuth)."""
-        build = self.build
-        total = build.fadd(left, right)
-        of_right = build.fsub(total, left)
-        of_left = build.fsub(total, of_right)
-        return total, build.fadd(build.fsub(left, of_left), build.fsub(right, of_right))
-
-    def two_product(self, left: Value, right: Value) -> tuple[Value, Value, Value]:
-        """The rounded product, its error, and where that is known: elsewhere it is 0.
-
-        As in the reference's `two_product`, which knows of no other places.
-        """
-        build = self.build
-        product = build.fmul(left, right)
-        size = self.magnitude(product)
-        is_known = build.and_(
-            build.fcmp_ordered(">=", size, self.constant(DOUBLE, SMALLEST_PRODUCT)),
-            build.and_(
-                build.fcmp_ordered("<=", size, self.constant(DOUBLE, LARGEST_PRODUCT)),
-                build.fcmp_ordered("<=", self.magnitude(left), self.constant(DOUBLE, LARGEST_PRODUCT)),
-            ),
-        )
-        error = self.fused_multiply_add(left, right, build.fneg(product))
-        return product, build.select(is_known, error, self.constant(DOUBLE, 0.0)), is_known
-
-    def is_finite(self, value: Value) -> Value:
-        """Neither infinite nor NaN."""
-        infinity = self.constant(value.type.element, float("inf"))
-        return self.build.fcmp_ordered("<", self.magnitude(value), infinity)
-
-    def is_nan(self, value: Value) -> Value:
-        """Unordered with itself."""
-        return self.build.fcmp_unordered("uno", value, value)
-
-    def with_one_nan(self, value: Value) -> Value:
-        """Every NaN as the positive quiet one, so bits are defined."""
-        return self.build.select(self.is_nan(value), self.constant(value.type.element, float("nan")), value)
-
-    def divided(self, value: Value, divisor: Value) -> Value:
-        """value / divisor, without a division, which is slow in cache, by 1 (a sum) and powers of two."""
-        build = self.build
-
-        def quotient() -> State:
-            is_double = divisor.type == DOUBLE
-            bits = build.bitcast(divisor, INT64 if is_double else INT32)
-            fraction = build.and_(bits, ir.Constant(bits.type, (1 << (52 if is_double else 23)) - 1))
-            has_reciprocal = build.icmp_unsigned("==", fraction, ir.Constant(bits.type, 0))
-            reciprocal = self.spread(build.fdiv(ir.Constant(divisor.type, 1.0), divisor))
-            return self.unless(
-                has_reciprocal,
-                (build.fmul(value, reciprocal),),
-                lambda: (build.fdiv(value, self.spread(divisor)),),
-            )
-
-        (result,) = self.unless_one(divisor, (value,), quotient)
-        return result
+        return Vector(self, loaded)
 
     def unless_one(self, divisor: Value, values: State, quotients: Callable[[], State]) -> State:
-        """`values` if the divisor is 1, else the quotients."""
+        """`values` if the divisor, a scalar, is 1, else the quotients."""
         is_one = self.build.fcmp_unordered("==", divisor, ir.Constant(divisor.type, 1.0))
         return self.unless(is_one, values, quotients)
 
     def unless(self, condition: Value, values: State, others: Callable[[], State]) -> State:
         """`values` under the condition, a scalar, else the others."""
-        places = [cgutils.alloca_once_value(self.build, value) for value in values]
+        places = [cgutils.alloca_once_value(self.build, each.value) for each in values]
         with self.build.if_then(self.build.not_(condition)):
             for other, place in zip(others(), places, strict=True):
-                self.build.store(other, place)
-        return tuple(self.build.load(place) for place in places)
+                self.build.store(other.value, place)
+        return tuple(Vector(self, self.build.load(place)) for place in places)
 
-    def rounded_to_odd(self, value: Value, rest: Value) -> Value:
-        """`value` + `rest`, where value is nearest, with a last bit that says whether anything was lost.
+
+def _operator(instruction: str) -> Callable[[Vector, Operand], Vector]:
+    return lambda left, right: left._made(instruction, right)
+
+
+def _relation(relation: str) -> Callable[[Vector, Operand], Vector]:
+    return lambda left, right: left.compare(relation, right)
+
+
+class Vector:
+    """Elements side by side: operators emit instructions for all of them, and numbers stand for constants.
+
+    Integers are taken as unsigned ones.
+    """
+
+    def __init__(self, lanes: Lanes, value: Value) -> None:
+        self.lanes, self.value = lanes, value
+        self.kind = value.type.element
+
+    def _made(self, instruction: str, *others: Operand) -> Vector:
+        if instruction in ("add", "sub", "mul") and not isinstance(self.kind, ir.IntType):
+            instruction = f"f{instruction}"
+        operands = (self._like(other) for other in others)
+        return Vector(self.lanes, getattr(self.lanes.build, instruction)(self.value, *operands))
+
+    def _like(self, other: Operand) -> Value:
+        return (other if isinstance(other, Vector) else self.lanes.constant(self.kind, other)).value
+
+    def compare(self, relation: str, other: Operand, *, signed: bool = False) -> Vector:
+        """Where a relation holds; with NaN no other does than `!=`."""
+        if isinstance(self.kind, ir.IntType):
+            kind = "icmp_signed" if signed else "icmp_unsigned"
+        else:
+            kind = "fcmp_unordered" if relation == "!=" else "fcmp_ordered"
+        return Vector(self.lanes, getattr(self.lanes.build, kind)(relation, self.value, self._like(other)))
+
+    def differs(self, other: Operand) -> Vector:
+        """Where both are numbers, and not the same."""
+        return Vector(self.lanes, self.lanes.build.fcmp_ordered("!=", self.value, self._like(other)))
+
+    __add__, __sub__, __mul__ = _operator("add"), _operator("sub"), _operator("mul")
+    __truediv__ = _operator("fdiv")
+    __and__, __or__, __xor__ = _operator("and_"), _operator("or_"), _operator("xor")
+    __lshift__, __rshift__ = _operator("shl"), _operator("lshr")
+    __lt__, __le__, __gt__, __ge__ = _relation("<"), _relation("<="), _relation(">"), _relation(">=")
+    __eq__, __ne__ = _relation("=="), _relation("!=")  # type: ignore[assignment]
+
+    def __neg__(self) -> Vector:
+        return self._made("fneg")
+
+    def __invert__(self) -> Vector:
+        return self._made("not_")
+
+    def __abs__(self) -> Vector:
+        bits = self.bits()
+        return (bits & ((1 << (bits.kind.width - 1)) - 1)).converted("bitcast", self.kind)
+
+    def select(self, chosen: Operand, other: Operand) -> Vector:
+        """Of each lane the first where this mask is set, else the other."""
+        like = chosen if isinstance(chosen, Vector) else other
+        assert isinstance(like, Vector)
+        values = like._like(chosen), like._like(other)
+        return Vector(self.lanes, self.lanes.build.select(self.value, *values))
+
+    def converted(self, instruction: str, kind: Any, lanes: Lanes | None = None) -> Vector:
+        """As elements of another type, of which there may be another number in as many bits."""
+        into = lanes or self.lanes
+        return Vector(into, getattr(into.build, instruction)(self.value, into.vector(kind)))
+
+    def bits(self) -> Vector:
+        """Floats as the integers that have their bits."""
+        integer = {HALF: INT16, SINGLE: INT32, DOUBLE: INT64}.get(self.kind)
+        return self if integer is None else self.converted("bitcast", integer)
+
+    def shuffled(self, positions: Sequence[int], other: Vector | None = None) -> Vector:
+        """The elements at these positions, those of the other vector behind its own."""
+        into = Lanes(self.lanes.build, len(positions))
+        picks = ir.Constant(into.vector(INT32), list(positions))
+        behind = self.value if other is None else other.value
+        return Vector(into, into.build.shuffle_vector(self.value, behind, picks))
+
+    def times_plus(self, factor: Vector, addend: Vector) -> Vector:
+        """This times the factor plus the addend, of float64, rounded once."""
+        build, kind = self.lanes.build, self.value.type
+        function_type, name = ir.FunctionType(kind, [kind] * 3), f"llvm.fma.v{self.lanes.count}f64"
+        function = cgutils.get_or_insert_function(build.module, function_type, name)
+        return Vector(self.lanes, build.call(function, [self.value, factor.value, addend.value]))
+
+    def two_product(self, factor: Vector) -> tuple[Vector, Vector, Vector]:
+        """The rounded product, its error, and where that is known, as in the reference: elsewhere it is 0."""
+        product = self * factor
+        is_known = is_error_known(self, product)
+        error = self.times_plus(factor, -product)
+        return product, is_known.select(error, 0.0), is_known
+
+    def is_finite(self) -> Vector:
+        """Neither infinite nor NaN."""
+        return abs(self) < float("inf")
+
+    def with_one_nan(self) -> Vector:
+        """Every NaN as the positive quiet one, so bits are defined."""
+        return (self != self).select(float("nan"), self)
+
+    def is_any(self) -> Value:
+        """Whether a mask is set in any lane."""
+        build, count = self.lanes.build, self.lanes.count
+        if count == 1:
+            return build.extract_element(self.value, ir.Constant(INT32, 0))
+        integer = build.bitcast(self.value, ir.IntType(count))
+        return build.icmp_unsigned("!=", integer, ir.Constant(integer.type, 0))
+
+    def divided(self, divisor: Value) -> Vector:
+        """Over a float64, without a division, which is slow in cache, by 1 (a sum) and powers of two."""
+        lanes, build = self.lanes, self.lanes.build
+        is_single = self.kind == SINGLE
+        number = build.fptrunc(divisor, SINGLE) if is_single else divisor
+
+        def quotient() -> State:
+            bits = build.bitcast(number, INT32 if is_single else INT64)
+            fraction = build.and_(bits, ir.Constant(bits.type, (1 << (23 if is_single else 52)) - 1))
+            has_reciprocal = build.icmp_unsigned("==", fraction, ir.Constant(bits.type, 0))
+            reciprocal = lanes.spread(build.fdiv(ir.Constant(number.type, 1.0), number))
+            return lanes.unless(has_reciprocal, (self * reciprocal,), lambda: (self / lanes.spread(number),))
+
+        return lanes.unless_one(number, (self,), quotient)[0]
+
+    def rounded_to_odd(self, rest: Vector) -> Vector:
+        """Itself + `rest`, where it is nearest to that, with a last bit that says whether anything was lost.
 
         Rounding that to a format with two bits less is rounding once (Boldo, Melquiond).
         """
-        build, bits = self.build, self.bits(value)
-        integer = bits.type.element
-        zero = self.constant(rest.type.element, 0.0)
-        lost = build.fcmp_ordered("!=", rest, zero)
-        opposite = build.icmp_signed(
-            "<", build.xor(bits, self.bits(rest)), ir.Constant(bits.type, [0] * self.count)
-        )
-        too_far = build.zext(build.and_(lost, opposite), bits.type)
-        odd = build.or_(build.sub(bits, too_far), build.zext(lost, self.vector(integer)))
-        return build.bitcast(odd, value.type)
+        bits, lost = self.bits(), rest.differs(0.0)
+        is_too_far = lost & (bits ^ rest.bits()).compare("<", 0, signed=True)
+        odd = (bits - is_too_far.converted("zext", bits.kind)) | lost.converted("zext", bits.kind)
+        return odd.converted("bitcast", self.kind)
 
-    def odd_single(self, wide: Value) -> Value:
+    def odd_single(self) -> Vector:
         """float64 to float32, rounded to odd, subnormal numbers aside: those are rounded to nearest."""
-        build, bits = self.build, self.bits(wide)
-        lower = (1 << 29) - 1
-        cut = build.and_(bits, self.constant(INT64, ~lower))
-        lost = build.icmp_unsigned(
-            "!=", build.and_(bits, self.constant(INT64, lower)), self.constant(INT64, 0)
-        )
-        odd = build.select(lost, build.or_(cut, self.constant(INT64, lower + 1)), cut)
+        bits, lower = self.bits(), (1 << 29) - 1
+        cut = bits & ~lower
+        odd = (bits & lower != 0).select(cut | lower + 1, cut)
         # Its 24 bits fit; NaN stays NaN, as it keeps one of its bits.
-        return build.fptrunc(build.bitcast(odd, wide.type), self.vector(SINGLE))
+        return odd.converted("bitcast", DOUBLE).converted("fptrunc", SINGLE)
 
-    def odd_single_or_subnormal(self, wide: Value) -> Value:
+    def odd_single_or_subnormal(self) -> Vector:
         """float64 to float32, rounded to odd, whatever it is."""
-        build = self.build
-        single = self.odd_single(wide)
-        place = cgutils.alloca_once_value(build, single)
-        magnitude = build.and_(self.bits(single), self.constant(INT32, 0x7FFFFFFF))
+        build, single = self.lanes.build, self.odd_single()
+        place = cgutils.alloca_once_value(build, single.value)
         # Zero counts as large here: one less than it is the largest integer of all.
-        below = build.sub(magnitude, self.constant(INT32, 1))
-        is_subnormal = build.icmp_unsigned("<", below, self.constant(INT32, 0x7FFFFF))
+        is_subnormal = (single.bits() & 0x7FFFFFFF) - 1 < 0x7FFFFF
         # What was rounded up to a normal number or down to zero is far from any tie, and needs no oddness.
-        with build.if_then(self.is_any(is_subnormal), likely=False):
-            build.store(self._odd_by_comparison(wide), place)
-        return build.load(place)
+        with build.if_then(is_subnormal.is_any(), likely=False):
+            build.store(self._odd_by_comparison().value, place)
+        return Vector(self.lanes, build.load(place))
 
-    def is_any(self, mask: Value) -> Value:
-        """Whether the mask is set in any lane."""
-        if self.count == 1:
-            return self.build.extract_element(mask, ir.Constant(INT32, 0))
-        integer = self.build.bitcast(mask, ir.IntType(self.count))
-        return self.build.icmp_unsigned("!=", integer, ir.Constant(integer.type, 0))
-
-    def _odd_by_comparison(self, wide: Value) -> Value:
-        build = self.build
-        near = build.fptrunc(wide, self.vector(SINGLE))
-        back = build.fpext(near, wide.type)
-        bits = self.bits(near)
-        too_far = build.fcmp_ordered(">", self.magnitude(back), self.magnitude(wide))
-        lost = build.fcmp_ordered("!=", back, wide)
-        odd = build.or_(build.sub(bits, build.zext(too_far, bits.type)), build.zext(lost, bits.type))
-        return build.bitcast(odd, near.type)
+    def _odd_by_comparison(self) -> Vector:
+        near = self.converted("fptrunc", SINGLE)
+        back = near.converted("fpext", DOUBLE)
+        too_far, lost = abs(back) > abs(self), back.differs(self)
+        odd = (near.bits() - too_far.converted("zext", INT32)) | lost.converted("zext", INT32)
+        return odd.converted("bitcast", SINGLE)
 
 
-class Format(NamedTuple):
-    """How one dtype is stored, widened and rounded to."""
+Operand = Vector | float
 
-    stored: Any
-    item_bytes: int
+State = tuple[Vector, ...]
+"""The vectors that an accumulator consists of."""
 
 
-FORMATS = {
-    "float8_e4m3fn": Format(INT8, 1),
-    "float8_e5m2": Format(INT8, 1),
-    "float16": Format(HALF, 2),
-    "bfloat16": Format(INT16, 2),
-    "float32": Format(SINGLE, 4),
-    "float64": Format(DOUBLE, 8),
-    **{
-        f"{sign}int{bits}": Format(ir.IntType(bits), bits // 8)
-        for sign in ("", "u")
-        for bits in (8, 16, 32, 64)
-    },
+STORED = {
+    "float8_e4m3fn": INT8,
+    "float8_e5m2": INT8,
+    "float16": HALF,
+    "bfloat16": INT16,
+    "float32": SINGLE,
+    "float64": DOUBLE,
+    **{f"{sign}int{bits}": ir.IntType(bits) for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
+"""The types in which elements of a dtype are read and written."""

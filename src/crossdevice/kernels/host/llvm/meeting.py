@@ -1,19 +1,12 @@
 """A compiled step of processes that share memory: a rank says that it has come, and looks for the others."""
 
-# ruff: noqa: ARG001 - numba fixes the parameters of intrinsics and of the functions that emit them
-
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
-from numba import types
-from numba.extending import intrinsic
-
-from crossdevice.kernels.host.llvm.code import call_on_x86, word_at
-from crossdevice.kernels.host.llvm.lanes import INT64, Builder, Value
 from crossdevice.kernels.host.llvm.numba_pass import compiled
+from crossdevice.kernels.host.llvm.words import pause, set_shared_word, shared_word, word_at
 from crossdevice.kernels.host.work_list import WORD_BYTES
 
 SIGNATURE = f"int64({','.join(['int64'] * 7)})"
@@ -53,37 +46,3 @@ def compiled_meeting() -> Callable[..., int]:
         return NOT_ALL
 
     return compiled(meet, "meeting", SIGNATURE)
-
-
-@intrinsic
-def shared_word(typing_context: Any, address: Any) -> Any:
-    """A word that another process may write at any moment; what is read afterwards is at least as new."""
-
-    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        pointer = builder.inttoptr(arguments[0], INT64.as_pointer())
-        return builder.load_atomic(pointer, "acquire", WORD_BYTES)
-
-    return types.int64(address), emit
-
-
-@intrinsic
-def set_shared_word(typing_context: Any, address: Any, word: Any) -> Any:
-    """Stores a word that others see after all that was stored before, and before anything is read here."""
-
-    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        pointer = builder.inttoptr(arguments[0], INT64.as_pointer())
-        builder.atomic_rmw("xchg", pointer, arguments[1], "seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(address, word), emit
-
-
-@intrinsic
-def pause(typing_context: Any) -> Any:
-    """Tells an x86 processor that it waits for memory."""
-
-    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        call_on_x86(builder, "llvm.x86.sse2.pause")
-        return context.get_dummy_value()
-
-    return types.void(), emit

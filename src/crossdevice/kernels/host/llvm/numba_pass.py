@@ -17,10 +17,10 @@ import numba
 import numpy as np
 from numba import njit
 
-from crossdevice.kernels.host.llvm.code import (
+from crossdevice.kernels.host.llvm.code import STREAMED_LINE_BYTES, combine_lanes
+from crossdevice.kernels.host.llvm.families import arithmetic_named
+from crossdevice.kernels.host.llvm.words import (
     OBJECT_HEADER_BYTES,
-    STREAMED_LINE_BYTES,
-    combine_lanes,
     data_of,
     finish_streaming,
     number_at,
@@ -28,8 +28,6 @@ from crossdevice.kernels.host.llvm.code import (
     take_number,
     word_at,
 )
-from crossdevice.kernels.host.llvm.families import arithmetic_named
-from crossdevice.kernels.host.llvm.lanes import FORMATS
 from crossdevice.kernels.host.work_list import (
     BLOCK_INPUTS,
     HEADER_WORDS,
@@ -40,11 +38,14 @@ from crossdevice.kernels.host.work_list import (
     TUPLE_HEADER_BYTES,
     WORD_BYTES,
 )
+from crossdevice.values.dtypes import ITEM_BYTES
 
 SIGNATURE = "void(int64,int64,int64,int64,int64)"
 
 Kernel = Callable[..., Any]
 
+REFERENCE = ("long_accumulator", "ranks", "rounding", "running")
+"""Files there with constants, or functions, that kernels are compiled from."""
 
 logger = logging.getLogger("crossdevice")
 
@@ -61,8 +62,13 @@ def _code_version() -> int:
 def compiled_sources() -> list[Path]:
     """The files whose code or constants end up in a kernel; none of them inside an archive."""
     folder = Path(__file__).parent
-    constants = ("work_list.py", "reference/rounding.py", "reference/running.py", "../association.py")
-    paths = [(folder.parent / name).resolve() for name in constants]
+    constants = (
+        "host/work_list",
+        "association",
+        "../values/dtypes",
+        *map("host/reference/{}".format, REFERENCE),
+    )
+    paths = [(folder.parents[1] / f"{name}.py").resolve() for name in constants]
     return sorted(folder.glob("*.py")) + [path for path in paths if path.exists()]
 
 
@@ -141,6 +147,13 @@ def compiled(function: Kernel, name: str, signature: str, *, nogil: bool = True)
     return njit(signature, nogil=nogil)(function)
 
 
+def entry_of(function: Kernel, name: str, signature: str, *, nogil: bool = True) -> Kernel:
+    """The compiled function itself: numba's dispatcher would look at the type of every argument again."""
+    dispatcher: Any = compiled(function, name, signature, nogil=nogil)
+    entry: Kernel = dispatcher.get_overload(signature)
+    return entry
+
+
 def lanes_of(name: str) -> int:
     """How many elements are combined at a time: up to four lines of results, in at most half the registers.
 
@@ -148,12 +161,12 @@ def lanes_of(name: str) -> int:
     that are nearly equal modulo 4096. Beyond 64 widened elements, conversions get in each other's way.
     """
     arithmetic = arithmetic_named(name.partition(" ")[2])
-    line = STREAMED_LINE_BYTES // FORMATS[arithmetic.result_dtype].item_bytes
+    line = STREAMED_LINE_BYTES // ITEM_BYTES[arithmetic.result_dtype]
     widened_bytes = arithmetic.bytes_per_lane
     lanes = 4 * line
     while lanes > line and (
         (widened_bytes and lanes > 64)
-        or lanes * (widened_bytes or FORMATS[arithmetic.dtype].item_bytes) > _register_bytes() // 2
+        or lanes * (widened_bytes or ITEM_BYTES[arithmetic.dtype]) > _register_bytes() // 2
     ):
         lanes //= 2
     return lanes
@@ -169,9 +182,9 @@ def _kernel_function(name: str) -> Kernel:
     lanes = lanes_of(name)
     arithmetic = arithmetic_named(name.partition(" ")[2])
     is_in_order, reads_outputs = not name.startswith("tree "), name.startswith("onto ")
-    element_bytes = arithmetic.bytes_per_lane or FORMATS[arithmetic.dtype].item_bytes
+    element_bytes = arithmetic.bytes_per_lane or ITEM_BYTES[arithmetic.dtype]
     tile = SCRATCH_BYTES // element_bytes - lanes
-    result_bytes = FORMATS[arithmetic.result_dtype].item_bytes
+    result_bytes = ITEM_BYTES[arithmetic.result_dtype]
 
     def kernel(work: int, inputs: int, outputs: int, room: int, scratch: int) -> None:
         num_rows, is_shared, divisor = word_at(work, 0), word_at(work, 2), number_at(work, 3)
@@ -190,6 +203,7 @@ def _kernel_function(name: str) -> Kernel:
             start, stop, is_nontemporal = word_at(row, 4), word_at(row, 5), word_at(row, 6)
             if reads_outputs:
                 is_nontemporal = 0
+            columns = (inputs, num_inputs, outputs, num_outputs, divisor, program, program_length)
             # Where the first whole line of the outputs starts, if they all have one there.
             head = start
             if is_nontemporal:
@@ -218,43 +232,13 @@ def _kernel_function(name: str) -> Kernel:
                 while first < num_inputs:
                     last, position = min(first + block, num_inputs), tile_start
                     while position < tile_stop:
-                        kept = scratch + (position - tile_start) * element_bytes
+                        part = first, last, scratch + (position - tile_start) * element_bytes
                         if position >= head and position + lanes <= stop:
                             length = lanes
-                            doubt = combine_lanes(
-                                name,
-                                lanes,
-                                inputs,
-                                num_inputs,
-                                outputs,
-                                num_outputs,
-                                position,
-                                divisor,
-                                is_nontemporal,
-                                program,
-                                program_length,
-                                first,
-                                last,
-                                kept,
-                            )
+                            doubt = combine_lanes(name, lanes, columns, position, is_nontemporal, part)
                         else:
                             length = 1
-                            doubt = combine_lanes(
-                                name,
-                                1,
-                                inputs,
-                                num_inputs,
-                                outputs,
-                                num_outputs,
-                                position,
-                                divisor,
-                                0,
-                                program,
-                                program_length,
-                                first,
-                                last,
-                                kept,
-                            )
+                            doubt = combine_lanes(name, 1, columns, position, 0, part)
                         if doubt:
                             left = word_at(room, 0)
                             if left == MAX_PIECES_LEFT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from crossdevice.kernels.host.llvm.lanes import INT8, INT32, SINGLE, Lanes, Value
+from crossdevice.kernels.host.llvm.lanes import INT8, INT32, SINGLE, Vector
 
 
 class ShortFormat(NamedTuple):
@@ -25,49 +25,37 @@ SHORT_FORMATS = {
 SINGLE_FRACTION_BITS, SINGLE_BIAS, SINGLE_INFINITY, SINGLE_NAN = 23, 127, 0x7F800000, 0x7FC00000
 
 
-def single_of_short(lanes: Lanes, stored: Value, dtype: str) -> Value:
+def single_of_short(stored: Vector, dtype: str) -> Vector:
     """As float32, exactly."""
-    build, form = lanes.build, SHORT_FORMATS[dtype]
-    bits = build.zext(stored, lanes.vector(INT32))
-    magnitude = build.and_(bits, lanes.constant(INT32, 0x7F))
+    form = SHORT_FORMATS[dtype]
+    bits = stored.converted("zext", INT32)
+    magnitude = bits & 0x7F
     # With the fields in place, exponents differ by the biases; subnormal numbers are subnormal there too.
-    placed = build.shl(magnitude, lanes.constant(INT32, SINGLE_FRACTION_BITS - form.fraction_bits))
-    scale = lanes.constant(SINGLE, 2.0 ** (SINGLE_BIAS - form.bias))
-    value = lanes.bits(build.fmul(build.bitcast(placed, lanes.vector(SINGLE)), scale))
-    special = lanes.constant(INT32, SINGLE_NAN)
+    placed = magnitude << SINGLE_FRACTION_BITS - form.fraction_bits
+    value = (placed.converted("bitcast", SINGLE) * 2.0 ** (SINGLE_BIAS - form.bias)).bits()
+    special = stored.lanes.constant(INT32, SINGLE_NAN)
     if form.nan != form.first_special:
-        is_infinite = build.icmp_unsigned("==", magnitude, lanes.constant(INT32, form.first_special))
-        special = build.select(is_infinite, lanes.constant(INT32, SINGLE_INFINITY), special)
-    is_special = build.icmp_unsigned(">=", magnitude, lanes.constant(INT32, form.first_special))
-    sign = build.shl(build.and_(bits, lanes.constant(INT32, 0x80)), lanes.constant(INT32, 24))
-    joined = build.or_(build.select(is_special, special, value), sign)
-    return build.bitcast(joined, lanes.vector(SINGLE))
+        special = (magnitude == form.first_special).select(SINGLE_INFINITY, special)
+    joined = (magnitude >= form.first_special).select(special, value) | (bits & 0x80) << 24
+    return joined.converted("bitcast", SINGLE)
 
 
-def short_of_single(lanes: Lanes, single: Value, dtype: str) -> Value:
+def short_of_single(single: Vector, dtype: str) -> Vector:
     """float32 rounded to nearest even; what is too large is infinite or, where there is no infinity, NaN."""
-    build, form = lanes.build, SHORT_FORMATS[dtype]
-    bits = lanes.bits(single)
-    magnitude = build.and_(bits, lanes.constant(INT32, 0x7FFFFFFF))
+    form = SHORT_FORMATS[dtype]
+    bits = single.bits()
+    magnitude = bits & 0x7FFFFFFF
     shift = SINGLE_FRACTION_BITS - form.fraction_bits
-    last = build.and_(build.lshr(magnitude, lanes.constant(INT32, shift)), lanes.constant(INT32, 1))
-    carried = build.add(magnitude, build.add(last, lanes.constant(INT32, (1 << (shift - 1)) - 1)))
-    rebias = (SINGLE_BIAS - form.bias) << form.fraction_bits
-    normal = build.sub(build.lshr(carried, lanes.constant(INT32, shift)), lanes.constant(INT32, rebias))
+    carried = magnitude + ((magnitude >> shift & 1) + ((1 << (shift - 1)) - 1))
+    normal = (carried >> shift) - ((SINGLE_BIAS - form.bias) << form.fraction_bits)
     # Added to a number whose last place is that of the subnormal ones, these are rounded to it.
     exponent = 1 - form.bias - form.fraction_bits + SINGLE_FRACTION_BITS
-    place = lanes.constant(SINGLE, 2.0**exponent)
-    shifted = build.fadd(build.bitcast(magnitude, lanes.vector(SINGLE)), place)
-    subnormal = build.sub(lanes.bits(shifted), lanes.bits(place))
+    place = single.lanes.constant(SINGLE, 2.0**exponent)
+    subnormal = (magnitude.converted("bitcast", SINGLE) + place).bits() - place.bits()
     smallest_normal = (1 - form.bias + SINGLE_BIAS) << SINGLE_FRACTION_BITS
-    is_normal = build.icmp_unsigned(">=", magnitude, lanes.constant(INT32, smallest_normal))
-    rounded = build.select(is_normal, normal, subnormal)
-    largest = lanes.constant(INT32, form.first_special)
-    rounded = build.select(build.icmp_unsigned("<", rounded, largest), rounded, largest)
-    sign = build.and_(build.lshr(bits, lanes.constant(INT32, 24)), lanes.constant(INT32, 0x80))
-    result = build.or_(rounded, sign)
-    is_nan = build.icmp_unsigned(">", magnitude, lanes.constant(INT32, SINGLE_INFINITY))
+    rounded = (magnitude >= smallest_normal).select(normal, subnormal)
+    rounded = (rounded < form.first_special).select(rounded, form.first_special)
+    is_nan = magnitude > SINGLE_INFINITY
     if form.nan == form.first_special:
-        is_nan = build.icmp_unsigned("==", rounded, largest)
-    result = build.select(is_nan, lanes.constant(INT32, form.nan), result)
-    return build.trunc(result, lanes.vector(INT8))
+        is_nan = rounded == form.first_special
+    return is_nan.select(form.nan, rounded | bits >> 24 & 0x80).converted("trunc", INT8)

@@ -1,20 +1,23 @@
 """How a pass is shared with a worker thread that is awake, in less time than it takes to wake one."""
 
-# ruff: noqa: ARG001 - numba fixes the parameters of intrinsics and of the functions that emit them
-
 from __future__ import annotations
 
 import functools
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from crossdevice.kernels.host.llvm.code import set_word, word_at
 from crossdevice.kernels.host.llvm.lanes import INT64, Builder, Value
-from crossdevice.kernels.host.llvm.meeting import pause, set_shared_word, shared_word
-from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
+from crossdevice.kernels.host.llvm.numba_pass import Kernel, entry_of
+from crossdevice.kernels.host.llvm.words import (
+    emitted,
+    pause,
+    set_shared_word,
+    set_word,
+    shared_word,
+    swapped,
+    word_at,
+)
 from crossdevice.kernels.host.work_list import WORD_BYTES
 
 STATE, AWAKE, KERNEL, FIRST, SECOND, SCRATCH = range(6)
@@ -57,7 +60,7 @@ def compiled_sharing() -> Kernel:
         set_shared_word(mailbox, FREE)
         return True
 
-    return _entry(share, "share", f"boolean({','.join(['int64'] * 6)})")
+    return entry_of(share, "share", f"boolean({','.join(['int64'] * 6)})")
 
 
 @functools.cache
@@ -78,7 +81,7 @@ def compiled_standby() -> Kernel:
             pause()
         set_shared_word(mailbox + AWAKE * WORD_BYTES, 0)
 
-    return _entry(stand_by, "stand_by", "void(int64,int64)")
+    return entry_of(stand_by, "stand_by", "void(int64,int64)")
 
 
 def address_of(kernel: Any) -> int:
@@ -88,34 +91,9 @@ def address_of(kernel: Any) -> int:
     return address
 
 
-def _entry(function: Kernel, name: str, signature: str) -> Kernel:
-    dispatcher: Any = compiled(function, name, signature)
-    entry: Kernel = dispatcher.get_overload(signature)
-    return entry
-
-
-@intrinsic
-def swapped(typing_context: Any, address: Any, old: Any, new: Any) -> Any:
-    """Whether a shared word was `old`; it is `new` then."""
-
-    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        pointer = builder.inttoptr(arguments[0], INT64.as_pointer())
-        found = builder.cmpxchg(pointer, arguments[1], arguments[2], "seq_cst", "seq_cst")
-        return builder.zext(builder.extract_value(found, 1), INT64)
-
-    return types.int64(types.int64, types.int64, types.int64), emit
-
-
-@intrinsic
-def run_kernel(typing_context: Any, kernel: Any, rows: Any, scratch: Any) -> Any:
+@emitted()
+def run_kernel(build: Builder, kernel: Value, rows: Value, scratch: Value) -> None:
     """Calls a kernel by its address, as `compiled_kernel` describes."""
-
-    def emit(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        address, rows, scratch = arguments
-        function_type = ir.FunctionType(ir.VoidType(), [INT64] * 5)
-        zero = ir.Constant(INT64, 0)
-        function = builder.inttoptr(address, function_type.as_pointer())
-        builder.call(function, [rows, zero, zero, zero, scratch])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), emit
+    zero = ir.Constant(INT64, 0)
+    function_type = ir.FunctionType(ir.VoidType(), [INT64] * 5)
+    build.call(build.inttoptr(kernel, function_type.as_pointer()), [rows, zero, zero, zero, scratch])

@@ -1,12 +1,14 @@
-"""Compiled looks at many ndarrays: whether they are as they were, and whether they are alike."""
+"""Compiled looks at many ndarrays: whether they are as they were, and whether they are alike.
+
+As short as these are, letting other threads run meanwhile would take longer than they do.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
-from crossdevice.kernels.host.llvm.code import OBJECT_HEADER_BYTES, word_at
-from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
+from crossdevice.kernels.host.llvm.numba_pass import Kernel, entry_of
+from crossdevice.kernels.host.llvm.words import OBJECT_HEADER_BYTES, word_at
 
 # The C struct of an ndarray, in words: the type of any object, then the address, dimensions (a C int), shape,
 # strides, base, dtype and flags (a C int).
@@ -44,7 +46,7 @@ def compiled_watch() -> Kernel:
             word += 3 + num_dimensions
         return -1
 
-    return _compiled(first_changed, "watch", "int64(int64,int64,int64)")
+    return entry_of(first_changed, "watch", "int64(int64,int64,int64)", nogil=False)
 
 
 @functools.cache
@@ -74,11 +76,4 @@ def compiled_likeness() -> Kernel:
                     return False
         return True
 
-    return _compiled(are_alike, "alike", "boolean(int64,int64)")
-
-
-def _compiled(function: Kernel, name: str, signature: str) -> Kernel:
-    """As short as these are, letting other threads run meanwhile would take longer than they do."""
-    dispatcher: Any = compiled(function, name, signature, nogil=False)
-    kernel: Kernel = dispatcher.get_overload(signature)
-    return kernel
+    return entry_of(are_alike, "alike", "boolean(int64,int64)", nogil=False)

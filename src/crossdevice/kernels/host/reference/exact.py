@@ -6,7 +6,7 @@ always the enclosure leaves one possible result; the elements it leaves open go 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,8 +23,9 @@ from crossdevice.kernels.host.reference.long_accumulator import (
     scaled_integers,
 )
 from crossdevice.kernels.host.reference.rounding import (
-    exact_remainder,
+    remainder_of,
     rounded,
+    two_product,
     two_sum,
     with_one_nan,
 )
@@ -32,8 +33,7 @@ from crossdevice.kernels.host.reference.rounding import (
 Unbounded: TypeAlias = "NDArray[np.object_]"
 """Python integers, which have as many bits as a product needs."""
 
-LARGEST_ENCLOSED_DIVISOR = 1 << 20
-"""26 or 27 bits of a quotient times a divisor up to this one are exact in the 53 of a float64."""
+QUOTIENT_BITS = 66
 
 
 class Enclosure(NamedTuple):
@@ -56,12 +56,21 @@ def exact_sum(inputs: Sequence[NDArray[Any]], divisor: int | None, dtype: np.dty
     with np.errstate(all="ignore"):
         enclosure = enclosed_sum(inputs)
         if divisor is not None:
-            enclosure = _enclosed_quotient(enclosure, divisor)
-        result = rounded_enclosure(enclosure, dtype)
-        undecided = np.flatnonzero(~is_decided(enclosure))
-        if undecided.size:
-            columns = np.stack([array[undecided].astype(np.float64) for array in inputs])
-            result[undecided] = _decided(columns, divisor, dtype)
+            enclosure = enclosed_quotient(enclosure, float(divisor))
+        return decided_sum(inputs, enclosure, dtype, lambda columns: _decided(columns, divisor, dtype))
+
+
+def decided_sum(
+    inputs: Sequence[NDArray[Any]],
+    enclosure: Enclosure,
+    dtype: np.dtype[Any],
+    decide: Callable[[Floats], NDArray[Any]],
+) -> NDArray[Any]:
+    """What is enclosed, rounded once; where that is not decided, what `decide` makes of the inputs."""
+    result = rounded_enclosure(enclosure, dtype)
+    undecided = np.flatnonzero(~is_decided(enclosure))
+    if undecided.size:
+        result[undecided] = decide(np.stack([array[undecided].astype(np.float64) for array in inputs]))
     return with_one_nan(result)
 
 
@@ -86,21 +95,25 @@ def two_sum_keeping_zero(high: Floats, low: Floats) -> tuple[Floats, Floats]:
     return np.where(low == 0, high, total), error
 
 
-def _enclosed_quotient(dividend: Enclosure, divisor: int) -> Enclosure:
-    """One step of long division in float64: quotient, remainder, and the remainder's quotient."""
-    if divisor > LARGEST_ENCLOSED_DIVISOR:
-        return dividend._replace(doubt=np.full_like(dividend.near, np.nan))
-    number = float(divisor)
+def enclosed_quotient(
+    dividend: Enclosure, number: float, divisor_rest: float = 0.0, divisor_doubt: float = 0.0
+) -> Enclosure:
+    """One step of long division in float64 by number + divisor_rest +- divisor_doubt."""
     first = dividend.near / number
-    remainder, lost = two_sum(exact_remainder(dividend.near, first, number), dividend.rest)
+    taken, of_taken = two_product(first, divisor_rest)
+    remainder, lost = two_sum(remainder_of(dividend.near, first, number), dividend.rest)
+    remainder, more = two_sum(remainder, -taken)
     second = remainder / number
     near, rest = two_sum_keeping_zero(first, second)
-    # A quotient of at most 21 bits times the divisor is exact, and ties have such short second parts.
-    is_short = (second.view(np.int64) & ((1 << 32) - 1)) == 0
-    is_exact = is_short & (second * number == remainder) & (lost == 0) & (dividend.doubt == 0)
-    # `lost` and the division put second wrong by 2**-53 of it each; 2**-1000 covers all that underflows.
-    doubt = np.abs(second) * 2.0**-51 + dividend.doubt / number + 2.0**-1000
-    return Enclosure(near, rest, np.where(is_exact, 0.0, doubt))
+    wrong = np.abs(lost) + np.abs(more) + np.abs(of_taken) + dividend.doubt + np.abs(first) * divisor_doubt
+    left = np.abs(remainder_of(remainder, second, number)) + np.abs(second * divisor_rest)
+    sizes = np.abs(first), np.abs(dividend.near)
+    is_extreme = (np.minimum(*sizes) < 2.0**-600) | (np.maximum(*sizes) > 2.0**1000)
+    is_extreme &= dividend.near != 0
+    # A second part that is tiny may be inexact without a trace.
+    is_exact = (wrong + left == 0) & ((second == 0) | (np.abs(second) > 2.0**-600))
+    doubt = 2 * wrong / number + np.abs(second) * 2.0**-51 + 2.0**-1000
+    return Enclosure(near, rest, np.where(is_extreme, np.inf, np.where(is_exact, 0.0, doubt)))
 
 
 def is_decided(enclosure: Enclosure) -> Mask:
@@ -217,6 +230,13 @@ def _zero_signs(columns: NDArray[np.complex128]) -> tuple[Mask, Mask]:
     for c, d in zip(signs_of_real[1:], signs_of_imaginary[1:], strict=True):
         real, imaginary = joined(real * c, -imaginary * d), joined(real * d, imaginary * c)
     return real < 0, imaginary < 0
+
+
+def quotient_bits(dividend: int, divisor: int) -> tuple[int, int]:
+    """As many bits of a quotient as are needed, one more that says whether any follow, and the exponent."""
+    shift = max(0, divisor.bit_length() + QUOTIENT_BITS - dividend.bit_length())
+    quotient, left = divmod(dividend << shift, divisor)
+    return quotient << 1 | (left != 0), -shift - 1
 
 
 def rounded_integers(

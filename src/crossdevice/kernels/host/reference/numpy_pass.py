@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.kernels.host.reference.exact import exact_product, exact_sum
-from crossdevice.kernels.host.reference.ranks import ranked
+from crossdevice.kernels.host.reference.ranks import extreme, ranked
 from crossdevice.kernels.host.reference.rounding import (
     exact_remainder,
     rounded,
     two_sum,
     with_errors,
-    with_one_nan,
 )
 from crossdevice.kernels.host.reference.weighted import weighted_combination
 from crossdevice.kernels.recipe import Order, Recipe
@@ -50,12 +49,13 @@ def _combined(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> 
         count = len(inputs)
         return _combined(ranked(inputs, *recipe.op.ranks(count)), recipe.of_ranks(count), dtype)
     if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
-        return _extreme(inputs, recipe.op)
+        return extreme(inputs, recipe.op)
     if recipe.weights is not None:
         return weighted_combination(inputs, recipe.weights, recipe.precision, dtype)
-    if inputs[0].dtype.kind in "iu":
-        return _combined_integers(inputs, recipe, dtype)
-    match recipe.precision:
+    is_of_integers = inputs[0].dtype.kind in "iu"
+    if is_of_integers and recipe.divisor is not None and recipe.precision != "fast":
+        return _true_mean_of_integers(inputs, recipe.divisor, dtype)
+    match "fast" if is_of_integers else recipe.precision:
         case "fast":
             return _combined_in_order(inputs, recipe, dtype)
         case "accurate":
@@ -114,12 +114,6 @@ def _compensated(inputs: Sequence[Block], divisor: int | None) -> Block:
     return with_errors(total, errors, None if divisor is None else float(divisor), exact_remainder)
 
 
-def _combined_integers(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:
-    if recipe.divisor is not None and recipe.precision != "fast":
-        return _true_mean_of_integers(inputs, recipe.divisor, dtype)
-    return _combined_in_order(inputs, recipe, dtype)
-
-
 def _true_mean_of_integers(inputs: Sequence[Block], divisor: int, dtype: np.dtype[Any]) -> Block:
     """The mean of the integers themselves: no wrap-around on the way."""
     if inputs[0].dtype.itemsize == 8:
@@ -131,26 +125,3 @@ def _true_mean_of_integers(inputs: Sequence[Block], divisor: int, dtype: np.dtyp
     # Through float64, which holds these sums: a quotient by up to 2**26 that is rounded there lies on the
     # same side of every tie of float32 as before.
     return (total / divisor).astype(dtype)
-
-
-def _extreme(inputs: Sequence[Block], op: ReduceOp) -> Block:
-    """Minimum or maximum as IEEE 754-2019 has it: NaN wins, and -0 is less than +0."""
-    pick = np.minimum if op is ReduceOp.MIN else np.maximum
-    best = inputs[0].copy()
-    if best.dtype.kind in "iu":
-        for array in inputs[1:]:
-            pick(best, array, out=best)
-        return best
-    negative_wins = op is ReduceOp.MIN
-    for array in inputs[1:]:
-        zeros = (best == 0) & (array == 0)
-        if zeros.any():
-            negative = (
-                np.signbit(best) | np.signbit(array)
-                if negative_wins
-                else np.signbit(best) & np.signbit(array)
-            )
-        pick(best, array, out=best)
-        if zeros.any():
-            best[zeros] = np.where(negative[zeros], -0.0, 0.0)
-    return with_one_nan(best)

@@ -1,14 +1,15 @@
-"""Which elements of each column have certain ranks, in NumPy: what medians and trimmed means are made of."""
+"""Which elements of each column have certain ranks, in NumPy: extremes, and what medians are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.kernels.host.reference.long_accumulator import FORMATS
+from crossdevice.values.reduce_op import ReduceOp
 
 
 def ranked(inputs: Sequence[NDArray[Any]], start: int, stop: int) -> list[NDArray[Any]]:
@@ -17,22 +18,31 @@ def ranked(inputs: Sequence[NDArray[Any]], start: int, stop: int) -> list[NDArra
     >>> ranked([np.array([3, 1]), np.array([2, 5]), np.array([9, 0])], 1, 2)
     [array([3, 1])]
     """
+    return list(_of_keys(inputs, lambda keys: np.sort(keys, axis=0)[start:stop]))
+
+
+def extreme(inputs: Sequence[NDArray[Any]], op: ReduceOp) -> NDArray[Any]:
+    """Minimum or maximum as IEEE 754-2019 has it: NaN wins, and -0 is less than +0."""
+    pick = np.min if op is ReduceOp.MIN else np.max
+    return _of_keys(inputs, lambda keys: pick(keys, axis=0))
+
+
+def _of_keys(inputs: Sequence[NDArray[Any]], picked: Callable[[NDArray[Any]], NDArray[Any]]) -> NDArray[Any]:
+    """What is picked of integers that sort like the inputs, as elements again."""
     dtype = inputs[0].dtype
     keys = np.stack([array.view(key_dtype(dtype)) for array in inputs])
     infinity = infinity_of(dtype)
     if infinity is None:
-        keys.sort(axis=0)
-        return list(keys[start:stop])
+        return picked(keys)
     largest = keys.dtype.type(np.iinfo(keys.dtype).max)
     is_nan = (keys & largest > infinity).any(axis=0)
     # Negative numbers with all bits but the sign turned over sort like floats, -0 before +0.
     signs = keys.dtype.type(8 * dtype.itemsize - 1)
     keys ^= (keys >> signs) & largest
-    keys.sort(axis=0)
-    middle = keys[start:stop]
-    middle ^= (middle >> signs) & largest
-    middle[:, is_nan] = quiet_nan(infinity)
-    return list(middle.view(dtype))
+    elements = picked(keys)
+    elements ^= (elements >> signs) & largest
+    elements[..., is_nan] = quiet_nan(infinity)
+    return elements.view(dtype)
 
 
 def key_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

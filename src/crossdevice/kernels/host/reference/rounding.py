@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from crossdevice.values.dtypes import SHORT_FLOATS
 
 Floats = NDArray[np.float64]
+
+Number = TypeVar("Number", bound=Any)
+"""Whatever has operators: arrays of any library, and vectors in code that is emitted."""
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -34,7 +37,7 @@ def with_one_nan(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def two_sum(left: Floats, right: Floats) -> tuple[Floats, Floats]:
+def two_sum(left: Number, right: Number) -> tuple[Number, Number]:
     """The rounded sum and its error (Knuth); exact, and not finite where anything overflows."""
     total = left + right
     of_right = total - left
@@ -56,15 +59,20 @@ def two_product(left: Floats, right: float) -> tuple[Floats, Floats]:
     return product, np.where(is_error_known(left, product), error, 0.0)
 
 
-def is_error_known(left: Floats, product: Floats) -> NDArray[np.bool_]:
+def is_error_known(left: Number, product: Number) -> Any:
     """Where `two_product` gives the error of a rounded product of `left`."""
-    size = np.abs(product)
-    return (size >= SMALLEST_PRODUCT) & (size <= LARGEST_PRODUCT) & (np.abs(left) <= LARGEST_PRODUCT)
+    size = abs(product)
+    return (size >= SMALLEST_PRODUCT) & (size <= LARGEST_PRODUCT) & (abs(left) <= LARGEST_PRODUCT)
 
 
 def _halves(values: Any) -> tuple[Any, Any]:
     upper = ((values.view(np.int64) + (1 << 26)) & ~((1 << 27) - 1)).view(np.float64)
     return upper, values - upper
+
+
+def neutral(part: Floats) -> Floats:
+    """Zeros as -0.0, which leaves every number and every zero to which it is added as it is."""
+    return np.where(part == 0, -0.0, part)
 
 
 def exact_remainder(dividend: Floats, quotient: Floats, number: float) -> Floats:
@@ -78,22 +86,32 @@ def exact_remainder(dividend: Floats, quotient: Floats, number: float) -> Floats
     return (dividend - upper * number) - (quotient - upper) * number
 
 
+def remainder_of(dividend: Floats, quotient: Floats, number: float) -> Floats:
+    """dividend - quotient * number, without rounding, for the rounded quotient."""
+    product, error = two_product(quotient, number)
+    return (dividend - product) - error
+
+
 def with_errors(
-    total: Floats, errors: Floats, divisor: float | None, remainder: Callable[[Floats, Floats, float], Floats]
-) -> Floats:
-    """A sum with its rounding errors added back, divided unless there is no divisor."""
+    total: Number,
+    errors: Number,
+    divisor: float | None,
+    remainder: Callable[[Number, Number, float], Number],
+    xp: Any = np,
+) -> Number:
+    """A sum with its rounding errors added back, divided unless there is no divisor, by functions of `xp`."""
     # Errors that are 0 would turn -0 into +0. Those of infinities are NaN, and next to the largest numbers
     # two_sum overflows on the way to an error: neither counts.
-    counts = (np.abs(errors) > 0) & np.isfinite(errors)
+    counts = (abs(errors) > 0) & xp.isfinite(errors)
     near, rest = two_sum(total, errors)
-    near = np.where(counts, near, total)
+    near = xp.where(counts, near, total)
     if divisor is None:
         return near
     # The quotient of near, and what is left of it and of the sum, divided too.
     first = near / divisor
-    rest = np.where(counts & np.isfinite(rest), rest, 0.0)
+    rest = xp.where(counts & xp.isfinite(rest), rest, xp.zeros_like(rest))
     second = (remainder(near, first, divisor) + rest) / divisor
-    return np.where(np.abs(second) > 0, first + second, first)
+    return xp.where(abs(second) > 0, first + second, first)
 
 
 def _bfloat16_of(wide: NDArray[np.float64]) -> NDArray[Any]:

@@ -18,21 +18,25 @@ from numpy.typing import NDArray
 
 from crossdevice.kernels.host.reference.exact import (
     Enclosure,
+    enclosed_quotient,
     enclosed_sum,
     is_decided,
+    quotient_bits,
     rounded_enclosure,
+    rounded_integers,
 )
-from crossdevice.kernels.host.reference.long_accumulator import HEAD_BITS, Floats, Mask, rounded_once
+from crossdevice.kernels.host.reference.long_accumulator import Floats, Mask
 from crossdevice.kernels.host.reference.rounding import (
     exact_remainder,
     is_error_known,
+    neutral,
+    remainder_of,
     rounded,
     two_product,
     two_sum,
     with_errors,
     with_one_nan,
 )
-from crossdevice.kernels.host.reference.weighted import enclosed_quotient, remainder_of
 from crossdevice.values.weights import Weights
 
 NUM_PARTS = {"wide": 1, "compensated": 2, "expansion2": 2, "expansion3": 3}
@@ -61,7 +65,7 @@ def _grown(state: list[Floats], element: Floats, weight: float, family: str, los
         return [total, (state[1] + error) + rest]
     lost |= ~is_error_known(element, product) & (element != 0) & (weight != 0)
     parts = list(state)
-    for term in (product, _neutral(rest)):
+    for term in (product, neutral(rest)):
         left = term
         for number, part in enumerate(parts):
             parts[number], left = two_sum(part, left)
@@ -71,12 +75,7 @@ def _grown(state: list[Floats], element: Floats, weight: float, family: str, los
 
 def with_neutral_rests(parts: Sequence[Floats]) -> list[Floats]:
     """The same sum, in which a first part of -0.0 stays what it is."""
-    return [parts[0], *map(_neutral, parts[1:])]
-
-
-def _neutral(part: Floats) -> Floats:
-    """Zeros as -0.0, which leaves every number and every zero to which it is added as it is."""
-    return np.where(part == 0, -0.0, part)
+    return [parts[0], *map(neutral, parts[1:])]
 
 
 def rounded_parts(
@@ -98,7 +97,7 @@ def rounded_parts(
             return rounded(quotient, dtype), decided
         enclosure = enclosed_sum(with_neutral_rests(parts))
         if divisor.exact_divisor != 1:
-            enclosure = enclosed_quotient(enclosure, divisor)
+            enclosure = enclosed_quotient(enclosure, divisor.divisor, *divisor.words[-2:])
         undecided = np.flatnonzero(~is_decided(enclosure))
         if dtype.kind in "iub":
             return _rounded_to_integers(enclosure, dtype, undecided)
@@ -125,11 +124,6 @@ def rounded_fraction(value: Fraction, dtype: np.dtype[Any]) -> Any:
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         return dtype.type(min(max(round(value), int(limits.min)), int(limits.max)))
-    numerator, denominator = abs(value.numerator), value.denominator
-    shift = numerator.bit_length() - denominator.bit_length() - HEAD_BITS
-    head, left = divmod(numerator << max(-shift, 0), denominator << max(shift, 0))
-    if head >> HEAD_BITS:
-        shift += 1
-        head, left = divmod(numerator << max(-shift, 0), denominator << max(shift, 0))
-    heads = np.array([head | (left != 0)], np.uint64)
-    return rounded_once(np.array([value < 0]), heads, np.array([shift]), dtype)[0]
+    quotient, exponent = quotient_bits(abs(value.numerator), value.denominator)
+    integers = np.array([quotient], object)
+    return rounded_integers(integers, np.array([exponent]), np.array([value < 0]), dtype)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -11,25 +12,24 @@ from numpy.typing import NDArray
 
 from crossdevice.kernels.host.reference.exact import (
     Enclosure,
-    is_decided,
-    rounded_enclosure,
+    decided_sum,
+    enclosed_quotient,
+    enclosed_sum,
+    quotient_bits,
     rounded_integers,
-    two_sum_keeping_zero,
 )
 from crossdevice.kernels.host.reference.long_accumulator import Floats, Integers, scaled_integers
 from crossdevice.kernels.host.reference.rounding import (
     is_error_known,
+    neutral,
+    remainder_of,
     rounded,
     two_product,
     two_sum,
     with_errors,
-    with_one_nan,
 )
 from crossdevice.values.options import Precision
 from crossdevice.values.weights import Weights
-
-QUOTIENT_BITS = 66
-"""Bits of a quotient of whole numbers that are computed; whether any follow is one more."""
 
 
 def weighted_combination(
@@ -47,9 +47,7 @@ def weighted_combination(
     if inputs[0].dtype == np.float64:
         return rounded(_compensated(wide, weights, divisor), dtype)
     products = (array * factor for array, factor in zip(wide, weights.factors, strict=True))
-    total = next(products)
-    for product in products:
-        total = total + product
+    total = functools.reduce(np.add, products)
     return rounded(total if divisor is None else total / divisor, dtype)
 
 
@@ -64,56 +62,24 @@ def _compensated(inputs: Sequence[Floats], weights: Weights, divisor: float | No
     return with_errors(total, errors, divisor, remainder_of)
 
 
-def remainder_of(dividend: Floats, quotient: Floats, number: float) -> Floats:
-    """dividend - quotient * number, without rounding, for the rounded quotient."""
-    product, error = two_product(quotient, number)
-    return (dividend - product) - error
-
-
 def _exact(inputs: Sequence[Floats], weights: Weights, dtype: np.dtype[Any]) -> NDArray[Any]:
     """The true sum or mean: enclosed in float64 arithmetic, in whole numbers where that decides nothing."""
     enclosure = _enclosed_sum(inputs, weights.factors)
     if weights.divisor != 1 or weights.rest != 0:
-        enclosure = enclosed_quotient(enclosure, weights)
-    result = rounded_enclosure(enclosure, dtype)
-    undecided = np.flatnonzero(~is_decided(enclosure))
-    if undecided.size:
-        result[undecided] = _decided(np.stack([array[undecided] for array in inputs]), weights, dtype)
-    return with_one_nan(result)
+        enclosure = enclosed_quotient(enclosure, weights.divisor, *weights.words[-2:])
+    return decided_sum(inputs, enclosure, dtype, lambda columns: _decided(columns, weights, dtype))
 
 
 def _enclosed_sum(inputs: Sequence[Floats], factors: Sequence[float]) -> Enclosure:
-    total = np.full_like(inputs[0], -0.0)
-    low, doubt = np.zeros_like(total), np.zeros_like(total)
+    """The sum of all products and of their errors; anything where an error is not known."""
+    terms: list[Floats] = []
+    unknown = np.zeros(inputs[0].shape, np.bool_)
     for array, factor in zip(inputs, factors, strict=True):
-        product, of_product = two_product(array, factor)
-        total, error = two_sum(total, product)
-        low, lost = two_sum(low, error)
-        low, more = two_sum(low, of_product)
-        unknown = ~is_error_known(array, product) & (array != 0) if factor else ~np.isfinite(array)
-        doubt += np.abs(lost) + np.abs(more) + np.where(unknown, np.inf, 0.0)
-    near, rest = two_sum_keeping_zero(total, low)
-    return Enclosure(near, rest, 2 * doubt)
-
-
-def enclosed_quotient(dividend: Enclosure, weights: Weights) -> Enclosure:
-    """One step of long division by a divisor of two parts."""
-    number, (*_, divisor_rest, divisor_doubt) = weights.divisor, weights.words
-    first = dividend.near / number
-    taken, of_taken = two_product(first, divisor_rest)
-    remainder, lost = two_sum(remainder_of(dividend.near, first, number), dividend.rest)
-    remainder, more = two_sum(remainder, -taken)
-    second = remainder / number
-    near, rest = two_sum_keeping_zero(first, second)
-    wrong = np.abs(lost) + np.abs(more) + np.abs(of_taken) + dividend.doubt + np.abs(first) * divisor_doubt
-    left = np.abs(remainder_of(remainder, second, number)) + np.abs(second * divisor_rest)
-    sizes = np.abs(first), np.abs(dividend.near)
-    is_extreme = (np.minimum(*sizes) < 2.0**-600) | (np.maximum(*sizes) > 2.0**1000)
-    is_extreme &= dividend.near != 0
-    # A second part that is tiny may be inexact without a trace.
-    is_exact = (wrong + left == 0) & ((second == 0) | (np.abs(second) > 2.0**-600))
-    doubt = 2 * wrong / number + np.abs(second) * 2.0**-51 + 2.0**-1000
-    return Enclosure(near, rest, np.where(is_extreme, np.inf, np.where(is_exact, 0.0, doubt)))
+        product, error = two_product(array, factor)
+        terms += [product, neutral(error)]
+        unknown |= ~is_error_known(array, product) & (array != 0) if factor else ~np.isfinite(array)
+    enclosure = enclosed_sum(terms)
+    return enclosure._replace(doubt=np.where(unknown, np.inf, enclosure.doubt))
 
 
 def _decided(columns: Floats, weights: Weights, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -147,8 +113,6 @@ def _by_integers(
     quotients = np.empty(lowest.shape, object)
     places = np.empty(lowest.shape, np.int64)
     for element, total in enumerate(totals):
-        shift = max(0, divisor.numerator.bit_length() + QUOTIENT_BITS - abs(total).bit_length())
-        quotient, left = divmod(abs(total) << shift, divisor.numerator)
-        quotients[element], places[element] = quotient << 1 | (left != 0), -shift - 1
+        quotients[element], places[element] = quotient_bits(abs(total), divisor.numerator)
     negative = np.array([total < 0 for total in totals], np.bool_)
     return rounded_integers(quotients, lowest + places, negative, dtype)

@@ -138,12 +138,9 @@ class Pool:
 
     def _placed(self, lengths: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
         """Memory of these lengths, in as few blocks as may be."""
-        left = iter(lengths)
-        for starts in _arenas(lengths):
-            here = [next(left) for _ in starts]
-            arena = self._leased(starts[-1] + here[-1])
-            for start, length in zip(starts, here, strict=True):
-                yield arena[start : start + length]
+        for ranges in _arenas(lengths):
+            arena = self._leased(ranges[-1].stop)
+            yield from map(arena.__getitem__, ranges)
 
     def clear(self) -> int:
         """Gives all idle memory back to the system; returns how many bytes that were."""
@@ -276,9 +273,9 @@ def _size_class(num_bytes: int) -> int:
     return -(-num_bytes // step) * step
 
 
-def _arenas(lengths: Sequence[int]) -> list[list[int]]:
-    """Where neighbours start in blocks of about ARENA_BYTES; what is larger has one of its own."""
-    arenas: list[list[int]] = []
+def _arenas(lengths: Sequence[int]) -> list[list[slice]]:
+    """Where neighbours lie in blocks of about ARENA_BYTES; what is larger has one of its own."""
+    arenas: list[list[slice]] = []
     end = ARENA_BYTES
     for length in lengths:
         alignment = PAGE_BYTES if length >= SMALLEST_PAGED_BYTES else LINE_BYTES
@@ -286,8 +283,8 @@ def _arenas(lengths: Sequence[int]) -> list[list[int]]:
         if start + length > ARENA_BYTES:
             arenas.append([])
             start = 0
-        arenas[-1].append(start)
         end = start + length
+        arenas[-1].append(slice(start, end))
     return arenas
 
 
