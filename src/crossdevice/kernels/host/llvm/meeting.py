@@ -52,7 +52,10 @@ def compiled_meeting() -> Callable[..., int]:
             pause()
         return NOT_ALL
 
-    return compiled(meet, "meeting", SIGNATURE)
+    # The compiled function itself: numba's dispatcher would look at the type of every argument again.
+    dispatcher: Any = compiled(meet, "meeting", SIGNATURE)
+    entry: Callable[..., int] = dispatcher.get_overload(SIGNATURE)
+    return entry
 
 
 @intrinsic
