@@ -79,7 +79,7 @@ def be_rank(engine: str, sizes: Sequence[int], rounds: int) -> None:
         print(f"# not through shared memory: {group.not_shared_reason}", file=sys.stderr)
     for num_bytes in sizes:
         contenders = _contenders(engine, group, without, num_bytes // 4)
-        times = _in_turns(group, contenders, rounds, repeats=max(1, min(200, MIB // num_bytes)))
+        times = in_turns(group, contenders, rounds, repeats=max(1, min(200, MIB // num_bytes)))
         if group.rank == 0:
             print(json.dumps([num_bytes, {each: statistics.median(found) for each, found in times.items()}]))
 
@@ -118,7 +118,7 @@ def _contenders(engine: str, group: Any, without: Any, size: int) -> dict[str, C
     return contenders
 
 
-def _in_turns(
+def in_turns(
     group: Any, contenders: dict[str, Callable[[], Any]], rounds: int, repeats: int
 ) -> dict[str, list[float]]:
     """Seconds of one call, by contender and round, of the slowest rank."""
@@ -127,17 +127,17 @@ def _in_turns(
     for number in range(-1, rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             call = contenders[name]
-            _gathered(group, 0.0)
+            gathered(group, 0.0)
             begin = time.perf_counter()
             for _ in range(repeats):
                 call()
-            slowest = max(_gathered(group, (time.perf_counter() - begin) / repeats))
+            slowest = max(gathered(group, (time.perf_counter() - begin) / repeats))
             if number >= 0:  # the first round is for memory and kernels
                 times[name].append(slowest)
     return times
 
 
-def _gathered(group: Any, number: float) -> list[float]:
+def gathered(group: Any, number: float) -> list[float]:
     with group.call("meet", b"meet") as call:
         return [
             np.frombuffer(record, np.float64)[0] for record in call.all_gather(np.float64(number).tobytes())

@@ -102,7 +102,7 @@ class CrossDeviceOps(ShardedCalls, Settings):
             A bare array for one destination device, a Mirrored for several.
         """
         check_cross_replica("reduce")
-        chosen = either(options, experimental_hints)
+        chosen = options if experimental_hints is None else either(options, experimental_hints)
         pairs = [(per_replica_value, destinations)]
         if weights is not None:
             return self._reduce_weighted(reduce_op, pairs, chosen, [out], weights)[0]

@@ -30,11 +30,21 @@ def _in_turn(
 
     @functools.wraps(method)
     def made(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
-        if self.group is None:
+        group: ProcessGroup | None = self.group
+        if group is None:
             return method(self, *args, **kwargs)
-        finish_started(self.group)  # ranks make their calls in the order of their programs
-        with self.group.turn():
+        finish_started(group)  # ranks make their calls in the order of their programs
+        turn = group.turn
+        outer = turn.has_begun
+        try:
+            turn.has_begun = False
             return method(self, *args, **kwargs)
+        except BaseException as error:
+            if not turn.has_begun:
+                group.refuse(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            turn.has_begun |= outer
 
     return made
 

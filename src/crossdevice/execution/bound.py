@@ -180,9 +180,9 @@ class BoundReduction:
             finish_started(between.group)  # ranks make their calls in the order of their programs
             try:
                 memory.check()
-            except BaseException:
-                with between.group.turn():  # other ranks are told that it is not made
-                    raise
+            except BaseException as error:
+                between.group.refuse(f"{type(error).__name__}: {error}")
+                raise
             work()
             return answer
 

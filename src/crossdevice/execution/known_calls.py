@@ -8,7 +8,9 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from crossdevice.backends.numpy_backend import NumpyBackend
 from crossdevice.backends.protocol import Array
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.execution.local.batch import CheckedBatch
@@ -32,49 +34,46 @@ Prepared: TypeAlias = PreparedReduction | DenseCall
 class KnownCall:
     """A batch of plain values, prepared: all of it but the arrays."""
 
-    __slots__ = ("_are_flat", "_fitting", "_prepared", "_result_dtypes", "_specs")
+    __slots__ = ("_are_flat", "_prepared", "_result_dtypes", "_specs")
 
     def __init__(self, prepared: Prepared, leaves: Sequence[Dense], dtypes: Sequence[str]) -> None:
         self._prepared, self._result_dtypes = prepared, dtypes
         self._specs = [leaf.spec for leaf in leaves]
         self._are_flat = all(leaf.spec.backend.are_flat(leaf.arrays) for leaf in leaves)
-        self._fitting: Hashable | None = None
-        """The signature of an ndarray that has passed all checks of `out` before."""
 
     def run(self, columns: Columns, outs: Sequence[Any], weights: Weights | None = None) -> list[Any]:
         """Reduces arrays that have the signatures of those before; `outs` are checked as in a first call."""
-        for out in outs:
-            if out is not None:
-                outs = self._checked(columns, outs)
-                break
+        if len(outs) == 1 and type(outs[0]) is np.ndarray and _is_apart(outs[0], columns[0]):
+            outs = [outs]
+        else:
+            for out in outs:
+                if out is not None:
+                    outs = self._checked(columns, outs)
+                    break
         results = self._prepared.run(columns, outs, weights, are_flat=self._are_flat)
+        if len(results) == 1 == len(results[0]):  # before a comprehension, which is a call
+            return [*results[0]]
         return [
             result[0] if len(result) == 1 else Mirrored.of(result, spec.destinations)
             for result, spec in zip(results, self._specs, strict=True)
         ]
 
     def _checked(self, columns: Columns, outs: Sequence[Any]) -> list[Sequence[Array] | None]:
-        if len(outs) == 1 and self._fits(columns[0], outs[0]):
-            return [(outs[0],)]
         written = [
             None if out is None else out_components(out, spec.destinations)
             for out, spec in zip(outs, self._specs, strict=True)
         ]
         check_outs(list(map(Dense, columns, self._specs, written)), self._result_dtypes)
-        if len(outs) == 1 and type(outs[0]) is np.ndarray:
-            self._fitting = self._specs[0].backend.signature(outs[0])
         return written
 
-    def _fits(self, arrays: Sequence[Array], out: Any) -> bool:
-        """Whether `out` of a lone replica is as one that was checked, is writable, and apart or in place."""
-        return (
-            self._fitting is not None
-            and type(out) is np.ndarray
-            and len(arrays) == 1
-            and self._specs[0].backend.signature(out) == self._fitting
-            and out.flags.writeable
-            and (out is arrays[0] or not np.may_share_memory(out, arrays[0]))
-        )
+
+def _is_apart(out: NDArray[Any], arrays: Sequence[Array]) -> bool:
+    """Whether an ndarray of known signature passes the other checks of `out`, of a lone replica."""
+    return (
+        len(arrays) == 1
+        and out.flags.writeable
+        and (out is arrays[0] or not np.may_share_memory(out, arrays[0]))
+    )
 
 
 Found: TypeAlias = "tuple[Hashable | None, KnownCall | None, Columns]"
@@ -117,6 +116,10 @@ class KnownCalls:
         columns: list[Sequence[Array]] = []
         key: list[Hashable] = [op, options, num_weights]
         for value, destinations in pairs:
+            if type(value) is np.ndarray and type(destinations) is str:
+                columns.append((value,))
+                key += (destinations, None, 1, NumpyBackend.signature(value))
+                continue
             is_distributed = isinstance(value, DistributedValues)
             values = value.values if is_distributed else (value,)  # a bare array is the only replica
             kind = type(values[0]) if values else NoneType
@@ -133,8 +136,10 @@ class KnownCalls:
                 key += map(backend.signature, values)
             except (AttributeError, RuntimeError):  # not all are arrays of that library
                 return NOT_KEPT
-        # Memory of another dtype makes it another call.
-        key += [_dtype_of(out) for out in outs if out is not None]
+        # Memory of another dtype makes it another call; an ndarray that was not seen before is checked.
+        for out in outs:
+            if out is not None:
+                key.append(NumpyBackend.signature(out) if type(out) is np.ndarray else _dtype_of(out))
         signature = tuple(key)
         known = self._calls.get(signature)
         if known is not None:

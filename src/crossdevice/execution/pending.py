@@ -107,8 +107,10 @@ def start(work: Callable[[], Any], owner: object = THIS_PROCESS, side: SideStrea
 
     What the host does for GPUs, it does here and now.
     """
+    global _has_started
     if side is not None:
         return _OnStreams(work, side)
+    _has_started = True
     lane = _lanes.get(owner)
     if lane is None:
         lane = _lanes.setdefault(owner, _Lane())
@@ -117,7 +119,7 @@ def start(work: Callable[[], Any], owner: object = THIS_PROCESS, side: SideStrea
 
 def finish_started(owner: object) -> None:
     """Waits until all that was started for an owner has ended; its own thread does not wait for itself."""
-    lane = _lanes.get(owner)
+    lane = _lanes.get(owner) if _has_started else None
     if lane is not None:
         lane.finish()
 
@@ -145,6 +147,8 @@ class _Lane:
 
 
 _lanes: weakref.WeakKeyDictionary[object, _Lane] = weakref.WeakKeyDictionary()
+_has_started = False
+"""Whether there has ever been a lane: most programs have none, and look for one in every call."""
 
 if hasattr(os, "register_at_fork"):  # threads stay behind in the process that was forked
     os.register_at_fork(after_in_child=_lanes.clear)

@@ -24,7 +24,7 @@ from crossdevice.process_groups.noting import GRACE_SECONDS, Noting
 from crossdevice.process_groups.protocol import Contact, Engine, GaveUpError, RankLostError, Waited
 from crossdevice.process_groups.shared_arrays import empty_array, empty_tree
 from crossdevice.process_groups.shared_memory import SharedMemory, is_wanted
-from crossdevice.process_groups.turn import HasBegun, Turn
+from crossdevice.process_groups.turn import Turn
 from crossdevice.process_groups.watch import CALLS_DIFFER, DEADLINE_PASSED, PATIENCE_SECONDS, Watch
 
 Checks = Literal["new", "always", "off"]
@@ -86,7 +86,7 @@ class ProcessGroup:
         self._lock = threading.Lock()
         self._holder = self._number = self._num_calls = 0
         self._conflict: str | None = None
-        self._turn = HasBegun()
+        self.turn = Turn()
         self._last_refused = Refused()
         self._broken: str | None = None
         self._carrying = Courier(f"crossdevice rank {self.rank}")
@@ -140,10 +140,6 @@ class ProcessGroup:
         if self.checks == "new":
             self.checks = "always"
 
-    def turn(self) -> Turn:
-        """Around all that leads to a call: an error before it begins takes its place."""
-        return Turn(self._turn, self._refuse)
-
     @contextmanager
     def call(self, what: str, signature: bytes, timeout_seconds: float | None = None) -> Iterator[GroupCall]:
         """The next call of this group; one at a time.
@@ -152,7 +148,10 @@ class ProcessGroup:
             what: for people, such as "reduce SUM of 3 values".
             signature: equal on all ranks whose calls fit together.
         """
-        before = self._called_before(what)
+        before = self._num_calls
+        if os.getpid() != self._process or self._lock.locked():
+            self._check_free(what)
+        self.turn.has_begun = True
         with self._lock:
             call = self._begun(before, what, signature, timeout_seconds)
             try:
@@ -164,36 +163,26 @@ class ProcessGroup:
 
     def make_call(
         self,
-        work: Callable[[GroupCall], Answer],
+        work: Callable[..., Answer],
         what: str,
         signature: bytes,
         timeout_seconds: float | None = None,
+        *args: Any,
     ) -> Answer:
-        """What the work does in the next call of this group: as `call`, without what a generator costs."""
-        before = self._called_before(what)
+        """What `work(call, *args)` does in the group's next call: as `call`, without a generator's cost."""
+        before = self._num_calls
+        if os.getpid() != self._process or self._lock.locked():
+            self._check_free(what)
+        self.turn.has_begun = True
         with self._lock:
             call = self._begun(before, what, signature, timeout_seconds)
             try:
-                answer = work(call)
+                answer = work(call, *args)
                 self._check_ended(call)
             except BaseException as error:
                 self._leave(call, error)
                 raise
         return answer
-
-    def _called_before(self, what: str) -> int:
-        """How many calls there were before one that may begin now."""
-        if os.getpid() != self._process:  # whose threads and connections were left behind
-            self._turn.has_begun = True
-            raise ProcessGroupError(
-                f"this group was formed in process {self._process}, and this one was forked from it; "
-                "use it there, or form another one here"
-            )
-        before = self._num_calls
-        if self._lock.locked():
-            self._check_free(what)
-        self._turn.has_begun = True
-        return before
 
     def _begun(self, before: int, what: str, signature: bytes, timeout_seconds: float | None) -> GroupCall:
         if self._num_calls != before:  # another thread came in between
@@ -210,8 +199,8 @@ class ProcessGroup:
     def _check_ended(self, call: GroupCall) -> None:
         if self.size > 1 and not call.has_heard:
             call.meet()
-        if self.shared is not None:
-            self._board.read_unasked(call.began)
+        if call.began > self._board.due and self.shared is not None:
+            self._board.read_unasked()
         if self._conflict is not None:
             raise ProcessGroupError(self._conflict)
 
@@ -256,21 +245,27 @@ class ProcessGroup:
             self._engine.close()
 
     def _check_free(self, what: str) -> None:
-        """Refuses a second call at the same time: ranks could not tell which of theirs belongs to which."""
+        """Refuses a call of a fork, and a second call at the same time, whose order ranks could not tell."""
+        if os.getpid() != self._process:  # whose threads and connections were left behind
+            self.turn.has_begun = True
+            raise ProcessGroupError(
+                f"this group was formed in process {self._process}, and this one was forked from it; "
+                "use it there, or form another one here"
+            )
         if self._holder == threading.get_ident():
             why = (
                 f"{what} was called in the middle of call {self._number}, by the same thread: by a signal's "
                 "handler? Let that take note only, and call once the group is free"
             )
-            if self._turn.has_begun:
-                self._refuse(why)
+            if self.turn.has_begun:
+                self.refuse(why)
             raise ProcessGroupError(why)
         if self.size > 1:
             why = self._conflict = (
                 f"two threads made calls at once: {what} during call {self._number}. Other ranks cannot tell "
                 "which is which; make calls from one thread, or form a group for each"
             )
-            self._turn.has_begun = True
+            self.turn.has_begun = True
             self.give_up(why)
             raise ProcessGroupError(why)
 
@@ -383,8 +378,12 @@ class ProcessGroup:
             self._memory.steps.abandon()
         self._engine.abandon()
 
-    def _refuse(self, why: str) -> None:
-        """Uses up the number of a call that is not made, and says so."""
+    def refuse(self, why: str) -> None:
+        """Uses up the number of a call that is not made, and says so: other ranks may make it.
+
+        They would take this rank's next call for it.
+        """
+        self.turn.has_begun = True
         if self._is_usable:
             self._last_refused = Refused(self._num_calls, why)
             self._num_calls += 1

@@ -25,6 +25,11 @@ POLLED_BYTES = 64 << 10
 class GroupCall:
     """One call that all ranks make together: exchanges of bytes, each with tags of its own."""
 
+    num_exchanges = 0
+    has_heard = False
+    """Whether something has come from another rank, which then makes the same call."""
+    _errand: Waited | None = None
+
     def __init__(
         self, group: ProcessGroup, number: int, what: str, signature: bytes, timeout_seconds: float
     ) -> None:
@@ -34,15 +39,10 @@ class GroupCall:
         self.signature = signature
         self.timeout_seconds = timeout_seconds
         self.began = time.monotonic()
-        self._end = self.began + timeout_seconds
-        self.num_exchanges = 0
-        self.has_heard = False
-        """Whether something has come from another rank, which then makes the same call."""
-        self._errand: Waited | None = None
 
     def seconds_left(self) -> float:
         """Until the deadline."""
-        return self._end - time.monotonic()
+        return self.began + self.timeout_seconds - time.monotonic()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Sends and receives all at once.
@@ -81,11 +81,12 @@ class GroupCall:
         digest = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
         tag = digest % (self.group._engine.largest_tag + 1)
         # Both sides know which are empty: these are not sent.
-        going, coming = ([each for each in these if each.memory.size] for these in (sends, receives))
+        going = [each for each in sends if each.memory.size]
+        coming = [each for each in receives if each.memory.size]
         if not going and not coming:
             return None
         begin: Begin | None = getattr(self.group._engine, "begin", None)
-        if begin is not None and _num_bytes(going) + _num_bytes(coming) <= POLLED_BYTES:
+        if begin is not None and sum([each.memory.nbytes for each in (*going, *coming)]) <= POLLED_BYTES:
             self.group._check_whole(self)
             return begin(going, coming, tag)
         exchange = self.group._engine.exchange
@@ -103,7 +104,8 @@ class GroupCall:
         assert shared is not None
         self.num_exchanges += 1
         self.has_heard = True
-        group._check_whole(self)
+        if group._broken is not None:
+            group._check_whole(self)
         steps = shared.steps
         if not steps.come(self.number, self.num_exchanges, self.signature, numbers):
             group._wait(self, steps)
@@ -177,7 +179,3 @@ class GroupCall:
         """The other ranks, the next one first, so that not all of them start with the same."""
         rank, size = self.group.rank, self.group.size
         return [(rank + step) % size for step in range(1, size)]
-
-
-def _num_bytes(messages: Sequence[Message]) -> int:
-    return sum(message.memory.nbytes for message in messages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from crossdevice.process_groups.board import Note
@@ -22,8 +23,8 @@ class Noting:
         self._courier = Courier(f"crossdevice notes of rank {engine.rank}")
         self._visit: Errand | None = None
         self.seal = Seal()
-        self._are_sent: bool = getattr(engine, "sends_notes", False)
-        self._read_until = time.monotonic()
+        self.due = time.monotonic() if getattr(engine, "sends_notes", False) else math.inf
+        """When notes are read that nobody asks for: on engines that send them they pile up otherwise."""
 
     def visit(self, note: Note) -> dict[int, Note] | None:
         """Puts up this rank's note and reads all; None if the board cannot be reached."""
@@ -47,14 +48,10 @@ class Noting:
         text = self.seal.closed(note.written(), self._engine.rank)
         self._courier.send(lambda: self._engine.post(text)).wait(GRACE_SECONDS)
 
-    def read_unasked(self, began: float) -> None:
-        """Has notes read that nobody asks for, if others may have put some up before a call of this rank.
-
-        On engines that send them they pile up otherwise, since the data goes another way.
-        """
-        if began - self._read_until > PATIENCE_SECONDS and self._are_sent:
-            self._courier.send(self._engine.notes)
-        self._read_until = time.monotonic()
+    def read_unasked(self) -> None:
+        """Has notes read, and says when the next ones are due: a rank puts up a few in a second."""
+        self._courier.send(self._engine.notes)
+        self.due = time.monotonic() + PATIENCE_SECONDS
 
     def dismiss(self) -> None:
         """No more notes."""

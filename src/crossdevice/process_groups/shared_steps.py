@@ -81,8 +81,9 @@ class SharedSteps:
         """Of the last step this rank has come to."""
         self._is_over = True
         start = address_of(memory)
-        self._own_address = start + self._own
         self._other_addresses = array("q", [start + place for place in self._others.values()])
+        addresses = start + self._own, *self._other_addresses.buffer_info()
+        self._blocks = [(*addresses, header - self._own, _KEY.size // 8) for header in self._own_headers]
         self.meet: Callable[..., int] | None = None
         """A compiled function that comes to a step and looks for the others; see `come`."""
 
@@ -97,14 +98,7 @@ class SharedSteps:
             self.post(call, exchange, signature, numbers)
             return self.have_soon_come()
         step = self._announce(call, exchange, signature, numbers)
-        found = self.meet(
-            self._own_address,
-            *self._other_addresses.buffer_info(),
-            self._own_headers[step & 1] - self._own,
-            _KEY.size // 8,
-            step,
-            self._num_looks,
-        )
+        found = self.meet(*self._blocks[step & 1], step, self._num_looks)
         if found > 1:
             self._wake(step)
         self._is_over = found > 0

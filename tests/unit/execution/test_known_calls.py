@@ -263,6 +263,15 @@ def test_it_is_a_short_walk_to_the_kernels():
     assert frames_to_the_kernels(lambda: ops.reduce("sum", value, value)) <= 5
 
 
+def test_between_processes_the_walk_is_hardly_longer():
+    def program(group):
+        ops, value, out = cd.CollectiveAllReduce(group=group), np.float32([1]), np.empty(1, np.float32)
+        ops.reduce("sum", value, "cpu:0", out=out)
+        return frames_to_the_kernels(lambda: ops.reduce("sum", value, "cpu:0", out=out))
+
+    assert max(run_ranks(2, program)) <= 8
+
+
 @pytest.mark.parametrize("shape", [(), (3, 50)])
 def test_known_arrays_of_any_shape_have_the_results_of_a_first_call(shape):
     chosen = np.random.default_rng(0)

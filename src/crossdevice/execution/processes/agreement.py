@@ -138,13 +138,6 @@ def agreed_call(
         yield call, known.counts
 
 
-def known_agreement(
-    group: ProcessGroup, description: Description, replicas: tuple[int, ...]
-) -> Agreed | None:
-    """What ranks know of a kind of call; None if they have to compare it."""
-    return None if group.checks == "always" else group.agreed.get((description.digest, replicas))
-
-
 def what_is_called(description: Description, replicas: tuple[int, ...]) -> str:
     """A call and the number of its arrays, for people."""
     return f"{description.what} ({sum(replicas)} array{'' if sum(replicas) == 1 else 's'})"

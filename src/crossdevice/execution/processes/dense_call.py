@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from crossdevice.backends.protocol import Array
-from crossdevice.execution.processes.agreement import (
-    Description,
-    agreed_call,
-    known_agreement,
-    what_is_called,
-)
+from crossdevice.execution.processes.agreement import Agreed, Description, agreed_call, what_is_called
 from crossdevice.execution.processes.device_reduction import Prepare
 from crossdevice.execution.processes.peer_reduction import PeerReduction
 from crossdevice.execution.processes.peers import find_peers
@@ -46,11 +41,13 @@ class DenseCall:
         prepare: Prepare,
     ) -> None:
         replicas = tuple(len(spec.devices) for spec in specs)
+        self._group, self._key, self._seconds = group, (description.digest, replicas), timeout_seconds
         self._place = (group, description, replicas, timeout_seconds)
         self._what = what_is_called(description, replicas)
         self._work = (specs, op, options)
         self._prepare = prepare
-        self._known: dict[OfRanks, list[Part]] = {}
+        self._parts_of: dict[OfRanks, list[Part]] = {}
+        self._works: dict[OfRanks, Callable[..., Delivery]] = {}
 
     def run(
         self,
@@ -62,37 +59,45 @@ class DenseCall:
     ) -> list[tuple[Array, ...]]:
         """For each leaf its result on each destination, written to `outs` where given."""
         assert weights is None
-        delivery = self._made(lambda call, of_ranks: self._run(call, of_ranks, columns, outs))
-        return delivery()  # inputs in `outs` are written to when nothing can fail any more
+        # Inputs in `outs` are written to when nothing can fail any more.
+        return self._made(self._works, self._plain, columns, outs)()
 
     def bound(self, columns: Columns, outs: Columns) -> Callable[[], None]:
         """What reduces these very arrays into those of `outs`, however often it is called."""
-        works: dict[OfRanks, Callable[[GroupCall], None]] = {}
+        works: dict[OfRanks, Callable[..., None]] = {}
+        return lambda: self._made(works, lambda call, parts: self._bound(call, parts, columns, outs))
 
-        def work(call: GroupCall, of_ranks: OfRanks) -> None:
-            known = works.get(of_ranks)
-            if known is None:
-                known = works[of_ranks] = self._bound(call, self._parts(call, of_ranks), columns, outs)
-            known(call)
+    def _made(
+        self,
+        works: dict[OfRanks, Callable[..., Answer]],
+        prepare: Callable[[GroupCall, list[Part]], Callable[..., Answer]],
+        *args: Any,
+    ) -> Answer:
+        """What `work(call, *args)` does in the group's next call: the one of `works` for these ranks.
 
-        return lambda: self._made(work)
+        It is prepared in the first such call, and ranks are asked only if they have to be.
+        """
+        group = self._group
+        known: Agreed | None = None if group.checks == "always" else group.agreed.get(self._key)
+        work = None if known is None else works.get(known.counts)
+        if known is not None and work is not None:
+            return group.make_call(work, self._what, known.signature, self._seconds, *args)
+        with agreed_call(*self._place) as (call, of_ranks):
+            work = works.get(of_ranks)
+            if work is None:
+                work = works[of_ranks] = prepare(call, self._parts(call, of_ranks))
+            return work(call, *args)
 
-    def _made(self, work: Callable[[GroupCall, OfRanks], Answer]) -> Answer:
-        """What the work does in the group's next call, whose ranks are asked only if they have to be."""
-        group, description, replicas, seconds = self._place
-        known = known_agreement(group, description, replicas)
-        if known is None:
-            with agreed_call(*self._place) as (call, of_ranks):
-                return work(call, of_ranks)
-        counts, signature = known
-        return group.make_call(lambda call: work(call, counts), self._what, signature, seconds)
-
-    def _run(self, call: GroupCall, of_ranks: OfRanks, columns: Columns, outs: Outs) -> Delivery:
-        parts = self._parts(call, of_ranks)
+    def _plain(self, call: GroupCall, parts: list[Part]) -> Callable[..., Delivery]:
         if len(parts) == 1:
-            return parts[0].reduction.run(call, columns, outs)
-        deliveries = [(part.leaves, part.run(call, columns, outs)) for part in parts]
-        return functools.partial(in_order, deliveries)
+            reduction = parts[0].reduction
+            return reduction.repeated(call) if isinstance(reduction, ProcessReduction) else reduction.run
+
+        def run(call: GroupCall, columns: Columns, outs: Outs) -> Delivery:
+            deliveries = [(part.leaves, part.run(call, columns, outs)) for part in parts]
+            return functools.partial(in_order, deliveries)
+
+        return run
 
     def _bound(
         self, call: GroupCall, parts: Sequence[Part], columns: Columns, outs: Columns
@@ -109,9 +114,9 @@ class DenseCall:
         return run
 
     def _parts(self, call: GroupCall, of_ranks: OfRanks) -> list[Part]:
-        known = self._known.get(of_ranks)
+        known = self._parts_of.get(of_ranks)
         if known is None:
             find_peers(call, None)  # as in any first reduction of a group
             counts = tuple(zip(*of_ranks, strict=True))
-            known = self._known[of_ranks] = parts_of(*self._work, counts, call.group, self._prepare)
+            known = self._parts_of[of_ranks] = parts_of(*self._work, counts, call.group, self._prepare)
         return known

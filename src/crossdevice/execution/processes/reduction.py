@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import written_view
 from crossdevice.execution.tracing import Work, flight_recorder, now, recorded
-from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass
+from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.meeting import compiled_meeting
 from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.recipe import COPYING
@@ -28,9 +28,6 @@ from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
 Flat = NDArray[Any]
-
-Exchanged: TypeAlias = Callable[[GroupCall, Sequence[Flat]], Sequence[Flat]]
-"""Everybody's arrays, in the order of ranks, in return for one's own."""
 
 SMALLEST_FUSED_BYTES = 1 << 20
 """Below, to lay out a pass takes longer than NumPy takes to copy."""
@@ -76,12 +73,9 @@ class ProcessReduction:
         Only a large `out` that no input is in comes to hold its result before: should a rank be lost
         meanwhile, all inputs are still there.
         """
-        if self._is_lone:
-            if weights is None and self._small is not None:
-                return self._small.run(call, columns[0], outs[0])
-            exchanged = self._lone_exchange(call)
-            if exchanged is not None:
-                return self._run_lone(call, exchanged, columns[0], outs[0], weights)
+        small = self._small_reduction(call)
+        if small is not None:
+            return small.run(call, columns, outs, weights)
         flats: dict[int, list[Flat]] = {}
         for pack in self._packs:
             leaf = pack.leaves[0].leaf
@@ -101,6 +95,10 @@ class ProcessReduction:
             self._adopted(leaf, flats[leaf]) if out is None else self._written(leaf, flats[leaf], out)
             for leaf, out in enumerate(outs)
         ]
+
+    def repeated(self, call: GroupCall) -> Callable[[GroupCall, Columns, Outs], Delivery]:
+        """As `run`, or a shorter way to do it, for calls like this one."""
+        return (self._small_reduction(call) or self).run
 
     def bound(self, call: GroupCall, columns: Columns, outs: Columns) -> Callable[[GroupCall], None]:
         """What reduces these very arrays into those of `outs` in a call, however often."""
@@ -221,59 +219,20 @@ class ProcessReduction:
         if known is None and shared is not None and chunk_length(pack):
             shared.steps.meet = compiled_meeting()
             known = self._shared_packs[id(pack)] = SharedPack(pack, shared)
-            if self._is_lone and known.is_small_and_lone and pack.final_recipe.weights is None:
-                self._small = SmallReduction(
-                    known,
-                    self._specs[0],
-                    self._dtypes[0],
-                    shares_results=self._shares[0],
-                    work=self._combining,
-                )
         return known
 
-    def _lone_exchange(self, call: GroupCall) -> Exchanged | None:
-        """What brings everybody's arrays of the only leaf to every rank, if that is small."""
-        pack = self._packs[0]
-        shared_pack = self._shared_pack(call, pack)
-        if shared_pack is not None:
-            return shared_pack.exchanged if shared_pack.is_small_and_lone else None
-        is_sent = pack.is_small and pack.is_sent_as_it_is and pack.num_elements > 0
-        return self._sent_to_all if is_sent else None
-
-    def _sent_to_all(self, call: GroupCall, views: Sequence[Flat]) -> Sequence[Flat]:
-        pack = self._packs[0]
-        of_ranks = [
-            views if rank == self._rank else [np.empty(pack.num_elements, pack.dtype) for _ in range(count)]
-            for rank, count in enumerate(pack.counts)
-        ]
-        call.all_gather_into(of_ranks)
-        return [array for arrays in of_ranks for array in arrays]
-
-    def _run_lone(
-        self,
-        call: GroupCall,
-        exchanged: Exchanged,
-        arrays: Sequence[Array],
-        out: Sequence[Array] | None,
-        weights: Weights | None,
-    ) -> Delivery:
-        """As `run`, of a small leaf that every rank combines itself: nothing but what that takes.
-
-        Who has the arrays of all ranks depends on none of them any more: it writes to `out` at once.
-        """
-        pack, backend = self._packs[0], self._specs[0].backend
-        recipe = pack.final_recipe if weights is None else pack.final_recipe.with_weights(weights)
-        with recorded(self._combining):
-            contributions = exchanged(call, self._views(0, arrays, pack.dtype))
-            views = [] if out is None else [backend.writable_view(array) for array in out]
-            flats = [view for view in views if view is not None]
-            is_in_out = 0 < len(flats) == len(views)
-            if not is_in_out:
-                flats = self._flats(0, np.empty(pack.num_elements // pack.per_element, self._dtypes[0]))
-            fused_pass(contributions, _viewed_as(flats, pack.result), recipe)
-        if out is None:
-            return lambda: [self._adopted(0, flats)]
-        return lambda: [self._written(0, [] if is_in_out else flats, out)]
+    def _small_reduction(self, call: GroupCall) -> SmallReduction | None:
+        """What reduces the only leaf if that is so small that every rank combines everything."""
+        if self._small is None and self._is_lone:
+            pack = self._packs[0]
+            shared = self._shared_pack(call, pack)
+            is_sent = pack.is_small and pack.is_sent_as_it_is and pack.num_elements > 0
+            if is_sent if shared is None else shared.is_small_and_lone:
+                what = self._specs[0], self._dtypes[0]
+                self._small = SmallReduction(
+                    pack, shared, self._rank, *what, shares_results=self._shares[0], work=self._combining
+                )
+        return self._small
 
     def _views(self, leaf: int, arrays: Sequence[Array], dtype: np.dtype[Any]) -> list[Flat]:
         """The leaf's replicas on the host."""

@@ -6,17 +6,20 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.execution.processes.packs import PackedPiece, ProcessPack, pieces_between
 from crossdevice.execution.processes.travelling import LINE_ELEMENTS, shard_edges
-from crossdevice.kernels.host.fused_pass import STREAMED_BYTES, bound_batch, fused_batch, fused_pass
+from crossdevice.kernels.host.fused_pass import (
+    STREAMED_BYTES,
+    bound_batch,
+    fused_batch,
+    fused_pass,
+)
 from crossdevice.kernels.recipe import COPYING, Recipe
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared_arrays import NOWHERE, Bytes, Place
 from crossdevice.process_groups.shared_memory import WINDOW_BYTES, SharedMemory
-from crossdevice.process_groups.shared_steps import SharedSteps
 from crossdevice.values.weights import Weights
 
 Flat = NDArray[Any]
@@ -65,14 +68,14 @@ class SharedPack:
 
     def __init__(self, pack: ProcessPack, shared: SharedMemory) -> None:
         self._pack = pack
-        self._shared = shared
+        self.shared = shared
         self._length = chunk_length(pack)
         numbers = [pack.num_arrays(rank) for rank in range(len(pack.counts))]
         all_bytes = pack.num_elements * pack.travelling.itemsize * sum(numbers)
         self._is_alone = all_bytes <= ALONE_BYTES and pack.num_elements <= self._length
         self._is_lone = pack.is_sent_as_it_is and set(numbers) == {1} and not self._is_alone
         self.is_small_and_lone = self._is_alone and pack.is_sent_as_it_is and pack.num_elements > 0
-        """Whether it is one leaf of which every rank combines everything, so that `exchanged` will do."""
+        """Whether it is one leaf of which every rank combines everything, in one step."""
         self._is_streamed = pack.num_elements * pack.result.itemsize * len(numbers) >= STREAMED_BYTES
         self._nothing_in_place = _InPlace([None] * len(numbers))
         self._whole = self._chunk(0, pack.num_elements)
@@ -85,47 +88,25 @@ class SharedPack:
             for windows in shared.brought
         ]
         length = min(self._length, pack.num_elements)
-        self._inputs = [[array[:length] for rank in of_all for array in rank] for of_all in self._brought]
-        self._own = [[array[:length] for array in of_all[shared.rank]] for of_all in self._brought]
+        self.inputs = [[array[:length] for rank in of_all for array in rank] for of_all in self._brought]
+        """Where the arrays of all ranks go if every rank combines everything; by parity of the step."""
+        self.own = [[array[:length] for array in of_all[shared.rank]] for of_all in self._brought]
         self._made = [
             [window[: self._length * pack.result.itemsize].view(pack.result) for window in windows]
             for windows in shared.made
         ]
 
-    @property
-    def steps(self) -> SharedSteps:
-        """Those of its group."""
-        return self._shared.steps
-
-    def laid_out(self) -> tuple[list[list[Flat]], Flat, list[list[Callable[[], None]]]]:
-        """Of a small and lone leaf: where own arrays go, the memory of results, and what writes them there.
-
-        The first and the last are by parity of the step.
-        """
-        total = np.empty(self._pack.num_elements, self._pack.result)
-        passes = [bound_batch([(inputs, [total])], self._pack.final_recipe) for inputs in self._inputs]
-        return self._own, total, passes
-
-    def exchanged(self, call: GroupCall, views: Sequence[Flat]) -> Sequence[Flat]:
-        """The arrays of all ranks, of a small and lone leaf; they stay until the step after the next."""
-        parity = self._shared.steps.parity
-        for array, view in zip(self._own[parity], views, strict=True):
-            array[:] = view
-        self.tell_of(self._own[parity])
-        call.step()
-        return self._inputs[parity]
-
     def bound(self, views: Sequence[Flat], targets: Sequence[Flat]) -> Callable[[GroupCall], None]:
         """What reduces these very arrays of a small and lone leaf into those targets."""
-        steps = self._shared.steps
-        copies = [list(zip(own, views, strict=True)) for own in self._own]
-        passes = [bound_batch([(inputs, targets)], self._pack.final_recipe) for inputs in self._inputs]
+        steps = self.shared.steps
+        copies = [list(zip(own, views, strict=True)) for own in self.own]
+        passes = [bound_batch([(inputs, targets)], self._pack.final_recipe) for inputs in self.inputs]
 
         def reduce(call: GroupCall) -> None:
             parity = steps.parity
             for array, view in copies[parity]:
                 array[:] = view
-            self.tell_of(self._own[parity])
+            self.tell_of(self.own[parity])
             call.step()
             for work in passes[parity]:
                 work()
@@ -142,7 +123,7 @@ class SharedPack:
     ) -> None:
         """The pack's result in `total` and in the copies of its leaves."""
         recipe = self._pack.final_recipe.with_weights(weights)
-        arrays, steps = self._shared.arrays, self._shared.steps
+        arrays, steps = self.shared.arrays, self.shared.steps
         found = self._nothing_in_place
         before: tuple[_Chunk, int] | None = None
         source = views[self._pack.leaves[0].leaf][0] if self._is_lone else None
@@ -178,7 +159,7 @@ class SharedPack:
         pack = self._pack
         what = "its arrays" if pack.partial is None else f"one partial result in {pack.partial.name}"
         elements = sum(piece.stop - piece.start for chunk in self._chunks for piece in chunk.brought)
-        num_bytes = elements * pack.travelling.itemsize * pack.num_arrays(self._shared.rank)
+        num_bytes = elements * pack.travelling.itemsize * pack.num_arrays(self.shared.rank)
         part = "everything" if self._is_alone else "its shard"
         num_steps = len(self._chunks) + (not self._is_alone)
         return (
@@ -188,7 +169,7 @@ class SharedPack:
 
     def _in_place(self, source: Flat, total: Flat) -> _InPlace:
         """After the first step: which arrays of all ranks are in shared memory."""
-        shared = self._shared
+        shared = self.shared
         inputs: list[Flat | None] = []
         outputs: list[Flat | None] = []
         for rank in range(len(self._pack.counts)):
@@ -204,7 +185,7 @@ class SharedPack:
         return _InPlace(inputs, everywhere if len(everywhere) == len(outputs) else None)
 
     def _chunk(self, start: int, stop: int) -> _Chunk:
-        leaves, rank = self._pack.leaves, self._shared.rank
+        leaves, rank = self._pack.leaves, self.shared.rank
         if self._is_alone:
             everything = pieces_between(leaves, start, stop)
             return _Chunk(start, everything, everything, ())
@@ -222,7 +203,7 @@ class SharedPack:
         return [window[k * size : (k + 1) * size].view(self._pack.travelling) for k in range(number)]
 
     def _bring(self, chunk: _Chunk, parity: int, views: Mapping[int, Sequence[Flat]]) -> None:
-        arrays = self._brought[parity][self._shared.rank]
+        arrays = self._brought[parity][self.shared.rank]
         if self._pack.partial is None:
             for piece in chunk.brought:
                 place = chunk.place(piece)
@@ -240,9 +221,9 @@ class SharedPack:
 
     def tell_of(self, shown: Sequence[Flat]) -> None:
         """Of what others are about to read, whoever wants to know."""
-        if self._shared.on_shown is not None:
+        if self.shared.on_shown is not None:
             for array in shown:
-                self._shared.on_shown(array)
+                self.shared.on_shown(array)
 
     def _combine(
         self,
@@ -254,7 +235,7 @@ class SharedPack:
         found: _InPlace,
         recipe: Recipe,
     ) -> None:
-        brought, rank = self._brought[parity], self._shared.rank
+        brought, rank = self._brought[parity], self.shared.rank
         made = self._made[parity][rank]
         is_own_private = self._pack.partial is None and not self._is_alone
         tasks = []

@@ -1,79 +1,123 @@
-"""A small leaf that every rank of one host combines itself: one step in shared memory, and one pass."""
+"""A small leaf that every rank combines itself: one exchange, or one step in shared memory, and one pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, dtype_named
+from crossdevice.errors import OutError
+from crossdevice.execution.processes.packs import ProcessPack
 from crossdevice.execution.processes.shared_reduction import SharedPack
 from crossdevice.execution.processes.travelling import Delivery
-from crossdevice.execution.reading.leaf_spec import LeafSpec
+from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import written_view
-from crossdevice.execution.tracing import Work, recorded
+from crossdevice.execution.tracing import Work, flight_recorder, now
+from crossdevice.kernels.host.fused_pass import fused_pass, repeated_pass
 from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.values.weights import Weights
 
 Flat = NDArray[Any]
 
 
 class SmallReduction:
-    """Everything but the arrays, laid out before: NumPy then copies them as they are, in one call each.
+    """Everything but the arrays, laid out before: NumPy copies them as they are, and a kernel finds them.
 
-    The pass writes to memory of its own, from which results are copied: to lay out a pass for other memory in
-    each call would take longer.
+    Who has the arrays of all ranks depends on none of them any more: it writes to `outs` at once.
     """
 
     def __init__(
-        self, pack: SharedPack, spec: LeafSpec, result: np.dtype[Any], *, shares_results: bool, work: Work
+        self,
+        pack: ProcessPack,
+        shared: SharedPack | None,
+        rank: int,
+        spec: LeafSpec,
+        result: np.dtype[Any],
+        *,
+        shares_results: bool,
+        work: Work,
     ) -> None:
-        """`pack` is small and lone; `result` is the dtype of results, and `work` what is recorded."""
-        self._spec, self._work, self._steps, self._tell_of = spec, work, pack.steps, pack.tell_of
-        self._num_results = 1 if shares_results else len(spec.destinations)
+        """`pack` is small and has one leaf; `result` is the dtype of results, and `work` what is recorded."""
+        self._shared, self._spec, self._result, self._work = shared, spec, result, work
+        self._recipe, self._written = pack.final_recipe, pack.result
         self._shares_results = shares_results
-        self._takes_arrays = spec.backend.name == "numpy"
-        rooms, total, self._passes = pack.laid_out()
-        self._dtype = dtype_named(spec.dtype)
-        shape = spec.shape if self._takes_arrays else (-1,)
-        self._rooms = [[room.view(self._dtype).reshape(shape) for room in of_parity] for of_parity in rooms]
-        self._total = total.view(result)
-        self._shaped = self._total.reshape(spec.shape)
+        self._num_results = 1 if shares_results else len(spec.destinations)
+        is_numpy = spec.backend.name == "numpy"
+        self._dtype, self._brings_arrays = dtype_named(spec.dtype), is_numpy
+        self._writes_arrays = is_numpy and result == pack.result
+        self._shape = spec.shape if is_numpy else (spec.num_elements,)
+        # In shared memory by parity of the step; elsewhere nobody reads an array of the last exchange.
+        own, inputs = ([], []) if shared is None else (shared.own, shared.inputs)
+        if shared is None:
+            self._rooms = [
+                [np.empty(pack.num_elements, pack.dtype) for _ in range(number)] for number in pack.counts
+            ]
+            own, inputs = [self._rooms[rank]], [[room for rooms in self._rooms for room in rooms]]
+        self._own = [[room.view(self._dtype).reshape(self._shape) for room in rooms] for rooms in own]
+        self._inputs = [tuple(arrays) for arrays in inputs]
 
-    def run(self, call: GroupCall, arrays: Sequence[Array], out: Sequence[Array] | None) -> Delivery:
-        """As `ProcessReduction.run`, but `out` has its results already.
-
-        Who has the arrays of all ranks depends on none of them any more: it may overwrite inputs.
-        """
-        with recorded(self._work):
-            parity = self._steps.parity
-            views = arrays if self._takes_arrays else self._host_views(arrays)
-            for room, view in zip(self._rooms[parity], views, strict=True):
-                room[...] = view
-            self._tell_of(self._rooms[parity])
-            call.step()
-            for work in self._passes[parity]:
-                work()
-            if out is not None:
-                return self._written(out)
-            flats = [self._total.copy() for _ in range(self._num_results)]
+    def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
+        """As `ProcessReduction.run`, but `outs` have their results already."""
+        (arrays,), (out,) = columns, outs
+        shared = self._shared
+        parity = 0 if shared is None else shared.shared.steps.parity
+        started = now()
+        try:
+            own = self._own[parity]
+            for room, array in zip(own, arrays, strict=True):
+                room[...] = array if self._brings_arrays else self._host_view(array)
+            if shared is None:
+                call.all_gather_into(self._rooms)
+            else:
+                if shared.shared.on_shown is not None:
+                    shared.tell_of(own)
+                call.step()
+            combine = self._combine if weights is None else self._combine_with(weights)
+            if out is None:
+                flats = [np.empty(self._shape, self._result) for _ in range(self._num_results)]
+                combine(self._inputs[parity], tuple(flat.view(self._written) for flat in flats))
+            else:
+                combine(self._inputs[parity], self._targets(out))
+        except OutError as error:  # it has become read-only: the call is done all the same
+            return functools.partial(_raise, error)
+        except BaseException as error:
+            flight_recorder.events.append((self._work, started, now(), 1))
+            flight_recorder.dump_after(error)
+            raise
+        flight_recorder.events.append((self._work, started, now(), 1))
+        if out is not None:
+            if self._spec.backend.counts_writes:
+                self._spec.backend.mark_written(out)
+            return lambda: [tuple(out)]
         if self._shares_results:
             flats *= len(self._spec.destinations)
         return lambda: [self._spec.adopted(flats, is_shared=self._shares_results)]
 
-    def _host_views(self, arrays: Sequence[Array]) -> list[Flat]:
-        return [self._spec.backend.host_view(array).view(self._dtype) for array in arrays]
+    @functools.cached_property
+    def _combine(self) -> Callable[[Any, Any], None]:
+        results = [np.empty(self._inputs[0][0].size, self._written)] * self._num_results
+        return repeated_pass(self._inputs[0], results, self._recipe)
 
-    def _written(self, out: Sequence[Array]) -> Delivery:
-        try:
-            if self._takes_arrays:
-                for target in out:
-                    target[...] = self._shaped
+    def _combine_with(self, weights: Weights) -> Callable[[Any, Any], None]:
+        return functools.partial(fused_pass, recipe=self._recipe.with_weights(weights))
+
+    def _host_view(self, array: Array) -> Flat:
+        return self._spec.backend.host_view(array).view(self._dtype)
+
+    def _targets(self, out: Sequence[Array]) -> tuple[Flat, ...]:
+        """The memory of `out`, which a kernel writes to without asking."""
+        if self._writes_arrays:
+            for array in out:
+                if not array.flags.writeable:
+                    break
             else:
-                for target in out:
-                    written_view(self._spec.backend, target)[:] = self._total
-                self._spec.backend.mark_written(tuple(out))
-        except ValueError:  # it has become read-only: the call is done all the same, and other ranks are
-            return lambda: [tuple(written_view(self._spec.backend, target) for target in out)]
-        return lambda: [tuple(out)]
+                return tuple(out)
+        return tuple(written_view(self._spec.backend, array).view(self._written) for array in out)
+
+
+def _raise(error: OutError) -> list[tuple[Array, ...]]:
+    raise error

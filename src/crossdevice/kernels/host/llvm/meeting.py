@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from crossdevice.kernels.host.llvm.numba_pass import compiled
+from crossdevice.kernels.host.llvm.numba_pass import entry_of
 from crossdevice.kernels.host.llvm.words import pause, set_shared_word, shared_word, word_at
 from crossdevice.kernels.host.work_list import WORD_BYTES
 
@@ -45,4 +45,4 @@ def compiled_meeting() -> Callable[..., int]:
             pause()
         return NOT_ALL
 
-    return compiled(meet, "meeting", SIGNATURE)
+    return entry_of(meet, "meeting", SIGNATURE)
