@@ -210,9 +210,9 @@ def test_read_only_and_foreign_byte_order_outs_are_refused(row):
     read_only.flags.writeable = False
     for options, out in itertools.product(OPTIONS, (read_only, np.zeros(2, ">f4"))):
         value = cd.PerReplica([np.float32([1, 2]), np.float32([3, 4])])
-        with pytest.raises(OutError, match="read-only, not contiguous, not native"):
+        with pytest.raises(OutError, match=r"is read-only|is not native"):
             ops.reduce("sum", value, "cpu:0", options, out=out)
-        with pytest.raises(OutError, match="read-only, not contiguous, not native"):
+        with pytest.raises(OutError, match=r"is read-only|is not native"):
             ops.broadcast(value.values[0], "cpu:0", out=out)
         assert out.tolist() == [0, 0]
 

@@ -135,8 +135,8 @@ def faulty():
         return facts
 
     def inverted(sent):
-        """Lengths, which come before what is gathered, stay as they are."""
-        return sent if sent.size == 8 else ~sent
+        """Lengths, which come with another number before what is gathered, stay as they are."""
+        return sent if sent.size == 16 else ~sent
 
     return Ranks(2, program).results()
 

@@ -55,7 +55,7 @@ class PeerAddresses:
             if work is not None:
                 work(addresses, self._tensors.stream_of(place))
                 self._tensors.wait_for(place)
-            _meet(call)
+            meet(call)
         except BaseException:
             _left_behind.append(arrays)
             raise
@@ -104,7 +104,7 @@ class PeerAddresses:
         return known
 
 
-def _meet(call: GroupCall) -> None:
+def meet(call: GroupCall) -> None:
     """Returns when all ranks have come here."""
     if call.group.shared is None:
         call.all_gather(b"done")

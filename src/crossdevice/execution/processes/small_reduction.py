@@ -79,7 +79,8 @@ class SmallReduction:
             combine = self._combine if weights is None else self._combine_with(weights)
             if out is None:
                 flats = [np.empty(self._shape, self._result) for _ in range(self._num_results)]
-                combine(self._inputs[parity], tuple(flat.view(self._written) for flat in flats))
+                targets = flats if self._writes_arrays else [self._as_written(flat) for flat in flats]
+                combine(self._inputs[parity], tuple(targets))
             else:
                 combine(self._inputs[parity], self._targets(out))
         except OutError as error:  # it has become read-only: the call is done all the same
@@ -116,7 +117,11 @@ class SmallReduction:
                     break
             else:
                 return tuple(out)
-        return tuple(written_view(self._spec.backend, array).view(self._written) for array in out)
+        return tuple(self._as_written(written_view(self._spec.backend, array)) for array in out)
+
+    def _as_written(self, array: Flat) -> Flat:
+        # NumPy gives arrays without axes no view of another size.
+        return array.reshape(-1).view(self._written)
 
 
 def _raise(error: OutError) -> list[tuple[Array, ...]]:

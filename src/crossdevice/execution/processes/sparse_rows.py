@@ -50,7 +50,7 @@ def gathered_rows(
             joined([arrays[number] for arrays in of_ranks], 0, backend, device)
             for number in (2 * order, 2 * order + 1)
         )
-        shape = (len(indices), *backend.shape_of(first.values)[1:])
+        shape = (*backend.shape_of(indices), *backend.shape_of(first.values)[1:])
         rows = type(first)(backend.reshape(values, shape), indices, leaf.dense_shape)
         gathered[number] = dataclasses.replace(
             leaf, slices=(rows,), devices=(device,), num_replicas=sum(counts[number])

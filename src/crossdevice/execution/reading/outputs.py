@@ -195,7 +195,8 @@ def _why_not_writable(array: Any) -> str:
         "is not native: its bytes are in reverse order": not getattr(array.dtype, "isnative", True),
         "is a view that conjugates or negates": says("is_conj") or says("is_neg"),
     }
-    return next((reason for reason, holds in reasons.items() if holds), "cannot be written to where it is")
+    unknown = "cannot be written to where it is: it is read-only, not contiguous or not native"
+    return next((reason for reason, holds in reasons.items() if holds), unknown)
 
 
 def written_view(backend: Backend, out: Array) -> NDArray[Any]:
