@@ -254,7 +254,7 @@ def test_arrays_of_a_call_that_failed_are_kept_for_those_who_may_still_use_them(
     kept = []
     monkeypatch.setattr(peer_addresses, "_left_behind", kept)
     monkeypatch.setattr(
-        peer_addresses, "_meet", lambda call: (_ for _ in ()).throw(cd.errors.DeadlineError("late"))
+        peer_addresses, "meet", lambda call: (_ for _ in ()).throw(cd.errors.DeadlineError("late"))
     )
 
     def program(group):
