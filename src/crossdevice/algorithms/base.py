@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from crossdevice.algorithms.prepared_calls import PreparedCalls
 from crossdevice.algorithms.settings import Settings
 from crossdevice.algorithms.sharded_calls import ShardedCalls
 from crossdevice.costs.rounds import Round
@@ -35,7 +36,7 @@ from crossdevice.values.replica_scope import check_cross_replica
 from crossdevice.values.weights import factors_of, weights_for
 
 
-class CrossDeviceOps(ShardedCalls, Settings):
+class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
     """Combines values of several devices (reduce, batch_reduce, gather) and copies them (broadcast).
 
     `reduce_scatter`, `all_gather` and `all_to_all` do the same with a part for each replica.

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from crossdevice.algorithms.prepared_calls import PreparedCalls
 from crossdevice.execution.differentiation import read_recorded_leaves
 from crossdevice.execution.linear_maps import (
     Calls,
@@ -17,6 +16,7 @@ from crossdevice.execution.linear_maps import (
 )
 from crossdevice.execution.local.all_to_all import read_all_to_all
 from crossdevice.execution.local.scattering import Scatter, per_replica, read_scatter
+from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.structures import spread_pairs
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.options import CommunicationOptions
@@ -24,12 +24,19 @@ from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
 
 
-class ShardedCalls(PreparedCalls):
+class ShardedCalls:
     """What `CrossDeviceOps` does with a part for each replica, by its own reductions and gathers."""
 
     if TYPE_CHECKING:  # of CrossDeviceOps
+        batch_reduce: Callable[..., list[Any]]
         gather: Callable[..., Any]
+        _checked_op: Callable[[ReduceOp | str], ReduceOp]
+        _checked_factors: Callable[[Any, ReduceOp], tuple[float, ...]]
+        _chosen_options: Callable[[CommunicationOptions | None], CommunicationOptions]
         _differentiates: Callable[[ReduceOp], bool]
+
+        @property
+        def _between(self) -> BetweenProcesses | None: ...
 
         @property
         def _calls(self) -> Calls: ...

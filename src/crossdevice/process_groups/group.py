@@ -169,7 +169,7 @@ class ProcessGroup:
         timeout_seconds: float | None = None,
         *args: Any,
     ) -> Answer:
-        """What `work(call, *args)` does in the group's next call: as `call`, without a generator's cost."""
+        """What `work(call, *args)` does in the next call: `call` written out, as a generator takes longer."""
         before = self._num_calls
         if os.getpid() != self._process or self._lock.locked():
             self._check_free(what)

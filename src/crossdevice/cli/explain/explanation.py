@@ -100,10 +100,18 @@ def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str
         for engine in sorted(ENGINE_ALGORITHMS - {name}):
             everyone[engine] = predicted(ALGORITHMS.load(engine)(), topology, num_bytes, precision=precision)
     parts = everyone.pop(name, None) or predicted(algorithm, topology, num_bytes, precision=precision)
-    others = dict(sorted(everyone.items(), key=lambda item: item[1].seconds))
-    fallback = None if plan is None else algorithm.fallback_reason([b.device for b in plan.inputs])
-    asked = name, type(algorithm).__name__, topology, num_bytes, precision
-    return Explanation(*asked, parts, others, fallback, plan, simulation)
+    return Explanation(
+        algorithm=name,
+        title=type(algorithm).__name__,
+        topology=topology,
+        num_bytes=num_bytes,
+        precision=precision,
+        parts=parts,
+        others=dict(sorted(everyone.items(), key=lambda item: item[1].seconds)),
+        fallback=None if plan is None else algorithm.fallback_reason([b.device for b in plan.inputs]),
+        plan=plan,
+        simulation=simulation,
+    )
 
 
 def _seconds(parts: Parts) -> dict[str, float]:

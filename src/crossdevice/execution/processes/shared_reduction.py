@@ -10,12 +10,7 @@ from numpy.typing import NDArray
 
 from crossdevice.execution.processes.packs import PackedPiece, ProcessPack, pieces_between
 from crossdevice.execution.processes.travelling import LINE_ELEMENTS, shard_edges
-from crossdevice.kernels.host.fused_pass import (
-    STREAMED_BYTES,
-    bound_batch,
-    fused_batch,
-    fused_pass,
-)
+from crossdevice.kernels.host.fused_pass import STREAMED_BYTES, bound_batch, fused_batch, fused_pass
 from crossdevice.kernels.recipe import COPYING, Recipe
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared_arrays import NOWHERE, Bytes, Place

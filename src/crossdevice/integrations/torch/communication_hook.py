@@ -81,8 +81,11 @@ class ReproducibleMean:
 
     def _mean(self, gradients: torch.Tensor) -> Any:
         if self._ops is None:
-            formed = self._given or formed_group(self._ranks or [], "communication hook")
-            self._ops = CollectiveAllReduce(options=self._options, group=formed)
+            group = self._given
+            if group is None:
+                assert self._ranks is not None
+                group = formed_group(self._ranks, "communication hook")
+            self._ops = CollectiveAllReduce(options=self._options, group=group)
         # Not into the bucket: DistributedDataParallel copies gradients from wherever the result is.
         return self._ops.reduce(ReduceOp.MEAN, gradients, gradients)
 
