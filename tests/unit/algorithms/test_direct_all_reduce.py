@@ -44,5 +44,7 @@ def test_many_replicas_are_planned_in_a_time_that_grows_with_their_number():
 
     num_calls(65)  # what happens once, such as imports, has happened
     fewer, more = (b - a for a, b in itertools.pairwise(map(num_calls, (96, 160, 224))))
-    assert more == pytest.approx(fewer, rel=0.01)
+    # Counts vary by about one part in a hundred with what a process has done before (memo tables,
+    # collections of garbage); a plan that grew with the square would be half as much again.
+    assert more == pytest.approx(fewer, rel=0.1)
     assert fewer < 64 * 4000
