@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,16 @@ def compare_files(wheel: Path) -> None:
     if packed != there:
         lacking, foreign = sorted(there - packed), sorted(packed - there)
         raise CheckError(f"{wheel.name} lacks {lacking} of src/crossdevice, and has {foreign} besides")
+
+
+def check_links(wheel: Path) -> None:
+    """The description that the index shows has no relative links, which would lead nowhere there."""
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        description = archive.read(metadata).decode()
+    relative = re.findall(r"\]\((?!\w+:|#)([^)\s]+)", description)
+    if relative or "](https:" not in description:
+        raise CheckError(f"the description of {wheel.name} has relative links: {relative}")
 
 
 def uv(*arguments: str) -> None:
@@ -124,6 +135,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="crossdevice-") as folder, ThreadPoolExecutor() as pool:
             wheel = built(Path(folder) / "dist")
             compare_files(wheel)
+            check_links(wheel)
             place = Place(Path(folder), wheel)
             checks: list[Callable[[Place], None]] = [use, check_types]
             for running in [pool.submit(check, place) for check in checks]:
