@@ -35,6 +35,10 @@ def test_all_names_every_class_and_function_of_ours_and_nothing_else():
     assert set(PROMISED) <= found
 
 
+def test_completion_offers_the_public_names_and_nothing_else():
+    assert dir(cd) == sorted([*cd.__all__, "__version__", "errors"])
+
+
 @pytest.mark.parametrize("name", cd.__all__)
 def test_every_export_has_a_docstring_of_its_own(name):
     thing = getattr(cd, name)
