@@ -167,7 +167,7 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         place = shared_with if shares else copied_to
         if recorded is None:
             return place(tensor, devices)
-        linear = Combination(self.within_process()._calls, recorded.places, as_options(options))
+        linear = Combination(self._within_process()._calls, recorded.places, as_options(options))
         return recorded.called(lambda: [place(tensor, devices)], linear)[0]
 
     def gather(
@@ -215,7 +215,7 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         destinations: Any,
         options: CommunicationOptions,
     ) -> Any:
-        """Reduces one value; may be overridden. Public calls check arguments; `options` may be None."""
+        """Reduces one value; a subclass may override it. In a direct call, `options` may be None."""
         request = Request(read_value(per_replica_value), read_destinations(destinations))
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         return CheckedBatch([request], op, chosen).run(self._planner)[0]
@@ -226,7 +226,7 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
         options: CommunicationOptions,
     ) -> list[Any]:
-        """Reduces many values; may be overridden. One by one if only `reduce_implementation` is."""
+        """Reduces many values; a subclass may override it. One by one if it overrides only the above."""
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         value_destination_pairs = checked_pairs(value_destination_pairs)
         if self._overrides("reduce_implementation"):
@@ -241,7 +241,7 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         return CheckedBatch(requests, op, chosen).run(self._planner)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Copies one value to each destination device; may be overridden."""
+        """Copies one value to each destination device; a subclass may override it."""
         return copied_to(tensor, read_destinations(destinations))
 
     # ---------------------------------------------------------------- inside one process, or between several
@@ -255,13 +255,16 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         return op
 
     def _chosen_options(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """The options that count when a call is given these; None stands for none."""
+        """The options that a call runs with; None means the defaults."""
         return as_options(options)
 
     def _checked_factors(self, weights: Any, op: ReduceOp) -> tuple[float, ...]:
         if self.accumulation_fn is not None or self._overrides_hooks:
             what = "has an accumulation_fn" if self.accumulation_fn else "overrides reduce_implementation"
-            raise OptionError(f"weights with {type(self).__name__}, which {what}: that takes no weights")
+            raise OptionError(
+                f"weights with {type(self).__name__}, which {what}: that takes no weights; "
+                "multiply the values first"
+            )
         return factors_of(weights, op)
 
     def _reduce_weighted(
@@ -272,7 +275,7 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         outs: Sequence[Any],
         weights: Any,
     ) -> list[Any]:
-        """A call with weights, known or not."""
+        """`reduce` and `batch_reduce` with weights."""
         op = self._checked_op(reduce_op)
         factors = self._checked_factors(weights, op)
         key, known, columns = self._known_calls.find(op, pairs, options, outs, len(factors))
@@ -291,16 +294,18 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         is_batch: bool,
         factors: tuple[float, ...] | None = None,
     ) -> list[Any]:
-        """A call that is not known: read, checked, run, and kept under `key` unless that is None."""
+        """Reads, checks and runs a call that is not known; keeps it under `key` unless that is None."""
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         requests, rebuilt = read_requests(pairs, outs)
         recorded = recorded_leaves([(request.value, request.destinations) for request in requests], outs)
         if recorded is not None and factors is None and self._differentiates(op):
-            apart, _, _ = spread_pairs(pairs, outs)
-            again = (op, apart, chosen, [None] * len(apart), None)
-            run = functools.partial(self._reduce, *again, is_batch=is_batch)
+            spread, _, _ = spread_pairs(pairs, outs)
+            # Called with recording off, so it does not come here again.
+            run = functools.partial(
+                self._reduce, op, spread, chosen, [None] * len(spread), None, is_batch=is_batch
+            )
             return rebuilt(recorded.called(run, Combination(self._calls, recorded.places, chosen, op)))
-        batch = CheckedBatch(requests, op, chosen, in_any_order=self._can_be_known, factors=factors)
+        batch = CheckedBatch(requests, op, chosen, in_any_order=self._runs_locally, factors=factors)
         if self._overrides_hooks:
             targets = [target for _, target in spread_pairs(pairs, outs)[0]]
             return rebuilt(self._reduce_by_hooks(batch, targets, is_batch))
@@ -312,18 +317,18 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
                 self._known_calls.keep(key, batch, known)
         return rebuilt(results)
 
-    def within_process(self) -> CrossDeviceOps:
+    def _within_process(self) -> CrossDeviceOps:
         """The same algorithm with the same options, for the replicas of this process alone."""
         return self
 
     @property
     def _calls(self) -> Calls:
-        """What derivatives are made of."""
+        """The calls that compute derivatives."""
         return Calls(self.batch_reduce, self.gather)
 
     @property
     def _between(self) -> BetweenProcesses | None:
-        """What makes calls together with other processes; None where there is only this one."""
+        """Makes the calls that other processes take part in; None if none do."""
         return None
 
     def _gather(self, placed: Sequence[Placed], axis: int, options: CommunicationOptions) -> list[Any]:
@@ -337,7 +342,7 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         return explained(request, op, options, self._planner)
 
     def _reduce_by_hooks(self, batch: CheckedBatch, destinations: Sequence[Any], is_batch: bool) -> list[Any]:
-        """Hands every leaf to the overridden hook; a lone replica that stays where it is needs none."""
+        """Calls the overridden hook for every leaf, except for lone replicas that stay on their device."""
         op, options = batch.op, batch.options
         answers: list[Any] = [None] * len(batch.requests)
         pairs: list[tuple[PerReplica, Any]] = []
@@ -363,13 +368,13 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         return answers
 
     @property
-    def _can_be_known(self) -> bool:
-        """Whether a call like one made before can be run at once: here, by our own means."""
+    def _runs_locally(self) -> bool:
+        """Whether calls run plans in this process alone, so that they can be prepared and repeated."""
         return self._runs_plans
 
     @property
     def _runs_plans(self) -> bool:
-        """Whether a sum is a sum, and not whatever somebody put in its place."""
+        """Whether sums are planned, not made by an `accumulation_fn` or an overridden hook."""
         return self.accumulation_fn is None and not self._overrides_hooks
 
     def _differentiates(self, op: ReduceOp) -> bool:
@@ -385,7 +390,7 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
 
     @functools.cached_property
     def _known_calls(self) -> KnownCalls:
-        return KnownCalls(keeps=self._can_be_known or self._between is not None)
+        return KnownCalls(keeps=self._runs_locally or self._between is not None)
 
     @functools.cached_property
     def _planner(self) -> Planner:

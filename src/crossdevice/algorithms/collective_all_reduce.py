@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 def _in_turn(
     method: Callable[Concatenate[Any, Arguments], Answer],
 ) -> Callable[Concatenate[Any, Arguments], Answer]:
-    """A call that takes its place among those of the group even if it is refused before ranks meet."""
+    """A call that counts among those of the group even if it is refused before ranks meet."""
 
     @functools.wraps(method)
     def made(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
@@ -140,7 +140,7 @@ class CollectiveAllReduce(CrossDeviceOps):
     def _between(self) -> BetweenProcesses | None:
         return None if self.group is None else BetweenProcesses(self.group, self._planner.prepared)
 
-    def within_process(self) -> CrossDeviceOps:
+    def _within_process(self) -> CrossDeviceOps:
         """The same algorithm with the same options, for the replicas of this process alone."""
         alone = copy.copy(self)
         alone.group = None
@@ -151,13 +151,13 @@ class CollectiveAllReduce(CrossDeviceOps):
         return super()._calls._replace(rank=None if self.group is None else self.group.rank)
 
     @property
-    def _can_be_known(self) -> bool:
-        """Other processes take part: no call can be made without them, and axes are in one order for all."""
-        return self.group is None and super()._can_be_known
+    def _runs_locally(self) -> bool:
+        """Not with a group: its calls need the other processes, and axes in one order for all of them."""
+        return self.group is None and super()._runs_locally
 
     @property
     def _owner_of_started(self) -> object:
-        """Calls of one group are made one after the other, whichever object makes them."""
+        """The group: its calls run one after the other, whichever object starts them."""
         return super()._owner_of_started if self.group is None else self.group
 
     @property

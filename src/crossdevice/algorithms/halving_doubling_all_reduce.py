@@ -49,7 +49,7 @@ class HalvingDoublingAllReduce(PackedOps):
         return build.deliver([*results, *folded], destinations)
 
     def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round]:
-        """Partners far to near, then near to far, between a fold and its service if there is a surplus."""
+        """Far partners first, then back; a surplus is folded in before and gets its results after."""
         count = topology.num_devices
         num_members = 1 << (count.bit_length() - 1)
         num_folded = count - num_members

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from crossdevice.execution.bound import BoundReduction, side_streams_of
+from crossdevice.execution.bound import BoundReduction, bind_batch, bind_between_processes, side_streams_of
 from crossdevice.execution.local.batch import CheckedBatch, read_requests
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.pending import THIS_PROCESS, Pending, start
@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
 
 class PreparedCalls:
-    """What `CrossDeviceOps` does now for reductions that run later, once or many times."""
+    """The calls of `CrossDeviceOps` that prepare a reduction, or start it and return."""
 
     if TYPE_CHECKING:  # of CrossDeviceOps
         reduce: Callable[..., Any]
@@ -42,7 +42,7 @@ class PreparedCalls:
         def _between(self) -> BetweenProcesses | None: ...
 
         @property
-        def _can_be_known(self) -> bool: ...
+        def _runs_locally(self) -> bool: ...
 
         @property
         def _planner(self) -> Planner: ...
@@ -78,11 +78,11 @@ class PreparedCalls:
             out = checked_outs(out, len(value))
         call = Call(reduce_op, value, destinations, options, out, weights)
         batch, answer_of = self._checked(call)
-        if self._can_be_known:
-            return BoundReduction.of_batch(batch, self._planner, answer_of)
+        if self._runs_locally:
+            return bind_batch(batch, self._planner, answer_of)
         between = self._between
         if between is not None:
-            bound = BoundReduction.between_processes(batch, between, answer_of)
+            bound = bind_between_processes(batch, between, answer_of)
             if bound is not None:
                 return bound
         checked = call._replace(reduce_op=batch.op, options=batch.options, weights=batch.factors)
@@ -111,14 +111,14 @@ class PreparedCalls:
         """
         check_cross_replica("start_reduce")
         call = Call(reduce_op, value, destinations, options, out, weights)
-        if not self._can_be_known:
+        if not self._runs_locally:
             # Other processes or a user's own hook: all of the call is made in its turn, its checks too.
             return start(self._later(call), self._owner_of_started)
         batch, answer_of = self._checked(call)
         return start(lambda: answer_of(batch.run(self._planner)), side=side_streams_of(batch))
 
     def _checked(self, call: Call) -> tuple[CheckedBatch, Callable[[list[Any]], Any]]:
-        """A call as a checked batch, and what makes its answer of the results: one, or a list for pairs."""
+        """The checked batch of a call, and the function that makes its return value of the results."""
         is_batch = call.destinations is None
         pairs = checked_pairs(call.value) if is_batch else [(call.value, call.destinations)]
         outs = checked_outs(call.out, len(pairs)) if is_batch else [call.out]
@@ -129,7 +129,7 @@ class PreparedCalls:
         return batch, rebuilt if is_batch else lambda results: rebuilt(results)[0]
 
     def _later(self, call: Call) -> Callable[[], Any]:
-        """A plain call, to be made later."""
+        """The plain call, as a function without arguments."""
         op, value, destinations, options, out, weights = call
         if destinations is None:
             return functools.partial(self.batch_reduce, op, value, options, out=out, weights=weights)
@@ -137,5 +137,5 @@ class PreparedCalls:
 
     @property
     def _owner_of_started(self) -> object:
-        """Whose started calls are made one after the other."""
+        """The owner of started calls: those of one owner run one after the other."""
         return THIS_PROCESS

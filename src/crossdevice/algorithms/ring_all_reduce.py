@@ -57,5 +57,7 @@ class RingAllReduce(PackedOps):
         transfers = [(replica, (replica + 1) % count) for replica in topology.typical_devices]
         shard, hops = num_bytes / count, count - 1
         # Hop k carries k contributions: count / 2 on average.
-        summing = Round(transfers, shard, 2, hops, num_contributions=count / 2, is_ring=True)
-        return [summing, Round(transfers, shard, 0, hops, is_ring=True)]
+        summing = Round(
+            transfers, shard, num_added=2, repeats=hops, num_contributions=count / 2, is_ring=True
+        )
+        return [summing, Round(transfers, shard, repeats=hops, is_ring=True)]

@@ -25,7 +25,7 @@ from crossdevice.values.replica_scope import check_cross_replica
 
 
 class ShardedCalls:
-    """What `CrossDeviceOps` does with a part for each replica, by its own reductions and gathers."""
+    """The calls of `CrossDeviceOps` with a part for each replica, made of its reductions and gathers."""
 
     if TYPE_CHECKING:  # of CrossDeviceOps
         batch_reduce: Callable[..., list[Any]]
@@ -160,7 +160,7 @@ class ShardedCalls:
         options: CommunicationOptions,
         factors: tuple[float, ...] | None,
     ) -> list[Any]:
-        """Here, one batch of reductions, each of one part to one device: the ledger proves each of them."""
+        """In one process, a batch of reductions of one part to one device each, so each is proved."""
         if self._between is not None:
             return self._between.reduce_scatter(scatters, op, options, factors)
         pairs = [pair for scatter in scatters for pair in scatter.pairs()]
@@ -173,6 +173,6 @@ class ShardedCalls:
 
 
 def _spread(value: Any, out: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], list[Any]]]:
-    """The distributed values of a structure, the `out` of each, and what puts results in their places."""
+    """The distributed values of a structure, the `out` of each, and the function that rebuilds it."""
     spread, outs, rebuilt = spread_pairs([(value, None)], [out])
     return [each for each, _ in spread], outs, rebuilt

@@ -58,7 +58,12 @@ class TreeAllReduce(PackedOps):
                 levels.setdefault(depth[child], []).append((child, parent))
         rising = [
             # A family is at most two children and their parent; below a child at depth d are 2^-d of all.
-            Round(levels[depth], num_bytes / 2, 2 if depth == 1 else 3, num_contributions=count / 2**depth)
+            Round(
+                levels[depth],
+                num_bytes / 2,
+                num_added=2 if depth == 1 else 3,
+                num_contributions=count / 2**depth,
+            )
             for depth in sorted(levels, reverse=True)
         ]
         falling = [

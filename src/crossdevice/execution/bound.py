@@ -52,7 +52,7 @@ class BoundReduction:
         owner: object = THIS_PROCESS,
         side_streams: Callable[[], SideStreams | None] = lambda: None,
     ) -> None:
-        """`owner` is whose started reductions keep their order; `side_streams` is for arrays on GPUs."""
+        """Started reductions of one `owner` keep their order; `side_streams` is for arrays on GPUs."""
         self._run, self._check = run, check
         self._owner, self._side_streams = owner, side_streams
         self._start_anew()
@@ -118,75 +118,73 @@ class BoundReduction:
             lambda: convert(run()), self._check, owner=self._owner, side_streams=self._side_streams
         )
 
-    @classmethod
-    def of_batch(
-        cls,
-        batch: CheckedBatch,
-        planner: Planner,
-        answer_of: Callable[[list[Any]], Any],
-    ) -> BoundReduction:
-        """Of a checked batch; its results are made now, and written again by each call.
 
-        `answer_of` makes what a call returns of the results of all requests.
-        """
-        backends = {leaf.spec.backend for leaf in batch.dense}
-        side_streams = functools.partial(side_streams_of, batch)
-        is_fixed = not any(isinstance(leaf, SparseReduction) for leaf in batch.all_leaves)
-        if not is_fixed or any(backend.is_immutable for backend in backends):
-            return cls(lambda: answer_of(batch.run(planner)), side_streams=side_streams)
-        columns = [leaf.arrays for leaf in batch.dense]
-        prepared, weights = batch.prepared(planner), batch.weights
-        made = [None if leaf.out is None else tuple(leaf.out) for leaf in batch.dense]
-        if None in made:
-            new = prepared.run(columns, [None] * len(made), weights)
-            made = [out or results for out, results in zip(made, new, strict=True)]
-        outs = [out for out in made if out is not None]
-        answer = answer_of(batch.wrapped(outs))
-        work, memory = prepared.bound(columns, outs, weights), _Memory(batch.dense, outs)
-        is_on_gpus = all(leaf.spec.shared_gpu is not None for leaf in batch.dense)
+def bind_batch(
+    batch: CheckedBatch,
+    planner: Planner,
+    answer_of: Callable[[list[Any]], Any],
+) -> BoundReduction:
+    """Binds a checked batch; its results are made now, and written again by each call.
 
-        def run() -> Any:
-            work()
-            if is_on_gpus:
-                # To ask a thousand tensors for their addresses takes 0.2 ms: the GPU is at work meanwhile.
-                memory.check()
-            return answer
+    `answer_of` turns the results of all requests into what a call returns.
+    """
+    backends = {leaf.spec.backend for leaf in batch.dense}
+    side_streams = functools.partial(side_streams_of, batch)
+    is_fixed = not any(isinstance(leaf, SparseReduction) for leaf in batch.all_leaves)
+    if not is_fixed or any(backend.is_immutable for backend in backends):
+        return BoundReduction(lambda: answer_of(batch.run(planner)), side_streams=side_streams)
+    columns = [leaf.arrays for leaf in batch.dense]
+    prepared, weights = batch.prepared(planner), batch.weights
+    made = [None if leaf.out is None else tuple(leaf.out) for leaf in batch.dense]
+    if None in made:
+        new = prepared.run(columns, [None] * len(made), weights)
+        made = [out or results for out, results in zip(made, new, strict=True)]
+    outs = [out for out in made if out is not None]
+    answer = answer_of(batch.wrapped(outs))
+    work, memory = prepared.bound(columns, outs, weights), _Memory(batch.dense, outs)
+    is_on_gpus = all(leaf.spec.shared_gpu is not None for leaf in batch.dense)
 
-        return cls(run, None if is_on_gpus else memory.check, side_streams=side_streams)
+    def run() -> Any:
+        work()
+        if is_on_gpus:
+            # To ask a thousand tensors for their addresses takes 0.2 ms: the GPU is at work meanwhile.
+            memory.check()
+        return answer
 
-    @classmethod
-    def between_processes(
-        cls,
-        batch: CheckedBatch,
-        between: BetweenProcesses,
-        answer_of: Callable[[list[Any]], Any],
-    ) -> BoundReduction | None:
-        """Of a checked batch with other processes; None unless all of its arrays are dense, on the host.
+    return BoundReduction(run, None if is_on_gpus else memory.check, side_streams=side_streams)
 
-        Nobody is asked now. Each call is one of the group's, also if it is refused here.
-        """
-        prepared = between.prepared(batch)
-        if prepared is None or any(leaf.spec.backend.is_immutable for leaf in batch.dense):
-            return None
-        outs = [
-            between.empty_results(leaf.spec, dtype) if leaf.out is None else tuple(leaf.out)
-            for leaf, dtype in zip(batch.dense, batch.result_dtypes, strict=True)
-        ]
-        answer = answer_of(batch.wrapped(outs))
-        columns, memory = [leaf.arrays for leaf in batch.dense], _Memory(batch.dense, outs)
-        work = prepared.bound(columns, outs)
 
-        def run() -> Any:
-            finish_started(between.group)  # ranks make their calls in the order of their programs
-            try:
-                memory.check()
-            except BaseException as error:
-                between.group.refuse(f"{type(error).__name__}: {error}")
-                raise
-            work()
-            return answer
+def bind_between_processes(
+    batch: CheckedBatch,
+    between: BetweenProcesses,
+    answer_of: Callable[[list[Any]], Any],
+) -> BoundReduction | None:
+    """Binds a checked batch of several processes; None unless all of its arrays are dense, on the host.
 
-        return cls(run, owner=between.group)
+    Other processes are not asked now. Each call is one of the group's, also if it is refused here.
+    """
+    prepared = between.prepared(batch)
+    if prepared is None or any(leaf.spec.backend.is_immutable for leaf in batch.dense):
+        return None
+    outs = [
+        between.empty_results(leaf.spec, dtype) if leaf.out is None else tuple(leaf.out)
+        for leaf, dtype in zip(batch.dense, batch.result_dtypes, strict=True)
+    ]
+    answer = answer_of(batch.wrapped(outs))
+    columns, memory = [leaf.arrays for leaf in batch.dense], _Memory(batch.dense, outs)
+    work = prepared.bound(columns, outs)
+
+    def run() -> Any:
+        finish_started(between.group)  # ranks make their calls in the order of their programs
+        try:
+            memory.check()
+        except BaseException as error:
+            between.group.refuse(f"{type(error).__name__}: {error}")
+            raise
+        work()
+        return answer
+
+    return BoundReduction(run, owner=between.group)
 
 
 def side_streams_of(batch: CheckedBatch) -> SideStreams | None:

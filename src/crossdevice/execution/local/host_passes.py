@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.host_memory import address_range
 from crossdevice.backends.protocol import Array, Backend, dtype_named
-from crossdevice.execution.local.passes import LeafRange, Passes, Results, in_turn
+from crossdevice.execution.local.passes import LeafRange, Passes, Results, in_sequence
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Out, Outs
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.host.fused_pass import bound_batch, fused_batch, fused_pass, repeated_pass
@@ -121,7 +121,7 @@ class HostPasses(Passes):
             if spec.backend.counts_writes:
                 counted.setdefault(spec.backend, []).extend(outs[number])
         works += [functools.partial(backend.mark_written, arrays) for backend, arrays in counted.items()]
-        return in_turn(works)
+        return in_sequence(works)
 
     def _outputs(
         self, columns: Columns, outs: Outs, inputs: Mapping[int, list[NDArray[Any]]]

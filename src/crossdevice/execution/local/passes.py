@@ -13,8 +13,8 @@ from crossdevice.plans.packing import Pack
 from crossdevice.plans.plan import Plan
 
 
-def in_turn(works: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    """What makes all these calls, one after the other."""
+def in_sequence(works: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """One function that makes all these calls, one after the other."""
     if len(works) == 1:
         return works[0]
 

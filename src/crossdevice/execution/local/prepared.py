@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.execution.local.gpu_passes import GpuPasses, why_stepped
 from crossdevice.execution.local.host_passes import HostPasses
-from crossdevice.execution.local.passes import Results, in_turn
+from crossdevice.execution.local.passes import Results, in_sequence
 from crossdevice.execution.local.stepped_packs import SteppedPacks
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs, items_of
 from crossdevice.execution.tracing import Work, flight_recorder, now
@@ -110,7 +110,7 @@ class PreparedReduction:
 
     def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], None]:
         """What reduces these very arrays into those of `outs`, however often it is called."""
-        return in_turn([part.bound(columns, outs, weights) for part in self._parts])
+        return in_sequence([part.bound(columns, outs, weights) for part in self._parts])
 
 
 def recipe_for(

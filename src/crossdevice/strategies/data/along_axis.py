@@ -71,7 +71,7 @@ def _reduced(
                 partial = backend.dtype_of(_local(op, leaf.arrays[0][:0], axes, backend, dtype))
             partials = _of_all_processes(partials, shape, partial, backend, to, ops)
             places = [to] * len(partials)
-        ops = ops.within_process()
+        ops = ops._within_process()
     over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
     total = ops.reduce(over_replicas, PerReplica.of(tuple(partials), tuple(places)), to)
     if op is ReduceOp.MEAN:
