@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from crossdevice.choosing.by_cost import predicted_parts
+from crossdevice.choosing.by_cost import predicted_durations
 from crossdevice.costs.topology_files import read_topology
 
 PAGE = Path(__file__).parents[1] / "docs" / "choosing.md"
@@ -38,9 +38,9 @@ def machine_table(precision: str) -> Iterator[str]:
     yield "| --- | --- | " + " | ".join("---" for _ in ALGORITHMS) + " |"
     for machine in MACHINES:
         for size, num_bytes in SIZES.items():
-            parts = predicted_parts(read_topology(machine, 8), num_bytes, precision=precision)
-            best = min(ALGORITHMS, key=lambda name: parts[name].seconds)
-            cells = [time_text(parts[name].seconds) for name in ALGORITHMS]
+            durations = predicted_durations(read_topology(machine, 8), num_bytes, precision=precision)
+            best = min(ALGORITHMS, key=lambda name: durations[name].seconds)
+            cells = [time_text(durations[name].seconds) for name in ALGORITHMS]
             marked = [
                 f"**{cell}**" if name == best else cell for name, cell in zip(ALGORITHMS, cells, strict=True)
             ]
@@ -53,9 +53,9 @@ def order_table() -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- |"
     for count in COUNTS:
         for size, num_bytes in SIZES.items():
-            parts = predicted_parts(read_topology("hgx_h100", count), num_bytes, precision="fast")
-            order = sorted(ORDERED, key=lambda name: parts[name].seconds)
-            cells = [f"`{name}` {time_text(parts[name].seconds)}" for name in order]
+            durations = predicted_durations(read_topology("hgx_h100", count), num_bytes, precision="fast")
+            order = sorted(ORDERED, key=lambda name: durations[name].seconds)
+            cells = [f"`{name}` {time_text(durations[name].seconds)}" for name in order]
             yield f"| {count} | {size} | " + " | ".join(cells) + " |"
 
 

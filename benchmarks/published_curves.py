@@ -17,7 +17,7 @@ import math
 import sys
 from typing import NamedTuple
 
-from crossdevice.costs.engines import engine_parts
+from crossdevice.costs.engines import engine_duration
 from crossdevice.costs.topology import Topology
 from crossdevice.costs.topology_files import read_topology
 
@@ -106,7 +106,7 @@ def points_of(curve: Curve, topology: Topology) -> list[Point]:
         Point(
             size,
             published,
-            size / engine_parts(topology, size).seconds * bus_factor / GIGA,
+            size / engine_duration(topology, size).seconds * bus_factor / GIGA,
         )
         for size, published in zip(SIZES, curve.bus_bandwidths, strict=True)
         if published is not None

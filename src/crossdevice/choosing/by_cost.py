@@ -12,7 +12,7 @@ from pathlib import Path
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.choosing.choice import Choice, chosen
 from crossdevice.choosing.prediction import MAX_PLANNED_DEVICES, knows_rounds, predicted
-from crossdevice.costs.timing import Parts
+from crossdevice.costs.timing import Duration
 from crossdevice.costs.topology import Topology
 from crossdevice.costs.topology_files import read_topology
 from crossdevice.errors import OptionError, PlanError
@@ -45,18 +45,22 @@ def choice_by_cost(
     known = {} if measured is None else measured_seconds(measured, num_devices, num_bytes)
     if known:
         return _fastest(known, f"measured in {Path(str(measured)).name}")
-    parts = predicted_parts(machine.with_devices(num_devices), num_bytes, precision=precision)
-    choice = _fastest({name: each.seconds for name, each in parts.items()}, f"predicted on {machine.name}")
-    own = parts[choice.name]
+    durations = predicted_durations(machine.with_devices(num_devices), num_bytes, precision=precision)
+    choice = _fastest(
+        {name: each.seconds for name, each in durations.items()}, f"predicted on {machine.name}"
+    )
+    own = durations[choice.name]
     return choice._replace(reason=f"{choice.reason}; {_explained(own)}") if own.seconds else choice
 
 
-def predicted_parts(topology: Topology, num_bytes: int, *, precision: str = "accurate") -> dict[str, Parts]:
+def predicted_durations(
+    topology: Topology, num_bytes: int, *, precision: str = "accurate"
+) -> dict[str, Duration]:
     """What every algorithm but engines would take; on many devices those that know their rounds.
 
     One that cannot be loaded or planned is left out with a warning: any installed package may bring one.
     """
-    found: dict[str, Parts] = {}
+    found: dict[str, Duration] = {}
     for name in ALGORITHMS:
         if name in ENGINE_ALGORITHMS:
             continue
@@ -100,12 +104,12 @@ def _fastest(seconds: Mapping[str, float], evidence: str) -> Choice:
     return chosen(first, reason, order)
 
 
-def _explained(parts: Parts) -> str:
+def _explained(duration: Duration) -> str:
     """What most of the time is, and so what decides."""
     shares = {
-        "latency, so few rounds win": parts.latency_seconds,
-        "bytes on links, so little traffic on the busiest link wins": parts.bandwidth_seconds,
-        "additions, so spreading them over devices wins": parts.reduction_seconds,
+        "latency, so few rounds win": duration.latency_seconds,
+        "bytes on links, so little traffic on the busiest link wins": duration.bandwidth_seconds,
+        "additions, so spreading them over devices wins": duration.reduction_seconds,
     }
     what = max(shares, key=lambda each: shares[each])
-    return f"{shares[what] / parts.seconds:.0%} of its time is {what}"
+    return f"{shares[what] / duration.seconds:.0%} of its time is {what}"

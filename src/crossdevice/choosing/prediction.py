@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.nccl_all_reduce import NcclAllReduce
-from crossdevice.costs.engines import engine_parts
-from crossdevice.costs.rounds import rounds_parts
+from crossdevice.costs.engines import engine_duration
+from crossdevice.costs.rounds import rounds_duration
 from crossdevice.costs.simulation import simulate
-from crossdevice.costs.timing import Parts, fused_pass_parts
+from crossdevice.costs.timing import Duration, fused_pass_duration
 from crossdevice.costs.topology import Topology
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.ledger import proved_plan
@@ -44,23 +44,23 @@ def knows_rounds(algorithm: CrossDeviceOps) -> bool:
 
 def predicted(
     algorithm: CrossDeviceOps, topology: Topology, num_bytes: int, *, precision: str = "accurate"
-) -> Parts:
+) -> Duration:
     """The time of an all-reduce and its parts; where memory is shared, that of one fused pass.
 
     Under `"fast"` partial sums travel; else the contributions they are made of.
     """
     count = topology.num_devices
     if topology.shares_memory:
-        return fused_pass_parts(count, count, num_bytes, topology)
+        return fused_pass_duration(count, count, num_bytes, topology)
     if (
         topology.engine is not None
         and isinstance(algorithm, NcclAllReduce)
         and algorithm.fallback_reason(devices_of(topology)) is None
     ):
-        return engine_parts(topology, num_bytes)
+        return engine_duration(topology, num_bytes)
     unsummed = precision != "fast"
     rounds = algorithm.plan_rounds(topology, num_bytes) if count > MAX_PLANNED_DEVICES else None
     if rounds is not None:
-        return rounds_parts(rounds, topology, unsummed=unsummed)
+        return rounds_duration(rounds, topology, unsummed=unsummed)
     plan = planned_all_reduce(algorithm, topology, num_bytes)
-    return simulate(plan, topology, FLOAT_BYTES, unsummed=unsummed).parts
+    return simulate(plan, topology, FLOAT_BYTES, unsummed=unsummed).duration

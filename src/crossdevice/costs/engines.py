@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from crossdevice.costs.timing import Parts
+from crossdevice.costs.timing import Duration
 from crossdevice.costs.topology import Topology
 from crossdevice.errors import TopologyError
 
@@ -18,13 +18,13 @@ HOPS_IN_SWITCH = 4
 """To the switch and back, once to add and once to share."""
 
 
-def engine_parts(topology: Topology, num_bytes: float) -> Parts:
+def engine_duration(topology: Topology, num_bytes: float) -> Duration:
     """One all-reduce by the engine: the faster of rings and, where there is one, a switch that adds."""
     engine = topology.engine
     if engine is None:
         raise TopologyError(f"topology {topology.name!r} describes no engine; expected an [engine] table")
     count = topology.num_devices
-    call = Parts(engine.call_seconds)
+    call = Duration(engine.call_seconds)
     if count == 1:
         return call
     # Around the devices of a node twice, over rings that use every link.
@@ -40,8 +40,8 @@ def engine_parts(topology: Topology, num_bytes: float) -> Parts:
         # A device's own share needs no link.
         bandwidth = topology.ring_bytes_per_second() * engine.in_switch_efficiency * (count - 1) / count
         ways.append(_piped(HOPS_IN_SWITCH * engine.hop_seconds, num_bytes / bandwidth))
-    return call.plus(min(ways, key=lambda parts: parts.seconds))
+    return call.plus(min(ways, key=lambda duration: duration.seconds))
 
 
-def _piped(latency_seconds: float, bytes_seconds: float) -> Parts:
-    return Parts(latency_seconds + 2 * math.sqrt(latency_seconds * bytes_seconds), bytes_seconds)
+def _piped(latency_seconds: float, bytes_seconds: float) -> Duration:
+    return Duration(latency_seconds + 2 * math.sqrt(latency_seconds * bytes_seconds), bytes_seconds)

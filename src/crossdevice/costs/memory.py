@@ -10,10 +10,10 @@ from crossdevice.values.device import Device
 
 
 def peak_bytes(plan: Plan, item_bytes: int, *, unsummed: bool = False) -> dict[Device, int]:
-    """The most that inputs, which stay, and buffers take at one time.
+    """The most bytes that inputs and buffers occupy on each device at one time.
 
-    Parts are views, and results are rounded where their sum was. With `unsummed` a partial sum is the list
-    of its contributions: adding to it makes nothing, finishing it makes one array.
+    Inputs stay. Parts are views, and results are rounded in place of their sum. With `unsummed` a partial sum
+    is the list of its contributions: adding to it allocates nothing, finishing it allocates one array.
     """
     inputs = {buffer.number for buffer in plan.inputs}
     held: collections.Counter[Device] = collections.Counter()

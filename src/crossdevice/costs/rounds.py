@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from crossdevice.costs.timing import Parts, addition_parts, served_bytes, transfer_parts
+from crossdevice.costs.timing import Duration, addition_duration, served_bytes, transfer_duration
 from crossdevice.costs.topology import Link, Route, Topology
 
 
@@ -31,39 +31,41 @@ class Round(NamedTuple):
     is_ring: bool = False
 
 
-def rounds_parts(rounds: Sequence[Round], topology: Topology, *, unsummed: bool = False) -> Parts:
+def rounds_duration(rounds: Sequence[Round], topology: Topology, *, unsummed: bool = False) -> Duration:
     """The time of rounds one after the other, and where it goes; `unsummed` as in `Plan.traffic`."""
-    total = Parts()
+    total = Duration()
     routes: list[Route] = []
     routed: Sequence[tuple[int, int]] = ()
-    for one in rounds:
-        num_bytes = one.num_bytes * (one.num_contributions if unsummed else 1)
-        if one.transfers and num_bytes and one.repeats:
-            if one.transfers is not routed:  # rounds that share their list share their routes
-                routed = one.transfers
+    for current in rounds:
+        num_bytes = current.num_bytes * (current.num_contributions if unsummed else 1)
+        if current.transfers and num_bytes and current.repeats:
+            if current.transfers is not routed:  # rounds that share their list share their routes
+                routed = current.transfers
                 routes = [topology.route(source, target) for source, target in routed]
-            total = total.plus(_round_parts(one._replace(num_bytes=num_bytes), routes, topology))
+            total = total.plus(_round_duration(current._replace(num_bytes=num_bytes), routes, topology))
     return total
 
 
-def _round_parts(one: Round, routes: Sequence[Route], topology: Topology) -> Parts:
+def _round_duration(current: Round, routes: Sequence[Route], topology: Topology) -> Duration:
     loads: dict[Link, float] = collections.defaultdict(float)
     for route in routes:
         for link in route.links:
-            loads[link] += served_bytes(one.num_bytes, route)
-    adding = addition_parts(one.num_added, one.num_bytes, topology) if one.num_added else Parts()
+            loads[link] += served_bytes(current.num_bytes, route)
+    adding = (
+        addition_duration(current.num_added, current.num_bytes, topology) if current.num_added else Duration()
+    )
     hops = []
     for route in routes:
-        alone = served_bytes(one.num_bytes, route) / route.bytes_per_second
+        alone = served_bytes(current.num_bytes, route) / route.bytes_per_second
         busy = max(alone, _link_seconds(route, loads))  # on links that it shares
-        hops.append(transfer_parts(busy, one.num_bytes, route).plus(adding))
-    if not one.is_ring:
-        return max(hops, key=lambda parts: parts.seconds).times(one.repeats)
-    one_shard = functools.reduce(Parts.plus, hops).times(one.repeats / len(hops))
+        hops.append(transfer_duration(busy, current.num_bytes, route).plus(adding))
+    if not current.is_ring:
+        return max(hops, key=lambda duration: duration.seconds).times(current.repeats)
+    one_shard = functools.reduce(Duration.plus, hops).times(current.repeats / len(hops))
     # Shards that queue for a link follow each other at the link's speed, not at that of its slowest route.
     busiest = max(routes, key=lambda route: _link_seconds(route, loads))
-    queue = transfer_parts(one.repeats * _link_seconds(busiest, loads), one.num_bytes, busiest)
-    return max(one_shard, queue, key=lambda parts: parts.seconds)
+    queue = transfer_duration(current.repeats * _link_seconds(busiest, loads), current.num_bytes, busiest)
+    return max(one_shard, queue, key=lambda duration: duration.seconds)
 
 
 def _link_seconds(route: Route, loads: dict[Link, float]) -> float:

@@ -10,9 +10,15 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, assert_never
 
-from crossdevice.costs.engines import engine_parts
+from crossdevice.costs.engines import engine_duration
 from crossdevice.costs.memory import peak_bytes
-from crossdevice.costs.timing import Parts, addition_parts, fused_pass_parts, served_bytes, transfer_parts
+from crossdevice.costs.timing import (
+    Duration,
+    addition_duration,
+    fused_pass_duration,
+    served_bytes,
+    transfer_duration,
+)
 from crossdevice.costs.topology import Link, Route, Topology
 from crossdevice.errors import TopologyError
 from crossdevice.plans import steps
@@ -35,7 +41,7 @@ class Span(NamedTuple):
 class Simulation(NamedTuple):
     """What a plan costs on a topology."""
 
-    parts: Parts
+    duration: Duration
     link_bytes: Mapping[str, int]
     peak_bytes: Mapping[Device, int]
     spans: tuple[Span, ...]
@@ -43,7 +49,7 @@ class Simulation(NamedTuple):
     @property
     def seconds(self) -> float:
         """From the first step to the last result."""
-        return self.parts.seconds
+        return self.duration.seconds
 
 
 def simulate(plan: Plan, topology: Topology, item_bytes: int = 4, *, unsummed: bool = False) -> Simulation:
@@ -58,12 +64,12 @@ def simulate(plan: Plan, topology: Topology, item_bytes: int = 4, *, unsummed: b
         )
     run = _Run(plan, topology, item_bytes, places, unsummed=unsummed)
     run.run()
-    parts = run.parts
+    duration = run.duration
     if topology.shares_memory:
         num_bytes = plan.num_elements * item_bytes
-        parts = fused_pass_parts(len(plan.inputs), len(plan.outputs), num_bytes, topology)
+        duration = fused_pass_duration(len(plan.inputs), len(plan.outputs), num_bytes, topology)
     peaks = peak_bytes(plan, item_bytes, unsummed=unsummed)
-    return Simulation(parts, dict(run.link_bytes), peaks, tuple(sorted(run.spans.values())))
+    return Simulation(duration, dict(run.link_bytes), peaks, tuple(sorted(run.spans.values())))
 
 
 def places_of(plan: Plan) -> dict[Device, int]:
@@ -98,23 +104,23 @@ class _Run:
             self._missing.append(len(distinct))
             for source in distinct:
                 self._consumers[source].append(number)
-        self._before: dict[int, Parts] = {}
-        self._after: dict[int, Parts] = {}
-        self._free: dict[Device, tuple[float, Parts]] = {}
+        self._before: dict[int, Duration] = {}
+        self._after: dict[int, Duration] = {}
+        self._free: dict[Device, tuple[float, Duration]] = {}
         self._flows: dict[int, _Flow] = {}
         self._on_link: dict[Link, set[int]] = collections.defaultdict(set)
         self._events: list[tuple[float, int, Any]] = []
-        """When, in which order, and what: a function of the time that returns the links it touches."""
+        """The time, the order among equal times, and a function of the time that returns changed links."""
         self._order = itertools.count()
         self._outputs = {buffer.number for buffer in plan.outputs}
-        self.parts = Parts()
+        self.duration = Duration()
         self.spans: dict[int, Span] = {}
         self.link_bytes: collections.Counter[str] = collections.Counter()
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Handles events until none are left."""
         for buffer in self._plan.inputs:
-            self._available(buffer, 0.0, Parts())
+            self._available(buffer, 0.0, Duration())
         while self._events:
             now = self._events[0][0]
             touched: set[Link] = set()
@@ -126,17 +132,17 @@ class _Run:
     def _push(self, seconds: float, happens: Callable[..., set[Link]], *step: int) -> None:
         heapq.heappush(self._events, (seconds, next(self._order), functools.partial(happens, *step)))
 
-    def _available(self, buffer: Buffer, now: float, parts: Parts) -> None:
-        if buffer.number in self._outputs and parts.seconds >= self.parts.seconds:
-            self.parts = parts
+    def _available(self, buffer: Buffer, now: float, chain: Duration) -> None:
+        if buffer.number in self._outputs and chain.seconds >= self.duration.seconds:
+            self.duration = chain
         for step in self._consumers[buffer.number]:
             self._missing[step] -= 1
             if self._missing[step] == 0:
-                self._begin(step, now, parts)
+                self._begin(step, now, chain)
 
-    def _begin(self, number: int, now: float, parts: Parts) -> None:
+    def _begin(self, number: int, now: float, chain: Duration) -> None:
         step = self._plan.steps[number]
-        self._before[number] = parts
+        self._before[number] = chain
         match step:
             case steps.Copy() if step.source.device != step.target.device and step.source.length:
                 ends = (self._places[buffer.device] for buffer in (step.source, step.target))
@@ -151,28 +157,28 @@ class _Run:
             case steps.Copy() | steps.Add():
                 num_arrays = len(sources_of(step))
                 num_bytes = step.target.length * self._item_bytes
-                cost = addition_parts(num_arrays, num_bytes, self._topology) if num_bytes else Parts()
+                cost = addition_duration(num_arrays, num_bytes, self._topology) if num_bytes else Duration()
                 self._compute(number, step.target.device, now, cost)
             case steps.Finish() | steps.Split() | steps.Join():
                 # Rounding is part of the last addition, parts are views, and shards arrive in their place.
                 self.spans[number] = Span(number, now, now)
                 for target in targets_of(step):
-                    self._available(target, now, parts)
+                    self._available(target, now, chain)
             case steps.EngineAllReduce():
                 num_bytes = step.sources[0].length * self._item_bytes
-                self._take(number, now, parts, engine_parts(self._topology, num_bytes))
+                self._take(number, now, chain, engine_duration(self._topology, num_bytes))
             case _:
                 assert_never(step)
 
-    def _compute(self, number: int, device: Device, now: float, cost: Parts) -> None:
+    def _compute(self, number: int, device: Device, now: float, cost: Duration) -> None:
         """A device does one addition at a time; what it waits for is part of the chain."""
-        free, busy_with = self._free.get(device, (0.0, Parts()))
+        free, busy_with = self._free.get(device, (0.0, Duration()))
         before = busy_with if free > now else self._before[number]
         done = self._take(number, max(free, now), before, cost)
         self._free[device] = (done, self._after[number])
 
-    def _take(self, number: int, start: float, before: Parts, cost: Parts) -> float:
-        """A step that takes its time from here on, whatever others do; returns its end."""
+    def _take(self, number: int, start: float, before: Duration, cost: Duration) -> float:
+        """A step that takes a fixed time from `start` on; returns its end."""
         done = start + cost.seconds
         self._after[number] = before.plus(cost)
         self.spans[number] = Span(number, start, done)
@@ -200,14 +206,14 @@ class _Run:
         for link in flow.route.links:
             self._on_link[link].discard(number)
         num_bytes = self._bytes_of(sources_of(self._plan.steps[number])[0])
-        cost = transfer_parts(now - flow.entered_seconds, num_bytes, flow.route)
+        cost = transfer_duration(now - flow.entered_seconds, num_bytes, flow.route)
         self._after[number] = self._before[number].plus(cost)
         self.spans[number] = self.spans[number]._replace(stop_seconds=now)
         self._done(number, now)
         return set(flow.route.links)
 
     def _share(self, touched: set[Link], now: float) -> None:
-        """New rates for the flows on these links: an equal share of the link that has least to give."""
+        """New rates for the flows on these links: an equal share of their slowest link."""
         for number in {flow for link in touched for flow in self._on_link[link]}:
             flow = self._flows[number]
             flow.left_bytes = max(0.0, flow.left_bytes - flow.rate * (now - flow.since_seconds))

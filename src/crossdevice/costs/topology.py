@@ -66,7 +66,7 @@ class Switched:
 
 @dataclasses.dataclass(frozen=True)
 class HostBridge:
-    """Devices below PCIe switches, switches below sockets; without peer access copies rest in host memory."""
+    """Devices below PCIe switches, switches below sockets; without peer access, copies cross host memory."""
 
     bytes_per_second: float
     cost: Cost
@@ -116,7 +116,7 @@ class DirectLinks:
 Fabric: TypeAlias = SharedMemory | Switched | HostBridge | DirectLinks
 
 FABRICS = {"memory": SharedMemory, "switch": Switched, "host": HostBridge, "pairs": DirectLinks}
-"""What files call them."""
+"""By the names that topology files use."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing.by_cost import ENGINE_ALGORITHMS, predicted_parts
+from crossdevice.choosing.by_cost import ENGINE_ALGORITHMS, predicted_durations
 from crossdevice.choosing.choose_algorithm import choose_algorithm
 from crossdevice.costs.topology_files import read_topology
 from crossdevice.errors import OptionError
@@ -18,8 +18,8 @@ FOUR = ("ring", "tree", "halving_doubling", "hierarchical_copy")
 
 def order(count, size):
     """The four of them, fastest first, with partial sums that travel summed."""
-    parts = predicted_parts(read_topology("hgx_h100", count), size, precision="fast")
-    return sorted(FOUR, key=lambda name: parts[name].seconds)
+    durations = predicted_durations(read_topology("hgx_h100", count), size, precision="fast")
+    return sorted(FOUR, key=lambda name: durations[name].seconds)
 
 
 def test_16384_devices_are_timed_from_few_transfers():

@@ -7,7 +7,7 @@ import pytest
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.choosing.prediction import planned_all_reduce
 from crossdevice.costs.memory import peak_bytes
-from crossdevice.costs.rounds import rounds_parts
+from crossdevice.costs.rounds import rounds_duration
 from crossdevice.costs.simulation import simulate
 from crossdevice.costs.topology import Cost, Switched
 from crossdevice.costs.topology_files import read_topology
@@ -66,16 +66,16 @@ def test_a_message_keeps_its_links_busy_for_itself():
 
 def test_additions_of_one_device_wait_for_each_other():
     topology = dataclasses.replace(plain(4, latency=0.0), memory_bytes_per_second=1e9, step_seconds=1e-6)
-    parts = timed("one_device", topology, 4000).parts
-    assert parts.reduction_seconds == pytest.approx(5 * 4e-6)
-    assert parts.bandwidth_seconds == pytest.approx(6 * 4e-6)
-    assert parts.latency_seconds == pytest.approx(1e-6)
+    duration = timed("one_device", topology, 4000).duration
+    assert duration.reduction_seconds == pytest.approx(5 * 4e-6)
+    assert duration.bandwidth_seconds == pytest.approx(6 * 4e-6)
+    assert duration.latency_seconds == pytest.approx(1e-6)
 
 
 def test_parts_add_up_and_spans_lie_within_them():
     for name in WITH_ROUNDS:
         simulation = timed(name, read_topology("dgx1v"), MIB)
-        assert sum(simulation.parts) == pytest.approx(simulation.seconds)
+        assert sum(simulation.duration) == pytest.approx(simulation.seconds)
         assert max(span.stop_seconds for span in simulation.spans) == pytest.approx(simulation.seconds)
 
 
@@ -148,7 +148,7 @@ def test_rounds_agree_with_the_event_queue_on_one_node(name, machine, count):
     is_symmetric = machine == "hgx_h100" and (name != "halving_doubling" or count in (2, 8))
     least, most = (0.95, 1.05) if is_symmetric else (0.65, 1.75)
     for size in (KIB * 15, MIB * 15, GIB // 16 * 15):
-        seconds = rounds_parts(rounds(topology, size), topology).seconds
+        seconds = rounds_duration(rounds(topology, size), topology).seconds
         assert least <= seconds / timed(name, topology, size).seconds <= most, size
 
 
@@ -157,5 +157,5 @@ def test_rounds_agree_with_the_event_queue_on_two_and_four_nodes(name):
     for count in (16, 32):
         topology = read_topology("hgx_h100", count)
         for size in (32 * KIB, 32 * MIB):
-            seconds = rounds_parts(ALGORITHMS.load(name)().plan_rounds(topology, size), topology).seconds
+            seconds = rounds_duration(ALGORITHMS.load(name)().plan_rounds(topology, size), topology).seconds
             assert seconds == pytest.approx(timed(name, topology, size).seconds, rel=0.35), (count, size)

@@ -11,7 +11,7 @@ import numpy as np
 
 from crossdevice.algorithms.direct_all_reduce import DirectAllReduce
 from crossdevice.cli.bench.workload import GIGABYTE
-from crossdevice.costs.timing import fused_pass_parts
+from crossdevice.costs.timing import fused_pass_duration
 from crossdevice.costs.topology_files import read_topology
 from crossdevice.plans.rendering import size_text
 from crossdevice.values.distributed import PerReplica
@@ -57,7 +57,7 @@ def calibrate(path: Path, num_devices: int, *, turns: int = TURNS, shrink: int =
     print("# measured: calls that the fit has not seen, lower quartile of each size")
     print(f"{'size':>9} {'measured':>12} {'predicted':>12}  us")
     for size, seconds in to_check.items():
-        predicted = fused_pass_parts(num_devices, num_devices, size, topology).seconds
+        predicted = fused_pass_duration(num_devices, num_devices, size, topology).seconds
         times = f"{seconds / MICROSECOND:12.1f} {predicted / MICROSECOND:12.1f}"
         print(f"{size_text(size):>9} {times}  {predicted / seconds - 1:+.0%}")
     spread = spread_of(calls)

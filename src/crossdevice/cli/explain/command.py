@@ -12,7 +12,7 @@ from crossdevice.cli.explain.explanation import Explanation, explanation_of
 from crossdevice.cli.explain.plan_page import plan_page
 from crossdevice.cli.output_file import output_file
 from crossdevice.cli.terminal import Section, show
-from crossdevice.costs.timing import Parts
+from crossdevice.costs.timing import Duration
 from crossdevice.costs.topology_files import read_topology, topology_names
 from crossdevice.errors import OptionError
 from crossdevice.plans.rendering import devices_text, size_text
@@ -79,7 +79,7 @@ def _headline(explanation: Explanation) -> list[str]:
         f"{explanation.title}: all-reduce of {size_text(explanation.num_bytes)} on "
         f"{devices_text(topology.num_devices)}{where}, precision {explanation.precision}",
         f"{topology.name}: {topology.summary}",
-        f"predicted: {_time(explanation.parts.seconds)} ({_split(explanation.parts)})",
+        f"predicted: {_time(explanation.duration.seconds)} ({_split(explanation.duration)})",
         f"why: {explanation.reason}",
     ]
     if explanation.fallback is not None:
@@ -90,7 +90,7 @@ def _headline(explanation: Explanation) -> list[str]:
 
 
 def _sections(explanation: Explanation) -> Iterator[Section]:
-    simulation, own = explanation.simulation, explanation.parts.seconds
+    simulation, own = explanation.simulation, explanation.duration.seconds
     if simulation is not None:
         if not explanation.topology.shares_memory:
             links = sorted(simulation.link_bytes.items(), key=lambda item: -item[1])
@@ -100,14 +100,14 @@ def _sections(explanation: Explanation) -> Iterator[Section]:
         yield Section("peak memory per device, step by step", ("device", "bytes"), peaks)
     others = [
         # One device takes no time, whatever the algorithm.
-        (name, _time(parts.seconds), f"{parts.seconds / own:.3g}" if own else "1", _split(parts))
-        for name, parts in explanation.others.items()
+        (name, _time(duration.seconds), f"{duration.seconds / own:.3g}" if own else "1", _split(duration))
+        for name, duration in explanation.others.items()
     ]
     yield Section("what other algorithms would cost", ("algorithm", "time", "times", "parts"), others)
 
 
-def _split(parts: Parts) -> str:
-    latency, bandwidth, reduction = parts
+def _split(duration: Duration) -> str:
+    latency, bandwidth, reduction = duration
     return f"latency {_time(latency)}, bandwidth {_time(bandwidth)}, reduction {_time(reduction)}"
 
 

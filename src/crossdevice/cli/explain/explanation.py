@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing.by_cost import ENGINE_ALGORITHMS, predicted_parts
+from crossdevice.choosing.by_cost import ENGINE_ALGORITHMS, predicted_durations
 from crossdevice.choosing.prediction import FLOAT_BYTES, planned_all_reduce, predicted
 from crossdevice.costs.simulation import Simulation, simulate
-from crossdevice.costs.timing import Parts
+from crossdevice.costs.timing import Duration
 from crossdevice.costs.topology import Topology
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.rendering import render_plan
@@ -29,8 +29,8 @@ class Explanation(NamedTuple):
     topology: Topology
     num_bytes: int
     precision: str
-    parts: Parts
-    others: Mapping[str, Parts]
+    duration: Duration
+    others: Mapping[str, Duration]
     fallback: str | None
     plan: Plan | None
     simulation: Simulation | None
@@ -39,26 +39,26 @@ class Explanation(NamedTuple):
     def reason(self) -> str:
         """Why one would choose it here, or would not."""
         # Engines sum in their own way: they are listed, but not held against what keeps every bit.
-        rivals = [(name, parts) for name, parts in self.others.items() if name not in ENGINE_ALGORITHMS]
+        rivals = [(name, duration) for name, duration in self.others.items() if name not in ENGINE_ALGORITHMS]
         if self.topology.shares_memory:
             return "all devices share one memory: every algorithm becomes the same fused pass"
         if self.topology.num_devices == 1:
             return "with one device there is nothing to send: every algorithm takes no time"
         if not rivals:
             return "there is nothing to compare it with"
-        best, parts = rivals[0]
-        least = min(self.parts.seconds, parts.seconds)
+        best, other = rivals[0]
+        least = min(self.duration.seconds, other.seconds)
         engines = ENGINE_ALGORITHMS & self.others.keys()
         faster = [name for name in sorted(engines) if self.others[name].seconds < least]
         aside = f" ({', '.join(faster)} aside, which adds in its own order)" if faster else ""
-        if self.parts.seconds <= parts.seconds:
-            times = parts.seconds / self.parts.seconds
+        if self.duration.seconds <= other.seconds:
+            times = other.seconds / self.duration.seconds
             return f"the fastest here{aside}: the next, {best}, takes {times:.2f} times as long"
-        slower = self.parts.seconds / parts.seconds
+        slower = self.duration.seconds / other.seconds
         gaps = {
-            "more rounds and messages": self.parts.latency_seconds - parts.latency_seconds,
-            "more bytes on its busiest link": self.parts.bandwidth_seconds - parts.bandwidth_seconds,
-            "more additions on one device": self.parts.reduction_seconds - parts.reduction_seconds,
+            "more rounds and messages": self.duration.latency_seconds - other.latency_seconds,
+            "more bytes on its busiest link": self.duration.bandwidth_seconds - other.bandwidth_seconds,
+            "more additions on one device": self.duration.reduction_seconds - other.reduction_seconds,
         }
         why = max(gaps, key=lambda gap: gaps[gap])
         return f"{best} is the fastest here{aside}: this takes {slower:.2f} times as long, mostly for {why}"
@@ -78,10 +78,10 @@ class Explanation(NamedTuple):
             "nodes": self.topology.num_nodes,
             "bytes": self.num_bytes,
             "precision": self.precision,
-            **_seconds(self.parts),
+            **_seconds(self.duration),
             "fallback": self.fallback,
             "reason": self.reason,
-            "others": {name: _seconds(parts) for name, parts in self.others.items()},
+            "others": {name: _seconds(duration) for name, duration in self.others.items()},
             "link_bytes": dict(simulation.link_bytes) if simulation else {},
             "peak_bytes": {str(d): size for d, size in simulation.peak_bytes.items()} if simulation else {},
             "steps": self.steps(),
@@ -95,18 +95,18 @@ def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str
     if topology.num_devices <= MAX_LISTED_DEVICES:
         plan = planned_all_reduce(algorithm, topology, num_bytes)
         simulation = simulate(plan, topology, FLOAT_BYTES, unsummed=precision != "fast")
-    everyone = predicted_parts(topology, num_bytes, precision=precision)
+    everyone = predicted_durations(topology, num_bytes, precision=precision)
     if topology.engine is not None:
         for engine in sorted(ENGINE_ALGORITHMS - {name}):
             everyone[engine] = predicted(ALGORITHMS.load(engine)(), topology, num_bytes, precision=precision)
-    parts = everyone.pop(name, None) or predicted(algorithm, topology, num_bytes, precision=precision)
+    duration = everyone.pop(name, None) or predicted(algorithm, topology, num_bytes, precision=precision)
     return Explanation(
         algorithm=name,
         title=type(algorithm).__name__,
         topology=topology,
         num_bytes=num_bytes,
         precision=precision,
-        parts=parts,
+        duration=duration,
         others=dict(sorted(everyone.items(), key=lambda item: item[1].seconds)),
         fallback=None if plan is None else algorithm.fallback_reason([b.device for b in plan.inputs]),
         plan=plan,
@@ -114,5 +114,5 @@ def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str
     )
 
 
-def _seconds(parts: Parts) -> dict[str, float]:
-    return {"seconds": parts.seconds, **parts._asdict()}
+def _seconds(duration: Duration) -> dict[str, float]:
+    return {"seconds": duration.seconds, **duration._asdict()}

@@ -39,7 +39,7 @@ def plan_page(explanation: Explanation) -> str:
     }
     summary = (
         f"All-reduce of {size_text(explanation.num_bytes)}, precision {explanation.precision}: "
-        f"predicted {explanation.parts.seconds * 1e6:.4g} us. Why: {explanation.reason}."
+        f"predicted {explanation.duration.seconds * 1e6:.4g} us. Why: {explanation.reason}."
     )
     template = (importlib.resources.files(__package__) / "plan_page.html").read_text(encoding="utf-8")
     # "</" would end the script that holds the data.
