@@ -73,7 +73,7 @@ class BoundReduction:
     def start(self) -> Pending:
         """Starts the reduction and returns at once; `pending.wait()` gives its results.
 
-        A thread of ours runs it, on GPUs a stream of its own. Started reductions of one process, and of
+        A worker thread runs it, on GPUs a side stream. Started reductions of one process, and of
         one group of processes, run in the order in which they were started.
         """
         check_cross_replica("start")
@@ -200,7 +200,7 @@ _bound_reductions: weakref.WeakSet[BoundReduction] = weakref.WeakSet()
 
 
 def _forget_turns() -> None:
-    """In a forked process, where the thread whose turn it was does not exist."""
+    """In a forked process, the thread that held the lock does not exist."""
     for bound in _bound_reductions:
         bound._start_anew()
 
@@ -210,7 +210,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class _Memory:
-    """Where the arrays of a bound reduction are: one that moves would be read or written where it was."""
+    """The addresses of a bound reduction's arrays; one that moved would be read or written where it was."""
 
     def __init__(self, leaves: Sequence[Dense], outs: Columns) -> None:
         names: dict[Backend, dict[int, tuple[Array, str]]] = {}

@@ -20,12 +20,12 @@ from crossdevice.values.nesting import flatten
 
 @dataclasses.dataclass(frozen=True)
 class RecordedLeaves:
-    """The leaves of some values that their library records; results of others are only passed on."""
+    """The leaves of some values that their library records; results of others are returned as they are."""
 
     autograd: Autograd
     placed: Sequence[tuple[Value, tuple[Device, ...]]]
     picked: Sequence[tuple[int, int]]
-    """Of each leaf the number of its value, and its number in that."""
+    """For each recorded leaf, the number of its value and the number of the leaf in it."""
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -34,7 +34,7 @@ class RecordedLeaves:
 
     @property
     def shapes(self) -> list[Shapes]:
-        """Those of the arrays of each leaf."""
+        """The shapes of the arrays of each leaf."""
         return list(map(_shapes_of, self._columns))
 
     @property
@@ -50,7 +50,7 @@ class RecordedLeaves:
     ) -> list[Any]:
         """What `run` returns for all values, recorded as a linear map of the leaves.
 
-        `shapes` gets those of the results.
+        The shapes of the results are appended to `shapes`.
         """
         columns: list[list[tuple[Array, ...]]] = []
 
@@ -72,16 +72,16 @@ class RecordedLeaves:
         ]
 
     def leaf(self, i: int, k: int) -> Leaf:
-        """By the number of its value, and its number in that."""
+        """Leaf k of value i."""
         return self.placed[i][0].leaves[k]
 
 
 def recorded_leaves(
     placed: Sequence[tuple[Value, tuple[Device, ...]]], outs: Sequence[Any]
 ) -> RecordedLeaves | None:
-    """The leaves of values as read of which some array is recorded; None if there are none.
+    """The leaves of values with a recorded array; None if there are none.
 
-    Memory to write to is refused then: what was recorded of it would not be true any more.
+    If there are any, `out` is refused: what was recorded of its arrays would no longer be true.
     """
     picked: list[tuple[int, int]] = []
     found = None
@@ -106,7 +106,7 @@ def recorded_leaves(
 def read_recorded_leaves(
     placed: Sequence[tuple[Any, tuple[Device, ...] | None]], outs: Sequence[Any]
 ) -> RecordedLeaves | None:
-    """The same of values that have not been read; None stands for the devices that a value is on."""
+    """The same for values that have not been read; None stands for the value's own devices."""
     if not any(_may_be_recorded(value) for value, _ in placed):
         return None
     read = [(read_value(value), devices) for value, devices in placed]
@@ -114,7 +114,7 @@ def read_recorded_leaves(
 
 
 def _autograd_of(arrays: Sequence[Any]) -> Autograd | None:
-    """That of their library, if it records any of them."""
+    """The autograd of their library, if it records any of them."""
     backend = backend_of_type(type(arrays[0]))
     autograd = None if backend is None else backend.autograd
     return autograd if autograd is not None and any(map(autograd.is_recorded, arrays)) else None
@@ -129,7 +129,7 @@ def _may_be_recorded(value: Any) -> bool:
 
 
 def _of_leaves(result: Any, value: Value) -> list[tuple[Array, ...]]:
-    """Of each leaf the results on all destinations."""
+    """For each leaf, its results on all destinations."""
     components = components_of(result)
     if value.structure is None:
         return [tuple(components)]

@@ -28,11 +28,11 @@ from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
 Prepared: TypeAlias = PreparedReduction | DenseCall
-"""What reduces dense arrays of the signatures it was made for."""
+"""Reduces dense arrays of the signatures it was made for."""
 
 
 class KnownCall:
-    """A batch of plain values, prepared: all of it but the arrays."""
+    """A prepared batch of plain values: everything but the arrays."""
 
     __slots__ = ("_are_flat", "_prepared", "_result_dtypes", "_specs")
 
@@ -68,7 +68,7 @@ class KnownCall:
 
 
 def _is_apart(out: NDArray[Any], arrays: Sequence[Array]) -> bool:
-    """Whether an ndarray of known signature passes the other checks of `out`, of a lone replica."""
+    """Whether an ndarray of known signature can be the `out` of a lone replica."""
     return (
         len(arrays) == 1
         and out.flags.writeable
@@ -77,12 +77,12 @@ def _is_apart(out: NDArray[Any], arrays: Sequence[Array]) -> bool:
 
 
 Found: TypeAlias = "tuple[Hashable | None, KnownCall | None, Columns]"
-"""Under which key a call is kept (None: not at all), what runs it again, and its arrays."""
+"""The key of a call (None: it is not kept), the known call (None: there is none), and its arrays."""
 
 NOT_KEPT: Found = (None, None, ())
 
 ITSELF = ("the value itself",)
-"""Where results go: its devices are in the key already, or follow from its arrays."""
+"""The destination of an all-reduce: its devices are in the key already, or follow from its arrays."""
 
 
 class KnownCalls:
@@ -93,7 +93,7 @@ class KnownCalls:
     """
 
     def __init__(self, *, keeps: bool) -> None:
-        """`keeps` is False for algorithms whose calls nobody can make in their place."""
+        """`keeps` is False for algorithms whose calls cannot be repeated: those with hooks of their own."""
         self._keeps = keeps
         self._calls: SignatureCache[KnownCall] = SignatureCache()
         self.hits = 0
@@ -106,7 +106,7 @@ class KnownCalls:
         outs: Sequence[Any] = (),
         num_weights: int | None = None,
     ) -> Found:
-        """The key of a call, and what runs it if it was made before, with whatever weights."""
+        """Looks a call up by its signature; the values of its weights do not matter."""
         if not (
             self._keeps
             and isinstance(op, (str, ReduceOp))
@@ -151,7 +151,7 @@ class KnownCalls:
         return likeness() or (lambda _place, _number: False)
 
     def keep(self, key: Hashable, batch: CheckedBatch, prepared: Prepared) -> None:
-        """Keeps a batch of plain values that was run, and what runs it again."""
+        """Keeps what was prepared for a batch of plain values."""
         self._calls[key] = KnownCall(prepared, batch.dense, batch.result_dtypes)
 
 
@@ -164,7 +164,7 @@ def _dtype_of(out: Any) -> Any:
 
 
 def _where(destinations: Any) -> Hashable | None:
-    """Where results go, in a form that can be compared; None if there is none."""
+    """The destinations in a form that can be compared; None for all that calls are not kept for."""
     if isinstance(destinations, DistributedValues):
         return destinations.devices
     return destinations if isinstance(destinations, (str, Device)) else None

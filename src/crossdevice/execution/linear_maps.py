@@ -19,7 +19,7 @@ from crossdevice.values.reduce_op import ReduceOp
 
 
 class Calls(NamedTuple):
-    """Of an algorithm what derivatives are made of; between processes, all ranks make these calls."""
+    """The calls of an algorithm that compute derivatives; between processes, all ranks make them."""
 
     batch_reduce: Callable[..., list[Any]]
     gather: Callable[..., Any]
@@ -28,7 +28,7 @@ class Calls(NamedTuple):
 
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
-"""Those of the arrays of one column."""
+"""The shapes of the arrays of one column."""
 
 
 class Place(NamedTuple):
@@ -61,7 +61,7 @@ class Combination:
         return [array / divisor for own, divisor in zip(results, self.divisors, strict=True) for array in own]
 
     def transposed(self) -> Combination:
-        """Each source counts for every target, divided as the mean was."""
+        """Gradients of all targets are added for each source, and divided as the mean was."""
         places = tuple(Place(place.targets, place.sources) for place in self.places)
         counts = [len(place.sources) for place in self.places]
         is_square = self.calls.rank is None and counts == [len(place.targets) for place in self.places]
@@ -80,7 +80,7 @@ class Concatenation:
     options: CommunicationOptions
     axis: int
     shapes: Sequence[Shapes]
-    """Of each column those of its arrays in this process."""
+    """For each column, the shapes of its arrays in this process."""
     op: ReduceOp = ReduceOp.SUM
     """If it is MEAN, results are divided by the number of targets: the transpose of parts of a mean."""
 
@@ -149,7 +149,7 @@ class PartsExchange:
     places: tuple[Place, ...]
     axis: int
     lengths: Callable[[], list[list[Sequence[int]]]]
-    """Of each column, for each source, those of the parts that go to the targets."""
+    """For each column and source, the lengths of the parts that go to the targets."""
 
     def __call__(self, arrays: Sequence[Array]) -> list[Array]:
         """One all-to-all for each column."""
@@ -166,7 +166,7 @@ class PartsExchange:
 
 
 def lengths_of_parts(columns: Sequence[Shapes], axis: int, sizes: Any) -> list[list[Sequence[int]]]:
-    """Those of the parts that each array of each column is cut into."""
+    """For each column and array, the lengths of the parts it is cut into."""
     return [
         [
             part_lengths(shape[axis], len(shapes), given)
@@ -177,7 +177,7 @@ def lengths_of_parts(columns: Sequence[Shapes], axis: int, sizes: Any) -> list[l
 
 
 def _of_all(calls: Calls, counts: list[int], options: CommunicationOptions) -> list[int]:
-    """Sums of counts over all processes."""
+    """The counts of all processes, added."""
     if calls.rank is None:
         return counts
     rows = calls.gather(np.array([counts]), host_device(0), options=options)

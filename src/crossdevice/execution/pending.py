@@ -16,7 +16,7 @@ from crossdevice.process_groups.courier import Courier, Errand
 
 
 class ThisProcess:
-    """The owner of all that is started without other processes."""
+    """The type of `THIS_PROCESS`, the owner of everything that is started without other processes."""
 
 
 THIS_PROCESS = ThisProcess()
@@ -54,17 +54,17 @@ class Pending(abc.ABC):
 
 
 class _OnThread(Pending):
-    """Done by a thread of ours, after everything that was started before for the same owner."""
+    """Runs on a worker thread, after everything that was started before for the same owner."""
 
     def __init__(self, errand: Errand) -> None:
         self._errand = errand
 
     def done(self) -> bool:
-        """Whether the thread is done with it."""
+        """Whether the thread has ended it."""
         return self._errand.wait(0)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Blocks until the thread is done with it."""
+        """Blocks until the thread has ended it."""
         seconds = _checked_seconds(timeout)
         try:
             has_ended = self._errand.wait(seconds)
@@ -78,7 +78,7 @@ class _OnThread(Pending):
 
 
 class _OnStreams(Pending):
-    """Done by GPUs on streams of their own."""
+    """Runs on side streams of GPUs."""
 
     def __init__(self, work: Callable[[], Any], side: SideStreams) -> None:
         self._work, self._side = work, side  # with the arrays that GPUs are about to read
@@ -91,7 +91,7 @@ class _OnStreams(Pending):
             self._side.join()
 
     def done(self) -> bool:
-        """Whether the GPUs are done with it."""
+        """Whether the GPUs have ended it."""
         return self._side.are_done()
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -103,29 +103,29 @@ class _OnStreams(Pending):
 
 
 def start(work: Callable[[], Any], owner: object = THIS_PROCESS, side: SideStreams | None = None) -> Pending:
-    """Has work done by the owner's thread, in the order of starts; or, with side streams, by GPUs there.
+    """Starts work on the owner's thread, after what was started before; with side streams, on GPUs.
 
-    What the host does for GPUs, it does here and now.
+    The host's part of work for GPUs is done before this returns.
     """
     global _has_started
     if side is not None:
         return _OnStreams(work, side)
     _has_started = True
-    lane = _lanes.get(owner)
-    if lane is None:
-        lane = _lanes.setdefault(owner, _Lane())
-    return lane.start(on_current_stream(work))
+    worker = _workers.get(owner)
+    if worker is None:
+        worker = _workers.setdefault(owner, _Worker())
+    return worker.start(on_current_stream(work))
 
 
 def finish_started(owner: object) -> None:
     """Waits until all that was started for an owner has ended; its own thread does not wait for itself."""
-    lane = _lanes.get(owner) if _has_started else None
-    if lane is not None:
-        lane.finish()
+    worker = _workers.get(owner) if _has_started else None
+    if worker is not None:
+        worker.finish()
 
 
-class _Lane:
-    """A thread that does one work after the other."""
+class _Worker:
+    """A thread that runs started work, one after the other."""
 
     def __init__(self) -> None:
         self._courier = Courier("crossdevice, started work")
@@ -146,12 +146,12 @@ class _Lane:
             self._last = None  # with the results it holds
 
 
-_lanes: weakref.WeakKeyDictionary[object, _Lane] = weakref.WeakKeyDictionary()
+_workers: weakref.WeakKeyDictionary[object, _Worker] = weakref.WeakKeyDictionary()
 _has_started = False
-"""Whether there has ever been a lane: most programs have none, and look for one in every call."""
+"""Whether a worker was ever needed: most programs start nothing, and every call would look for a worker."""
 
 if hasattr(os, "register_at_fork"):  # threads stay behind in the process that was forked
-    os.register_at_fork(after_in_child=_lanes.clear)
+    os.register_at_fork(after_in_child=_workers.clear)
 
 
 def _checked_seconds(timeout: float | None) -> float:

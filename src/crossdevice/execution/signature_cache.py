@@ -1,4 +1,4 @@
-"""What is kept for each signature that a program uses, within bounds."""
+"""A bounded cache with an entry for each signature that a program uses."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _DUMPED = "_crossdevice_has_dumped"
 
 
 class Work(NamedTuple):
-    """Something that is done on devices together, of which some may be named twice."""
+    """Something done on several devices together; a device may be named twice."""
 
     phase: Phase
     name: str
@@ -59,7 +59,7 @@ class Record(NamedTuple):
 
 
 Event: TypeAlias = "tuple[Work | Step, float, float, int]"
-"""What was done, from when to when by `now`, and the bytes of an element of it: cheap to append."""
+"""What was done, its start and stop by `now`, and the bytes of one element: cheap to append."""
 
 now = time.perf_counter
 
@@ -72,7 +72,7 @@ class FlightRecorder:
         self._num_dumps = itertools.count()
 
     def dump_after(self, error: BaseException) -> None:
-        """Writes the record to the folder that the environment names, and says so in the error."""
+        """Writes the record to the folder named by CROSSDEVICE_FLIGHT_RECORDER; adds a note to the error."""
         folder = os.environ.get(FOLDER_VARIABLE)
         if not folder or _DUMPED in error.__dict__:
             return

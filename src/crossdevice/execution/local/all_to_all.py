@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from crossdevice.backends.protocol import Array
 from crossdevice.errors import OptionError
-from crossdevice.execution.local.gathering import Gathering, check_gather, delivered_late, free_rooms
+from crossdevice.execution.local.gathering import Gathering, check_gather, delivered_late, direct_outs
 from crossdevice.execution.reading.outputs import Expected, read_out_of_shapes, wrapped
 from crossdevice.execution.reading.shards import check_sum, cut, part_lengths, read_sizes
 from crossdevice.execution.reading.values import Value, read_value
@@ -14,11 +14,11 @@ from crossdevice.execution.tracing import READING, Work, flight_recorder, now, r
 from crossdevice.values.distributed import PerReplica
 
 Sizes = tuple[tuple[int, ...] | None, ...]
-"""For each replica of this process the lengths of its parts; None if they are left to the rule."""
+"""The lengths of each replica's parts, for the replicas of this process; None for parts of equal length."""
 
 
 class AllToAll(NamedTuple):
-    """A checked value of which each replica's parts go to all replicas, into `out` unless that is None."""
+    """A checked value whose parts go from each replica to all replicas, into `out` unless that is None."""
 
     value: Value
     gatherings: list[Gathering]
@@ -37,17 +37,17 @@ class AllToAll(NamedTuple):
         outs = read_out_of_shapes(self.out, self.value, expected, devices)
         flight_recorder.events.append((READING, started, now(), 1))
         num_bytes = sum(gathering.num_bytes for gathering in self.gatherings)
-        rooms = free_rooms(self.gatherings, devices, devices, outs)
+        direct = direct_outs(self.gatherings, devices, devices, outs)
         with recorded(Work("copy", "all_to_all", devices, num_bytes)):
             results = [
                 [
-                    gathering.run(devices, [at], None if room is None else [room[number]])[0]
+                    gathering.run(devices, [at], None if into is None else [into[number]])[0]
                     for number, (gathering, at) in enumerate(zip(gatherings, devices, strict=True))
                 ]
-                for gatherings, room in zip(of_leaves, rooms, strict=True)
+                for gatherings, into in zip(of_leaves, direct, strict=True)
             ]
-        into = delivered_late(results, rooms, outs, self.gatherings)
-        return wrapped(into, self.value.structure, devices, PerReplica)
+        delivered = delivered_late(results, direct, outs, self.gatherings)
+        return wrapped(delivered, self.value.structure, devices, PerReplica)
 
     def _gatherings_of_replicas(self, leaf: int) -> list[Gathering]:
         """What each replica gets of a leaf."""
@@ -60,7 +60,7 @@ class AllToAll(NamedTuple):
 
 
 def read_all_to_all(value: Any, axis: int, sizes: Any, out: Any) -> AllToAll:
-    """Reads and checks a value whose parts change places."""
+    """Reads and checks the arguments of an all-to-all."""
     read = read_value(value)
     of_replicas = read_sizes_of_all(sizes, len(read.devices))
     gatherings = [check_gather(leaf, read.devices, read.devices, axis, "all_to_all") for leaf in read.leaves]

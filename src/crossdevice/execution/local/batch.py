@@ -40,7 +40,7 @@ class Request(NamedTuple):
 def read_requests(
     pairs: Sequence[tuple[Any, Any]], outs: Sequence[Any]
 ) -> tuple[list[Request], Callable[[list[Any]], list[Any]]]:
-    """Each value of the pairs as read, and what puts results into the structures they came from."""
+    """Each value of the pairs as read, and the function that puts results back into their structures."""
     spread, own_outs, rebuilt = spread_pairs(pairs, outs)
     requests = [
         Request(read_value(value), read_destinations(destinations), out)
@@ -55,7 +55,7 @@ class CheckedBatch:
     Args:
         in_any_order: whether axes may be left as they lie in memory, if all arrays of a leaf agree on that.
         factors: the weights of the replicas of every request. With them, for operations of ranks, and where
-            results have another dtype, `fast` is `accurate`: partial results would not be of use.
+            results have another dtype, `fast` is `accurate`: partial results could not be combined.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class CheckedBatch:
 
     @functools.cached_property
     def weights(self) -> Weights | None:
-        """The weights of the replicas of this process, as those of all there are."""
+        """The weights of the replicas of this process, as if there were no others."""
         return None if self.factors is None else weights_for(self.factors, self.op)
 
     @property
@@ -105,7 +105,7 @@ class CheckedBatch:
         )
 
     def prepared(self, planner: Planner) -> PreparedReduction:
-        """What reduces its dense leaves, or others of the same signatures."""
+        """The prepared reduction of its dense leaves, and of others with the same signatures."""
         specs = tuple([leaf.spec for leaf in self.dense])
         return planner.prepared(specs, self.op, self.options, self.is_weighted)
 

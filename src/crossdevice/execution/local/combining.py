@@ -76,13 +76,10 @@ def _on_host(
 
 
 def _needs_host(recipe: Recipe, source: str) -> bool:
-    """Sorting is left to the host, and so is arithmetic that array libraries do not have.
+    """Whether the host computes it, because the library's functions cannot, or not with the same bits.
 
-    That is for true sums and means of 64-bit integers.
-
-    So do weights times float64, whose products are rounded.
-
-    Products of complex numbers they have, but fuse some of its steps, or not, as they see fit.
+    Left to the host are sorting, 8-bit floats, true sums, means of 64-bit integers, weights times 64-bit
+    numbers, whose products would be rounded, and products of complex numbers, whose steps may be fused.
     """
     if recipe.op.is_of_ranks or source in SHORT_FLOATS:
         return True

@@ -34,7 +34,7 @@ Placed: TypeAlias = tuple[Any, tuple[Device, ...], Any]
 """A value to be gathered, its destinations, and the `out` of the result."""
 
 MIN_PASS_BYTES = 1 << 18
-"""Of less than this the library's own concatenation is sooner done than a pass is prepared."""
+"""Below this, the library's own concatenation takes less time than preparing a pass."""
 
 
 class Gathering(NamedTuple):
@@ -51,16 +51,16 @@ class Gathering(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """That of all arrays."""
+        """The dtype of all arrays."""
         return self.backend.dtype_of(self.arrays[0])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the result."""
+        """The shape of the result."""
         return self.shape_with(sum(self.backend.shape_of(array)[self.axis] for array in self.arrays))
 
     def shape_with(self, length: Any) -> tuple[Any, ...]:
-        """That of all arrays, but with this length along the axis."""
+        """The shape of an array with this length along the axis."""
         shape = self.backend.shape_of(self.arrays[0])
         return (*shape[: self.axis], length, *shape[self.axis + 1 :])
 
@@ -129,19 +129,19 @@ def gathered(value: Any, destinations: tuple[Device, ...], axis: int, out: Any =
     flight_recorder.events.append((READING, started, now(), 1))
     devices = (*read.devices, *destinations)
     num_bytes = sum(gathering.num_bytes for gathering in gatherings)
-    rooms = free_rooms(gatherings, read.devices, destinations, outs)
+    direct = direct_outs(gatherings, read.devices, destinations, outs)
     with recorded(Work("copy", "gather", devices, num_bytes, f"axis {axis}")):
         results = [
-            gathering.run(read.devices, destinations, room)
-            for gathering, room in zip(gatherings, rooms, strict=True)
+            gathering.run(read.devices, destinations, into)
+            for gathering, into in zip(gatherings, direct, strict=True)
         ]
-    return wrapped(delivered_late(results, rooms, outs, gatherings), read.structure, destinations)
+    return wrapped(delivered_late(results, direct, outs, gatherings), read.structure, destinations)
 
 
-def free_rooms(
+def direct_outs(
     gatherings: Sequence[Gathering], devices: tuple[Device, ...], destinations: tuple[Device, ...], outs: Outs
 ) -> Outs:
-    """The arrays of `outs` if they can be written to while others are read; else None for each leaf."""
+    """The arrays of `outs` if they can be written to while inputs are read; else None for each leaf."""
     if all(out is None for out in outs):
         return outs
     leaves = [
@@ -153,12 +153,12 @@ def free_rooms(
 
 
 def delivered_late(
-    results: Columns, rooms: Outs, outs: Outs, gatherings: Sequence[Gathering]
+    results: Columns, direct: Outs, outs: Outs, gatherings: Sequence[Gathering]
 ) -> list[Sequence[Array]]:
-    """Results in `outs`: those that could not be written there at once are written now."""
+    """Results in `outs`: those that were not written there directly are copied there now."""
     return [
-        arrays if room is not None else delivered(arrays, out, gathering.backend)
-        for arrays, room, out, gathering in zip(results, rooms, outs, gatherings, strict=True)
+        arrays if written is not None else delivered(arrays, out, gathering.backend)
+        for arrays, written, out, gathering in zip(results, direct, outs, gatherings, strict=True)
     ]
 
 

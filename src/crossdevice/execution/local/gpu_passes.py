@@ -95,7 +95,7 @@ class GpuPasses(Passes):
         return results
 
     def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], Any]:
-        """What reduces these arrays into those of `outs` whenever it is called."""
+        """A function that reduces these arrays into those of `outs` whenever it is called."""
         arrays = [array for number in self._specs for array in columns[number]]
         targets = [self._writable(number, outs[number]) for number in self._specs]
         if not self._is_torch or None in targets or not self._tensors.are_plain(arrays):

@@ -41,7 +41,7 @@ class HostPasses(Passes):
     def run(self, columns: Columns, outs: Outs, weights: Weights | None = None) -> Results:
         """The results of each leaf, in new memory or in `outs`.
 
-        These have passed the checks of this call: views of them are no copies, and can be written to.
+        `outs` were checked in this call, so views of them are not copies, and can be written to.
         """
         started = now()
         inputs = {
@@ -98,7 +98,7 @@ class HostPasses(Passes):
         return [spec.shape] * number, [dtype] * number
 
     def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], Any]:
-        """What reduces these arrays into those of `outs` whenever it is called."""
+        """A function that reduces these arrays into those of `outs` whenever it is called."""
         inputs = {n: list(map(spec.backend.host_view, columns[n])) for n, spec in self._specs.items()}
         outputs = {n: list(map(spec.backend.host_view, outs[n])) for n, spec in self._specs.items()}
         if self._read_twice or not all(
@@ -106,7 +106,7 @@ class HostPasses(Passes):
             for number, spec in self._specs.items()
             for view, array in zip(inputs[number], columns[number], strict=True)
         ):
-            # Copies have to be made anew in each call.
+            # Some inputs are read through copies, which have to be made again in each call.
             return functools.partial(self.run, columns, outs, weights)
         works = [
             work

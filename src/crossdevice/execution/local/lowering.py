@@ -20,7 +20,7 @@ class Piece(NamedTuple):
 
 
 def lower(plan: Plan) -> list[Piece]:
-    """The pieces of a plan: run in native arithmetic they give the bits of its steps."""
+    """The pieces of a plan; in native arithmetic they give the bits of its steps."""
     held: dict[int, list[tuple[int, int, Order]]] = {
         buffer.number: [(0, plan.num_elements, replica)] for replica, buffer in enumerate(plan.inputs)
     }

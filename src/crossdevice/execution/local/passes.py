@@ -26,7 +26,7 @@ def in_sequence(works: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
 
 
 Results: TypeAlias = "dict[int, tuple[Array, ...]]"
-"""Of each leaf, by its number, its result on each destination."""
+"""The results of each leaf, by its number: one array per destination."""
 
 
 class LeafRange(NamedTuple):
@@ -39,7 +39,7 @@ class LeafRange(NamedTuple):
 
 
 class Passes:
-    """The tasks of leaves in one memory, by what is computed."""
+    """Ranges of leaves in one memory, grouped by what is computed."""
 
     def __init__(self, specs: Mapping[int, LeafSpec]) -> None:
         self._specs = specs

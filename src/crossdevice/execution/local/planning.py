@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from crossdevice.execution.local.prepared import PreparedReduction
+from crossdevice.execution.log_once import LogOnce
 from crossdevice.execution.reading.leaf_spec import LeafSpec
-from crossdevice.execution.remarks import Remarks
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.ledger import SumPlanner, proved_plan
@@ -24,7 +24,7 @@ PlanKey: TypeAlias = tuple[tuple[Device, ...], tuple[Device, ...], int, int, boo
 
 
 class PlanningAlgorithm(SumPlanner, Protocol):
-    """What execution asks of an algorithm."""
+    """What execution needs to know of an algorithm."""
 
     packing: Packing
     reduce_to_device: Device | None
@@ -49,7 +49,7 @@ class Planner:
     def __init__(self, algorithm: PlanningAlgorithm) -> None:
         self.algorithm = algorithm
         self.name = type(algorithm).__name__
-        self._remarks = Remarks()
+        self._log_once = LogOnce()
         self._prepared: SignatureCache[PreparedReduction] = SignatureCache()
         self._plans: SignatureCache[Plan] = SignatureCache(MAX_PLANS)
 
@@ -65,7 +65,7 @@ class Planner:
         known = self._prepared.get(key)
         if known is None:
             for spec in dict.fromkeys(specs):
-                self._remark(spec, op, options)
+                self._log_fallback(spec, op, options)
             known = self._prepared[key] = PreparedReduction(specs, op, options, self, is_weighted=is_weighted)
         return known
 
@@ -89,7 +89,7 @@ class Planner:
     def prove(self, spec: LeafSpec, pack_number: int, precision: Precision, op: ReduceOp) -> None:
         """Raises PlanError unless the plan of this pack counts every replica exactly once.
 
-        For a fused pass, which stands for the plan of any size: the bits of a pass do not depend on the plan.
+        Used for fused passes, whose bits do not depend on the plan: one size stands for all.
         """
         # Enough elements that no shard is empty, and one over, so that shards differ in length.
         num_elements = len(spec.devices) * len(spec.destinations) + 1
@@ -121,14 +121,14 @@ class Planner:
             return build.plan([build.copy(build.inputs[0], to=device) for device in destinations])
         return proved_plan(self.algorithm, build, destinations)
 
-    def _remark(self, spec: LeafSpec, op: ReduceOp, options: CommunicationOptions) -> None:
-        """Says once in the log if the algorithm does not do what its name promises."""
+    def _log_fallback(self, spec: LeafSpec, op: ReduceOp, options: CommunicationOptions) -> None:
+        """Logs once if the algorithm does not do what its name promises."""
         reason = self.algorithm.fallback_reason(spec.devices)
         if reason is not None:
             # Once for each reason, not for each set of devices, which come behind a comma.
-            about = reason.partition(",")[0]
-            self._remarks.make(f"{self.name} sums on the first destination instead: {reason}", about)
+            subject = reason.partition(",")[0]
+            self._log_once.warning(f"{self.name} sums on the first destination instead: {reason}", subject)
         elif self.algorithm.uses_engine and options.precision == "fast" and len(spec.devices) > 1:
             lack = self.engine_lack(spec, options.precision, op)
             if lack is not None:
-                self._remarks.make(f"{self.name} does without an engine: {lack}")
+                self._log_once.warning(f"{self.name} does without an engine: {lack}")

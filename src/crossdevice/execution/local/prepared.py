@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from crossdevice.execution.local.planning import Planner
 
 MAX_PROVED_PACKS = 32
-"""A fused pass is one pass whatever the packs. It stands for the plans of so many: algorithms whose plans
-vary by pack (roots that take turns) repeat themselves long before."""
+"""Packs whose plans are proved for a fused pass, which is the same for any number of packs. Algorithms whose
+plans vary by pack (roots that take turns) repeat themselves long before."""
 
 
 class PreparedReduction:
@@ -86,7 +86,7 @@ class PreparedReduction:
     ) -> list[tuple[Array, ...]]:
         """For each leaf its result on each destination, written to `outs` where given.
 
-        `are_flat` says that all columns are known to be what `Backend.are_flat` asks for.
+        `are_flat` says that `Backend.are_flat` holds for all columns.
         """
         # Not `with recorded(...)`: small calls spend their time here.
         started = now()
@@ -109,14 +109,14 @@ class PreparedReduction:
         return [results[number] for number in range(self._num_leaves)]
 
     def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], None]:
-        """What reduces these very arrays into those of `outs`, however often it is called."""
+        """A function that reduces these arrays into those of `outs` whenever it is called."""
         return in_sequence([part.bound(columns, outs, weights) for part in self._parts])
 
 
 def recipe_for(
     op: ReduceOp, options: CommunicationOptions, num_replicas: int, is_weighted: bool = False
 ) -> Recipe:
-    """What is computed of so many replicas, but for the order of a plan, and for weights."""
+    """What to compute for this many replicas; the order of a plan and weights are filled in later."""
     if op.is_of_ranks:
         op.ranks(num_replicas)  # raises if there are too few
     if is_weighted:
@@ -129,7 +129,7 @@ def recipe_for(
 def _work(
     name: str, specs: Sequence[LeafSpec], op: ReduceOp, options: CommunicationOptions, *, num_fused: int
 ) -> Work:
-    """What the flight recorder says of each run."""
+    """The entry of the flight recorder for each run."""
     devices = tuple(dict.fromkeys(device for spec in specs for device in (*spec.devices, *spec.destinations)))
     num_bytes = sum(spec.num_bytes for spec in specs)
     how = f"{num_fused} fused, {len(specs) - num_fused} step by step"

@@ -61,7 +61,7 @@ class SteppedPacks:
         return assembled
 
     def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], Any]:
-        """What reduces these arrays into those of `outs` whenever it is called."""
+        """A function that reduces these arrays into those of `outs` whenever it is called."""
         return functools.partial(self.run, columns, outs, weights)
 
     def _assembled(self, item: int, parts: list[tuple[int, list[Array]]], out: Out) -> tuple[Array, ...]:

@@ -15,6 +15,7 @@ from crossdevice.execution.local.batch import CheckedBatch, CheckedLeaf, Request
 from crossdevice.execution.local.copying import component_of
 from crossdevice.execution.local.gathering import Gathering, Placed, check_gather
 from crossdevice.execution.local.scattering import Scatter
+from crossdevice.execution.log_once import LogOnce
 from crossdevice.execution.processes.agreement import (
     Description,
     LeafDescription,
@@ -37,7 +38,6 @@ from crossdevice.execution.processes.weighing import weights_of_all_ranks
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.outputs import wrapped_into
 from crossdevice.execution.reading.values import Leaf, one_backend, read_value
-from crossdevice.execution.remarks import Remarks
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
@@ -59,7 +59,7 @@ class BetweenProcesses:
         """`prepare` says how the devices of this process are reduced where that is done on them."""
         self.group = group
         self._prepare = prepare
-        self._remarks = Remarks()
+        self._log_once = LogOnce()
         self._descriptions: SignatureCache[Description] = SignatureCache()
         self._parts: SignatureCache[list[Part]] = SignatureCache()
         self._scatterings: SignatureCache[Prepared] = SignatureCache()
@@ -273,7 +273,7 @@ class BetweenProcesses:
             and way_of(leaf.spec, batch.op, batch.options, self.group) not in ("host", "staged")
             for leaf in batch.all_leaves
         ):
-            self._remarks.make(
+            self._log_once.warning(
                 "NCCL takes PyTorch's dense tensors on GPUs, and unless precision is 'fast' one replica per "
                 f"process; everything else goes through {self.group.engine_name}"
             )

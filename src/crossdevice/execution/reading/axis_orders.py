@@ -42,7 +42,7 @@ def shared_axis_order(arrays: Sequence[Array], out: Sequence[Array] | None) -> A
 def in_memory_order(
     order: AxisOrder, arrays: Sequence[Array]
 ) -> tuple[tuple[Array, ...], tuple[Array, ...] | None]:
-    """Views of a leaf's arrays and of its `out` that are contiguous; one for what is both."""
+    """Contiguous views of a leaf's arrays and of its `out`; an array that is both gets one view."""
     backend = backend_of_type(type(arrays[0]))
     assert backend is not None
     permute = backend.namespace().permute_dims

@@ -27,11 +27,11 @@ def read_destinations(destinations: Any) -> tuple[Device, ...]:
     if is_array or isinstance(destinations, (IndexedSlices, PlacedArray)):
         return (device_of(destinations) or host_device(0),)
     raise DestinationError(
-        f"destinations is {_shortly(destinations)}; expected a DistributedValues, a variable, an array "
+        f"destinations is {_short_text(destinations)}; expected a DistributedValues, a variable, an array "
         "or a device string (the functions crossdevice.reduce and .broadcast also take lists of them)"
     )
 
 
-def _shortly(thing: Any) -> str:
+def _short_text(thing: Any) -> str:
     text = repr(thing)
     return text if len(text) <= 80 else f"a {type(thing).__name__}"

@@ -19,13 +19,13 @@ from crossdevice.values.dtypes import ITEM_BYTES, result_dtype
 from crossdevice.values.reduce_op import ReduceOp
 
 Columns: TypeAlias = "Sequence[Sequence[Array]]"
-"""Of each leaf its arrays: those of its replicas, or one for each destination."""
+"""The arrays of each leaf: one per replica, or one per destination."""
 
 Out: TypeAlias = "Sequence[Array] | None"
-"""The arrays that a leaf's results are written to; None for new ones."""
+"""The arrays that the results of a leaf are written to; None for new ones."""
 
 Outs: TypeAlias = "Sequence[Out]"
-"""Those of each leaf."""
+"""The `Out` of each leaf."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class LeafSpec:
     devices: tuple[Device, ...]
     destinations: tuple[Device, ...]
     into: str | None = None
-    """The dtype of results that were asked for in another than the operation's own."""
+    """The dtype of the results, if it is not the one that the operation gives."""
     own_op: ReduceOp | None = None
     """The operation, if it is not that of the whole batch."""
 
@@ -106,7 +106,7 @@ class Dense(NamedTuple):
 
 
 def bytes_of(backend: Backend, array: Array) -> int:
-    """Bytes of an array's elements; 0 where nobody knows, as of strings."""
+    """Bytes of an array's elements; 0 for dtypes without a known size, such as strings."""
     known: int | None = getattr(array, "nbytes", None)  # to name a dtype takes NumPy longer than to record
     if known is None:
         known = math.prod(backend.shape_of(array)) * ITEM_BYTES.get(backend.dtype_of(array), 0)

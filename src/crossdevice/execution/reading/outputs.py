@@ -48,7 +48,7 @@ def read_out(out: Any, value: Value, destinations: tuple[Device, ...]) -> list[t
 
 
 class Expected(NamedTuple):
-    """Of one leaf the arrays that `out` must have: their library, their dtype, and a shape for each."""
+    """What the arrays of `out` must be for one leaf: the library, the dtype, and a shape for each."""
 
     backend: Backend
     dtype: str
@@ -58,9 +58,9 @@ class Expected(NamedTuple):
 def read_out_of_shapes(
     out: Any, value: Value, expected: Sequence[Expected], destinations: tuple[Device, ...]
 ) -> Outs:
-    """The arrays of `out` for each leaf, checked, of results that are made before these are written to.
+    """The arrays of `out` for each leaf, checked.
 
-    So they may overlap what is read, but not each other.
+    For results that are complete before `out` is written to, so it may overlap inputs, but not itself.
     """
     if out is None:
         return [None] * len(expected)

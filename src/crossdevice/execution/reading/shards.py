@@ -26,7 +26,7 @@ def checked_axis(axis: int, num_dimensions: int, call: str, at_path: str) -> int
 
 
 def read_sizes(sizes: Any) -> tuple[int, ...] | None:
-    """The lengths of parts as a tuple; None if they are left to the rule."""
+    """The lengths of parts as a tuple; None for parts of equal length."""
     if sizes is None:
         return None
     try:
@@ -56,7 +56,7 @@ def part_lengths(
 
 
 def check_sum(sizes: Sequence[int] | None, length: int, where: str) -> None:
-    """Refuses lengths of parts that are not those of the whole."""
+    """Refuses lengths of parts that do not add up to the length of the axis."""
     if sizes is not None and sum(sizes) != length:
         raise OptionError(f"sizes {list(sizes)} add up to {sum(sizes)}{where}; the axis has length {length}")
 

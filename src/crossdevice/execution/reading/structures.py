@@ -48,7 +48,7 @@ def _is_value(node: Any) -> bool:
 def spread_pairs(
     pairs: Sequence[tuple[Any, Any]], outs: Sequence[Any]
 ) -> tuple[list[tuple[Any, Any]], list[Any], Callable[[list[Any]], list[Any]]]:
-    """Pairs, and the `out` of each, with the parts of structures of distributed values; and the way back."""
+    """Pairs of one distributed value each, the `out` of each, and the function that rebuilds structures."""
     if not any(_is_distributed_structure(value) for value, _ in pairs):
         return list(pairs), list(outs), lambda results: results
     spread: list[tuple[Any, Any]] = []

@@ -56,7 +56,7 @@ class Value(NamedTuple):
     leaves: list[Leaf]
     structure: Any
     components: tuple[Any, ...]
-    """What was read."""
+    """The components that were read."""
 
 
 def read_value(value: Any, what: str = "value") -> Value:
@@ -103,18 +103,18 @@ def checked_spec(
     into: str | None = None,
     integer_op: ReduceOp | None = None,
 ) -> LeafSpec:
-    """What a dense leaf is, after every check; arrays with known signatures have passed them before.
+    """The spec of a dense leaf, after every check; arrays with known signatures have passed them before.
 
     Args:
-        into: the dtype of memory for the results, if there is any.
-        integer_op: what is done with integers in place of `op`.
+        into: the dtype of `out`, if it was given.
+        integer_op: the operation for integers, if it is not `op`.
     """
     arrays, path = leaf.arrays, leaf.path
     backend = backend_of(arrays[0], 0, path)
     try:
         key = (op, into, integer_op, devices, destinations, *map(backend.signature, arrays))
     except (AttributeError, RuntimeError):  # an array of another library, or one without a shape
-        key = None  # checked out of this handler, lest the error that names it seem to come of this one
+        key = None  # checked outside this handler, so that the error does not seem to be caused by this one
     known = _known_specs.get(key)
     if known is not None:
         return known
