@@ -2,8 +2,8 @@
 
 Each is ours (`except CrossDeviceError`) and a built-in at once (`except ValueError`), so code
 written against TensorFlow's documented errors keeps working. All of them are raised before any
-array is touched, except for those of what runs (`ReplicaError`, `DeadlineError`, `EngineError`,
-`ProcessGroupError`) and of disks that fill up (`FileError`).
+array is written, except for failures of what runs (`ReplicaError`, `DeadlineError`, `EngineError`,
+`ProcessGroupError`), disks that fill up (`FileError`), and arrays on a GPU that have moved (`BoundError`).
 """
 
 
@@ -55,7 +55,7 @@ class StructureMismatchError(MismatchError):
 
 
 class DeviceMismatchError(MismatchError):
-    """Leaves of one replica on several devices."""
+    """An array or a variable that is not on its replica's device."""
 
 
 class LibraryMismatchError(MismatchError):

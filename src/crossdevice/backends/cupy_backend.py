@@ -123,7 +123,7 @@ class CupyBackend(NcclBackend):
         return CupyStreams(apart) if len(apart) > 1 else None
 
     def side_streams(self, devices: Iterable[Device]) -> SideStreams | None:
-        """Of all devices: CuPy has GPUs only."""
+        """Side streams of all devices: CuPy has GPUs only."""
         return SideStreams(CupyStreams(devices))
 
 
@@ -148,7 +148,7 @@ class CupyStreams(CudaStreams):
             return where, cupy.cuda.Stream(non_blocking=True)
 
     def current_stream(self, device: Device) -> Any:
-        """That of the calling thread."""
+        """The current stream of the calling thread."""
         where = cupy_device(device)
         with where:
             return where, cupy.cuda.get_current_stream()
@@ -164,7 +164,7 @@ class CupyStreams(CudaStreams):
         side.use()
 
     def current_device(self) -> Any:
-        """That of the calling thread."""
+        """The current device of the calling thread."""
         return cupy.cuda.Device()
 
     def use_device(self, device: Any) -> None:

@@ -52,7 +52,7 @@ class JaxBackend(Backend):
             )
 
     def signature(self, array: Any) -> Hashable:
-        """Of tracers, which have no device, there is none."""
+        """Raises for tracers, which have no device, so that calls with them are not kept."""
         if isinstance(array, jax.core.Tracer):
             raise RuntimeError("a tracer")
         return type(array), array.dtype, array.shape, array.device
@@ -71,11 +71,11 @@ class JaxBackend(Backend):
         return native(np.asarray(array))
 
     def address_range(self, array: Any) -> tuple[int, int]:
-        """That of its view."""
+        """The range of its view on the host."""
         return address_range(self.host_view(array))
 
     def writable_view(self, array: Any) -> None:  # noqa: ARG002
-        """There is none."""
+        """None: the arrays are immutable."""
         return
 
     def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Any:

@@ -44,10 +44,10 @@ class NcclEngine(abc.ABC):
 
     name: ClassVar[str]
     libraries: ClassVar[tuple[str, ...]]
-    """Whose arrays it takes."""
+    """The libraries whose arrays it takes."""
 
     dtypes: ClassVar[frozenset[str]] = frozenset(NUMBERS)
-    """What it can reduce as it is."""
+    """The dtypes it reduces without a conversion."""
 
     @abc.abstractmethod
     def version(self) -> str:
@@ -108,7 +108,7 @@ class Nccl4pyEngine(CommunicatorsEngine):
         self._nccl = nccl.core
 
     def version(self) -> str:
-        """Of the library it has loaded."""
+        """The version of the library it has loaded."""
         return str(self._nccl.get_version().libnccl.version)
 
     def connect(self, devices: tuple[int, ...]) -> Sequence[Any]:
@@ -139,7 +139,7 @@ class TorchNcclEngine(NcclEngine):
         self._nccl = torch.cuda.nccl
 
     def version(self) -> str:
-        """Of the library PyTorch was built with."""
+        """The version of the library PyTorch was built with."""
         return ".".join(map(str, self._nccl.version()))
 
     def all_reduce(self, shares: Sequence[Share], dtype: str, op: ReduceOp) -> None:  # noqa: ARG002
@@ -227,7 +227,7 @@ class NcclBackend(Backend):
         return name_of_engine(self.name)
 
     def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
-        """What NCCL lacks, or has with other bits."""
+        """Why NCCL cannot do this, or only with other bits; None if it can."""
         engine = engine_for(self.name)
         if engine is None:
             takes = ", ".join(name for name, kind in NCCL_ENGINES.items() if self.name in kind.libraries)

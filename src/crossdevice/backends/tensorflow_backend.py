@@ -68,7 +68,7 @@ class TensorflowBackend(Backend):
             )
 
     def signature(self, array: Any) -> Hashable:
-        """Of tensors of a graph, whose shape may be unknown, there is none."""
+        """Raises for tensors of a graph, whose shape may be unknown, so that calls with them are not kept."""
         if not _is_eager(array):
             raise RuntimeError("not an eager tensor")
         return type(array), array.dtype, tuple(array.shape), array.device
@@ -94,11 +94,11 @@ class TensorflowBackend(Backend):
         return native(np.asarray(tensor))
 
     def address_range(self, array: Any) -> tuple[int, int]:
-        """That of its view."""
+        """The range of its view on the host."""
         return address_range(self.host_view(array))
 
     def writable_view(self, array: Any) -> None:  # noqa: ARG002
-        """There is none."""
+        """None: the arrays are immutable."""
         return
 
     def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Any:

@@ -118,14 +118,14 @@ class TorchBackend(NcclBackend):
         return self.host_view(array.detach().cpu())
 
     def address_range(self, array: torch.Tensor) -> tuple[int, int]:
-        """That of the tensor's view as an ndarray of bytes."""
+        """From the first to the last byte of the tensor's elements."""
         plain = array.detach()
         reach = sum((size - 1) * stride for size, stride in zip(plain.shape, plain.stride(), strict=True))
         start = plain.data_ptr()
         return start, start + (reach + 1) * plain.element_size() if plain.numel() else start
 
     def addresses_of(self, arrays: Sequence[torch.Tensor]) -> list[int]:
-        """Of the first elements."""
+        """The addresses of the first elements."""
         return list(map(torch.Tensor.data_ptr, arrays))
 
     def concat(self, arrays: Sequence[torch.Tensor], axis: int, device: Device) -> torch.Tensor:  # noqa: ARG002
@@ -217,7 +217,7 @@ class TorchBackend(NcclBackend):
         return TorchStreams(apart)
 
     def side_streams(self, devices: Iterable[Device]) -> SideStreams | None:
-        """Of all GPUs among the devices."""
+        """Side streams of all GPUs among the devices."""
         apart = {device for device in devices if device.type == "cuda"}
         return SideStreams(TorchStreams(apart)) if apart else None
 
@@ -243,7 +243,7 @@ class TorchStreams(CudaStreams):
         return torch.cuda.Stream(torch_device(device))
 
     def current_stream(self, device: Device) -> Any:
-        """That of the calling thread."""
+        """The current stream of the calling thread."""
         return torch.cuda.current_stream(torch_device(device))
 
     def handle_of(self, stream: Any) -> int:

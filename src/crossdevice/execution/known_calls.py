@@ -19,7 +19,7 @@ from crossdevice.execution.processes.dense_call import DenseCall
 from crossdevice.execution.reading.leaf_spec import Columns, Dense
 from crossdevice.execution.reading.outputs import check_outs, out_components
 from crossdevice.execution.signature_cache import SignatureCache
-from crossdevice.kernels.host.fixed_arrays import likeness
+from crossdevice.kernels.host.fixed_arrays import compiled_are_alike
 from crossdevice.kernels.host.work_list import TUPLE_HEADER_BYTES
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored
@@ -129,7 +129,7 @@ class KnownCalls:
                 return NOT_KEPT
             columns.append(values)
             key += (where, value.given_devices if is_distributed else None, len(values))
-            if kind is np.ndarray and self._likeness(id(values) + TUPLE_HEADER_BYTES, len(values)):
+            if kind is np.ndarray and self._are_alike(id(values) + TUPLE_HEADER_BYTES, len(values)):
                 key.append(backend.signature(values[0]))
                 continue
             try:
@@ -147,8 +147,8 @@ class KnownCalls:
         return signature, known, columns
 
     @functools.cached_property
-    def _likeness(self) -> Callable[[int, int], bool]:
-        return likeness() or (lambda _place, _number: False)
+    def _are_alike(self) -> Callable[[int, int], bool]:
+        return compiled_are_alike() or (lambda _place, _number: False)
 
     def keep(self, key: Hashable, batch: CheckedBatch, prepared: Prepared) -> None:
         """Keeps what was prepared for a batch of plain values."""

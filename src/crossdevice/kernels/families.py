@@ -21,7 +21,7 @@ from crossdevice.values.dtypes import FLOATS, INTEGERS, ITEM_BYTES, result_dtype
 from crossdevice.values.reduce_op import ReduceOp
 
 ORDERED_FAMILIES = ("native", "rounded")
-"""Those whose bits depend on the order in which the inputs combine, so that a recipe's order counts."""
+"""Families whose bits depend on the order in which inputs combine, so that a recipe's order counts."""
 
 
 def family_of(recipe: Recipe, dtype: str, into: str) -> str | None:

@@ -45,4 +45,4 @@ class Recipe(NamedTuple):
 
 
 COPYING = Recipe(ReduceOp.SUM, "fast")
-"""Of a single input: the input itself."""
+"""A pass over a single input that copies it."""

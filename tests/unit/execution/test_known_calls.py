@@ -11,7 +11,7 @@ import crossdevice as cd
 from crossdevice.errors import MismatchError, OutError, ShapeMismatchError
 from crossdevice.execution.local import batch as batch_module
 from crossdevice.kernels.host import fused_pass as fused_pass_module
-from crossdevice.kernels.host.fixed_arrays import likeness
+from crossdevice.kernels.host.fixed_arrays import compiled_are_alike
 from crossdevice.kernels.host.fused_pass import SmallPass, fused_pass
 from crossdevice.kernels.host.work_list import TUPLE_HEADER_BYTES
 from crossdevice.process_groups.thread_group import run_ranks
@@ -309,7 +309,7 @@ UNLIKE = {
 
 
 def test_arrays_are_alike_if_checks_see_no_difference():
-    are_alike = likeness()
+    are_alike = compiled_are_alike()
     first, equal = np.ones((2, 3), np.float32), np.zeros((4, 3), np.float32)[1:3]
     for name, other in {"nothing": equal, **UNLIKE}.items():
         items = (first, equal, other)

@@ -9,7 +9,7 @@ OLDEST_TRITON = "3.6"
 """The oldest release that the kernels were tried with."""
 
 OLDEST_CAPABILITY = (8, 0)
-"""What Triton asks for."""
+"""The compute capability that Triton needs."""
 
 
 @functools.cache

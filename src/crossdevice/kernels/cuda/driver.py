@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 INVALID_CONTEXT = 201
-"""What a thread is told that has not called CUDA's runtime yet."""
+"""The status for a thread that has not called CUDA's runtime yet."""
 
 BUFFER, BUFFER_BYTES, END = 1, 2, 0
 """CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE and CU_LAUNCH_PARAM_END."""
@@ -31,7 +31,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def synchronize(stream: int) -> None:
-    """Until all that was put on a stream is done."""
+    """Waits until all that was put on a stream is done."""
     call("cuStreamSynchronize", ctypes.c_void_p(stream))
 
 
@@ -44,7 +44,7 @@ def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
 def prepared_launch(
     function: int, num_programs: int, num_threads: int, shared_bytes: int, arguments: Sequence[int]
 ) -> Callable[[int], None]:
-    """What starts a kernel with these arguments, of 8 bytes each, on the stream of a handle."""
+    """A function that starts a kernel with these arguments, of 8 bytes each, on the stream of a handle."""
     numbers = (ctypes.c_int64 * len(arguments))(*arguments)
     num_bytes = ctypes.c_size_t(ctypes.sizeof(numbers))
     places = ctypes.addressof(numbers), ctypes.addressof(num_bytes)
@@ -54,7 +54,7 @@ def prepared_launch(
     launch = functools.partial(_function("cuLaunchKernel"), *fixed)
 
     def start(stream: int, _kept: object = (numbers, num_bytes)) -> None:
-        if launch(ctypes.c_void_p(stream), None, buffer):  # what `call` knows to mend, or to name
+        if launch(ctypes.c_void_p(stream), None, buffer):  # `call` retries, or raises by name
             call("cuLaunchKernel", *fixed, ctypes.c_void_p(stream), None, buffer)
 
     return start

@@ -24,7 +24,7 @@ MAX_EXACT_ARRAYS = 16
 """The same for exact sums, which keep as many parts of a sum as there are inputs."""
 
 MAX_EXACT_DIVISOR = 1 << 20
-"""Of exact means: beyond, a quotient may be further from the true one than the kernel relies on."""
+"""The largest divisor of exact means: beyond, a quotient may be less precise than the kernel relies on."""
 
 COMPILED_FAMILIES = (
     "native",

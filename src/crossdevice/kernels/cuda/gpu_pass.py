@@ -23,7 +23,7 @@ class _Alone(NamedTuple):
     num_elements: int
 
     def on(self, addresses: list[int]) -> Start:
-        """What starts it on the arrays at these addresses."""
+        """A function that starts it on the arrays at these addresses."""
         return self.launch(
             [*[addresses[position] + offset for position, offset in self.arrays], self.num_elements]
         )
@@ -56,7 +56,7 @@ class GpuPass:
         self.bound(addresses)(stream)
 
     def bound(self, addresses: list[int]) -> Start:
-        """What launches all tasks on the arrays at these addresses, however often."""
+        """A function that launches all tasks on the arrays at these addresses."""
         starts, table = [task.on(addresses) for task in self._alone], self._table
         if table is None and len(starts) == 1:
             return starts[0]

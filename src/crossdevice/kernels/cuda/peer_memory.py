@@ -38,7 +38,7 @@ class _Handle(ctypes.Structure):
 
 
 _exports: dict[int, tuple[bytes, int]] = {}
-"""By the number of an allocation its handle, and where it starts."""
+"""The handle of an allocation and where it starts, by the number of the allocation."""
 
 
 def allocation_of(address: int) -> int:
@@ -102,7 +102,7 @@ class Found(NamedTuple):
 
     @classmethod
     def read(cls, record: bytes) -> Found:
-        """Of the record of a probe."""
+        """Reads the record of another process's probe."""
         token, handle, gpu, offset = _RECORD.unpack(record)
         return cls(token, Exported(handle, offset), gpu)
 

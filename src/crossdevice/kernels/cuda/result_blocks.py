@@ -22,7 +22,7 @@ _unrecorded = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", torch.no_gr
 
 
 class Wanted(NamedTuple):
-    """So many results of one shape and dtype."""
+    """A number of results of one shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,9 +47,9 @@ class _Stack(NamedTuple):
     rest: tuple[int, ...] | None
     """The other axes; None for results without any axis."""
     num_results: int
-    """Of each that is wanted."""
+    """How many results each of the wanted has."""
     lengths: list[int]
-    """Of the first axis of each result."""
+    """The length of the first axis of each result."""
     numbers: list[int]
     """Which of what is wanted they are for, in order."""
 

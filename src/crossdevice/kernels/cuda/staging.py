@@ -26,32 +26,32 @@ class Staging:
         self._handles = [stream.cuda_stream for stream in self._streams]
 
     def begin(self) -> None:
-        """What follows comes after all that was put on the current stream."""
+        """Orders what follows after all that was put on the current stream."""
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def fetch(self, room: int, source: int, num_bytes: int) -> None:
+    def fetch(self, host: int, source: int, num_bytes: int) -> None:
         """Starts to copy from an address of the device to one of the host."""
         if self._handles:
-            driver.copy(room, source, num_bytes, self._handles[0])
+            driver.copy(host, source, num_bytes, self._handles[0])
         else:
-            ctypes.memmove(room, source, num_bytes)
+            ctypes.memmove(host, source, num_bytes)
 
-    def put(self, target: int, room: int, num_bytes: int) -> None:
+    def put(self, target: int, host: int, num_bytes: int) -> None:
         """Starts to copy from an address of the host to one of the device."""
         if self._handles:
-            driver.copy(target, room, num_bytes, self._handles[1])
+            driver.copy(target, host, num_bytes, self._handles[1])
         else:
-            ctypes.memmove(target, room, num_bytes)
+            ctypes.memmove(target, host, num_bytes)
 
     def wait(self) -> None:
-        """Until all that was started is there."""
+        """Waits until all copies that were started are done."""
         for handle in self._handles:
             driver.synchronize(handle)
 
 
 def pin(owner: Any, address: int, num_bytes: int) -> None:
-    """Has GPUs copy from and to an owner's memory of the host by themselves, as long as the owner is there.
+    """Pins host memory, so that GPUs copy from and to it by themselves, for as long as its owner lives.
 
     Where the system does not allow it, copies are slower.
     """

@@ -1,4 +1,4 @@
-"""What the kernels of the GPU are given to do."""
+"""The tasks of the GPU kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Start = Callable[[int], None]
 """Starts a kernel, whose arguments are known, on the stream of this handle."""
 
 Launch = Callable[[Sequence[int]], Start]
-"""What starts a kernel with these arguments, constants left out."""
+"""Prepares a kernel with these arguments, constants left out."""
 
 
 class AddressOffset(NamedTuple):

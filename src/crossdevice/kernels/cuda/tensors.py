@@ -50,7 +50,7 @@ def writable_tensors(arrays: Sequence[Any]) -> list[torch.Tensor] | None:
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where they start."""
+    """The addresses of their first elements."""
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
@@ -68,7 +68,7 @@ def copy(target: torch.Tensor, source: int, stream: int) -> None:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the current stream is done: other processes may read and write what it has worked on."""
+    """Waits for the current stream, before other processes read and write what it has worked on."""
     if device.type == "cuda":
         driver.synchronize(stream_of(device))
 

@@ -17,9 +17,9 @@ Arrays: TypeAlias = tuple[NDArray[Any], ...]
 
 
 class FixedArrays:
-    """The addresses and shapes of ndarrays, to be compared with what they are later.
+    """The addresses and shapes of ndarrays, compared with what they are later.
 
-    Those that are written to must be writeable, too.
+    Arrays that are written to must stay writeable, too.
 
     `ndarray.resize` frees memory that a kernel would still write to, even where NumPy is told not to look
     for other users of it.
@@ -61,10 +61,11 @@ def _found(arrays: Arrays, is_written: Sequence[bool]) -> list[tuple[int, tuple[
     ]
 
 
-def likeness() -> Callable[[int, int], bool] | None:
-    """What tells of pointers to objects, the first an ndarray, and their number, whether they are alike.
+def compiled_are_alike() -> Callable[[int, int], bool] | None:
+    """A function of an address of pointers to objects, the first an ndarray, and of their number.
 
-    That is a tenth of the time it takes to ask each for its dtype, shape and strides. None without numba.
+    It tells whether all have the type, dtype, shape and strides of the first, in a tenth of the time that
+    asking each takes. None without numba.
     """
     if selected_kernels() != "numba":
         return None

@@ -64,7 +64,7 @@ class _Scratch(threading.local):
     memory: array[int] | None = None
 
     def place(self) -> int:
-        """Its address."""
+        """The address of this thread's memory."""
         if self.memory is None:
             self.memory = array("q", bytes(SCRATCH_BYTES))
         return self.memory.buffer_info()[0]
@@ -86,7 +86,7 @@ class PreparedPass(NamedTuple):
     program: array[Any]
     """Instructions for inputs that combine as a tree; the weights of a recipe that has some."""
     address: int = 0
-    """Of the kernel's code, where compiled code calls it."""
+    """The address of the kernel's code, for compiled code that calls it."""
 
     @property
     def needs_views(self) -> bool:
@@ -118,7 +118,7 @@ def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
 
 
 def repeated_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> Callable[[Arrays, Arrays], None]:
-    """What does this pass, and any other over tuples of as many arrays of these dtypes and sizes."""
+    """A function that does this pass, also over other tuples of as many arrays of these dtypes and sizes."""
     prepared = prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
     is_small = traffic_bytes(inputs, outputs) < THREADED_BYTES and len(inputs) <= MAX_INPUTS
     if prepared is None or not is_small or prepared.needs_views:
@@ -142,9 +142,9 @@ def bound_batch(
     is_streamed: bool = False,
     is_repeated: bool = True,
 ) -> list[Callable[[], None]]:
-    """The calls that do many passes of one recipe, as often as they are made, but not at the same time.
+    """Functions that do many passes of one recipe, whenever they are called, but one call at a time.
 
-    They keep the arrays alive and find their memory as it is when they are made; sizes must not change.
+    They keep the arrays alive and read their addresses in each call; sizes must not change.
     """
     works: list[Callable[[], None]] = []
     groups: dict[int, tuple[PreparedPass, list[Task]]] = {}
@@ -164,7 +164,7 @@ def bound_batch(
 
 
 def _pass_without_kernel(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
-    """What no kernel does by itself."""
+    """A pass that no kernel does alone: with a compiled sort, or in NumPy."""
     inputs, outputs = _flat(inputs), _flat(outputs)
     if recipe.op.is_of_ranks and selected_kernels() == "numba":
         ranked_pass(inputs, outputs, recipe, fused_pass)
@@ -176,7 +176,7 @@ def select_kernels(name: str | None) -> None:
     """Chooses "numba" or "numpy"; None goes back to CROSSDEVICE_KERNELS, or numba where it can be had."""
     global _kernels, _prepared
     _kernels = None if name is None else _checked_kernels(name, "the name of kernels")
-    _prepared = {}  # another one: what was prepared for the old one notices
+    _prepared = {}  # a new dict, not a cleared one: a SmallPass compares identities
 
 
 def selected_kernels() -> str:
@@ -207,7 +207,7 @@ def _checked_kernels(given: str | None, source: str) -> str:
 
 
 def prepared_for(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> PreparedPass | None:
-    """What is known about passes of this recipe and these dtypes; None if no kernel does them."""
+    """The prepared pass for this recipe and these dtypes; None if no kernel does it."""
     if recipe.weights is not None:
         recipe = recipe.key
     try:
@@ -251,7 +251,7 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> Prepa
 
 
 def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
-    """The same bits, from what is fastest here."""
+    """The fastest of the compiled families that have the bits of `family_of`."""
     family = family_of(recipe, dtype, into)
     is_accurate_sum = (recipe.op, recipe.precision) == (ReduceOp.SUM, "accurate")
     if dtype == into and dtype in SHORT_FLOATS and is_accurate_sum:
@@ -296,7 +296,7 @@ def _as_written(outputs: Arrays, prepared: PreparedPass) -> tuple[NDArray[Any], 
 
 
 def _flat(arrays: Arrays) -> list[NDArray[Any]]:
-    """Views without axes, for those who look at more than an address: kernels do not."""
+    """Views with one axis; kernels need none, since they look at addresses only."""
     return [array.reshape(-1) for array in arrays]
 
 
@@ -377,7 +377,7 @@ class SharedPasses:
                 _run_pieces(inputs, outputs, pieces, self._recipe)
 
     def _work(self) -> None:
-        # Of this object, so that its arrays live for as long as any thread works on them.
+        # A method, so that threads keep this object and its arrays alive while they work.
         for place in self._places:
             self._kernel(place, 0, 0, 0, self._scratch())
 
@@ -386,7 +386,7 @@ class SharedPasses:
 
 
 def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe) -> None:
-    """Gathers pieces of the inputs, combines them in NumPy and scatters the results."""
+    """Does in NumPy the pieces whose results the kernel could not be certain of."""
     inputs, outputs = _flat(inputs), _flat(outputs)
     where = np.concatenate([np.arange(start, stop) for start, stop in pieces])
     result = np.empty(where.size, outputs[0].dtype)

@@ -57,7 +57,7 @@ class RunningSum:
     """
 
     def __init__(self, size: int, dtype: np.dtype[Any], precision: Precision) -> None:
-        """Of `size` elements of a float dtype, or of integers (kept exactly under any precision)."""
+        """An empty sum of `size` elements of a float dtype, or of integers, which are always kept exactly."""
         self.dtype = dtype
         self.family = _family_of(dtype, precision)
         self.size = size

@@ -34,7 +34,7 @@ _MARGIN = 8
 
 
 class Standby:
-    """Where callers and one worker of this process meet."""
+    """Shares bound passes of this process with one worker thread."""
 
     def __init__(self) -> None:
         from crossdevice.kernels.host.llvm import standby
@@ -95,11 +95,11 @@ class Standby:
         self._words[self._awake] = 0
 
     def _wait_for_passes(self) -> None:
-        # Of this object, so that its memory lives for as long as the worker looks at it.
+        # A method, so that the worker keeps this object and its memory alive.
         self._stand_by(self._mailbox, int(STANDBY_SECONDS / LOOK_SECONDS))
 
 
 @functools.cache
 def standby() -> Standby:
-    """The one of this process."""
+    """The standby worker of this process."""
     return Standby()

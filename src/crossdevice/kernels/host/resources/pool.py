@@ -24,8 +24,9 @@ from crossdevice.values.launchers import local_processes
 VARIABLE = "CROSSDEVICE_POOL_BYTES"
 
 SMALLEST_POOLED_BYTES = 1 << 20
-"""Of a whole call. Above, the C library gives memory back as soon as it is free, and every page of the next
-result is faulted in anew: 8 x 256 KiB take 420 us then, instead of 115; a lease takes about 5 us."""
+"""The size of all results of a call from which on they are pooled. Above it, the C library gives memory back
+as soon as it is free, and every page of the next result is faulted in anew: 8 x 256 KiB take 420 us then,
+instead of 115; a lease takes about 5 us."""
 
 PAGE_BYTES = 4096
 LINE_BYTES = 64
@@ -223,7 +224,7 @@ class Pool:
 
 
 def _idle_among(blocks: Sequence[_Block]) -> list[_Block]:
-    """Those whose lease is gone."""
+    """The blocks whose lease is gone."""
     # In C throughout: between a call of the reference and a test of what it gave, another thread may run, and
     # would find the block leased by nobody but this one.
     return list(itertools.filterfalse(_Block.__call__, blocks))

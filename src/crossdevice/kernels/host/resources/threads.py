@@ -1,4 +1,4 @@
-"""Our own worker threads: as many as the machine grants, asleep unless invited, never waited for in vain."""
+"""Worker threads: as many as the machine grants, asleep without work, waited for only if they have begun."""
 
 from __future__ import annotations
 
@@ -42,103 +42,103 @@ def set_num_threads(number: int | None) -> None:
 def run_together(work: Callable[[], None], num_participants: int) -> None:
     """Calls `work` here and, if they find the time, in up to `num_participants` - 1 worker threads.
 
-    Every call must go on until all work is taken: workers that have not begun when the caller is
-    done are sent away, so a busy machine or another caller's pass delays nothing. No worker is at
+    Every call must go on until all work is taken: calls that no worker has begun when the caller is
+    done are cancelled, so a busy machine or another caller's pass delays nothing. No worker is at
     work any more when this returns or raises, also if it was interrupted.
     """
-    invitations = [_Invitation(work) for _ in range(num_participants - 1)]
+    calls = [_Call(work) for _ in range(num_participants - 1)]
     try:
-        _crew.invite(invitations)
+        _workers.offer(calls)
         work()
-        _wait_for(invitations)
+        _wait_for(calls)
     except BaseException:
         # Perhaps an interrupt, at any moment, of the waiting too: workers that went on would write results
         # into memory that the next call uses.
-        _wait_for(invitations)
+        _wait_for(calls)
         raise
-    for invitation in invitations:
-        if invitation.failure is not None:
-            raise invitation.failure
+    for call in calls:
+        if call.failure is not None:
+            raise call.failure
 
 
 def wake_worker(work: Callable[[], None], dismiss: Callable[[], None]) -> None:
     """Lets a worker thread call `work`, for which nobody waits; `dismiss` ends it when workers are needed."""
-    invitation = _Invitation(work)
+    call = _Call(work)
 
     def end() -> None:
-        invitation.withdraw()
+        call.cancel()
         dismiss()
 
-    _crew.invite([invitation])
-    _crew.end_standby = end
+    _workers.offer([call])
+    _workers.end_standby = end
 
 
-def _wait_for(invitations: Sequence[_Invitation]) -> None:
-    for invitation in invitations:
-        invitation.withdraw_or_wait()
+def _wait_for(calls: Sequence[_Call]) -> None:
+    for call in calls:
+        call.cancel_or_wait()
 
 
-class _Invitation:
+class _Call:
     """A call of `work` that either one worker makes, or the caller takes back."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
-        # Whoever is first on it has the call. Being put on it is one step, so an interrupt cannot part it.
+        # Whoever is first in it has the call. Appending is one step, which an interrupt cannot divide.
         self._claims: list[str] = []
         self._running = threading.Lock()
         self._running.acquire()
         self.failure: BaseException | None = None
 
-    def accept(self) -> None:
+    def run_unless_cancelled(self) -> None:
         self._claims.append("worker")
         if self._claims[0] == "worker":
             try:
-                self._call()
+                self._run_work()
             except BaseException as failure:
                 self.failure = failure
             finally:
                 self._running.release()
 
-    def withdraw(self) -> bool:
-        """Whether no worker works for it, now or later; may be called again."""
+    def cancel(self) -> bool:
+        """Cancels it; returns whether no worker works for it, now or later. May be called again."""
         self._claims.append("caller")
         if self._claims[0] == "caller":
             self._work = None
         return self._claims[0] == "caller"
 
-    def withdraw_or_wait(self) -> None:
+    def cancel_or_wait(self) -> None:
         """Returns when no worker works for it, now or later; may be called again."""
-        if not self.withdraw():
+        if not self.cancel():
             # `with`, and not `acquire`: an interrupt finds the lock either not taken or given back.
             with self._running:
                 pass
 
-    def _call(self) -> None:
+    def _run_work(self) -> None:
         # A worker asleep must not keep the arrays of its last work alive.
         work, self._work = self._work, None
         assert work is not None
         work()
 
 
-class _Crew:
+class _Workers:
     """The worker threads of this process, started when first needed."""
 
     def __init__(self) -> None:
-        self._invitations: SimpleQueue[_Invitation] = SimpleQueue()
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._lock = threading.RLock()  # a signal handler may reduce while its thread is here
         self._num_workers = 0
         self.end_standby: Callable[[], None] | None = None
 
-    def invite(self, invitations: Sequence[_Invitation]) -> None:
-        if self._num_workers < len(invitations):
-            self._hire(len(invitations))
+    def offer(self, calls: Sequence[_Call]) -> None:
+        if self._num_workers < len(calls):
+            self._start_workers(len(calls))
         end_standby, self.end_standby = self.end_standby, None
         if end_standby is not None:
             end_standby()
-        for invitation in invitations:
-            self._invitations.put(invitation)
+        for call in calls:
+            self._calls.put(call)
 
-    def _hire(self, number: int) -> None:
+    def _start_workers(self, number: int) -> None:
         with self._lock:
             while self._num_workers < number:
                 # Daemons: an interpreter that ends does not wait for threads that sleep for ever.
@@ -148,13 +148,13 @@ class _Crew:
 
     def _serve(self) -> None:
         while True:
-            self._invitations.get().accept()
+            self._calls.get().run_unless_cancelled()
 
 
 def _start_anew() -> None:
     """Threads do not survive a fork, and a lock may have been held by one of them."""
-    global _crew
-    _crew = _Crew()
+    global _workers
+    _workers = _Workers()
 
 
 def _checked(given: object, name: str) -> int:
@@ -184,6 +184,6 @@ def _share() -> float:
     return min((int(quota) / int(period) for quota, period in limits), default=math.inf)
 
 
-_crew = _Crew()
+_workers = _Workers()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_anew)
