@@ -39,6 +39,16 @@ def test_files_that_the_pages_name_exist():
             assert (PACKAGE / name).exists() or (ROOT / name).exists(), f"{page.name}: {name}"
 
 
+def test_names_that_the_architecture_page_looks_for_in_a_file_are_there():
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    in_rows = re.findall(r"`(\w+)` of `([\w/]+\.py)`", page)
+    in_walks = re.findall(r"^[ │├└]*(?:\w+\.)?(\w+) {2,}([\w/]+\.py)", page, re.MULTILINE)
+    assert in_rows
+    assert len(in_walks) > 15
+    for name, path in in_rows + in_walks:
+        assert re.search(rf"\b(def |class )?{name}\b", (PACKAGE / path).read_text()), f"{path}: {name}"
+
+
 def test_algorithms_are_short():
     for path in (PACKAGE / "algorithms").glob("*.py"):
         if path.name != "base.py":
