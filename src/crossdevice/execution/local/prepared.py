@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from crossdevice.backends.protocol import Array, Backend
@@ -38,48 +38,37 @@ class PreparedReduction:
         *,
         is_weighted: bool = False,
     ) -> None:
-        packing, via = planner.algorithm.packing, planner.algorithm.reduce_to_device
+        algorithm = planner.algorithm
         dtypes = {number: spec.result_dtype(op, is_weighted) for number, spec in enumerate(specs)}
         recipes = [
             recipe_for(spec.own_op or op, options, len(spec.devices), is_weighted and spec.own_op is None)
             for spec in specs
         ]
-        shared: dict[int, LeafSpec] = {}
-        on_gpus: dict[tuple[Backend, Device], dict[int, LeafSpec]] = {}
-        for number, spec in enumerate(specs):
-            if options.lowering == "auto" and spec.shares_host_memory and (via is None or via.is_host):
-                shared[number] = spec
-            gpu = spec.shared_gpu if options.lowering == "auto" and via in (None, spec.shared_gpu) else None
-            if gpu is not None and why_stepped(spec, recipes[number], dtypes[number]) is None:
-                on_gpus.setdefault((spec.backend, gpu), {})[number] = spec
-        self._num_leaves = len(specs)
-        self._passes = HostPasses(shared, dtypes, shares_results=options.share_results)
-        fused: dict[int, HostPasses | GpuPasses] = dict.fromkeys(shared, self._passes)
-        for (_, gpu), leaves in on_gpus.items():
-            on_gpu = GpuPasses(leaves, dtypes, gpu, shares_results=options.share_results)
-            fused.update(dict.fromkeys(leaves, on_gpu))
+        fused = _fused_passes(specs, dtypes, recipes, options, algorithm.reduce_to_device)
         apart = {number: spec for number, spec in enumerate(specs) if number not in fused}
-        packs = SteppedPacks(apart, dtypes)
-        self._parts: list[HostPasses | GpuPasses | SteppedPacks] = [
-            *dict.fromkeys(fused.values()),
-            *([packs] if apart else []),
-        ]
-        self._work = _work(planner.name, specs, op, options, num_fused=len(fused))
-        for number, pack in enumerate(packing.packs(items_of(specs), options.bytes_per_pack)):
+        stepped = SteppedPacks(apart, dtypes)
+        for number, pack in enumerate(algorithm.packing.packs(items_of(specs), options.bytes_per_pack)):
             leaf = pack[0].item
-            if options.precision != "fast" and leaf not in apart:
+            own_op = specs[leaf].own_op or op
+            if leaf in fused and options.precision != "fast":
                 if number < MAX_PROVED_PACKS:
-                    planner.prove(specs[leaf], number, options.precision, specs[leaf].own_op or op)
+                    planner.prove(specs[leaf], number, options.precision, own_op)
                 continue
             num_elements = sum(stop - start for _, start, stop in pack)
-            own_op = specs[leaf].own_op or op
             plan = planner.plan_pack(specs[leaf], num_elements, number, options.precision, own_op)
-            fused.get(leaf, packs).add_pack(pack, plan, recipes[leaf])
+            fused.get(leaf, stepped).add_pack(pack, plan, recipes[leaf])
         if options.precision != "fast":
             # Replicas in order, whatever the plan: the bits of a plan that is run step by step.
             for leaf, passes in fused.items():
                 passes.add_leaf(leaf, recipes[leaf])
-        self._is_alone = len(specs) == 1 and self._passes.is_alone
+        self._num_leaves = len(specs)
+        self._parts: list[HostPasses | GpuPasses | SteppedPacks] = [
+            *dict.fromkeys(fused.values()),
+            *([stepped] if apart else []),
+        ]
+        only = self._parts[0] if len(specs) == 1 else None
+        self._alone = only if isinstance(only, HostPasses) and only.is_alone else None
+        self._work = _work(planner.name, specs, op, options, num_fused=len(fused))
 
     def run(
         self, columns: Columns, outs: Outs, weights: Weights | None = None, *, are_flat: bool = False
@@ -91,8 +80,8 @@ class PreparedReduction:
         # Not `with recorded(...)`: small calls spend their time here.
         started = now()
         try:
-            if self._is_alone:
-                results = [self._passes.run_alone(columns[0], outs[0], weights, are_flat=are_flat)]
+            if self._alone is not None:
+                results = [self._alone.run_alone(columns[0], outs[0], weights, are_flat=are_flat)]
             else:
                 results = self._run(columns, outs, weights)
         except Exception as error:
@@ -111,6 +100,34 @@ class PreparedReduction:
     def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], None]:
         """A function that reduces these arrays into those of `outs` whenever it is called."""
         return in_sequence([part.bound(columns, outs, weights) for part in self._parts])
+
+
+def _fused_passes(
+    specs: Sequence[LeafSpec],
+    dtypes: Mapping[int, str],
+    recipes: Sequence[Recipe],
+    options: CommunicationOptions,
+    via: Device | None,
+) -> dict[int, HostPasses | GpuPasses]:
+    """The fused pass of each leaf that has one: all of its devices, and `via`, share one memory."""
+    if options.lowering == "off":
+        return {}
+    on_host: dict[int, LeafSpec] = {}
+    on_gpus: dict[tuple[Backend, Device], dict[int, LeafSpec]] = {}
+    for number, spec in enumerate(specs):
+        if spec.shares_host_memory and (via is None or via.is_host):
+            on_host[number] = spec
+        gpu = spec.shared_gpu if via in (None, spec.shared_gpu) else None
+        if gpu is not None and why_stepped(spec, recipes[number], dtypes[number]) is None:
+            on_gpus.setdefault((spec.backend, gpu), {})[number] = spec
+    fused: dict[int, HostPasses | GpuPasses] = {}
+    if on_host:
+        host_passes = HostPasses(on_host, dtypes, shares_results=options.share_results)
+        fused.update(dict.fromkeys(on_host, host_passes))
+    for (_, gpu), leaves in on_gpus.items():
+        gpu_passes = GpuPasses(leaves, dtypes, gpu, shares_results=options.share_results)
+        fused.update(dict.fromkeys(leaves, gpu_passes))
+    return fused
 
 
 def recipe_for(
