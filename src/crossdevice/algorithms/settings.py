@@ -17,12 +17,12 @@ class Settings:
     packing: Packing = Packing()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What was prepared for other settings is forgotten."""
+        """Sets it, and forgets what was prepared for other settings."""
         object.__setattr__(self, name, value)
         self._forget(name)
 
     def __delattr__(self, name: str) -> None:
-        """The class's own setting counts again."""
+        """Deletes it, so that the class's default counts again."""
         object.__delattr__(self, name)
         self._forget(name)
 

@@ -22,10 +22,10 @@ ENGINE_ALGORITHMS = frozenset({"nccl"})
 """Never chosen here: an engine sums in its own way, and a choice must not change a bit."""
 
 NEAR_FACTOR = 2.0
-"""Measurements count for sizes up to so many times smaller or larger."""
+"""Measurements count for sizes up to this factor smaller or larger."""
 
 MEASURED_KEYS = ("algorithm", "devices", "bytes", "seconds")
-"""What each measurement of a file has."""
+"""The keys of each measurement in a file."""
 
 
 def choice_by_cost(
@@ -56,7 +56,7 @@ def choice_by_cost(
 def predicted_durations(
     topology: Topology, num_bytes: int, *, precision: str = "accurate"
 ) -> dict[str, Duration]:
-    """What every algorithm but engines would take; on many devices those that know their rounds.
+    """The predicted times of all algorithms but engines; on many devices, of those that know their rounds.
 
     One that cannot be loaded or planned is left out with a warning: any installed package may bring one.
     """
@@ -105,7 +105,7 @@ def _fastest(seconds: Mapping[str, float], evidence: str) -> Choice:
 
 
 def _explained(duration: Duration) -> str:
-    """What most of the time is, and so what decides."""
+    """Which part of the time is largest, and what therefore wins."""
     shares = {
         "latency, so few rounds win": duration.latency_seconds,
         "bytes on links, so little traffic on the busiest link wins": duration.bandwidth_seconds,

@@ -1,4 +1,4 @@
-"""What choosing answers."""
+"""The answer of `choose_algorithm`."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class Choice(NamedTuple):
 
 
 def chosen(name: str, reason: str, seconds: Mapping[str, float] = types.MappingProxyType({})) -> Choice:
-    """The algorithm of that name, made as it is by default."""
+    """The choice of the algorithm of that name, with its default settings."""
     return Choice(name, ALGORITHMS.load(name)(), reason, seconds)

@@ -36,13 +36,13 @@ _FLOATS = (*FLOATS, *SHORT_FLOATS)
 """What `dtype` may replace; it cannot be one of 8 bits itself."""
 
 RANGE_BYTES, SMALLEST_RANGE_BYTES = 8 << 20, 64 << 10
-"""Of all files together at a time, in one thread, and of each file at least."""
+"""How much of all files together one thread reads at a time, and at least of each file."""
 
 MAX_READERS = 8
 """Threads, each of which reads, computes and writes: that is where memory is busy, on large machines too."""
 
 READ_AHEAD_BYTES = 128 << 20
-"""Of all files together, asked for before they are needed, and left behind, at a time."""
+"""How much of all files together is requested ahead, and released behind, at a time."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that have been read so far, and those that will be."""
@@ -56,9 +56,9 @@ class _Tensor(NamedTuple):
     files: list[ModelFile]
     weights: Weights
     all_bytes: int
-    """Of one element in all files together."""
+    """Bytes of one element in all files together."""
     widest_bytes: int
-    """Of one element in any file, or in the result."""
+    """Bytes of one element in the file, or the result, that has the widest."""
 
 
 class _Range(NamedTuple):
@@ -68,7 +68,7 @@ class _Range(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of all files together."""
+        """Bytes of the range in all files together."""
         return (self.stop - self.start) * self.tensor.all_bytes
 
 

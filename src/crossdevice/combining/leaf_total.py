@@ -45,7 +45,7 @@ class LeafTotal:
     def __init__(self, leaf: Leaf, precision: Precision, integers: Integers) -> None:
         self.leaf = leaf
         self.weights: list[float] = []
-        """Of those that had the leaf; what was merged or loaded is in `merged_weight`."""
+        """The weights of the trees that had the leaf; what was merged or loaded is in `merged_weight`."""
         self.merged_weight = Fraction(0)
         self.running: RunningSum | None = None
         self.kept: NDArray[Any] | None = None

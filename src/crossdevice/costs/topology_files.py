@@ -123,7 +123,7 @@ def _made(kind: type[_Made], where: str, table: Mapping[str, Any], **given: Any)
 def _numbers(
     where: str, table: Mapping[str, Any], names: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What a table says, by the names that fields have, in bytes and seconds."""
+    """The numbers of a table by the names of fields, in bytes and seconds."""
     keys = {_key_of(name): name for name in names}
     _refuse_unknown(where, table, keys)
     return {

@@ -1,4 +1,4 @@
-"""What an algorithm writes its plan with."""
+"""The builder with which an algorithm writes its plan."""
 
 from __future__ import annotations
 

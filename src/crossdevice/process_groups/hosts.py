@@ -41,7 +41,7 @@ class Hosts:
         )
 
     def beyond(self, messages: Sequence[Message]) -> list[Message]:
-        """Those to or from other hosts."""
+        """The messages to or from other hosts."""
         return [message for message in messages if message.peer not in self._numbers]
 
     def exchange(
@@ -108,7 +108,7 @@ class HostExchange:
 
     @property
     def awaited_ranks(self) -> Collection[int]:
-        """Those of this host who have not come, else those the engine waits for."""
+        """The ranks of this host that have not come, else those that the engine waits for."""
         if self._within.wait(0):
             return self._engine.awaited_ranks
         return [self._ranks[number] for number in self._within.awaited_ranks]

@@ -14,7 +14,7 @@ from crossdevice.process_groups.seal import CODE_BYTES, KEY_VARIABLE, Seal, key_
 from crossdevice.values.disagreement import disagreement
 
 NAME_BYTES = 96
-"""Of a host's name and process, cut or filled up to it."""
+"""The length of a host's name and process, cut or padded to it."""
 
 NONCE_BYTES = 16
 

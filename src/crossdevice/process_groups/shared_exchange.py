@@ -62,7 +62,7 @@ class SharedExchange:
 
     @property
     def awaited_ranks(self) -> Collection[int]:
-        """Those who have not come to the step that is waited in."""
+        """The ranks that have not come to the current step."""
         return self._shared.steps.awaited_ranks
 
     def check_contact(self, silent: Collection[int]) -> None:

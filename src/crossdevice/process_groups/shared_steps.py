@@ -78,7 +78,7 @@ class SharedSteps:
         self._spin_seconds = CROWDED_SPIN_SECONDS if is_crowded else SPIN_SECONDS
         self._num_looks = 1 + int(self._spin_seconds / LOOK_SECONDS)
         self.number = 0
-        """Of the last step this rank has come to."""
+        """The number of the last step this rank has come to."""
         self._is_over = True
         start = address_of(memory)
         self._other_addresses = array("q", [start + place for place in self._others.values()])
@@ -189,7 +189,7 @@ class SharedSteps:
 
     @property
     def awaited_ranks(self) -> Collection[int]:
-        """Those who have not come to this step, or to another exchange, or who have given it up."""
+        """The ranks that have not come to this step, have come to another exchange, or have given it up."""
         return [rank for rank, place in self._others.items() if not self._has_come(place)]
 
     def check_contact(self, silent: Collection[int]) -> None:  # noqa: ARG002 - the system knows who is gone

@@ -19,7 +19,7 @@ PAUSE_SECONDS = 0.00005
 
 
 class TorchCollectives:
-    """Those of one rank on an engine of torch.distributed, which is started by the first of them."""
+    """The collectives of one rank on an engine of torch.distributed, which the first of them starts."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, start: Callable[..., Any]) -> None:
         """`start` makes the engine of a store, a rank, a size and a timeout."""
@@ -69,7 +69,7 @@ class TorchCollectives:
 
 
 def nccl_of(store: dist.Store, rank: int, size: int) -> TorchCollectives | None:
-    """Those of NCCL, if PyTorch has it and sees a GPU."""
+    """The collectives of NCCL, if PyTorch has it and sees a GPU."""
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return None
     return TorchCollectives(dist.PrefixStore("nccl", store), rank, size, dist.ProcessGroupNCCL)

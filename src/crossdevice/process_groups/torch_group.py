@@ -23,7 +23,7 @@ from crossdevice.process_groups.torch_store import default_store, leave_behind_a
 from crossdevice.values.launchers import Launch
 
 HANG_UP_TAG, CONTACT_TAG = (1 << 31) - 1, (1 << 31) - 2
-"""Of messages that nobody takes."""
+"""Tags of messages that nobody receives."""
 
 
 def form_group(

@@ -180,7 +180,7 @@ class Meeting:
         return bool(self.store.check([key]) and self.store.get(key))
 
     def _of_other_sizes(self) -> str:
-        """Those who wait in the same store for a group of another size, which they may take for this one."""
+        """The processes that wait in the same store for a group of another size, perhaps for this one."""
         found = []
         last = self._whole.add(f"{self._name}/comers", 0)
         for number in range(max(1, last - MAX_COMERS + 1), last + 1):

@@ -73,7 +73,7 @@ def store_at(address: str, port: int, *, is_keeper: bool, timeout_seconds: float
 
 
 def default_store() -> dist.Store | None:
-    """That of torch.distributed's default group, if this process has formed it."""
+    """The store of torch.distributed's default group, if this process has formed it."""
     if dist.is_available() and dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     return None

@@ -98,7 +98,7 @@ class Watch:
             self.look()
 
     def silent_ranks(self) -> set[int]:
-        """Those that have said nothing new for long, and may be gone."""
+        """The ranks that have posted nothing new for long, and may be gone."""
         since = time.monotonic() - SILENCE_SECONDS
         return {rank for rank, heard in self._heard.items() if heard < since}
 

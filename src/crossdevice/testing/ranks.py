@@ -112,7 +112,7 @@ def _answer_of(process: Any, ours: Connection) -> Any:
 
 
 def _be_rank(theirs: Connection, variables: dict[str, str], sent: bytes, options: dict[str, Any]) -> None:
-    """What a process does."""
+    """The main function of a process."""
     for name in ("TF_CONFIG", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
         os.environ.pop(name, None)
     os.environ.update(variables)

@@ -13,7 +13,7 @@ from typing import Any
 from crossdevice.errors import OptionError
 
 USUAL_PORT = 29500
-"""That of torch.distributed, for launchers that name no port and no job."""
+"""The default port of torch.distributed, for launchers that name no port and no job."""
 
 LARGEST_PORT = 65535
 
@@ -32,7 +32,7 @@ class Launch:
     """Where rank 0 can be reached; None if nobody says."""
     port: int | None = None
     variables: tuple[str, ...] = ()
-    """Those the above was read from."""
+    """The environment variables that this was read from."""
     has_mpi: bool = False
     """Whether the launcher is one of MPI's, which has connected its processes already."""
     has_store: bool = False

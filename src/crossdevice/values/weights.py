@@ -27,7 +27,7 @@ class Weights:
 
     factors: tuple[float, ...]
     all_factors: tuple[float, ...] | None = None
-    """Those whose sum is the divisor; None for a sum."""
+    """The factors of all replicas, whose sum is the divisor of a mean; None for a sum."""
 
     @functools.cached_property
     def divisor(self) -> float:

@@ -25,7 +25,7 @@ TURN_CALLS = 5
 """Sizes take turns, so that a noisy moment does not fall on one of them alone."""
 
 QUANTILE = 0.25
-"""Of all calls of a size: what else runs on a machine only ever makes calls slower."""
+"""The lower quartile of all calls of a size: other work on a machine only makes calls slower."""
 
 BUSY_SPREAD = 1.5
 """Upper quartile / lower quartile of a size's calls: above, too many of them were interrupted."""

@@ -65,7 +65,7 @@ class Competitor(abc.ABC):
         """Brings its arrays into place; `inputs` are flat, in this process, and not to be written to."""
 
     def replicas(self, work: Workload) -> Sequence[int]:
-        """Those whose inputs are brought in its process."""
+        """The replicas whose inputs are in its process."""
         return range(work.num_inputs)
 
     def close(self) -> None:  # noqa: B027 - most have nothing to end

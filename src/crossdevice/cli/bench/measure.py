@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
     @property
     def figures(self) -> list[Figure]:
-        """Those there are."""
+        """The figures that were measured."""
         return [figure for figure in (self.out_of_place, self.in_place) if figure is not None]
 
     @property
@@ -120,7 +120,7 @@ def _figures(
     schedule: Schedule,
     tick: Callable[[], None],
 ) -> dict[str, Figure]:
-    """Of those that have one of the wanted places, the first of these that each has."""
+    """The figures of all that have one of the wanted places, at the first that each has."""
     able = {name: [place for place in wanted if place in one.places] for name, one in ready.items()}
     places = {name: own[0] for name, own in able.items() if own}
     seconds = seconds_in_turns(ready, places, schedule, tick)

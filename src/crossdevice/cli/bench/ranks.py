@@ -26,7 +26,7 @@ class Rank(Competitor):
     """Where the library can put the results of each collective."""
 
     def replicas(self, work: Workload) -> Sequence[int]:  # noqa: ARG002
-        """Those whose inputs this rank has."""
+        """The replicas whose inputs this rank has."""
         return [self.rank]
 
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:

@@ -54,7 +54,7 @@ class Gpus(NamedTuple):
 
     @property
     def usable(self) -> list[Device]:
-        """Those of the library that can use most."""
+        """The devices of the library that can use most."""
         counts = [count for count in self.seen.values() if isinstance(count, int)]
         return [Device("cuda", index) for index in range(max(counts, default=0))]
 
@@ -147,7 +147,7 @@ def _libraries(gpus: Gpus) -> Iterator[Finding]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Of a package on this machine; None if it is not there."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -28,7 +28,7 @@ class FloatFormat(NamedTuple):
     @classmethod
     @functools.cache
     def of(cls, dtype: str) -> FloatFormat:
-        """That of a dtype."""
+        """The format of a dtype."""
         info = ml_dtypes.finfo(dtype_named(dtype))
         return cls(int(info.nmant) + 1, int(info.minexp), Fraction(float(info.max)))
 

@@ -25,7 +25,7 @@ HEADER_BYTES = 1 << 16
 """More than any header of an array of numbers."""
 
 LOCAL_HEADER_BYTES = 30
-"""Of a member of an archive, before its name and what else is said of it."""
+"""The fixed part of a member's header in an archive, before its name and extra fields."""
 
 ONLY = "array"
 """What the one array of a .npy is called."""

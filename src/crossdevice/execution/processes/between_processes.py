@@ -84,7 +84,7 @@ class BetweenProcesses:
         return batch.wrapped(results[number] for number in range(len(results)))
 
     def prepared(self, batch: CheckedBatch) -> DenseCall | None:
-        """What makes a call of dense arrays again, all on the host or all on a GPU; None for any other."""
+        """The known call of dense arrays, all on the host or all on a GPU; None for any other."""
         specs = tuple(leaf.spec for leaf in batch.dense)
         ways = [way_of(spec, batch.op, batch.options, self.group) for spec in specs]
         are_on_host = all(
@@ -304,7 +304,7 @@ class BetweenProcesses:
         counts: Sequence[tuple[int, ...]],
         weights: Weights | None,
     ) -> list[tuple[Sequence[int], Delivery]]:
-        """What brings dense leaves, given by their numbers, to their destinations."""
+        """Exchanges dense leaves; returns their numbers with functions that deliver the results."""
         dense = {number: leaf for number, leaf in enumerate(batch.all_leaves) if isinstance(leaf, Dense)}
         numbers, leaves = list(dense), list(dense.values())
         work = (tuple(leaf.spec for leaf in leaves), batch.op, batch.options)

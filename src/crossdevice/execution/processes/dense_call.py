@@ -63,7 +63,7 @@ class DenseCall:
         return self._made(self._works, self._plain, columns, outs)()
 
     def bound(self, columns: Columns, outs: Columns) -> Callable[[], None]:
-        """What reduces these very arrays into those of `outs`, however often it is called."""
+        """A function that reduces these arrays into those of `outs` whenever it is called."""
         works: dict[OfRanks, Callable[..., None]] = {}
         return lambda: self._made(works, lambda call, parts: self._bound(call, parts, columns, outs))
 

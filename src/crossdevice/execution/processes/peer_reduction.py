@@ -114,7 +114,7 @@ class PeerReduction:
         ]
 
     def bound(self, columns: Columns, outs: Columns) -> Callable[[GroupCall], None]:
-        """What reduces these very arrays into those of `outs` in a call, however often."""
+        """A function that reduces these arrays into those of `outs` in a call, whenever it is called."""
         inputs = [array for column in columns for array in column]
         results = [self._result(number, column, outs[number]) for number, column in enumerate(columns)]
         written = [array for out in outs for array in out]

@@ -32,7 +32,7 @@ class Peers:
         are_on_gpus: bool = True,
     ) -> None:
         self.gpu = gpu
-        """Of this process's GPUs the one whose memory the others reach."""
+        """The GPU of this process whose memory the others reach."""
         self.addresses = addresses
         self.workers = workers
         """For each rank the one that reduces on its GPU: processes on one GPU would take turns on it."""

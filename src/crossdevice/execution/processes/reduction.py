@@ -101,7 +101,7 @@ class ProcessReduction:
         return (self._small_reduction(call) or self).run
 
     def bound(self, call: GroupCall, columns: Columns, outs: Columns) -> Callable[[GroupCall], None]:
-        """What reduces these very arrays into those of `outs` in a call, however often."""
+        """A function that reduces these arrays into those of `outs` in a call, whenever it is called."""
         lone = self._shared_pack(call, self._packs[0]) if self._is_lone else None
         if lone is None or not lone.is_small_and_lone:
 
@@ -213,7 +213,7 @@ class ProcessReduction:
             fused_batch(tasks, pack.final_recipe.with_weights(weights))
 
     def _shared_pack(self, call: GroupCall, pack: ProcessPack) -> SharedPack | None:
-        """What reduces a pack through shared memory, if there is any."""
+        """The reduction of a pack through shared memory, if there is any."""
         known = self._shared_packs.get(id(pack))
         shared = call.group.shared
         if known is None and shared is not None and chunk_length(pack):
@@ -222,7 +222,7 @@ class ProcessReduction:
         return known
 
     def _small_reduction(self, call: GroupCall) -> SmallReduction | None:
-        """What reduces the only leaf if that is so small that every rank combines everything."""
+        """The reduction of the only leaf if it is so small that every rank combines everything."""
         if self._small is None and self._is_lone:
             pack = self._packs[0]
             shared = self._shared_pack(call, pack)

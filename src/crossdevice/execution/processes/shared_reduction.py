@@ -44,7 +44,7 @@ class _InPlace(NamedTuple):
     inputs: Sequence[Flat | None]
     """By rank; None for those that are in private memory."""
     outputs: Sequence[Flat] | None = None
-    """Those of all ranks; None if any of them is in private memory."""
+    """The outputs of all ranks; None if any of them is in private memory."""
 
     @property
     def is_complete(self) -> bool:
@@ -92,7 +92,7 @@ class SharedPack:
         ]
 
     def bound(self, views: Sequence[Flat], targets: Sequence[Flat]) -> Callable[[GroupCall], None]:
-        """What reduces these very arrays of a small and lone leaf into those targets."""
+        """A function that reduces these arrays of a small and lone leaf into those targets."""
         steps = self.shared.steps
         copies = [list(zip(own, views, strict=True)) for own in self.own]
         passes = [bound_batch([(inputs, targets)], self._pack.final_recipe) for inputs in self.inputs]
@@ -215,7 +215,7 @@ class SharedPack:
         self.tell_of([window for _, (window,) in tasks])
 
     def tell_of(self, shown: Sequence[Flat]) -> None:
-        """Of what others are about to read, whoever wants to know."""
+        """Calls `on_shown`, if it is set, with what others are about to read."""
         if self.shared.on_shown is not None:
             for array in shown:
                 self.shared.on_shown(array)

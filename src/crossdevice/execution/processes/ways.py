@@ -35,7 +35,7 @@ Way: TypeAlias = Literal["engine", "host", "peer memory", "shards", "staged"]
 Reduction: TypeAlias = (
     ProcessReduction | DeviceReduction | DeviceShards | DeviceReduceScatter | PeerReduction | StagedReduction
 )
-"""Those of which each replica gets a part included."""
+"""Including those of which each replica gets a part."""
 
 
 def way_of(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, group: ProcessGroup) -> Way:

@@ -147,7 +147,7 @@ def holds_tensors(value: Any, depth: int = _DEPTH) -> bool:
 
 
 def _attributes(value: Any) -> list[str] | None:
-    """Of which attributes an object consists; None if its class does not say so."""
+    """The attributes that an object consists of; None if its class does not say so."""
     if dataclasses.is_dataclass(value):
         return [field.name for field in dataclasses.fields(value)]
     if hasattr(type(value), "__attrs_attrs__"):

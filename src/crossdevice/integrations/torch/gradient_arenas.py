@@ -131,7 +131,7 @@ class GradientArenas:
         self.arrange()
 
     def of_twin(self, replicas: Sequence[torch.nn.Module], num_holds: Sequence[int]) -> GradientArenas:
-        """Those of other copies, with the same settings."""
+        """The arenas of other copies, with the same settings."""
         return GradientArenas(replicas, self._strategy, num_holds, self._overlap, self._bucket_bytes)
 
     def arrange(self) -> None:

@@ -47,16 +47,16 @@ _CHANGING = (
     *("register_state_dict_pre_hook", "register_state_dict_post_hook"),
     *("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"),
 )
-"""Those that change all copies, outside of replica functions."""
+"""Methods that change all copies, outside of replica functions."""
 
 _GIVING = (
     *("add_module", "register_module", "set_submodule", "register_parameter", "register_buffer"),
     "set_extra_state",
 )
-"""Those that give tensors or modules, of which each copy then has its own."""
+"""Methods that take tensors or modules, of which each copy then has its own."""
 
 _MOVING = ("cpu", "cuda", "ipu", "mtia", "xpu", "share_memory", "to_empty")
-"""Those that put modules elsewhere, refused outside of replica functions."""
+"""Methods that move modules, refused outside of replica functions."""
 
 
 class MirroredModule(torch.nn.Module):
@@ -359,7 +359,7 @@ class MirroredModule(torch.nn.Module):
 
     @property
     def _load_state_dict_post_hooks(self) -> dict[Any, Callable[..., None]]:
-        """Those of the copy; after them the other copies follow, if a module around this one was loaded."""
+        """The hooks of the copy; then the other copies follow, if a module around this one was loaded."""
         hooks = dict(self.current()._load_state_dict_post_hooks)
         if current_replica() is None:
             hooks["follow"] = lambda *_: self._follow_first()
@@ -367,7 +367,7 @@ class MirroredModule(torch.nn.Module):
 
 
 class _Handles(contextlib.ExitStack):
-    """Of a hook that all copies have: removes it from all of them, also at the end of a `with` block."""
+    """The handles of a hook that all copies have; removes all of them, also at the end of a `with` block."""
 
     remove = contextlib.ExitStack.close
 

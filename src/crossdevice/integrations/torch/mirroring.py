@@ -97,7 +97,7 @@ class Summed(torch.autograd.Function):
     def forward(
         ctx: Any, ops: CrossDeviceOps, devices: Sequence[Device], *gradients: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Of the tensors of all replicas, replica by replica; None counts as zero."""
+        """Sums the tensors of all replicas, given replica by replica; None counts as zero."""
         count = len(gradients) // len(devices)
         columns = [gradients[position::count] for position in range(count)]
         ctx.ops, ctx.devices = ops, devices

@@ -92,7 +92,7 @@ class RunningSum:
         add_all([(self, inputs, weights)])
 
     def steps_of(self, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> list[Step]:
-        """What adds these arrays to a range of the elements, in this order."""
+        """Functions that add these arrays to a range of the elements, to be called in this order."""
         pairs = [(inputs, weights)]
         if inputs[0].dtype.kind in "iub":
             pairs = [_as_floats(item, weight) for item, weight in zip(inputs, weights, strict=True)]

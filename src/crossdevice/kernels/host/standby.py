@@ -23,7 +23,7 @@ STANDBY_SECONDS = 1e-4
 """For how long a worker waits for the next pass without sleeping, and how soon that has to come for it."""
 
 LOOK_SECONDS = 3e-8
-"""What a compiled look takes, more or less."""
+"""About how long a compiled look takes."""
 
 FEWEST_PASSES, MOST_PASSES = 2, 1 << 10
 """How many passes follow each other closely before the worker is woken: more each time that it was of no use,
