@@ -232,7 +232,7 @@ class NcclBackend(Backend):
         if engine is None:
             takes = ", ".join(name for name, kind in NCCL_ENGINES.items() if self.name in kind.libraries)
             return f"none of NCCL's bindings for {self.name} arrays is here ({takes})"
-        if op.is_of_ranks:
+        if op.is_order_statistic:
             return "NCCL sorts nothing"
         if dtype in SHORT_FLOATS:
             return "NCCL's bindings have no floats of 8 bits"

@@ -30,7 +30,7 @@ def family_of(recipe: Recipe, dtype: str, into: str) -> str | None:
     >>> family_of(Recipe(ReduceOp.SUM, "accurate", 3), "bfloat16", "bfloat16")
     'wide'
     """
-    if recipe.op.is_of_ranks:
+    if recipe.op.is_order_statistic:
         return None
     if recipe.weights is not None:
         return _family_with_weights(recipe, dtype, into)

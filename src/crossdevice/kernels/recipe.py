@@ -18,9 +18,9 @@ Order: TypeAlias = "int | tuple[Order, ...]"
 class Recipe(NamedTuple):
     """How N inputs become one value, which is then written to M outputs.
 
-    `op` is SUM, PROD, MIN, MAX or of ranks; a mean is a SUM with a `divisor` (None: no division). `order`
-    counts under `"fast"` only: `"accurate"` combines inputs in their given order, `"exact"` has no order.
-    With `weights`, `op` is SUM, and there is no divisor but theirs.
+    `op` is SUM, PROD, MIN, MAX or an order statistic; a mean is a SUM with a `divisor` (None: no division).
+    `order` counts under `"fast"` only: `"accurate"` combines inputs in their given order, `"exact"` has no
+    order. With `weights`, `op` is SUM, and there is no divisor but theirs.
     """
 
     op: ReduceOp
@@ -29,9 +29,9 @@ class Recipe(NamedTuple):
     order: Order | None = None
     weights: Weights | None = None
 
-    def of_ranks(self, num_inputs: int) -> Recipe:
-        """What is done with the middle of each sorted column, for operations of ranks."""
-        start, stop = self.op.ranks(num_inputs)
+    def of_sorted(self, num_inputs: int) -> Recipe:
+        """The mean of the middle of each sorted column, for order statistics."""
+        start, stop = self.op.sorted_range(num_inputs)
         return Recipe(ReduceOp.SUM, self.precision, stop - start)
 
     @property

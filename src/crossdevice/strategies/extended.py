@@ -247,7 +247,7 @@ class StrategyExtended:
         return [optree.tree_unflatten(structure, leaves) for leaves, structure in answers]
 
     def _same_everywhere(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
-        if op in _IDEMPOTENT or op.is_of_ranks:
+        if op in _IDEMPOTENT or op.is_order_statistic:
             is_own = hasattr(value, "dtype") and not isinstance(value, DistributedValues)
             if is_own and self._num_replicas == 1:
                 return self._cross_device_ops.reduce(op, value, destinations)  # as one replica's contribution

@@ -19,7 +19,7 @@ from crossdevice.values.reduce_op import ReduceOp
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 SHORT_FLOATS = ("float8_e4m3fn", "float8_e5m2")
-"""Those of 8 bits: kernels are compiled for their sums and means on the host under "accurate" only."""
+"""Floats of 8 bits: kernels are compiled for their sums and means on the host under "accurate" only."""
 
 NARROW_FLOATS = (*SHORT_FLOATS, *(name for name in FLOATS if name != "float64"))
 
@@ -51,7 +51,7 @@ def result_dtype(dtype: str, op: ReduceOp, is_weighted: bool = False) -> str:
     >>> result_dtype("int32", ReduceOp.MEAN), result_dtype("int32", ReduceOp.SUM)
     ('float64', 'int32')
     """
-    if op is ReduceOp.MEAN or op.is_of_ranks or is_weighted:
+    if op is ReduceOp.MEAN or op.is_order_statistic or is_weighted:
         return _MEAN_OF_INTEGER.get(dtype, dtype)
     return dtype
 
@@ -83,5 +83,5 @@ def check_reducible(dtype: str, op: ReduceOp, where: str) -> None:
         raise DtypeError(
             f"{where} has dtype {dtype}, which cannot be reduced by {op.name}; expected one of {known}"
         )
-    if dtype in COMPLEXES and (op in (ReduceOp.MIN, ReduceOp.MAX) or op.is_of_ranks):
+    if dtype in COMPLEXES and (op in (ReduceOp.MIN, ReduceOp.MAX) or op.is_order_statistic):
         raise ReduceOpError(f"{op.name} is not defined for {dtype} ({where}): complex numbers have no order")

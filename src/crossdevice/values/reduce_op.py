@@ -51,12 +51,12 @@ class ReduceOp(enum.Enum):
         return made
 
     @property
-    def is_of_ranks(self) -> bool:
+    def is_order_statistic(self) -> bool:
         """Whether values are sorted, and the mean of the middle ones is taken."""
         return self is ReduceOp.MEDIAN or self.name.startswith("TRIMMED_MEAN")
 
-    def ranks(self, num_replicas: int) -> tuple[int, int]:
-        """The first rank whose values count, and the one after the last; only for operations of ranks."""
+    def sorted_range(self, num_replicas: int) -> tuple[int, int]:
+        """The sorted values that count: the first position, and the one after the last."""
         if self is ReduceOp.MEDIAN:
             return (num_replicas - 1) // 2, num_replicas // 2 + 1
         trimmed = _TRIMMED_MEAN.fullmatch(self.name)

@@ -134,8 +134,8 @@ def _true_value(op: ReduceOp, numbers: Sequence[Any]) -> Fraction:
             return Fraction(max(numbers))
         case ReduceOp.PROD:
             return math.prod(map(Fraction, numbers), start=Fraction(1))
-    if op.is_of_ranks:
-        numbers = sorted(numbers)[slice(*op.ranks(len(numbers)))]
+    if op.is_order_statistic:
+        numbers = sorted(numbers)[slice(*op.sorted_range(len(numbers)))]
     ratios = [number.as_integer_ratio() for number in numbers]
     common = max(denominator for _, denominator in ratios)  # they are powers of 2
     total = sum(numerator * (common // denominator) for numerator, denominator in ratios)

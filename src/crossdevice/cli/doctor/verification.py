@@ -114,7 +114,7 @@ def _can_run(algorithm: str, devices: Sequence[Device]) -> bool:
 
 def _operations(dtype: str) -> Sequence[ReduceOp]:
     if dtype in COMPLEXES:
-        return [op for op in ReduceOp if op not in ORDERED and not op.is_of_ranks]
+        return [op for op in ReduceOp if op not in ORDERED and not op.is_order_statistic]
     return ORDERED if dtype == "bool" else list(ReduceOp)
 
 

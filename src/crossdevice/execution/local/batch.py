@@ -54,7 +54,7 @@ class CheckedBatch:
 
     Args:
         in_any_order: whether axes may be left as they lie in memory, if all arrays of a leaf agree on that.
-        factors: the weights of the replicas of every request. With them, for operations of ranks, and where
+        factors: the weights of the replicas of every request. With them, for order statistics, and where
             results have another dtype, `fast` is `accurate`: partial results could not be combined.
     """
 
@@ -72,7 +72,7 @@ class CheckedBatch:
             for number, request in enumerate(requests):
                 entry = f" of entry {number}" if len(requests) > 1 else ""
                 check_number(factors, len(request.value.devices), entry)
-        if options.precision == "fast" and (factors is not None or op.is_of_ranks):
+        if options.precision == "fast" and (factors is not None or op.is_order_statistic):
             options = dataclasses.replace(options, precision="accurate")
         self.requests, self.op, self.options, self.factors = requests, op, options, factors
         self._in_any_order = in_any_order
@@ -179,5 +179,5 @@ class CheckedBatch:
 
     @property
     def _integer_op(self) -> ReduceOp | None:
-        is_rounded = self.op is ReduceOp.MEAN or self.op.is_of_ranks or self.is_weighted
+        is_rounded = self.op is ReduceOp.MEAN or self.op.is_order_statistic or self.is_weighted
         return ReduceOp(self.options.integers) if is_rounded and self.options.integers != "mean" else None

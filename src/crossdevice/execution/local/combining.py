@@ -81,7 +81,7 @@ def _needs_host(recipe: Recipe, source: str) -> bool:
     Left to the host are sorting, 8-bit floats, true sums, means of 64-bit integers, weights times 64-bit
     numbers, whose products would be rounded, and products of complex numbers, whose steps may be fused.
     """
-    if recipe.op.is_of_ranks or source in SHORT_FLOATS:
+    if recipe.op.is_order_statistic or source in SHORT_FLOATS:
         return True
     if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
         return False

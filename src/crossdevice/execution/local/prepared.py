@@ -134,8 +134,8 @@ def recipe_for(
     op: ReduceOp, options: CommunicationOptions, num_replicas: int, is_weighted: bool = False
 ) -> Recipe:
     """What to compute for this many replicas; the order of a plan and weights are filled in later."""
-    if op.is_of_ranks:
-        op.ranks(num_replicas)  # raises if there are too few
+    if op.is_order_statistic:
+        op.sorted_range(num_replicas)  # raises if there are too few
     if is_weighted:
         return Recipe(ReduceOp.SUM, options.precision, weights=UNKNOWN_WEIGHTS)
     if op is ReduceOp.MEAN:

@@ -163,7 +163,9 @@ def _pack_of(
     # With weights the arrays travel themselves, so that bits do not depend on which process has which. Of
     # values that are to be sorted there are no partial results.
     partial = (
-        None if is_weighted or op.is_of_ranks else partial_dtype(dtype, op, options.precision, max(counts))
+        None
+        if is_weighted or op.is_order_statistic
+        else partial_dtype(dtype, op, options.precision, max(counts))
     )
     divisor = sum(counts) if op is ReduceOp.MEAN and not is_weighted else None
     names = (dtype, partial, result)

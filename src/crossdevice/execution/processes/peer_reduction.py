@@ -37,7 +37,7 @@ def is_on_peers(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, gro
         return False
     if spec.shared_gpu is None or spec.shared_gpu != peers.gpu or options.lowering != "auto":
         return False
-    if op.is_of_ranks or spec.into is not None or spec.own_op is not None:
+    if op.is_order_statistic or spec.into is not None or spec.own_op is not None:
         return False
     recipe = recipe_for(op, options, group.size)
     return why_stepped(spec, recipe, result_dtype(spec.dtype, op)) is None

@@ -56,7 +56,7 @@ def reduced_parts(
     prepare: Prepare,
 ) -> list[Any]:
     """For each value the parts of this rank's replicas, wrapped; what was prepared for them is `known`."""
-    if options.precision == "fast" and (factors is not None or op.is_of_ranks):
+    if options.precision == "fast" and (factors is not None or op.is_order_statistic):
         options = dataclasses.replace(options, precision="accurate")
     leaves = [leaf for scatter in scatters for leaf in scatter.leaves]
     replicas = tuple(len(leaf.spec.devices) for leaf in leaves)

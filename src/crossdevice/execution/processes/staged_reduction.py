@@ -48,7 +48,7 @@ def travels_as_it_is(
     """Whether the arrays of all replicas are brought to the host, and not one partial result per process."""
     if spec.own_op is not None:  # as packs have it
         op, is_weighted = spec.own_op, False
-    if is_weighted or op.is_of_ranks:
+    if is_weighted or op.is_order_statistic:
         return True
     return partial_dtype(spec.dtype, op, options.precision, max(counts)) is None
 

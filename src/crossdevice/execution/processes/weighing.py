@@ -17,9 +17,9 @@ def weights_of_all_ranks(
 ) -> Weights | None:
     """The weights of all replicas, in the order of ranks; refuses those, and operations, that do not fit."""
     with refused_by_all():
-        if op.is_of_ranks:
+        if op.is_order_statistic:
             for count in counts:
-                op.ranks(sum(count))
+                op.sorted_range(sum(count))
         if factors is None:
             return None
         records = call.all_gather_uneven(np.array(factors).tobytes())

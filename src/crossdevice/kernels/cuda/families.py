@@ -88,7 +88,7 @@ def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
     is_too_wide = element == "float64" or (recipe.divisor or 0) > MAX_EXACT_DIVISOR
     if family not in COMPILED_FAMILIES or (family == "exact" and is_too_wide):
         what = "exact sums and products" if element in FLOATS else "means without wrap-around"
-        if recipe.op.is_of_ranks:
+        if recipe.op.is_order_statistic:
             what = "medians and trimmed means"
         elif recipe.weights is not None:
             what = "exact weighted sums" if element in FLOATS else "weighted sums"

@@ -69,6 +69,6 @@ def compiled_are_alike() -> Callable[[int, int], bool] | None:
     """
     if selected_kernels() != "numba":
         return None
-    from crossdevice.kernels.host.llvm.watching import compiled_likeness
+    from crossdevice.kernels.host.llvm import watching
 
-    return compiled_likeness()
+    return watching.compiled_are_alike()

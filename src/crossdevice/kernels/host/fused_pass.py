@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from crossdevice.errors import OptionError
 from crossdevice.kernels.association import positions_of, program_of
 from crossdevice.kernels.families import ORDERED_FAMILIES, family_of
-from crossdevice.kernels.host.ranked_pass import ranked_pass
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.host.resources.pool import pool_bytes
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
+from crossdevice.kernels.host.sorted_pass import sorted_pass
 from crossdevice.kernels.host.standby import STANDBY_BYTES, standby
 from crossdevice.kernels.host.work_list import (
-    EMPTY_ROOM,
     MANY_INPUTS,
+    NO_LEFTOVERS,
     SCRATCH_BYTES,
     TUPLE_HEADER_BYTES,
     Pieces,
@@ -166,8 +166,8 @@ def bound_batch(
 def _pass_without_kernel(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
     """A pass that no kernel does alone: with a compiled sort, or in NumPy."""
     inputs, outputs = _flat(inputs), _flat(outputs)
-    if recipe.op.is_of_ranks and selected_kernels() == "numba":
-        ranked_pass(inputs, outputs, recipe, fused_pass)
+    if recipe.op.is_order_statistic and selected_kernels() == "numba":
+        sorted_pass(inputs, outputs, recipe, fused_pass)
     else:
         numpy_pass(inputs, outputs, recipe)
 
@@ -322,10 +322,10 @@ class SmallPass:
         if not self._is_exact:
             self._kernel(self._place, arrays, results, 0, scratch)
             return
-        room = EMPTY_ROOM[:]
-        self._kernel(self._place, arrays, results, room.buffer_info()[0], scratch)
-        if room[0]:
-            _run_pieces(inputs, outputs, pieces_in(room, self._size), self._recipe)
+        leftovers = NO_LEFTOVERS[:]
+        self._kernel(self._place, arrays, results, leftovers.buffer_info()[0], scratch)
+        if leftovers[0]:
+            _run_pieces(inputs, outputs, pieces_in(leftovers, self._size), self._recipe)
 
 
 class SharedPasses:

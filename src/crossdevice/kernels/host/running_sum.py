@@ -42,7 +42,7 @@ RANGE_ELEMENTS = 1 << 15
 LONG_RANGE_ELEMENTS = 1 << 18
 """The same where inputs are read once: only so many that threads end together."""
 
-ROOM_ELEMENTS = 1 << 10
+MAX_LEFTOVERS = 1 << 10
 """Elements that the parts cannot hold, after which Python looks at them."""
 
 ONE = Fraction(1)
@@ -147,14 +147,14 @@ class RunningSum:
         parts = array("q", [part.ctypes.data for part in self.parts])
 
         def add_range(start: int, stop: int) -> None:
-            capacity = ROOM_ELEMENTS if self.family.startswith("expansion") else 0
-            room = array("q", bytes(8 * (capacity + 1)))
+            capacity = MAX_LEFTOVERS if self.family.startswith("expansion") else 0
+            leftovers = array("q", bytes(8 * (capacity + 1)))
             while start < stop:
                 start = kernel(
                     *(places.buffer_info()[0], len(places), factors.buffer_info()[0], parts.buffer_info()[0]),
-                    *(start, stop, room.buffer_info()[0], capacity),
+                    *(start, stop, leftovers.buffer_info()[0], capacity),
                 )
-                for element in room[1 : 1 + room[0]]:
+                for element in leftovers[1 : 1 + leftovers[0]]:
                     self._keep_apart(element, inputs, weights)
 
         return add_range

@@ -24,13 +24,13 @@ HEADER_WORDS = 6
 """How many rows, the counter, whether threads share it, the divisor, the program and its length."""
 
 ROW_WORDS = 8
-"""Inputs, how many, outputs, how many, start, stop, whether results bypass the cache, room for pieces."""
+"""Inputs, how many, outputs, how many, start, stop, whether results bypass the cache, leftovers."""
 
 MAX_PIECES_LEFT = 128
-ROOM_WORDS = 2 + 2 * MAX_PIECES_LEFT
-"""How many pieces are left, where the kernel gave up for want of room (-1: nowhere), starts and lengths."""
+LEFTOVER_WORDS = 2 + 2 * MAX_PIECES_LEFT
+"""How many pieces are left, where the kernel gave up for want of space (-1: nowhere), starts and lengths."""
 
-EMPTY_ROOM = array("q", [0, -1, *([0] * 2 * MAX_PIECES_LEFT)])
+NO_LEFTOVERS = array("q", [0, -1, *([0] * 2 * MAX_PIECES_LEFT)])
 NO_PROGRAM: array[Any] = array("q")
 
 MANY_INPUTS, BLOCK_INPUTS = 9, 8
@@ -97,9 +97,9 @@ class WorkList:
             for start, stop in _ranges(inputs[0].size, traffic_bytes(inputs, outputs) // range_bytes):
                 rows.append([*places, start, stop, is_streamed, 0])
         self.rows, self.num_rows = rows, len(rows)
-        self._rooms = EMPTY_ROOM * (self.num_rows * may_leave_pieces)
+        self._leftovers = NO_LEFTOVERS * (self.num_rows * may_leave_pieces)
         for number in range(self.num_rows * may_leave_pieces):
-            rows[number][-1] = self._rooms.buffer_info()[0] + number * ROOM_WORDS * WORD_BYTES
+            rows[number][-1] = self._leftovers.buffer_info()[0] + number * LEFTOVER_WORDS * WORD_BYTES
         parts = _halves(rows) if has_two_lists else (rows,)
         self._lists = [as_words(part, divisor, program, is_shared=is_shared) for part in parts]
         self.places = [words.buffer_info()[0] for words in self._lists]
@@ -108,22 +108,22 @@ class WorkList:
         """All rows are there to be taken again."""
         for words in self._lists:
             words[1], words[2] = 0, self._is_shared
-        if self._rooms:
-            self._rooms[:] = EMPTY_ROOM * self.num_rows
+        if self._leftovers:
+            self._leftovers[:] = NO_LEFTOVERS * self.num_rows
 
     def pieces_left(self) -> Iterator[tuple[Task, Pieces]]:
         """What the kernel was not certain of, and did not write: inputs there are still what they were."""
         tasks = {id(inputs) + TUPLE_HEADER_BYTES: (inputs, outputs) for inputs, outputs in self._tasks}
-        for number, left in enumerate(self._rooms[::ROOM_WORDS]):
+        for number, left in enumerate(self._leftovers[::LEFTOVER_WORDS]):
             if left:
                 inputs_place, *_, stop, _, _ = self.rows[number]
-                room = self._rooms[number * ROOM_WORDS : (number + 1) * ROOM_WORDS]
-                yield tasks[inputs_place], pieces_in(room, stop)
+                leftovers = self._leftovers[number * LEFTOVER_WORDS : (number + 1) * LEFTOVER_WORDS]
+                yield tasks[inputs_place], pieces_in(leftovers, stop)
 
 
-def pieces_in(room: array[int], stop: int) -> Pieces:
+def pieces_in(leftovers: array[int], stop: int) -> Pieces:
     """What a kernel that worked up to `stop` has left: some short pieces, and all behind where it gave up."""
-    number, gave_up, *bounds = room
+    number, gave_up, *bounds = leftovers
     pieces = [(start, start + length) for start, length in zip(bounds[::2], bounds[1::2], strict=True)]
     return pieces[:number] + ([(gave_up, stop)] if gave_up >= 0 else [])
 

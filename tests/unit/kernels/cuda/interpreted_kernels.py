@@ -35,7 +35,7 @@ CHAINS = (None, (6, 2, 1, 0, 3, 4, 5))
 
 def recipes(dtype, count, precision):
     """Every operation, with the dtype of its result."""
-    for op in (op for op in ReduceOp if not op.is_of_ranks):
+    for op in (op for op in ReduceOp if not op.is_order_statistic):
         if dtype in COMPLEXES and op in (ReduceOp.MIN, ReduceOp.MAX):
             continue
         recipe = Recipe(ReduceOp.SUM, precision, count) if op is ReduceOp.MEAN else Recipe(op, precision)

@@ -105,7 +105,7 @@ def test_means_of_integers_are_rounded_to_nearest_even(kernels, name):
 
 
 def test_kernels_that_run_out_of_room_go_on_where_they_stopped(monkeypatch):
-    monkeypatch.setattr(running_sum, "ROOM_ELEMENTS", 16)
+    monkeypatch.setattr(running_sum, "MAX_LEFTOVERS", 16)
     size = 100
     arrays = [
         np.full(size, 2.0**900),

@@ -30,9 +30,9 @@ LANES = 16
 def accumulating_kernel(family: str, dtype: str) -> Kernel:
     """The kernel that adds inputs of a dtype to sums of a family: it returns how far it has come.
 
-    Called with (addresses of inputs, how many, weights, addresses of parts, start, stop, room, capacity).
-    Elements that the parts cannot hold without error are left as they were, and listed in the room behind
-    their number; when `capacity` is used up, the kernel returns the position of the next such element.
+    Called with (addresses of inputs, how many, weights, addresses of parts, start, stop, leftovers,
+    capacity). Elements that the parts cannot hold without error are left as they were. `leftovers` gets
+    their number and their positions; once there are `capacity`, the kernel returns the next such position.
     """
     name = f"{family} {dtype}"
 
@@ -43,7 +43,7 @@ def accumulating_kernel(family: str, dtype: str) -> Kernel:
         parts: int,
         start: int,
         stop: int,
-        room: int,
+        leftovers: int,
         capacity: int,
     ) -> int:
         terms = (inputs, num_inputs, weights)
@@ -56,12 +56,12 @@ def accumulating_kernel(family: str, dtype: str) -> Kernel:
             while position < end:
                 if add_lanes(name, 1, terms, parts, position):
                     if left == capacity:
-                        set_word(room, 0, left)
+                        set_word(leftovers, 0, left)
                         return position
                     left += 1
-                    set_word(room, left, position)
+                    set_word(leftovers, left, position)
                 position += 1
-        set_word(room, 0, left)
+        set_word(leftovers, 0, left)
         return position
 
     return compiled(kernel, f"accumulate {name}", SIGNATURE)

@@ -14,8 +14,8 @@ from crossdevice.kernels.host.llvm.conversions import (
 )
 from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT32, INT64, SINGLE, STORED, State, Value, Vector
 from crossdevice.kernels.host.reference.long_accumulator import FORMATS
-from crossdevice.kernels.host.reference.ranks import quiet_nan
 from crossdevice.kernels.host.reference.rounding import two_sum
+from crossdevice.kernels.host.reference.sorting import quiet_nan
 from crossdevice.values.dtypes import ITEM_BYTES
 
 

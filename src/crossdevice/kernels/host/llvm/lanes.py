@@ -120,7 +120,7 @@ class Vector:
         return (bits & ((1 << (bits.kind.width - 1)) - 1)).converted("bitcast", self.kind)
 
     def select(self, chosen: Operand, other: Operand) -> Vector:
-        """Of each lane the first where this mask is set, else the other."""
+        """In each lane `chosen` where this mask is set, else `other`."""
         like = chosen if isinstance(chosen, Vector) else other
         assert isinstance(like, Vector)
         values = like._like(chosen), like._like(other)

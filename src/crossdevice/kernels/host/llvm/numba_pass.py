@@ -44,7 +44,7 @@ SIGNATURE = "void(int64,int64,int64,int64,int64)"
 
 Kernel = Callable[..., Any]
 
-REFERENCE = ("long_accumulator", "ranks", "rounding", "running")
+REFERENCE = ("long_accumulator", "rounding", "running", "sorting")
 """Files there with constants, or functions, that kernels are compiled from."""
 
 logger = logging.getLogger("crossdevice")
@@ -127,9 +127,9 @@ def compiled_kernel(name: str) -> Kernel:
     a "tree" combines them as a program says.
 
     Called with the address of a header and rows (`as_words`), and zeros, it takes rows until none is left.
-    Pointers to inputs and outputs, and the address of room for pieces, if given, take the place of those in
-    the only row. Last comes the address of scratch memory (`SCRATCH_BYTES`), which may be 0 if there are
-    fewer inputs than `MANY_INPUTS`.
+    Pointers to inputs and outputs, and the address of leftovers (`LEFTOVER_WORDS`), if given, take the place
+    of those in the only row. Last comes the address of scratch memory (`SCRATCH_BYTES`), which may be 0 if
+    there are fewer inputs than `MANY_INPUTS`.
     """
     return compiled(_kernel_function(name), name, SIGNATURE)
 
@@ -186,7 +186,7 @@ def _kernel_function(name: str) -> Kernel:
     tile = SCRATCH_BYTES // element_bytes - lanes
     result_bytes = ITEM_BYTES[arithmetic.result_dtype]
 
-    def kernel(work: int, inputs: int, outputs: int, room: int, scratch: int) -> None:
+    def kernel(work: int, inputs: int, outputs: int, leftovers: int, scratch: int) -> None:
         num_rows, is_shared, divisor = word_at(work, 0), word_at(work, 2), number_at(work, 3)
         program, program_length = word_at(work, 4), word_at(work, 5)
         are_given, number = inputs != 0, 0
@@ -198,7 +198,7 @@ def _kernel_function(name: str) -> Kernel:
             row = work + (HEADER_WORDS + number * ROW_WORDS) * WORD_BYTES
             number += 1
             if not are_given:
-                inputs, outputs, room = word_at(row, 0), word_at(row, 2), word_at(row, 7)
+                inputs, outputs, leftovers = word_at(row, 0), word_at(row, 2), word_at(row, 7)
             num_inputs, num_outputs = word_at(row, 1), word_at(row, 3)
             start, stop, is_nontemporal = word_at(row, 4), word_at(row, 5), word_at(row, 6)
             if reads_outputs:
@@ -240,14 +240,14 @@ def _kernel_function(name: str) -> Kernel:
                             length = 1
                             doubt = combine_lanes(name, 1, columns, position, 0, part)
                         if doubt:
-                            left = word_at(room, 0)
+                            left = word_at(leftovers, 0)
                             if left == MAX_PIECES_LEFT:
-                                set_word(room, 1, position)
+                                set_word(leftovers, 1, position)
                                 tile_stop = stop = position
                                 break
-                            set_word(room, 2 + 2 * left, position)
-                            set_word(room, 3 + 2 * left, length)
-                            set_word(room, 0, left + 1)
+                            set_word(leftovers, 2 + 2 * left, position)
+                            set_word(leftovers, 3 + 2 * left, length)
+                            set_word(leftovers, 0, left + 1)
                         position += length
                     first = last
             if is_nontemporal:

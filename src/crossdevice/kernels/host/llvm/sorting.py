@@ -28,7 +28,7 @@ def compiled_sort(dtype: str) -> Callable[..., None]:
         infinity: int,
         nan: int,
     ) -> None:
-        """Puts the ranks from `start` to `stop` of each of the first columns into these rows.
+        """Puts the sorted values `start` to `stop` of each of the first columns into these rows.
 
         `network` has pairs of rows to compare. `infinity` has its bits, 0 for integers.
         """

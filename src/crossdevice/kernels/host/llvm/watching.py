@@ -50,7 +50,7 @@ def compiled_watch() -> Kernel:
 
 
 @functools.cache
-def compiled_likeness() -> Kernel:
+def compiled_are_alike() -> Kernel:
     """Called with (pointers to objects of which the first is an ndarray, how many): whether all are alike.
 
     Those have the type, dtype object, shape and strides of the first.

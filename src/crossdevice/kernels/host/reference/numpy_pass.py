@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.kernels.host.reference.exact import exact_product, exact_sum
-from crossdevice.kernels.host.reference.ranks import extreme, ranked
 from crossdevice.kernels.host.reference.rounding import (
     exact_remainder,
     rounded,
     two_sum,
     with_errors,
 )
+from crossdevice.kernels.host.reference.sorting import extreme, sorted_values
 from crossdevice.kernels.host.reference.weighted import weighted_combination
 from crossdevice.kernels.recipe import Order, Recipe
 from crossdevice.values.reduce_op import ReduceOp
@@ -45,9 +45,11 @@ def numpy_pass(inputs: Sequence[Block], outputs: Sequence[Block], recipe: Recipe
 
 
 def _combined(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:
-    if recipe.op.is_of_ranks:
+    if recipe.op.is_order_statistic:
         count = len(inputs)
-        return _combined(ranked(inputs, *recipe.op.ranks(count)), recipe.of_ranks(count), dtype)
+        return _combined(
+            sorted_values(inputs, *recipe.op.sorted_range(count)), recipe.of_sorted(count), dtype
+        )
     if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
         return extreme(inputs, recipe.op)
     if recipe.weights is not None:

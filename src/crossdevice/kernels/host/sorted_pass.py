@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.kernels.host.reference.ranks import infinity_of, key_dtype, quiet_nan
+from crossdevice.kernels.host.reference.sorting import infinity_of, key_dtype, quiet_nan
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.kernels.recipe import Recipe
 
@@ -24,16 +24,16 @@ PADDING_ELEMENTS = 64
 THREADED_ELEMENTS = 1 << 17
 
 
-def ranked_pass(
+def sorted_pass(
     inputs: Arrays, outputs: Arrays, recipe: Recipe, combine: Callable[[Arrays, Arrays, Recipe], None]
 ) -> None:
     """What `numpy_pass` does for MEDIAN and TRIMMED_MEAN, with a compiled sort; `combine` is a fused pass."""
     from crossdevice.kernels.host.llvm.sorting import compiled_sort, network_of
 
     dtype, size, count = inputs[0].dtype, inputs[0].size, len(inputs)
-    start, stop = recipe.op.ranks(count)
+    start, stop = recipe.op.sorted_range(count)
     infinity, kind = infinity_of(dtype) or 0, key_dtype(dtype)
-    sort, network, mean = compiled_sort(kind.name), network_of(count), recipe.of_ranks(count)
+    sort, network, mean = compiled_sort(kind.name), network_of(count), recipe.of_sorted(count)
     width = min(max(SORTED_BYTES // (count * dtype.itemsize), MIN_ELEMENTS), MAX_ELEMENTS)
     starts = iter(range(0, size, width))
 

@@ -1,4 +1,4 @@
-"""Which elements of each column have certain ranks, in NumPy: extremes, and what medians are made of."""
+"""Columns sorted in NumPy: extremes, and the middle values of which medians are made."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from crossdevice.kernels.host.reference.long_accumulator import FORMATS
 from crossdevice.values.reduce_op import ReduceOp
 
 
-def ranked(inputs: Sequence[NDArray[Any]], start: int, stop: int) -> list[NDArray[Any]]:
-    """For each rank from `start` to `stop` the elements that have it; NaN everywhere in a column with a NaN.
+def sorted_values(inputs: Sequence[NDArray[Any]], start: int, stop: int) -> list[NDArray[Any]]:
+    """The values of each column at the sorted positions `start` to `stop`; NaN in a column with a NaN.
 
-    >>> ranked([np.array([3, 1]), np.array([2, 5]), np.array([9, 0])], 1, 2)
+    >>> sorted_values([np.array([3, 1]), np.array([2, 5]), np.array([9, 0])], 1, 2)
     [array([3, 1])]
     """
     return list(_of_keys(inputs, lambda keys: np.sort(keys, axis=0)[start:stop]))
