@@ -44,7 +44,7 @@ class KnownCall:
     def run(self, columns: Columns, outs: Sequence[Any], weights: Weights | None = None) -> list[Any]:
         """Reduces arrays that have the signatures of those before; `outs` are checked as in a first call."""
         if len(outs) == 1 and type(outs[0]) is np.ndarray and _is_apart(outs[0], columns[0]):
-            outs = [outs]
+            outs = [outs]  # one leaf with one destination: the list is its `out`
         else:
             for out in outs:
                 if out is not None:

@@ -1,4 +1,4 @@
-"""The numbers for which narrow sums are known: small gradients next to a large one are not lost."""
+"""Sums of small numbers next to a large one, which narrow arithmetic loses: they are not lost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from conformance.oracle import NUMPY_DTYPES
 from conformance.rows import LOWERINGS, components_of, each_algorithm, each_backend
 
 
-@each_backend("headlines")
-@each_algorithm("headlines")
+@each_backend("small_next_to_large")
+@each_algorithm("small_next_to_large")
 @pytest.mark.parametrize(("dtype", "large", "total"), [("bfloat16", 256, 264), ("float16", 2048, 2056)])
 def test_seven_ones_next_to_a_large_number_are_not_lost(row, backend, dtype, large, total):
     if dtype not in backend.dtypes:
