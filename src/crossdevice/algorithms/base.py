@@ -19,17 +19,17 @@ from crossdevice.execution.linear_maps import Calls, Combination, Concatenation
 from crossdevice.execution.local.batch import CheckedBatch, Request, read_requests
 from crossdevice.execution.local.copying import component_of, copied_into, copied_to, shared_with
 from crossdevice.execution.local.gathering import Placed, gathered
+from crossdevice.execution.local.hooks import reduced_by_hook
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.destinations import read_destinations
-from crossdevice.execution.reading.outputs import wrapped
 from crossdevice.execution.reading.structures import checked_outs, checked_pairs, spread_pairs
 from crossdevice.execution.reading.values import read_value
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import PerReplica, as_distributed, components_of
+from crossdevice.values.distributed import PerReplica, as_distributed
 from crossdevice.values.options import CommunicationOptions, as_options, either
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
@@ -342,30 +342,17 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         return explained(request, op, options, self._planner)
 
     def _reduce_by_hooks(self, batch: CheckedBatch, destinations: Sequence[Any], is_batch: bool) -> list[Any]:
-        """Calls the overridden hook for every leaf, except for lone replicas that stay on their device."""
         op, options = batch.op, batch.options
-        answers: list[Any] = [None] * len(batch.requests)
-        pairs: list[tuple[PerReplica, Any]] = []
-        for number, request in enumerate(batch.requests):
-            if len(request.value.devices) == 1 and set(request.value.devices) == set(request.destinations):
-                answers[number] = CheckedBatch([request], op, options).run(self._planner)[0]
-            else:
-                pairs += [
-                    (PerReplica.of(leaf.arrays, request.value.devices), destinations[number])
-                    for leaf in request.value.leaves
-                ]
-        if not is_batch and (self._overrides("reduce_implementation") or self._overrides("plan_sum")):
-            made = [self.reduce_implementation(op, value, target, options) for value, target in pairs]
-        else:
-            made = list(self.batch_reduce_implementation(op, pairs, options)) if pairs else []
-        results = iter(made)
-        for number, (value, devices, out) in enumerate(batch.requests):
-            if answers[number] is None:
-                leaves = [next(results) for _ in value.leaves]
-                columns = list(map(components_of, leaves))
-                answer = leaves[0] if value.structure is None else wrapped(columns, value.structure, devices)
-                answers[number] = answer if out is None else copied_into(answer, devices, out)
-        return answers
+        one_by_one = not is_batch and (
+            self._overrides("reduce_implementation") or self._overrides("plan_sum")
+        )
+
+        def hook(pairs: list[tuple[PerReplica, Any]]) -> list[Any]:
+            if one_by_one:
+                return [self.reduce_implementation(op, value, target, options) for value, target in pairs]
+            return list(self.batch_reduce_implementation(op, pairs, options))
+
+        return reduced_by_hook(batch, destinations, hook, self._planner)
 
     @property
     def _runs_locally(self) -> bool:
