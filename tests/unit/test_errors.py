@@ -425,7 +425,7 @@ reduces(
     ValueError,
     cd.PerReplica([VARIABLES, VARIABLES]),
     "replica 0 (cpu:1) at value['b']",
-    "cpu:2",
+    "cpu:2; expected one on cpu:1",
 )
 for name, call, parts in [
     ("a number placed on a GPU", lambda _: cd.PerReplica([1.0], ["cuda:0"]), ("replica 0", "cuda:0", "host")),

@@ -203,7 +203,9 @@ def _added_rows(
 def _check_range(numbers: NDArray[Any], dense_shape: tuple[int, ...], where: str) -> None:
     outside = numbers[(numbers < 0) | (numbers >= dense_shape[0])]
     if outside.size:
-        raise MismatchError(f"{where} has an index outside of its {dense_shape[0]} rows: {outside[0]}")
+        raise MismatchError(
+            f"{where} has an index outside of its {dense_shape[0]} rows: {outside[0]}; rows count from 0"
+        )
 
 
 def _check_parts(

@@ -174,7 +174,7 @@ def _problem_of(array: Any, spec: LeafSpec, dtype: str, device: Device) -> str |
         return f"has dtype {backend.dtype_of(array)}; expected {dtype}"
     elsewhere = misplaced(array, device)
     if elsewhere is not None:
-        return f"is on {elsewhere}"
+        return f"is on {elsewhere}; expected an array on {device}"
     if backend.memory_of(device) == HOST_MEMORY and backend.writable_view(array) is None:
         return f"{_why_not_writable(array)}; copy the result into it instead"
     return None

@@ -161,7 +161,9 @@ def one_backend(
         backend.check_array(array, where)
         elsewhere = misplaced(array, device)
         if elsewhere is not None:
-            raise DeviceMismatchError(f"{where} holds an array that is on {elsewhere}")
+            raise DeviceMismatchError(
+                f"{where} holds an array that is on {elsewhere}; copy it to {device} first"
+            )
     for device in (*devices, *destinations):
         backend.check_device(device)
     return backend
@@ -223,7 +225,9 @@ def _read_leaf(column: Sequence[Any], devices: Sequence[Device], path: str, what
         if isinstance(item, PlacedArray):
             if item.device != devices[replica]:
                 where = replica_at(replica, devices[replica], path)
-                raise DeviceMismatchError(f"{where} holds a variable on {item.device}")
+                raise DeviceMismatchError(
+                    f"{where} holds a variable on {item.device}; expected one on {devices[replica]}"
+                )
             item = item.operand()
         if is_number(item) or isinstance(item, (list, tuple)):
             numbers[replica] = item
