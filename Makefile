@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/costs tests/unit/choosing tests/unit/test_architecture.py \
 	tests/unit/test_documentation.py tests/unit/test_release.py
 
-.PHONY: test check quick-checks demo docs format clean fuzz soak flower
+.PHONY: help test check quick-checks demo docs format clean fuzz soak flower
 .DEFAULT_GOAL := test
 
 # Two workers more than there are processors: many tests wait for processes of their own. Workers begin with neighbouring
@@ -28,6 +28,9 @@ $(VENV)/demo-installed: pyproject.toml $(VENV)/python-made
 $(VENV)/installed: pyproject.toml $(VENV)/python-made
 	$(PIP_INSTALL) '.[test,check,demo,browser,integrations]'
 	touch $@ $(VENV)/demo-installed
+
+help:  ## What one can make.
+	@sed -nE 's/^([a-z]+):.*  ## (.*)/\1\t\2/p' Makefile | expand -t 10
 
 demo: $(VENV)/demo-installed  ## Trains a classifier on 4 logical CPU devices.
 	$(BIN)/crossdevice demo
@@ -98,11 +101,11 @@ $(VENV)/flower-installed: pyproject.toml
 flower: $(VENV)/flower-installed  ## The strategies for Flower, with the real one; `make test` skips them where it is missing.
 	$(VENV)/flower/bin/python -m pytest -q tests/unit/integrations/test_flower.py tests/unit/integrations/test_flower_simulation.py
 
-format: $(VENV)/installed
+format: $(VENV)/installed  ## Formats, and fixes what can be fixed automatically.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:
+clean:  ## Removes the environment and everything that was built.
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 fuzz: $(VENV)/installed  ## Random calls against an independent model; FUZZ_SECONDS (600) or FUZZ_CASES, FUZZ_WORKERS (all cores) and FUZZ_SEED (fresh, printed).
