@@ -46,7 +46,7 @@ LONGEST_SECONDS = 30 * 86400.0
 
 
 class ProcessGroup:
-    """The ranks that take part in reductions, each of them a process with devices of its own.
+    """The processes that take part in reductions, each with its own devices; this one is `rank` of `size`.
 
     Every rank makes the same calls in the same order, from one thread at a time. A group counts them, so
     that it can tell a rank that makes another call from one that is late. After an error in which data may
