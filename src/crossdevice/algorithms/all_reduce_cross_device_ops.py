@@ -16,7 +16,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     """Runs an algorithm by its name (`"nccl"`, `"hierarchical_copy"`, `"ring"`, ...) on packed values.
 
     Args:
-        all_reduce_alg: a name in `crossdevice.algorithms.registry.ALGORITHMS`.
+        all_reduce_alg: the name of an algorithm, ours or an installed package's; an unknown one is refused
+            with a list of all names.
         num_packs: the number of packs into which a batch is split; 0 uses the next two arguments instead.
         agg_small_grads_max_bytes: consecutive values smaller than this share a pack; 0 turns this off.
         agg_small_grads_max_group: the largest number of values that share a pack.

@@ -63,7 +63,7 @@ class CollectiveAllReduce(CrossDeviceOps):
         group: the processes that take part; `crossdevice.cluster_from_env().form_group()` makes one.
 
     >>> import numpy as np
-    >>> from crossdevice.process_groups.thread_group import run_ranks
+    >>> from crossdevice.testing import run_ranks
     >>> def program(group):
     ...     ops = CollectiveAllReduce(group=group)
     ...     return float(ops.reduce("sum", np.float32(group.rank + 1), "cpu:0"))

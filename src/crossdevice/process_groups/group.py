@@ -61,7 +61,7 @@ class ProcessGroup:
         shared_memory: whether arrays go through shared memory between ranks that turn out to be on one host;
             if None, unless CROSSDEVICE_SHARED_MEMORY is 0. Notes and NCCL keep to the engine.
 
-    >>> from crossdevice.process_groups.thread_group import run_ranks
+    >>> from crossdevice.testing import run_ranks
     >>> run_ranks(2, lambda group: (group.rank, group.size))
     [(0, 2), (1, 2)]
     """

@@ -27,7 +27,7 @@ class Strategy(abc.ABC):
 
     The common interface of `MirroredStrategy`, `MultiWorkerMirroredStrategy` and the default strategy.
 
-    >>> from crossdevice.strategies.current import get_strategy
+    >>> from crossdevice import get_strategy
     >>> strategy = get_strategy()
     >>> isinstance(strategy, Strategy), strategy.num_replicas_in_sync
     (True, 1)

@@ -39,7 +39,7 @@ def has_strategy() -> bool:
 def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Makes a strategy the current one without a `with` block, until it is called again; None: no strategy.
 
-    >>> from crossdevice.strategies.one_device import OneDeviceStrategy
+    >>> from crossdevice import OneDeviceStrategy
     >>> experimental_set_strategy(OneDeviceStrategy("cpu:0"))
     >>> get_strategy()
     OneDeviceStrategy('cpu:0')

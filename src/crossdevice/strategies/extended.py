@@ -41,11 +41,10 @@ _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 class StrategyExtended:
     """The type of `strategy.extended`; every reduction uses the strategy's `cross_device_ops`.
 
-    >>> from crossdevice.strategies.mirrored import MirroredStrategy
+    >>> from crossdevice import MirroredStrategy, PerReplica
     >>> extended = MirroredStrategy(["cpu:0", "cpu:1"]).extended
     >>> extended.worker_devices
     (Device('cpu:0'), Device('cpu:1'))
-    >>> from crossdevice.values.distributed import PerReplica
     >>> float(extended.reduce_to("sum", PerReplica([1.0, 2.0]), "cpu:0"))
     3.0
     """

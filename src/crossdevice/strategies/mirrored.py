@@ -46,7 +46,7 @@ class MirroredStrategy(Strategy):
             Replicas on different GPUs run at once, each with a stream of its GPU's generator, and share
             the host's generators. (JAX has keys instead of generators and does not need this.)
 
-    >>> from crossdevice.strategies.current import get_replica_context
+    >>> from crossdevice import get_replica_context
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
     >>> squares = strategy.run(lambda: get_replica_context().replica_id_in_sync_group + 1.0)
     >>> float(strategy.reduce("sum", squares, axis=None))

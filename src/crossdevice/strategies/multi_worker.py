@@ -35,8 +35,8 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         group: a group that has been formed already, in place of `cluster_resolver`.
         own_random_streams: as in MirroredStrategy, with the numbers that replicas have among all processes.
 
-    >>> from crossdevice.process_groups.thread_group import run_ranks
-    >>> from crossdevice.strategies.current import get_replica_context
+    >>> from crossdevice.testing import run_ranks
+    >>> from crossdevice import get_replica_context
     >>> def program(group):
     ...     strategy = MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"], group=group)
     ...     numbers = strategy.run(lambda: get_replica_context().replica_id_in_sync_group)

@@ -71,7 +71,6 @@ class Arrangement(NamedTuple):
 def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
     """How the kernels do what `numpy_pass` does; why not, if they cannot.
 
-    >>> from crossdevice.values.reduce_op import ReduceOp
     >>> arranged(Recipe(ReduceOp.SUM, "accurate", 3), "bfloat16", "bfloat16").arithmetic[:4]
     ('wide', 'SUM', 'bfloat16', 'bfloat16')
     >>> arranged(Recipe(ReduceOp.SUM, "exact"), "float64", "float64")
