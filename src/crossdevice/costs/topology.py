@@ -38,7 +38,7 @@ class Route(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedMemory:
+class OneMemory:
     """All devices lie in one memory: plans are lowered to one fused pass, and nothing is sent."""
 
     bytes_per_second: float
@@ -113,9 +113,9 @@ class DirectLinks:
         return Route((link,), link.bytes_per_second, self.cost)
 
 
-Fabric: TypeAlias = SharedMemory | Switched | HostBridge | DirectLinks
+Fabric: TypeAlias = OneMemory | Switched | HostBridge | DirectLinks
 
-FABRICS = {"memory": SharedMemory, "switch": Switched, "host": HostBridge, "pairs": DirectLinks}
+FABRICS = {"memory": OneMemory, "switch": Switched, "host": HostBridge, "pairs": DirectLinks}
 """By the names that topology files use."""
 
 
@@ -192,7 +192,7 @@ class Topology:
     @property
     def shares_memory(self) -> bool:
         """Whether all devices lie in one memory."""
-        return isinstance(self.fabric, SharedMemory)
+        return isinstance(self.fabric, OneMemory)
 
     def with_devices(self, num_devices: int) -> Topology:
         """The same kind of machine with so many devices, as a cluster if one node has fewer."""

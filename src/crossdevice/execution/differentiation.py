@@ -10,7 +10,7 @@ from typing import Any
 from crossdevice.backends.protocol import Array, Autograd, LinearMap
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import OutError
-from crossdevice.execution.linear_maps import Place, Shapes
+from crossdevice.execution.linear_maps import Placement, Shapes
 from crossdevice.execution.reading.outputs import wrapped
 from crossdevice.execution.reading.values import Leaf, Value, read_value
 from crossdevice.values.device import Device
@@ -28,9 +28,9 @@ class RecordedLeaves:
     """For each recorded leaf, the number of its value and the number of the leaf in it."""
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[Placement, ...]:
         """Where each leaf comes from, and where its results go."""
-        return tuple(Place(self.placed[i][0].devices, self.placed[i][1]) for i, _ in self.picked)
+        return tuple(Placement(self.placed[i][0].devices, self.placed[i][1]) for i, _ in self.picked)
 
     @property
     def shapes(self) -> list[Shapes]:

@@ -31,7 +31,7 @@ Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 """The shapes of the arrays of one column."""
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """Where one leaf comes from, and where its results go."""
 
     sources: tuple[Device, ...]
@@ -46,7 +46,7 @@ class Combination:
     """
 
     calls: Calls
-    places: tuple[Place, ...]
+    places: tuple[Placement, ...]
     options: CommunicationOptions
     op: ReduceOp = ReduceOp.SUM
     divisors: tuple[int, ...] | None = None
@@ -62,7 +62,7 @@ class Combination:
 
     def transposed(self) -> Combination:
         """Gradients of all targets are added for each source, and divided as the mean was."""
-        places = tuple(Place(place.targets, place.sources) for place in self.places)
+        places = tuple(Placement(place.targets, place.sources) for place in self.places)
         counts = [len(place.sources) for place in self.places]
         is_square = self.calls.rank is None and counts == [len(place.targets) for place in self.places]
         if self.op is ReduceOp.SUM or is_square:
@@ -76,7 +76,7 @@ class Concatenation:
     """Columns of arrays end to end along an axis, on all targets; the gradient is made of slices."""
 
     calls: Calls
-    places: tuple[Place, ...]
+    places: tuple[Placement, ...]
     options: CommunicationOptions
     axis: int
     shapes: Sequence[Shapes]
@@ -146,7 +146,7 @@ class PartsExchange:
     """An all-to-all inside one process; its transpose sends every part back to where it came from."""
 
     all_to_all: Callable[..., Any]
-    places: tuple[Place, ...]
+    places: tuple[Placement, ...]
     axis: int
     lengths: Callable[[], list[list[Sequence[int]]]]
     """For each column and source, the lengths of the parts that go to the targets."""
@@ -184,7 +184,7 @@ def _of_all(calls: Calls, counts: list[int], options: CommunicationOptions) -> l
     return [int(count) for count in rows.sum(axis=0)]
 
 
-def _placed(arrays: Sequence[Array], places: Sequence[Place]) -> list[tuple[PerReplica, Any]]:
+def _placed(arrays: Sequence[Array], places: Sequence[Placement]) -> list[tuple[PerReplica, Any]]:
     """Columns of arrays as values, and where their results go."""
     columns = _split(arrays, [len(place.sources) for place in places])
     return [

@@ -20,7 +20,7 @@ from crossdevice.process_groups.mapping import mapped_file
 from crossdevice.process_groups.process_births import birth_of
 from crossdevice.process_groups.shared_arrays import name_of
 from crossdevice.process_groups.shared_memory import (
-    VARIABLE,
+    SHARED_MEMORY_VARIABLE,
     SharedMemory,
     memory_bytes,
     unavailable_reason,
@@ -67,7 +67,11 @@ def found_hosts(call: GroupCall, *, wanted: bool) -> tuple[SharedMemory | None, 
         return None, None, "there is one rank"
     if len({member.partition(" ")[2].partition(" ")[2] for member in members}) < size:
         return None, None, "several ranks are threads of one process"
-    reason = unavailable_reason() if wanted else f"it was switched off (shared_memory=False or {VARIABLE}=0)"
+    reason = (
+        unavailable_reason()
+        if wanted
+        else f"it was switched off (shared_memory=False or {SHARED_MEMORY_VARIABLE}=0)"
+    )
     mapped: mmap.mmap | None = None
     token, descriptor = secrets.token_bytes(TOKEN_BYTES), -1
     if reason is None:

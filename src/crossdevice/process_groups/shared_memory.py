@@ -17,7 +17,7 @@ from crossdevice.process_groups.process_births import birth_of
 from crossdevice.process_groups.shared_arrays import Bytes, SharedArrays
 from crossdevice.process_groups.shared_steps import SharedSteps, steps_bytes
 
-VARIABLE = "CROSSDEVICE_SHARED_MEMORY"
+SHARED_MEMORY_VARIABLE = "CROSSDEVICE_SHARED_MEMORY"
 
 WINDOW_BYTES = 2 << 20
 """What one rank can show the others at once. More has to go in several steps, and less stays in caches."""
@@ -54,9 +54,9 @@ def is_wanted(given: bool | None) -> bool:
     """Whether a group is to use shared memory: as it was told, else as the variable says, else yes."""
     if given is not None:
         return given
-    word = os.environ.get(VARIABLE, "1")
+    word = os.environ.get(SHARED_MEMORY_VARIABLE, "1")
     if word not in ("0", "1"):
-        raise OptionError(f"{VARIABLE} must be 0 or 1; got {word!r}")
+        raise OptionError(f"{SHARED_MEMORY_VARIABLE} must be 0 or 1; got {word!r}")
     return word == "1"
 
 

@@ -23,7 +23,7 @@ from crossdevice.kernels.host.resources.control_groups import words_of_groups
 from crossdevice.plans.rendering import size_text
 from crossdevice.process_groups.cluster import cluster_from_env
 from crossdevice.process_groups.host_agreement import HOST_VARIABLE
-from crossdevice.process_groups.shared_memory import VARIABLE, is_wanted, unavailable_reason
+from crossdevice.process_groups.shared_memory import SHARED_MEMORY_VARIABLE, is_wanted, unavailable_reason
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.libraries import INSTALLED_BY
 
@@ -218,7 +218,7 @@ def _threads(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
     limits = [f"{int(quota) / int(period):g}" for quota, period in groups if quota.isdigit()]
     yield Finding("limit by control groups", min(limits, key=float, default="no limit"))
     ours, granted = threads.num_threads(), threads.granted_processors()
-    advice = f"{threads.VARIABLE} is larger than the {granted} available" if ours > granted else ""
+    advice = f"{threads.THREADS_VARIABLE} is larger than the {granted} available" if ours > granted else ""
     yield Finding("threads of a large pass", str(ours), ours <= granted, advice)
 
 
@@ -257,7 +257,7 @@ def _processes(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
         yield Finding("launcher", cluster_from_env().recognised)
     except OptionError as refused:
         yield Finding("launcher", str(refused), False, "set the missing variables, or unset the others")
-    reason = unavailable_reason() if is_wanted(None) else f"{VARIABLE} is 0"
+    reason = unavailable_reason() if is_wanted(None) else f"{SHARED_MEMORY_VARIABLE} is 0"
     word = os.environ.get(HOST_VARIABLE)
     those = f", with those that have {HOST_VARIABLE}={word} too" if word else ""
     found = f"no: {reason}" if reason else f"can be used by groups within this host{those}"

@@ -14,7 +14,7 @@ from crossdevice.costs.topology import Topology
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.rendering import render_plan
 
-MAX_LISTED_DEVICES = 64
+MAX_SHOWN_DEVICES = 64
 """Larger plans are timed by their rounds and not printed."""
 
 
@@ -92,7 +92,7 @@ def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str
     """Everything about one algorithm's all-reduce on all devices of a topology."""
     algorithm = ALGORITHMS.load(name)()
     plan = simulation = None
-    if topology.num_devices <= MAX_LISTED_DEVICES:
+    if topology.num_devices <= MAX_SHOWN_DEVICES:
         plan = planned_all_reduce(algorithm, topology, num_bytes)
         simulation = simulate(plan, topology, FLOAT_BYTES, unsummed=precision != "fast")
     everyone = predicted_durations(topology, num_bytes, precision=precision)

@@ -16,8 +16,8 @@ from crossdevice.values.device import Device
 from crossdevice.values.distributed import DelegatingValues
 from crossdevice.values.indexed_slices import IndexedSlices
 
-Place: TypeAlias = "Callable[[Backend, Array, Device, Device], Array]"
-"""Puts an array on a device: (backend, array, where it is, where it goes)."""
+PutArray: TypeAlias = "Callable[[Backend, Array, Device, Device], Array]"
+"""Puts an array on a device: (backend, array, its device, the target device)."""
 
 
 def copied_to(value: Any, destinations: tuple[Device, ...]) -> Any:
@@ -30,7 +30,7 @@ def shared_with(value: Any, destinations: tuple[Device, ...]) -> Any:
     return _on_each(value, destinations, "broadcast, shared", _shared)
 
 
-def _on_each(value: Any, destinations: tuple[Device, ...], name: str, place: Place) -> Any:
+def _on_each(value: Any, destinations: tuple[Device, ...], name: str, put: PutArray) -> Any:
     started = now()
     read = read_value(component_of(value))
     (source,) = read.devices
@@ -38,7 +38,7 @@ def _on_each(value: Any, destinations: tuple[Device, ...], name: str, place: Pla
     flight_recorder.events.append((READING, started, now(), 1))
     with recorded(_work(name, read.leaves, backends, source, destinations)):
         results = [
-            [_placed(place, backend, leaf.arrays[0], source, device) for device in destinations]
+            [_put_parts(put, backend, leaf.arrays[0], source, device) for device in destinations]
             for leaf, backend in zip(read.leaves, backends, strict=True)
         ]
     return wrapped(results, read.structure, destinations)
@@ -102,10 +102,10 @@ def _checked_backend(leaf: Leaf, devices: tuple[Device, ...], destinations: tupl
     return one_backend(_parts_of(leaf.arrays[0])[:1], devices, leaf.path, destinations)
 
 
-def _placed(place: Place, backend: Backend, array: Any, source: Device, device: Device) -> Any:
+def _put_parts(put: PutArray, backend: Backend, array: Any, source: Device, device: Device) -> Any:
     if not isinstance(array, IndexedSlices):
-        return place(backend, array, source, device)
-    values, indices = (place(backend, part, source, device) for part in _parts_of(array))
+        return put(backend, array, source, device)
+    values, indices = (put(backend, part, source, device) for part in _parts_of(array))
     return array.with_parts(values, indices, array.dense_shape)
 
 

@@ -12,7 +12,7 @@ from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import Device
 
-VARIABLE = "CROSSDEVICE_PEER_MEMORY"
+PEER_MEMORY_VARIABLE = "CROSSDEVICE_PEER_MEMORY"
 """0 turns it off; with `each`, every rank reduces a part, also where ranks share a GPU."""
 
 
@@ -119,9 +119,9 @@ _probes: list[object] = []
 
 def _own_record(gpu: Device | None) -> tuple[str, bytes | None]:
     """Why this process takes no part, or what others need to find its probe."""
-    wish = os.environ.get(VARIABLE, "1")
+    wish = os.environ.get(PEER_MEMORY_VARIABLE, "1")
     if wish == "0":
-        return f"has {VARIABLE}=0", None
+        return f"has {PEER_MEMORY_VARIABLE}=0", None
     if gpu is None or not sys.platform.startswith("linux"):
         return "had nothing on a GPU of its own in the group's first reduction", None
     from crossdevice.kernels.cuda.availability import kernels_missing

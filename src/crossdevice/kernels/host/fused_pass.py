@@ -36,7 +36,7 @@ from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.dtypes import FLOATS, SHORT_FLOATS
 from crossdevice.values.reduce_op import ReduceOp
 
-VARIABLE = "CROSSDEVICE_KERNELS"
+KERNELS_VARIABLE = "CROSSDEVICE_KERNELS"
 KERNELS = ("numba", "numpy")
 
 Arrays = Sequence[NDArray[Any]]
@@ -187,7 +187,7 @@ def selected_kernels() -> str:
         # written, not between two of them.
         for check in (num_threads, pool_bytes):
             check()
-        _kernels = _checked_kernels(os.environ.get(VARIABLE) or None, VARIABLE)
+        _kernels = _checked_kernels(os.environ.get(KERNELS_VARIABLE) or None, KERNELS_VARIABLE)
     return _kernels
 
 

@@ -30,7 +30,7 @@ from crossdevice.values.weights import Weights
 
 Floats = NDArray[np.float64]
 
-Step = Callable[[int, int], None]
+AddRange = Callable[[int, int], None]
 """Adds some inputs to the elements from start to stop."""
 
 INPUTS_AT_ONCE = 8
@@ -91,7 +91,7 @@ class RunningSum:
         """Adds flat, contiguous, native arrays of one dtype, in this order."""
         add_all([(self, inputs, weights)])
 
-    def steps_of(self, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> list[Step]:
+    def steps_of(self, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> list[AddRange]:
         """Functions that add these arrays to a range of the elements, to be called in this order."""
         pairs = [(inputs, weights)]
         if inputs[0].dtype.kind in "iub":
@@ -138,7 +138,7 @@ class RunningSum:
         total = self.fractions.get(element, Fraction(0)) + sum(Fraction(part[element]) for part in self.parts)
         return rounded_fraction(total / divisor, dtype)
 
-    def _step(self, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> Step:
+    def _step(self, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> AddRange:
         kernel = _kernel_for(self.family, inputs[0].dtype) if selected_kernels() == "numba" else None
         if kernel is None:
             return functools.partial(self._add_range, inputs, weights)
@@ -230,7 +230,7 @@ def add_all(
     _share_out(works, traffic)
 
 
-def _take_steps(steps: Sequence[Step], start: int, stop: int) -> None:
+def _take_steps(steps: Sequence[AddRange], start: int, stop: int) -> None:
     for step in steps:
         step(start, stop)
 

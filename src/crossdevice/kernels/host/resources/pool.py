@@ -21,7 +21,7 @@ from crossdevice.errors import OptionError
 from crossdevice.kernels.host.resources.control_groups import words_of_groups
 from crossdevice.values.launchers import local_processes
 
-VARIABLE = "CROSSDEVICE_POOL_BYTES"
+POOL_VARIABLE = "CROSSDEVICE_POOL_BYTES"
 
 SMALLEST_POOLED_BYTES = 1 << 20
 """The size of all results of a call from which on they are pooled. Above it, the C library gives memory back
@@ -290,11 +290,11 @@ def _arenas(lengths: Sequence[int]) -> list[list[slice]]:
 
 
 def _default_limit() -> int:
-    given = os.environ.get(VARIABLE)
+    given = os.environ.get(POOL_VARIABLE)
     if not given:
         return _memory_bytes() // (4 * local_processes(os.environ))
     if not given.isdigit():
-        raise OptionError(f"{VARIABLE} must be a number of bytes, 0 or more; got {given!r}")
+        raise OptionError(f"{POOL_VARIABLE} must be a number of bytes, 0 or more; got {given!r}")
     return int(given)
 
 

@@ -12,7 +12,7 @@ from crossdevice.errors import OptionError
 from crossdevice.kernels.host.resources.control_groups import words_of_groups
 from crossdevice.values.launchers import local_processes
 
-VARIABLE = "CROSSDEVICE_NUM_THREADS"
+THREADS_VARIABLE = "CROSSDEVICE_NUM_THREADS"
 
 _num_threads: int | None = None
 
@@ -28,8 +28,8 @@ def num_threads() -> int:
     """
     global _num_threads
     if _num_threads is None:
-        given = os.environ.get(VARIABLE)
-        _num_threads = _checked(given, VARIABLE) if given else granted_processors()
+        given = os.environ.get(THREADS_VARIABLE)
+        _num_threads = _checked(given, THREADS_VARIABLE) if given else granted_processors()
     return _num_threads
 
 
