@@ -34,7 +34,7 @@ _SMALLEST_PRODUCT = tl.constexpr(SMALLEST_PRODUCT)
 _LARGEST_PRODUCT = tl.constexpr(LARGEST_PRODUCT)
 
 
-class Way(NamedTuple):
+class KernelSpec(NamedTuple):
     """An arithmetic as the functions below take it."""
 
     family: str
@@ -57,52 +57,52 @@ class Way(NamedTuple):
     """What NaN is while floats are put in order: less or more than all numbers, so that it wins."""
 
 
-def way_of(arithmetic: Arithmetic) -> Way:
+def kernel_spec(arithmetic: Arithmetic) -> KernelSpec:
     """The same, with the types of memory and the numbers that go with the dtype."""
     levels = tuple(range(max((step >> 8 & 255 for step in arithmetic.program), default=0) + 1))
     divides = arithmetic.divisor is not None and math.frexp(arithmetic.divisor)[0] != 0.5
     if arithmetic.family != "extreme" or arithmetic.element not in _INFINITIES:
         types = _TYPES[arithmetic.element], _TYPES[arithmetic.result]
-        return Way(*arithmetic, levels, arithmetic.numbers_per_input, divides, *types, 0, 0, 0)
+        return KernelSpec(*arithmetic, levels, arithmetic.numbers_per_input, divides, *types, 0, 0, 0)
     read_as = _TYPES_OF_BITS[arithmetic.element]
     largest = (1 << (read_as.primitive_bitwidth - 1)) - 1
     beyond = -largest - 1 if arithmetic.op == "MIN" else largest
     infinity = _INFINITIES[arithmetic.element]
-    return Way(*arithmetic, levels, 1, divides, read_as, read_as, largest, infinity, beyond)
+    return KernelSpec(*arithmetic, levels, 1, divides, read_as, read_as, largest, infinity, beyond)
 
 
 @triton.jit
-def widened(stored, WAY: tl.constexpr):
+def widened(stored, SPEC: tl.constexpr):
     """The form in which elements are combined."""
     value = stored
-    if WAY.family == "wide" or WAY.family == "weighted" or WAY.family == "exact":
-        if WAY.element != "float64":
-            value = _as_single(stored, WAY).to(tl.float64)
-    elif WAY.family == "rounded":
-        value = _as_single(stored, WAY)
-    elif WAY.family == "true_mean":
+    if SPEC.family == "wide" or SPEC.family == "weighted" or SPEC.family == "exact":
+        if SPEC.element != "float64":
+            value = _as_single(stored, SPEC).to(tl.float64)
+    elif SPEC.family == "rounded":
+        value = _as_single(stored, SPEC)
+    elif SPEC.family == "true_mean":
         value = stored.to(tl.int64)
-    elif WAY.largest != 0:
+    elif SPEC.largest != 0:
         # Integers that sort as IEEE 754-2019 has floats: -0 before +0, and NaN beyond all numbers.
-        if WAY.largest == 0x7FFF:
+        if SPEC.largest == 0x7FFF:
             value = stored.to(tl.int32)
-        value = tl.where((value & WAY.largest) > WAY.infinity, WAY.beyond, _turned(value, WAY))
+        value = tl.where((value & SPEC.largest) > SPEC.infinity, SPEC.beyond, _turned(value, SPEC))
     return value
 
 
 @triton.jit
-def combined(total, element, WAY: tl.constexpr):
+def combined(total, element, SPEC: tl.constexpr):
     """An accumulator with one more element, or another accumulator, in it."""
-    if WAY.op == "MIN":
+    if SPEC.op == "MIN":
         total = tl.where(element < total, element, total)
-    elif WAY.op == "MAX":
+    elif SPEC.op == "MAX":
         total = tl.where(element > total, element, total)
-    elif WAY.op == "PROD":
+    elif SPEC.op == "PROD":
         total = total * element
     else:
         total = total + element
-    if WAY.family == "rounded":
-        total = _as_single(_halves_of(total, WAY), WAY)
+    if SPEC.family == "rounded":
+        total = _as_single(_halves_of(total, SPEC), SPEC)
     return total
 
 
@@ -146,15 +146,15 @@ def weighted_mean(total, errors, divisor):
 
 
 @triton.jit
-def compensated(total, errors, WAY: tl.constexpr):
+def compensated(total, errors, SPEC: tl.constexpr):
     """A sum with its errors added back, divided if it is a mean's; as in the host's `numpy_pass`."""
     infinity: tl.constexpr = float("inf")
     counts = (tl.abs(errors) > 0) & (tl.abs(errors) < infinity)
     near = tl.where(counts, total + errors, total)
-    if WAY.divisor is not None:
+    if SPEC.divisor is not None:
         rest = error_of(total, errors, near)
         rest = tl.where(counts & (tl.abs(rest) < infinity), rest, 0.0)
-        number = tl.full(near.shape, WAY.divisor, tl.float64)
+        number = tl.full(near.shape, SPEC.divisor, tl.float64)
         first = near / number
         # What a fused multiply-add would give, which Triton's interpreter does not have.
         upper = (first.to(tl.int64, bitcast=True) & -0x4000000).to(tl.float64, bitcast=True)
@@ -192,7 +192,7 @@ def _leading(parts):
 
 
 @triton.jit
-def exact(parts, plain, infinite, WAY: tl.constexpr):
+def exact(parts, plain, infinite, SPEC: tl.constexpr):
     """The true sum, or mean, as a float64 rounded to odd: rounded once more, it is rounded once.
 
     `plain` is the sum as float64 adds it, and `infinite` that of all elements that are not finite: the first
@@ -200,8 +200,8 @@ def exact(parts, plain, infinite, WAY: tl.constexpr):
     """
     near, rest = _leading(parts)
     is_zero = near == 0
-    if WAY.divisor is not None:
-        number = tl.full(near.shape, WAY.divisor, tl.float64)
+    if SPEC.divisor is not None:
+        number = tl.full(near.shape, SPEC.divisor, tl.float64)
         first = near / number
         product = first * number
         remainder = (near - product) - error_of_product(first, number, product)
@@ -218,44 +218,44 @@ def exact(parts, plain, infinite, WAY: tl.constexpr):
 
 
 @triton.jit
-def finished(total, WAY: tl.constexpr):
+def finished(total, SPEC: tl.constexpr):
     """What is written."""
-    if WAY.family == "true_mean":
+    if SPEC.family == "true_mean":
         total = total.to(tl.float64)
-    elif WAY.family == "wrapping_mean":
-        total = total.to(WAY.written_as)
-    if WAY.divisor is not None and WAY.family != "compensated" and WAY.family != "exact":
-        number = tl.full(total.shape, WAY.divisor, total.dtype)
-        if not WAY.divides:
-            total = total * (1.0 / WAY.divisor)
+    elif SPEC.family == "wrapping_mean":
+        total = total.to(SPEC.written_as)
+    if SPEC.divisor is not None and SPEC.family != "compensated" and SPEC.family != "exact":
+        number = tl.full(total.shape, SPEC.divisor, total.dtype)
+        if not SPEC.divides:
+            total = total * (1.0 / SPEC.divisor)
         elif total.dtype == tl.float32:
             # The plain division of float32 is off by up to two units of the last place.
             total = tl.div_rn(total, number)
         else:
             total = total / number
-    if (WAY.family == "wide" or WAY.family == "compensated" or WAY.family == "exact") or (
-        WAY.numbers_per_input == 2
+    if (SPEC.family == "wide" or SPEC.family == "compensated" or SPEC.family == "exact") or (
+        SPEC.numbers_per_input == 2
     ):
-        total = _rounded_once(total, WAY)
-    elif WAY.family == "rounded":
-        total = _halves_of(total, WAY)
-    elif WAY.largest != 0:
-        quiet: tl.constexpr = WAY.infinity | ((WAY.infinity & -WAY.infinity) >> 1)
-        total = tl.where(total == WAY.beyond, quiet, _turned(total, WAY))
-    return total.to(WAY.written_as)
+        total = _rounded_once(total, SPEC)
+    elif SPEC.family == "rounded":
+        total = _halves_of(total, SPEC)
+    elif SPEC.largest != 0:
+        quiet: tl.constexpr = SPEC.infinity | ((SPEC.infinity & -SPEC.infinity) >> 1)
+        total = tl.where(total == SPEC.beyond, quiet, _turned(total, SPEC))
+    return total.to(SPEC.written_as)
 
 
 @triton.jit
-def stepped(levels, element, STEP: tl.constexpr, WAY: tl.constexpr):
+def stepped(levels, element, STEP: tl.constexpr, SPEC: tl.constexpr):
     """The accumulators of a tree after one instruction (see the host's `association`)."""
-    kind: tl.constexpr = WAY.program[STEP] & 255
-    level: tl.constexpr = (WAY.program[STEP] >> 8) & 255
+    kind: tl.constexpr = SPEC.program[STEP] & 255
+    level: tl.constexpr = (SPEC.program[STEP] >> 8) & 255
     if kind == _START:
         value = element
     elif kind == _WITH_INPUT:
-        value = combined(levels[level], element, WAY)
+        value = combined(levels[level], element, SPEC)
     else:
-        value = combined(levels[level], levels[level + 1], WAY)
+        value = combined(levels[level], levels[level + 1], SPEC)
     if level == 0:
         changed = (value,)
     else:
@@ -275,8 +275,8 @@ def _upper_half(values):
 
 
 @triton.jit
-def _as_single(stored, WAY: tl.constexpr):
-    if WAY.element == "bfloat16":
+def _as_single(stored, SPEC: tl.constexpr):
+    if SPEC.element == "bfloat16":
         single = (stored.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         single = stored.to(tl.float32)
@@ -284,9 +284,9 @@ def _as_single(stored, WAY: tl.constexpr):
 
 
 @triton.jit
-def _halves_of(single, WAY: tl.constexpr):
+def _halves_of(single, SPEC: tl.constexpr):
     """float32 rounded to float16, or to the bits of bfloat16."""
-    if WAY.result == "bfloat16":
+    if SPEC.result == "bfloat16":
         bits = single.to(tl.uint32, bitcast=True)
         upper = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
         halves = tl.where(single != single, 0x7FC0, upper).to(tl.uint16)
@@ -296,11 +296,11 @@ def _halves_of(single, WAY: tl.constexpr):
 
 
 @triton.jit
-def _rounded_once(wide, WAY: tl.constexpr):
+def _rounded_once(wide, SPEC: tl.constexpr):
     """float64 rounded once; every NaN becomes the positive quiet one."""
-    if WAY.result == "float64":
+    if SPEC.result == "float64":
         value = tl.where(wide != wide, float("nan"), wide)
-    elif WAY.result == "float32":
+    elif SPEC.result == "float32":
         value = tl.where(wide != wide, float("nan"), wide.to(tl.float32))
     else:
         # By way of float32 rounded to odd: two roundings would not be one.
@@ -310,12 +310,12 @@ def _rounded_once(wide, WAY: tl.constexpr):
         bits = tl.where(tl.abs(back) > tl.abs(wide), bits - 1, bits)
         bits = tl.where(back != wide, bits | 1, bits)
         bits = tl.where(wide != wide, 0x7FC00000, bits)
-        value = _halves_of(bits.to(tl.float32, bitcast=True), WAY)
+        value = _halves_of(bits.to(tl.float32, bitcast=True), SPEC)
     return value
 
 
 @triton.jit
-def _turned(bits, WAY: tl.constexpr):
+def _turned(bits, SPEC: tl.constexpr):
     """Negative numbers with all bits but the sign turned over; the way back is the same."""
-    sign: tl.constexpr = 63 if WAY.largest > 0x7FFFFFFF else 31
-    return bits ^ ((bits >> sign) & WAY.largest)
+    sign: tl.constexpr = 63 if SPEC.largest > 0x7FFFFFFF else 31
+    return bits ^ ((bits >> sign) & SPEC.largest)

@@ -30,12 +30,12 @@ _ROW_NUMBERS = tl.constexpr(3)
 
 
 @triton.jit(do_not_specialize=["inputs", "outputs", "num_elements"])
-def pass_by_arguments(inputs, outputs, num_elements, WAY: tl.constexpr, BLOCK: tl.constexpr):
+def pass_by_arguments(inputs, outputs, num_elements, SPEC: tl.constexpr, BLOCK: tl.constexpr):
     """One array of every replica; `inputs` and `outputs` are tuples of addresses.
 
     In a weighted sum the addresses of inputs are followed by the bits of their weights and of the divisor.
     """
-    _do_block(inputs, outputs, tl.program_id(0).to(tl.int64) * BLOCK, num_elements, WAY, BLOCK)
+    _do_block(inputs, outputs, tl.program_id(0).to(tl.int64) * BLOCK, num_elements, SPEC, BLOCK)
 
 
 @triton.jit(do_not_specialize=["addresses", "rows"])
@@ -44,7 +44,7 @@ def pass_by_table(
     rows,
     NUM_INPUTS: tl.constexpr,
     NUM_OUTPUTS: tl.constexpr,
-    WAY: tl.constexpr,
+    SPEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Many arrays in one launch: `rows` says which block of which task each program does.
@@ -56,7 +56,7 @@ def pass_by_table(
     task, block, num_elements = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     line = addresses.to(tl.pointer_type(tl.int64)) + task * (NUM_INPUTS + NUM_OUTPUTS)
     inputs, outputs = _numbers_at(line, NUM_INPUTS), _numbers_at(line + NUM_INPUTS, NUM_OUTPUTS)
-    _do_block(inputs, outputs, block * BLOCK, num_elements, WAY, BLOCK)
+    _do_block(inputs, outputs, block * BLOCK, num_elements, SPEC, BLOCK)
 
 
 @triton.jit
@@ -68,81 +68,81 @@ def _numbers_at(place, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _do_block(inputs, outputs, start, num_elements, WAY: tl.constexpr, BLOCK: tl.constexpr):
+def _do_block(inputs, outputs, start, num_elements, SPEC: tl.constexpr, BLOCK: tl.constexpr):
     mixed = inputs[0]
-    for number in tl.static_range(1, len(inputs) // WAY.numbers_per_input):
+    for number in tl.static_range(1, len(inputs) // SPEC.numbers_per_input):
         mixed = mixed | inputs[number]
     for number in tl.static_range(len(outputs)):
         mixed = mixed | outputs[number]
     left = num_elements - start
     # Written out twice: only whole blocks at multiples of 16 bytes can be read 16 bytes at a time.
     if (mixed % 16 == 0) & (left >= BLOCK):
-        value = finished(_combination(inputs, start, left, WAY, BLOCK, True), WAY)
+        value = finished(_combination(inputs, start, left, SPEC, BLOCK, True), SPEC)
         for number in tl.static_range(len(outputs)):
-            tl.store(_targets(outputs[number], start, WAY, BLOCK, True), value)
+            tl.store(_targets(outputs[number], start, SPEC, BLOCK, True), value)
     else:
-        value = finished(_combination(inputs, start, left, WAY, BLOCK, False), WAY)
+        value = finished(_combination(inputs, start, left, SPEC, BLOCK, False), SPEC)
         for number in tl.static_range(len(outputs)):
-            place = _targets(outputs[number], start, WAY, BLOCK, False)
+            place = _targets(outputs[number], start, SPEC, BLOCK, False)
             tl.store(place, value, mask=tl.arange(0, BLOCK) < left)
 
 
 @triton.jit
-def _combination(inputs, start, left, WAY: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
-    total = _element(inputs[0], start, left, WAY, BLOCK, IS_WHOLE)
-    if len(WAY.program) > 0:
+def _combination(inputs, start, left, SPEC: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+    total = _element(inputs[0], start, left, SPEC, BLOCK, IS_WHOLE)
+    if len(SPEC.program) > 0:
         levels = (total,)
-        for _ in tl.static_range(1, len(WAY.levels)):
+        for _ in tl.static_range(1, len(SPEC.levels)):
             levels = levels + (total,)
-        for step in tl.static_range(len(WAY.program)):
-            element = _element(inputs[WAY.program[step] >> 16], start, left, WAY, BLOCK, IS_WHOLE)
-            levels = stepped(levels, element, step, WAY)
+        for step in tl.static_range(len(SPEC.program)):
+            element = _element(inputs[SPEC.program[step] >> 16], start, left, SPEC, BLOCK, IS_WHOLE)
+            levels = stepped(levels, element, step, SPEC)
         total = levels[0]
-    elif WAY.numbers_per_input == 2:
-        total = _weighted(inputs, total, start, left, WAY, BLOCK, IS_WHOLE)
-    elif WAY.family == "compensated":
+    elif SPEC.numbers_per_input == 2:
+        total = _weighted(inputs, total, start, left, SPEC, BLOCK, IS_WHOLE)
+    elif SPEC.family == "compensated":
         errors = tl.zeros_like(total)
         for number in tl.static_range(1, len(inputs)):
-            element = _element(inputs[number], start, left, WAY, BLOCK, IS_WHOLE)
+            element = _element(inputs[number], start, left, SPEC, BLOCK, IS_WHOLE)
             grown = total + element
             errors += error_of(total, element, grown)
             total = grown
-        total = compensated(total, errors, WAY)
-    elif WAY.family == "exact":
+        total = compensated(total, errors, SPEC)
+    elif SPEC.family == "exact":
         infinity: tl.constexpr = float("inf")
         parts = (tl.where(tl.abs(total) < infinity, total, 0.0),)
         plain, infinite = total, tl.where(tl.abs(total) < infinity, 0.0, total)
         for number in tl.static_range(1, len(inputs)):
-            element = _element(inputs[number], start, left, WAY, BLOCK, IS_WHOLE)
+            element = _element(inputs[number], start, left, SPEC, BLOCK, IS_WHOLE)
             is_finite = tl.abs(element) < infinity
             parts = enlarged(parts, tl.where(is_finite, element, 0.0))
             plain += element
             infinite += tl.where(is_finite, 0.0, element)
-        total = exact(parts, plain, infinite, WAY)
+        total = exact(parts, plain, infinite, SPEC)
     else:
         for number in tl.static_range(1, len(inputs)):
-            total = combined(total, _element(inputs[number], start, left, WAY, BLOCK, IS_WHOLE), WAY)
+            total = combined(total, _element(inputs[number], start, left, SPEC, BLOCK, IS_WHOLE), SPEC)
     return total
 
 
 @triton.jit
-def _weighted(inputs, element, start, left, WAY: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+def _weighted(inputs, element, start, left, SPEC: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
     count: tl.constexpr = len(inputs) // 2
     weight, divisor = number_of(inputs[count]), number_of(inputs[count + count])
     total = element * weight
     errors = tl.zeros_like(total)
-    if WAY.family == "weighted_compensated":
+    if SPEC.family == "weighted_compensated":
         errors += error_of_product(element, weight, total)
     for number in tl.static_range(1, count):
-        element = _element(inputs[number], start, left, WAY, BLOCK, IS_WHOLE)
+        element = _element(inputs[number], start, left, SPEC, BLOCK, IS_WHOLE)
         weight = number_of(inputs[count + number])
         product = element * weight
         grown = total + product
-        if WAY.family == "weighted_compensated":
+        if SPEC.family == "weighted_compensated":
             errors += error_of(total, product, grown)
             errors += error_of_product(element, weight, product)
         total = grown
-    if WAY.family == "weighted_compensated":
+    if SPEC.family == "weighted_compensated":
         total = weighted_mean(total, errors, divisor)
     else:
         total = total / divisor
@@ -150,18 +150,18 @@ def _weighted(inputs, element, start, left, WAY: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _element(address, start, left, WAY: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
-    place = _block_at(address.to(tl.pointer_type(WAY.read_as)) + start, BLOCK, IS_WHOLE)
+def _element(address, start, left, SPEC: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+    place = _block_at(address.to(tl.pointer_type(SPEC.read_as)) + start, BLOCK, IS_WHOLE)
     if IS_WHOLE:
         stored = tl.load(place)
     else:
         stored = tl.load(place, mask=tl.arange(0, BLOCK) < left, other=0)
-    return widened(stored, WAY)
+    return widened(stored, SPEC)
 
 
 @triton.jit
-def _targets(address, start, WAY: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
-    return _block_at(address.to(tl.pointer_type(WAY.written_as)) + start, BLOCK, IS_WHOLE)
+def _targets(address, start, SPEC: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+    return _block_at(address.to(tl.pointer_type(SPEC.written_as)) + start, BLOCK, IS_WHOLE)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from crossdevice.kernels.cuda.driver import prepared_launch
 from crossdevice.kernels.cuda.families import Arithmetic, block_elements
 from crossdevice.kernels.cuda.task import Launch, Start
-from crossdevice.kernels.cuda.triton_arithmetic import way_of
+from crossdevice.kernels.cuda.triton_arithmetic import kernel_spec
 from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
 
 NUM_WARPS = 8
@@ -39,7 +39,7 @@ def launch_by_arguments(
     def shaped(numbers: Sequence[int]) -> tuple[Any, ...]:
         return tuple(numbers[:num_inputs]), tuple(numbers[num_inputs:-1]), numbers[-1]
 
-    constants = way_of(arithmetic), block_elements(arithmetic)
+    constants = kernel_spec(arithmetic), block_elements(arithmetic)
     return _launch(pass_by_arguments, shaped, num_inputs + num_outputs + 1, constants, num_programs)
 
 
@@ -48,7 +48,7 @@ def launch_by_table(arithmetic: Arithmetic, num_inputs: int, num_outputs: int, n
 
     It takes where the addresses are, and where the rows are.
     """
-    constants = num_inputs, num_outputs, way_of(arithmetic), block_elements(arithmetic)
+    constants = num_inputs, num_outputs, kernel_spec(arithmetic), block_elements(arithmetic)
     return _launch(pass_by_table, tuple, 2, constants, num_programs)
 
 

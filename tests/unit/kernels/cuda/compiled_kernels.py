@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from crossdevice.kernels.cuda.families import arranged, block_elements
-from crossdevice.kernels.cuda.triton_arithmetic import way_of
+from crossdevice.kernels.cuda.triton_arithmetic import kernel_spec
 from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
 from crossdevice.kernels.cuda.triton_launching import ANY_ADDRESS, NUM_WARPS, spare_arguments
 from crossdevice.kernels.recipe import Recipe
@@ -70,12 +70,12 @@ def _absent_gpu(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_compile_with_wide_accesses_and_without_contraction(kind):
     arithmetic = arranged(*KINDS[kind]).arithmetic
-    way, block = way_of(arithmetic), block_elements(arithmetic)
+    spec, block = kernel_spec(arithmetic), block_elements(arithmetic)
     options = {"grid": (1,), "num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    num_inputs = 3 if way.numbers_per_input == 1 else 7
+    num_inputs = 3 if spec.numbers_per_input == 1 else 7
     inputs, outputs = (ANY_ADDRESS,) * num_inputs, (ANY_ADDRESS,) * 3
-    by_arguments = pass_by_arguments.warmup(inputs, outputs, ANY_ADDRESS, way, block, **options)
-    by_table = pass_by_table.warmup(ANY_ADDRESS, ANY_ADDRESS, num_inputs, 3, way, block, **options)
+    by_arguments = pass_by_arguments.warmup(inputs, outputs, ANY_ADDRESS, spec, block, **options)
+    by_table = pass_by_table.warmup(ANY_ADDRESS, ANY_ADDRESS, num_inputs, 3, spec, block, **options)
     for compiled, num_numbers in ((by_arguments, num_inputs + 3 + 1), (by_table, 2)):
         assert spare_arguments(compiled, num_numbers) in (0, 1, 2)  # so that the driver launches it
         assert spare_arguments(compiled, 99) is None
