@@ -7,7 +7,7 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.backends import nccl_engines
-from crossdevice.backends.nccl_engines import NCCL_ENGINES, NcclEngine, engine_named, lack_of_engine
+from crossdevice.backends.nccl_engines import NCCL_ENGINES, NcclEngine, engine_named
 from crossdevice.backends.registry import backend_named
 from crossdevice.errors import EngineError
 from crossdevice.execution.local.executor import execute
@@ -63,7 +63,7 @@ def test_every_dtype_and_operation_that_is_left_to_nccl(backend, dtype):
     rows = rows_of(dtype)
     done = 0
     for op in ReduceOp:
-        if lack_of_engine(backend.name, dtype, op, len(GPUS)) is not None:
+        if backend.engine_lack(dtype, op, len(GPUS)) is not None:
             continue
         arrays = [placed(backend, row, device) for row, device in zip(rows, GPUS, strict=True)]
         expected = {"SUM": rows.sum(0), "PROD": rows.prod(0)} if len(GPUS) > 1 else {}
