@@ -34,7 +34,7 @@ def test_the_architecture_page_names_every_folder():
 
 
 def test_files_that_the_pages_name_exist():
-    for page in (ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"):
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/NOTES.md"):
         for name in re.findall(r"`(?:src/crossdevice/)?([\w/]+/\w+\.py)`", page.read_text()):
             assert (PACKAGE / name).exists() or (ROOT / name).exists(), f"{page.name}: {name}"
 
