@@ -132,7 +132,7 @@ def reduce_scatter(
 ) -> list[Any]:
     """Combines one array or tree per replica; each replica gets its own part of the result along `axis`.
 
-    Parts are as equal as may be, the longer ones first, unless `sizes` has their lengths. `weights` has a
+    Parts are as equal as possible, the longer ones first, unless `sizes` has their lengths. `weights` has a
     number for each replica, as in `reduce`.
 
     >>> reduce_scatter([[1, 2, 3], [10, 20, 30]])
@@ -163,7 +163,7 @@ def all_to_all(
 ) -> list[Any]:
     """Cuts each replica's array or tree along `axis` into a part for each replica, which gets these in order.
 
-    Parts are as equal as may be, the longer ones first, unless `sizes` has their lengths: one list for all
+    Parts are as equal as possible, the longer ones first, unless `sizes` has their lengths: one list for all
     replicas, or one for each.
 
     >>> all_to_all([[1, 2], [3, 4]])

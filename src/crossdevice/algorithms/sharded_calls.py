@@ -58,8 +58,8 @@ class ShardedCalls:
         added in the order of its own plan.
 
         Args:
-            sizes: the length of each replica's part. Without it parts are as equal as may be, the longer ones
-                first, as those of `numpy.array_split`.
+            sizes: the length of each replica's part. Without it parts are as equal as possible, the longer
+                ones first, as those of `numpy.array_split`.
             out: an array for the part of each replica instead of new ones. Between processes, it is checked
                 when the number of all replicas, and so the length of the parts, is known.
             weights: a number for each replica, as in `reduce`.

@@ -132,7 +132,7 @@ def process_packs(
     """The packs of a batch; `counts` has, for each leaf, the number of its replicas on each rank.
 
     With `edges`, the elements of each leaf at which the parts of all replicas begin and end, a rank's shard
-    has the parts of its own replicas. Without them shards are as equal as may be.
+    has the parts of its own replicas. Without them shards are as equal as possible.
     """
     items = [
         Item(spec.num_elements, ITEM_BYTES[spec.dtype], (spec.dtype, spec.into, count))

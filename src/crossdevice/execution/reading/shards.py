@@ -41,7 +41,7 @@ def read_sizes(sizes: Any) -> tuple[int, ...] | None:
 def part_lengths(
     length: int, num_parts: int, sizes: Sequence[int] | None = None, where: str = ""
 ) -> list[int]:
-    """The lengths that were given; else as equal as may be, the longer ones first, as numpy.array_split's.
+    """The lengths that were given; else as equal as possible, the longer ones first, as numpy.array_split's.
 
     >>> part_lengths(7, 3)
     [3, 2, 2]

@@ -125,7 +125,7 @@ class ResultBlocks:
         self._shapes += [(one.shape, one.dtype)] * one.num_results
 
     def _fill(self, dtype: torch.dtype, stacks: Iterable[Sequence[tuple[int, Wanted]]]) -> None:
-        """Puts results of one dtype into as few blocks as may be; each of the stacks is alike in itself."""
+        """Puts results of one dtype into as few blocks as possible; each of the stacks is alike in itself."""
         used: int | None = None
         for members in stacks:
             stack: _Stack | None = None

@@ -124,7 +124,7 @@ class ReplicaContext:
     ) -> Any:
         """Combines an array or tree with those of all other replicas; each gets its own part along `axis`.
 
-        Parts are as equal as may be, the longer ones first. `all_gather` of them is an all-reduce.
+        Parts are as equal as possible, the longer ones first. `all_gather` of them is an all-reduce.
         """
         op, chosen = ReduceOp(reduce_op), as_options(options)
 

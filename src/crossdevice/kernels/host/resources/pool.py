@@ -138,7 +138,7 @@ class Pool:
         ]
 
     def _placed(self, lengths: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-        """Memory of these lengths, in as few blocks as may be."""
+        """Memory of these lengths, in as few blocks as possible."""
         for ranges in _arenas(lengths):
             arena = self._leased(ranges[-1].stop)
             yield from map(arena.__getitem__, ranges)
