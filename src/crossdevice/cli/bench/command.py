@@ -20,8 +20,9 @@ from crossdevice.cli.bench.ours import CrossDeviceCompetitor
 from crossdevice.cli.bench.peers import PEERS, lacking, peer_class
 from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
 from crossdevice.cli.bench.report import Report
-from crossdevice.cli.bench.workload import COLLECTIVES, Workload, bytes_of, dtype_of, op_of, sizes_between
+from crossdevice.cli.bench.workload import COLLECTIVES, Workload, dtype_of, op_of, sizes_between
 from crossdevice.cli.output_file import check_ending, output_file
+from crossdevice.cli.sizes import size_in_bytes
 from crossdevice.cli.terminal import progress
 from crossdevice.errors import OptionError
 from crossdevice.functions import DEFAULT_ALGORITHM
@@ -93,7 +94,9 @@ def _works(arguments: argparse.Namespace) -> list[Workload]:
     for name, given, least in bounds:
         if given < least:
             raise OptionError(f"{name} must be {least} or more; got {given}")
-    sizes = sizes_between(bytes_of(arguments.minbytes), bytes_of(arguments.maxbytes), arguments.stepfactor)
+    sizes = sizes_between(
+        size_in_bytes(arguments.minbytes), size_in_bytes(arguments.maxbytes), arguments.stepfactor
+    )
     dtype, op = dtype_of(arguments.datatype), op_of(arguments.op)
     works = [Workload.of_size(arguments.collective, op, dtype, arguments.ngpus, size) for size in sizes]
     return list(dict.fromkeys(works))

@@ -16,7 +16,8 @@ from crossdevice.cli.bench import table
 from crossdevice.cli.bench.limit import measured_limit
 from crossdevice.cli.bench.measure import Figure, Row
 from crossdevice.cli.bench.page import page_of, svg_of
-from crossdevice.cli.bench.workload import GIGABYTE, Workload, bytes_of
+from crossdevice.cli.bench.workload import GIGABYTE, Workload
+from crossdevice.cli.sizes import size_in_bytes
 from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources.threads import num_threads
 from crossdevice.values.device import host_device
@@ -46,7 +47,8 @@ class Report:
         self.remark(f"crossdevice {crossdevice.__version__} {given.collective}, {given.precision}")
         self.remark(machine())
         self.remark(
-            f"nGpus {given.ngpus} minBytes {bytes_of(given.minbytes)} maxBytes {bytes_of(given.maxbytes)} "
+            f"nGpus {given.ngpus} minBytes {size_in_bytes(given.minbytes)} "
+            f"maxBytes {size_in_bytes(given.maxbytes)} "
             f"step: {given.stepfactor}(factor) warmup iters: {given.warmup_iters} iters: {given.iters} "
             f"validation: {given.check}"
         )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from fractions import Fraction
 from typing import Literal
 
 from crossdevice.errors import CrossDeviceError, OptionError
@@ -106,25 +104,6 @@ class Workload:
     def bus_bandwidth_of_copy(self, copy_bandwidth: float) -> float:
         """The busbw at which this work moves its bytes as fast as a copy does, which reads and writes."""
         return copy_bandwidth * self.size_bytes / self.moved_bytes * self.bus_factor
-
-
-def bytes_of(text: str) -> int:
-    """A size such as 512, 4K, 1M or 1.5GiB, in powers of two.
-
-    >>> bytes_of("4K"), bytes_of("1.5MiB")
-    (4096, 1572864)
-    """
-    match = re.fullmatch(r"(\d+)B?|(\d+(?:\.\d+)?)([KMG])(?:iB)?", text.strip(), re.IGNORECASE)
-    size = 0
-    if match is not None:
-        factor = 1 << {"": 0, "K": 10, "M": 20, "G": 30}[(match[3] or "").upper()]
-        size = int(Fraction(match[1] or match[2]) * factor)
-    if size == 0:
-        raise OptionError(
-            f"{text!r} is not a size; expected bytes such as 512, 4K, 100MiB or 1.5GiB "
-            "(K, M and G, with or without iB, are powers of two)"
-        )
-    return size
 
 
 def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:

@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterator
 
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.cli.bench.workload import bytes_of
 from crossdevice.cli.explain.explanation import Explanation, explanation_of
 from crossdevice.cli.explain.plan_page import plan_page
 from crossdevice.cli.output_file import output_file
+from crossdevice.cli.sizes import size_in_bytes
 from crossdevice.cli.terminal import Section, show
 from crossdevice.costs.timing import Duration
 from crossdevice.costs.topology_files import read_topology, topology_names
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError(f"--devices must be 1 or more; got {arguments.devices}")
     topology = read_topology(arguments.topology, arguments.devices)
     name = _ALIASES.get(arguments.ops, arguments.ops)
-    explanation = explanation_of(name, topology, bytes_of(arguments.bytes), arguments.precision)
+    explanation = explanation_of(name, topology, size_in_bytes(arguments.bytes), arguments.precision)
     if arguments.html is not None:
         arguments.html.write_text(plan_page(explanation), encoding="utf-8")
     if arguments.json:
