@@ -156,58 +156,61 @@ def _pack_of(
     edges: Sequence[Sequence[int]] | None,
 ) -> ProcessPack:
     spec = specs[leaves[0]]
-    dtype, result = spec.dtype, spec.result_dtype(op, is_weighted)
+    result = spec.result_dtype(op, is_weighted)
     if spec.own_op is not None:
         op, is_weighted = spec.own_op, False
-    over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    in_parts = spec.dtype in COMPLEXES and op is not ReduceOp.PROD
+
+    def element(name: str) -> np.dtype[Any]:
+        dtype = dtype_named(name)
+        return np.empty(0, dtype).real.dtype if in_parts else dtype
+
+    partial = None
     # With weights the arrays travel themselves, so that bits do not depend on which process has which. Of
     # values that are to be sorted there are no partial results.
-    partial = (
-        None
-        if is_weighted or op.is_order_statistic
-        else partial_dtype(dtype, op, options.precision, max(counts))
-    )
-    divisor = sum(counts) if op is ReduceOp.MEAN and not is_weighted else None
-    names = (dtype, partial, result)
-    in_parts = dtype in COMPLEXES and op is not ReduceOp.PROD
-    stored, partly, finished = (
-        None if name is None else _part(dtype_named(name)) if in_parts else dtype_named(name)
-        for name in names
-    )
+    if not is_weighted and not op.is_order_statistic:
+        partial = partial_dtype(spec.dtype, op, options.precision, max(counts))
+    stored, travelling = element(spec.dtype), None if partial is None else element(partial)
     per_element = 2 if in_parts else 1
-    packed, end = [], 0
-    for leaf in leaves:
-        start = _next_line(end)
-        end = start + specs[leaf].num_elements * per_element
-        packed.append(PackedLeaf(leaf, start, end))
-    assert stored is not None
-    assert finished is not None
-    sent_bytes = stored.itemsize * max(counts) if partly is None else partly.itemsize
+    packed = _packed(leaves, specs, per_element)
+    sent_bytes = stored.itemsize * max(counts) if travelling is None else travelling.itemsize
     # By the rank with most replicas, so that all choose alike.
-    is_small = edges is None and end * sent_bytes <= SMALL_BYTES
+    is_small = edges is None and packed[-1].stop * sent_bytes <= SMALL_BYTES
     if edges is not None:
         shards = _shards_of_replicas(leaves, edges, counts, per_element)
-        end = shards[-1].place.stop
     elif is_small:
-        shards = (_shard(packed, 0, end),) * len(counts)
+        shards = (_shard(packed, 0, packed[-1].stop),) * len(counts)
     else:
-        pairs = itertools.pairwise(shard_edges(end, len(counts)))
+        pairs = itertools.pairwise(shard_edges(packed[-1].stop, len(counts)))
         shards = tuple(_shard(packed, start, stop) for start, stop in pairs)
+    over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    final_recipe = Recipe(over_replicas, options.precision)
+    if is_weighted:
+        final_recipe = final_recipe._replace(weights=UNKNOWN_WEIGHTS)
+    elif op is ReduceOp.MEAN:
+        final_recipe = final_recipe._replace(divisor=sum(counts))
     return ProcessPack(
-        tuple(packed),
+        packed,
         counts,
         shards,
         is_small,
-        end,
+        shards[-1].place.stop,
         stored,
-        partly,
-        finished,
+        travelling,
+        element(result),
         local_recipe=Recipe(over_replicas, options.precision),
-        final_recipe=Recipe(
-            over_replicas, options.precision, divisor, weights=UNKNOWN_WEIGHTS if is_weighted else None
-        ),
+        final_recipe=final_recipe,
         per_element=per_element,
     )
+
+
+def _packed(leaves: Sequence[int], specs: Sequence[LeafSpec], per_element: int) -> tuple[PackedLeaf, ...]:
+    """Leaves one after the other, each from a line of its own on."""
+    packed: list[PackedLeaf] = []
+    for leaf in leaves:
+        start = _next_line(packed[-1].stop) if packed else 0
+        packed.append(PackedLeaf(leaf, start, start + specs[leaf].num_elements * per_element))
+    return tuple(packed)
 
 
 def pieces_between(packed: Sequence[PackedLeaf], start: int, stop: int) -> tuple[PackedPiece, ...]:
@@ -244,8 +247,3 @@ def _shards_of_replicas(
 
 def _next_line(element: int) -> int:
     return -(-element // LINE_ELEMENTS) * LINE_ELEMENTS
-
-
-def _part(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype of which a complex one has two."""
-    return np.empty(0, dtype).real.dtype
