@@ -12,6 +12,7 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import DeviceError, OptionError
 from crossdevice.integrations.torch.batches import Share, joined, shares_of
+from crossdevice.integrations.torch.containers import leaves
 from crossdevice.integrations.torch.gradient_arenas import BUCKET_BYTES
 from crossdevice.integrations.torch.mirroring import HeldGradients, KeptCopies, mirrored_in_buckets
 from crossdevice.integrations.torch.module_copies import average_buffers, named_tensors
@@ -112,7 +113,10 @@ class DataParallel(torch.nn.Module):
         else:
             outputs = self._run(shares)
         result = joined(outputs, self.output_device, self.dim)
-        watch_backward(result, self.devices[: len(shares)], self._held.deliver)
+        watched = [leaf for _, leaf in leaves(result, "result")]
+        watch_backward(
+            watched, self.devices[: len(shares)], self._held.deliver, is_of_replicas=len(shares) > 1
+        )
         return result
 
     @contextlib.contextmanager

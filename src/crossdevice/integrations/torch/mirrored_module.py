@@ -74,8 +74,8 @@ class MirroredModule(torch.nn.Module):
             and optimizers keep. After `zero_grad(set_to_none=True)` PyTorch allocates new gradients,
             which are copied there.
         overlap: the operation of `reduce_gradients`; given that, gradients (in arenas) are reduced in buckets
-            while the backward pass goes on, and `reduce_gradients` waits for the last. Under a strategy over
-            several processes they are reduced after it.
+            while the backward pass goes on, and `reduce_gradients` waits for the last. On GPUs they are
+            reduced after it.
         bucket_bytes: the size of a bucket. The bits do not depend on it.
 
     Create optimizers by `optimizers`, one for each copy: `torch.optim.SGD(model.parameters())` has the
@@ -137,7 +137,7 @@ class MirroredModule(torch.nn.Module):
         devices = self.strategy.extended.worker_devices[current_replica() or 0 :][:1]
         with span("forward", "forward", devices):
             outputs = self.current()(*args, **kwargs)
-        watch_backward(outputs, devices)
+        watch_backward(outputs, devices, is_of_replicas=current_replica() is not None)
         return outputs
 
     def __getattr__(self, name: str) -> Any:

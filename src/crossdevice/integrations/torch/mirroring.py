@@ -72,13 +72,25 @@ class MirroredTensors(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         """One sum per tensor; None for those that no replica used."""
-        if ctx.holds:
-            ctx.held.hold(ctx.tensors, gradients)
-            return None, None, None, None, *(None for _ in ctx.tensors)
-        if ctx.held is not None:
-            gradients = ctx.held.joined(ctx.tensors, gradients)
+        if ctx.held is not None and (ctx.holds or ctx.held.has_kept):
+            nodes = [node for node, _ in ctx.next_functions]
+            leaves = [
+                tensor if tensor.is_leaf and _is_added_to_grad(node) else None
+                for tensor, node in zip(ctx.tensors, nodes, strict=True)
+            ]
+            gradients = (ctx.held.hold if ctx.holds else ctx.held.joined)(leaves, gradients)
+            if all(gradient is None for gradient in gradients):
+                return None, None, None, None, *(None for _ in ctx.tensors)
         with span("reduce", "sum gradients", tuple(ctx.devices)):
             return None, None, None, None, *Summed.apply(ctx.ops, ctx.devices, *gradients)
+
+
+def _is_added_to_grad(node: Any) -> bool:
+    """Whether the backward pass under way ends at a leaf's `grad`, as one of `torch.autograd.grad` does not."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # its answer for leaves in `torch.autograd.grad`
+        return False
 
 
 def _on(device: Device, tensor: torch.Tensor) -> torch.Tensor:
@@ -149,20 +161,32 @@ class HeldGradients:
         self.is_holding = False
         """Whether gradients of what is computed from now on are kept here."""
 
-    def hold(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Adds gradients, given replica by replica, to those of the same replica before."""
-        for position, tensor in enumerate(tensors):
-            _, kept = self._kept.setdefault(id(tensor), (tensor, [None] * len(self._devices)))
-            for replica, gradient in enumerate(gradients[position :: len(tensors)]):
+    @property
+    def has_kept(self) -> bool:
+        """Whether there are gradients that are not summed yet."""
+        return bool(self._kept)
+
+    def hold(
+        self, leaves: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Adds the gradients of leaves, replica by replica, to those before; the others are returned."""
+        others, count = list(gradients), len(leaves)
+        for position, leaf in enumerate(leaves):
+            if leaf is None:
+                continue
+            _, kept = self._kept.setdefault(id(leaf), (leaf, [None] * len(self._devices)))
+            for replica, gradient in enumerate(gradients[position::count]):
                 kept[replica] = _added(kept[replica], None if gradient is None else gradient.detach())
+                others[position + count * replica] = None
+        return tuple(others)
 
     def joined(
-        self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+        self, leaves: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...]:
-        """The gradients, with those added that were kept, which are not kept any more."""
-        joined, count = list(gradients), len(tensors)
-        for position, tensor in enumerate(tensors):
-            _, kept = self._kept.pop(id(tensor), (tensor, []))
+        """The gradients, with those of leaves added that were kept, which are not kept any more."""
+        joined, count = list(gradients), len(leaves)
+        for position, leaf in enumerate(leaves):
+            _, kept = self._kept.pop(id(leaf), (leaf, []))
             for replica, gradient in enumerate(kept):
                 # A smaller batch may have fewer replicas.
                 place = position + count * replica if replica < len(gradients) // count else position
