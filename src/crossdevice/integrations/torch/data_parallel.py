@@ -105,6 +105,7 @@ class DataParallel(torch.nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Splits the batch, runs a replica on each share, and joins the results."""
+        check_replicable(self.module)
         shares = shares_of(self.module, inputs, kwargs, self.devices, self.dim, self.replicate)
         if len(shares) == 1:
             # The first share is on the module's own device, so it needs no replica, nor a thread.
@@ -177,7 +178,6 @@ class DataParallel(torch.nn.Module):
 
     def _replicas(self, count: int, *, is_training: bool) -> list[torch.nn.Module]:
         """Modules that share everything with the original but for parameters and buffers, one per device."""
-        check_replicable(self.module)
         parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
         for name, tensor in (*parameters.items(), *buffers.items()):
             refuse_special(tensor, f"module.{name}")

@@ -9,6 +9,7 @@ import torch
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
+from crossdevice.errors import ConversionError
 from crossdevice.integrations.torch.spans import span
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica
@@ -86,7 +87,7 @@ class MirroredTensors(torch.autograd.Function):
 
 
 def _is_added_to_grad(node: Any) -> bool:
-    """Whether the backward pass under way ends at a leaf's `grad`, as one of `torch.autograd.grad` does not."""
+    """Whether the backward pass under way adds to a leaf's `grad`, as `torch.autograd.grad` does not."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # its answer for leaves in `torch.autograd.grad`
@@ -118,6 +119,13 @@ class Summed(torch.autograd.Function):
         used = [
             position for position, column in enumerate(columns) if any(given is not None for given in column)
         ]
+        if any(
+            torch._C._functorch.is_legacy_batchedtensor(given) for given in gradients if given is not None
+        ):
+            raise ConversionError(
+                "gradients of parameters are asked for in one batch (is_grads_batched=True, vectorize=True), "
+                "in which those of replicas cannot be summed; ask for one after the other"
+            )
         pairs = [(_per_replica(columns[position], devices), devices[0]) for position in used]
         sums: list[torch.Tensor | None] = [None] * count
         for position, total in zip(used, ops.batch_reduce(ReduceOp.SUM, pairs) if pairs else (), strict=True):

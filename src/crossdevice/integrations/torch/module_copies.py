@@ -86,7 +86,10 @@ def _structure(module: torch.nn.Module) -> dict[str, str]:
         places[f"module {name!r}"] = f"a {type(part).__name__} in {mode} mode with {hooks} hooks"
     for name, parameter in module.named_parameters():
         is_frozen = "" if parameter.requires_grad else "frozen "
-        places[f"parameter {name!r}"] = f"a {is_frozen}{parameter.dtype} of shape {tuple(parameter.shape)}"
+        hooks = len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+        places[f"parameter {name!r}"] = (
+            f"a {is_frozen}{parameter.dtype} of shape {tuple(parameter.shape)} with {hooks} hooks"
+        )
     for name, buffer in module.named_buffers():
         places[f"buffer {name!r}"] = f"a {buffer.dtype} of shape {tuple(buffer.shape)}"
     return places
