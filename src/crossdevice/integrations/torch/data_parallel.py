@@ -15,7 +15,7 @@ from crossdevice.integrations.torch.batches import Share, joined, shares_of
 from crossdevice.integrations.torch.containers import leaves
 from crossdevice.integrations.torch.gradient_arenas import BUCKET_BYTES
 from crossdevice.integrations.torch.mirroring import HeldGradients, KeptCopies, mirrored_in_buckets
-from crossdevice.integrations.torch.module_copies import average_buffers, named_tensors
+from crossdevice.integrations.torch.module_copies import average_buffers, check_is_plain, named_tensors
 from crossdevice.integrations.torch.module_replicas import check_replicable, keep_buffers, replica_of
 from crossdevice.integrations.torch.spans import span, watch_backward
 from crossdevice.integrations.torch.tensor_kinds import refuse_special
@@ -77,8 +77,7 @@ class DataParallel(torch.nn.Module):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         super().__init__()
-        if not isinstance(module, torch.nn.Module):
-            raise OptionError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        check_is_plain(module)
         if buffers not in ("first", "mean"):
             raise OptionError(f"buffers must be 'first' or 'mean', got {buffers!r}")
         if devices is not None and device_ids is not None:

@@ -101,7 +101,7 @@ class Arena:
                     f"the gradient of {name} is part of a graph (create_graph=True), and a gradient arena "
                     "holds values only; use a MirroredModule without arenas"
                 )
-            view.copy_(gradient)
+            view.copy_(gradient.to_dense())  # sparse where a function, not a module, made it so
             parameter.grad = view
 
 

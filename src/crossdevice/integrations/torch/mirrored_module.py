@@ -113,6 +113,8 @@ class MirroredModule(torch.nn.Module):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         whole_number("bucket_bytes", bucket_bytes, least=1)
+        if not isinstance(strategy, MirroredStrategy):
+            raise OptionError(f"strategy must be a MirroredStrategy, got {strategy!r}")
         # Module.__init__ is left out: parameters, submodules and hooks are those of the copies.
         check_can_have_copies(module)
         self.strategy = strategy
@@ -148,6 +150,11 @@ class MirroredModule(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:
             object.__setattr__(self, name, value)
+        elif name == "__class__":
+            raise ConversionError(
+                "a MirroredModule cannot become another class, as torch.nn.utils.parametrize would have it; "
+                "parametrize the module before it is mirrored"
+            )
         elif isinstance(value, (torch.Tensor, torch.nn.Module)):
             self._give("__setattr__", name, value)
         else:

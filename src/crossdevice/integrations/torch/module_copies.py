@@ -7,14 +7,23 @@ from collections.abc import Mapping, Sequence, Sized
 import torch
 
 from crossdevice.algorithms.base import CrossDeviceOps
-from crossdevice.errors import ConversionError, MismatchError
+from crossdevice.errors import ConversionError, MismatchError, OptionError
+from crossdevice.integrations.torch.tensor_kinds import is_instance_of
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, components_of
 from crossdevice.values.reduce_op import ReduceOp
 
 
+def check_is_plain(module: torch.nn.Module) -> None:
+    """Refuses what is not a module, or has copies already."""
+    is_mirrored = is_instance_of(module, "crossdevice.integrations.torch.mirrored_module", "MirroredModule")
+    if is_mirrored or not isinstance(module, torch.nn.Module):
+        raise OptionError(f"module must be a plain torch.nn.Module, got {type(module).__name__}")
+
+
 def check_can_have_copies(module: torch.nn.Module) -> None:
     """Refuses modules whose copies would compute something else than the module without an error."""
+    check_is_plain(module)
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.SyncBatchNorm):
             raise ConversionError(
