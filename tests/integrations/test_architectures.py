@@ -80,3 +80,21 @@ def test_sync_batch_norm_in_training_is_batch_norm_on_one_device(architecture, c
     torch.testing.assert_close(found_loss, expected_loss)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(module.state_dict(), plain.module.state_dict())
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_states_of_recurrent_models_are_joined_and_split_again(size):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=32, hidden_size=8, state_size=4, num_hidden_layers=2)
+    module = transformers.MambaForCausalLM(config).eval()
+    prompt, token = torch.randint(0, 32, (size, 6)), torch.randint(0, 32, (size, 1))
+
+    @torch.no_grad()
+    def logits_of(model):
+        states = [None, transformers.DynamicCache(config=config)]  # made by the model, and for it
+        return [
+            model(token, cache_params=model(prompt, cache_params=own).cache_params).logits for own in states
+        ]
+
+    torch.testing.assert_close(logits_of(DataParallel(module, DEVICES[3])), logits_of(module))

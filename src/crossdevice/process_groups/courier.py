@@ -45,6 +45,7 @@ class Errand:
             self._result = self._function()
         except BaseException as error:  # raised where it is waited for
             self._error = error
+        del self._function  # a thread remembers its last errand, which is not to keep what that was about
         self._is_done = True
         self._running.release()
 

@@ -9,6 +9,7 @@ from crossdevice.errors import ContextError
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.default_strategy import DEFAULT_CONTEXT, DEFAULT_STRATEGY
 from crossdevice.strategies.running.place import current_context, current_strategy
+from crossdevice.strategies.running.recomputing import refuse_recomputing
 from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.values.replica_scope import RUNNING_CODE, RunningCode
 
@@ -21,7 +22,10 @@ def get_strategy() -> Strategy:
     ...     get_strategy().num_replicas_in_sync
     2
     """
-    return current_strategy() or DEFAULT_STRATEGY
+    if (entered := current_strategy()) is not None:
+        return entered
+    refuse_recomputing("get_strategy")
+    return DEFAULT_STRATEGY
 
 
 def has_strategy() -> bool:
@@ -65,7 +69,10 @@ def get_replica_context() -> ReplicaContext | Any:  # with None, each call in a 
     >>> strategy.run(lambda: get_replica_context().replica_id_in_sync_group).values
     (0, 1)
     """
-    return DEFAULT_CONTEXT if current_strategy() is None else current_context()
+    if current_strategy() is not None:
+        return current_context()
+    refuse_recomputing("get_replica_context")
+    return DEFAULT_CONTEXT
 
 
 def in_cross_replica_context() -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -200,3 +202,40 @@ def test_several_processes_have_arenas_too():
     expected = run_ranks(2, program)
     for settings in ({"arenas": True}, {"overlap": "mean", "bucket_bytes": 100}):
         assert run_ranks(2, lambda group, own=settings: program(group, **own)) == expected
+
+
+def test_gradients_that_a_function_made_sparse_are_dense_in_the_arena():
+    class Table(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.ones(3, 2))
+
+        def forward(self, ids):
+            return torch.nn.functional.embedding(ids, self.table, sparse=True)
+
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    for options in ({"arenas": True}, {"overlap": "sum"}):
+        model = MirroredModule(Table(), strategy, **options)
+
+        def step(ids, model=model):
+            model(ids).sum().backward()
+            model.reduce_gradients("sum")
+
+        strategy.run(step, args=(cd.PerReplica([torch.tensor([0, 0]), torch.tensor([2])]),))
+        assert model.table.grad.tolist() == [[2, 2], [0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("options", [{}, {"arenas": True}, {"overlap": "sum"}], ids=str)
+def test_a_module_that_is_not_used_any_more_is_freed(options):
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    model = MirroredModule(torch.nn.Linear(2, 1), strategy, **options)
+
+    def step(model=model):
+        model(torch.ones(1, 2)).sum().backward()
+        model.reduce_gradients("sum")
+
+    strategy.run(step)
+    copies = [weakref.ref(replica) for replica in model.replicas]
+    del model, step
+    gc.collect()
+    assert [copy() for copy in copies] == [None, None]

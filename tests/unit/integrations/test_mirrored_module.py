@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from crossdevice import MirroredStrategy, MultiWorkerMirroredStrategy, PerReplica
+from crossdevice import MirroredStrategy, MultiWorkerMirroredStrategy, PerReplica, get_strategy
 from crossdevice.errors import ConversionError, DeviceError, MismatchError, OptionError
-from crossdevice.integrations.torch import MirroredModule
+from crossdevice.integrations.torch import DataParallel, MirroredModule
 from crossdevice.process_groups.thread_group import run_ranks
 from integrations.by_mirrored_module import by_mirrored_module
 
@@ -156,6 +156,7 @@ def test_hooks_reach_all_copies_and_are_removed_from_all():
         ),
         (lambda module: module[1].eval(), r"module '1'.*evaluation mode"),
         (lambda module: module[0].register_forward_hook(print), r"0 hooks as module '0'.*1 hooks"),
+        (lambda module: module[0].weight.register_hook(print), r"0 hooks as parameter '0\.weight'.*1 hooks"),
         (lambda module: module[0].requires_grad_(False), r"parameter '0\.weight'.*a frozen torch\.float32"),
         (lambda module: module[2].double(), r"parameter '2\.weight'.*torch\.float64"),
         (
@@ -185,6 +186,18 @@ def test_modules_whose_copies_would_compute_something_else_are_refused(module, r
     model = mirrored(torch.nn.Sequential())
     with pytest.raises(ConversionError, match=reason):
         model.add_module("extra", module)
+
+
+def test_what_is_mirrored_is_a_plain_module_and_stays_one():
+    model = mirrored(torch.nn.Linear(2, 2))
+    for make in (MirroredModule, lambda module, _: DataParallel(module, ["cpu:0", "cpu:1"])):
+        for given in (model, model.state_dict()):
+            with pytest.raises(OptionError, match=r"plain torch\.nn\.Module, got (Mirrored|Ordered)"):
+                make(given, model.strategy)
+    with pytest.raises(OptionError, match="must be a MirroredStrategy, got the default strategy"):
+        MirroredModule(torch.nn.Linear(2, 2), get_strategy())
+    with pytest.raises(ConversionError, match="parametrize the module before it is mirrored"):
+        torch.nn.utils.parametrizations.weight_norm(model)
 
 
 # ----------------------------------------------------------------------------- gradients

@@ -1,6 +1,7 @@
 """PyTorch modules over logical devices: the same numbers as one device, the same bits on all."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -269,6 +270,15 @@ def test_modules_of_several_processes_start_as_the_first_and_learn_what_those_of
     assert run_ranks(2, rank) == [expected, expected]
 
 
+@pytest.fixture
+def one_process():
+    """A process group of torch.distributed."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 def test_the_hook_wants_its_own_state():
     with pytest.raises(OptionError, match=r"register_comm_hook\(ReproducibleMean\(\), reproducible_hook\)"):
         reproducible_hook(None, None)
@@ -278,6 +288,20 @@ def test_the_hooks_state_may_be_made_before_there_are_groups_and_refuses_what_is
     assert ReproducibleMean().group is None
     with pytest.raises(OptionError, match=r"that this process is in, got -100"):
         ReproducibleMean(-100)  # what torch.distributed.new_group gives to processes outside of a group
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_models_with_the_hook_can_be_copied_and_saved_after_a_step(copied):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    model.register_comm_hook(ReproducibleMean(precision="exact"), reproducible_hook)
+    model(torch.ones(1, 2)).sum().backward()
+    twin = copied(model)
+    ((_, state),) = twin._comm_hooks
+    assert state.group is None
+    twin.register_comm_hook(state, reproducible_hook)  # which PyTorch leaves to us
+    twin(torch.ones(1, 2)).sum().backward()
+    assert state.group.size == 1
 
 
 def test_a_bucket_of_an_unknown_model_is_refused():

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import crossdevice as cd
-from crossdevice.errors import ConversionError, OptionError
+from crossdevice.errors import OptionError
 from crossdevice.integrations.torch import DataParallel, mirroring
 from unit.integrations.small_networks import THREE, TWO, assert_same_gradients, batch, gradients, network, sgd
 
@@ -147,29 +147,6 @@ def test_what_is_written_through_data_before_evaluation_is_seen_by_all_replicas(
         model.eval()
         with torch.no_grad():
             assert model(x).tolist() == [[value], [value]]
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks
-@pytest.mark.parametrize("compiled", ["module", "submodule"])
-def test_compiled_modules_are_replicated_with_their_code(compiled):
-    module = network()
-    if compiled == "module":
-        ours = torch.compile(copy.deepcopy(module), backend="eager")
-    else:
-        ours = torch.nn.Sequential(torch.compile(copy.deepcopy(module[:2]), backend="eager"), module[2])
-    x, _ = batch(5)
-    expected = list(gradients(module, x).values())
-    found = gradients(DataParallel(copy.deepcopy(ours), THREE), x)
-    torch.testing.assert_close([g for g in found.values() if g is not None], expected)
-
-
-def test_modules_that_were_compiled_in_place_and_scripts_are_refused():
-    module = network()
-    module[0].compile(backend="eager")
-    with pytest.raises(
-        ConversionError, match=r"submodule '0' was compiled in place.*torch\.compile\(module\)"
-    ):
-        DataParallel(module, TWO)(batch(4)[0])
 
 
 @pytest.mark.parametrize("ids", [[[0, 3], [3, 1]], [[0, 0], [0, 0]]])

@@ -56,6 +56,10 @@ class ReproducibleMean:
         """The group in which gradients are exchanged; None until the first bucket, unless one was given."""
         return self._given if self._ops is None else self._ops.group
 
+    def __reduce__(self) -> Any:
+        """Copied and saved with its model, but without its group: a copy forms one of its own."""
+        return type(self), (None, self._options.precision)
+
     def start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The bucket's mean over all processes, to be computed once those started before have been."""
         self._check_model_of(bucket.parameters())

@@ -22,7 +22,10 @@ from crossdevice.errors import ConversionError, StructureMismatchError
 
 _REGISTERED: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[[Any, list[Any]], Any]]] = {}
 
-_BY_ATTRIBUTES = frozenset(("transformers.cache_utils.Cache", "transformers.cache_utils.CacheLayerMixin"))
+_BY_ATTRIBUTES = frozenset(
+    f"transformers.cache_utils.{name}"
+    for name in ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
+)
 """Classes whose instances are joined and split attribute by attribute, with those derived from them."""
 
 _OPAQUE = (
@@ -154,8 +157,17 @@ def _attributes(value: Any) -> list[str] | None:
         return [attribute.name for attribute in type(value).__attrs_attrs__]
     if any(f"{kind.__module__}.{kind.__qualname__}" in _BY_ATTRIBUTES for kind in type(value).__mro__):
         # What describes a cache (flags, sizes) stays as it is.
-        return [name for name, part in vars(value).items() if not isinstance(part, _OPAQUE)]
+        return [
+            name
+            for name, part in vars(value).items()
+            if not isinstance(part, _OPAQUE) and not _describes(part)
+        ]
     return None
+
+
+def _describes(part: Any) -> bool:
+    """Whether it is a table of flags or sizes, one for each state of a layer."""
+    return type(part) is dict and bool(part) and not holds_tensors(part)
 
 
 def _numbered(values: list[Any], rebuild: Callable[[list[Any]], Any]) -> Contents:
@@ -194,6 +206,9 @@ def _sequence(like: Any, values: list[Any]) -> Any:
 
 def _with_attributes(like: Any, attributes: dict[str, Any]) -> Any:
     made = copy.copy(like)
+    for name, value in getattr(made, "__dict__", {}).items():
+        if name not in attributes and _describes(value):  # else replicas would write to the same one
+            attributes[name] = dict(value)
     for name, value in attributes.items():
         object.__setattr__(made, name, value)  # also of frozen ones
     return made

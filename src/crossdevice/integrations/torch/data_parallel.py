@@ -12,9 +12,10 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import DeviceError, OptionError
 from crossdevice.integrations.torch.batches import Share, joined, shares_of
+from crossdevice.integrations.torch.containers import leaves
 from crossdevice.integrations.torch.gradient_arenas import BUCKET_BYTES
 from crossdevice.integrations.torch.mirroring import HeldGradients, KeptCopies, mirrored_in_buckets
-from crossdevice.integrations.torch.module_copies import average_buffers, named_tensors
+from crossdevice.integrations.torch.module_copies import average_buffers, check_is_plain, named_tensors
 from crossdevice.integrations.torch.module_replicas import check_replicable, keep_buffers, replica_of
 from crossdevice.integrations.torch.spans import span, watch_backward
 from crossdevice.integrations.torch.tensor_kinds import refuse_special
@@ -76,8 +77,7 @@ class DataParallel(torch.nn.Module):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         super().__init__()
-        if not isinstance(module, torch.nn.Module):
-            raise OptionError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        check_is_plain(module)
         if buffers not in ("first", "mean"):
             raise OptionError(f"buffers must be 'first' or 'mean', got {buffers!r}")
         if devices is not None and device_ids is not None:
@@ -104,6 +104,7 @@ class DataParallel(torch.nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Splits the batch, runs a replica on each share, and joins the results."""
+        check_replicable(self.module)
         shares = shares_of(self.module, inputs, kwargs, self.devices, self.dim, self.replicate)
         if len(shares) == 1:
             # The first share is on the module's own device, so it needs no replica, nor a thread.
@@ -112,7 +113,10 @@ class DataParallel(torch.nn.Module):
         else:
             outputs = self._run(shares)
         result = joined(outputs, self.output_device, self.dim)
-        watch_backward(result, self.devices[: len(shares)], self._held.deliver)
+        watched = [leaf for _, leaf in leaves(result, "result")]
+        watch_backward(
+            watched, self.devices[: len(shares)], self._held.deliver, is_of_replicas=len(shares) > 1
+        )
         return result
 
     @contextlib.contextmanager
@@ -173,7 +177,6 @@ class DataParallel(torch.nn.Module):
 
     def _replicas(self, count: int, *, is_training: bool) -> list[torch.nn.Module]:
         """Modules that share everything with the original but for parameters and buffers, one per device."""
-        check_replicable(self.module)
         parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
         for name, tensor in (*parameters.items(), *buffers.items()):
             refuse_special(tensor, f"module.{name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -101,7 +102,7 @@ class Arena:
                     f"the gradient of {name} is part of a graph (create_graph=True), and a gradient arena "
                     "holds values only; use a MirroredModule without arenas"
                 )
-            view.copy_(gradient)
+            view.copy_(gradient.to_dense())  # sparse where a function, not a module, made it so
             parameter.grad = view
 
 
@@ -149,8 +150,12 @@ class GradientArenas:
         self._buckets = _buckets_of(self.arenas[0], self._bucket_bytes if overlaps else math.inf)
         self._bucket_of = {name: k for k, bucket in enumerate(self._buckets) for name in bucket.names}
         self._bound: dict[tuple[int, ReduceOp], BoundReduction] = {}
+        # The garbage collector does not look into hooks, so what they hold would keep the module for good.
+        itself = weakref.ref(self)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, replica, name))
+            parameter.register_post_accumulate_grad_hook(
+                functools.partial(_on_gradient, itself, replica, name)
+            )
             for replica, arena in enumerate(self.arenas if overlaps else ())
             for name, parameter in arena.parameters.items()
         ]
@@ -220,7 +225,7 @@ class GradientArenas:
             whole = PerReplica.of(tuple(brought), self._devices)
             return components_of(self._ops.batch_reduce(op, [(whole, whole)], options)[0])
 
-    def _on_gradient(self, replica: int, name: str, _: torch.Tensor) -> None:
+    def on_gradient(self, replica: int, name: str) -> None:
         """Called in the backward pass, in the replica's thread or a GPU's."""
         # On GPUs PyTorch goes back in threads of its own, which are no replica's; on the host, one that
         # comes outside of the replica's function is no part of a step.
@@ -275,6 +280,11 @@ class GradientArenas:
         self._num_started = 0
         self._counted: list[set[str]] = [set() for _ in self.arenas]
         self._missing = [len(bucket.names) * len(self.arenas) for bucket in self._buckets]
+
+
+def _on_gradient(arenas: weakref.ref[GradientArenas], replica: int, name: str, _: torch.Tensor) -> None:
+    if (owner := arenas()) is not None:
+        owner.on_gradient(replica, name)
 
 
 def _dense_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -74,8 +74,8 @@ class MirroredModule(torch.nn.Module):
             and optimizers keep. After `zero_grad(set_to_none=True)` PyTorch allocates new gradients,
             which are copied there.
         overlap: the operation of `reduce_gradients`; given that, gradients (in arenas) are reduced in buckets
-            while the backward pass goes on, and `reduce_gradients` waits for the last. Under a strategy over
-            several processes they are reduced after it.
+            while the backward pass goes on, and `reduce_gradients` waits for the last. On GPUs they are
+            reduced after it.
         bucket_bytes: the size of a bucket. The bits do not depend on it.
 
     Create optimizers by `optimizers`, one for each copy: `torch.optim.SGD(model.parameters())` has the
@@ -113,6 +113,8 @@ class MirroredModule(torch.nn.Module):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         whole_number("bucket_bytes", bucket_bytes, least=1)
+        if not isinstance(strategy, MirroredStrategy):
+            raise OptionError(f"strategy must be a MirroredStrategy, got {strategy!r}")
         # Module.__init__ is left out: parameters, submodules and hooks are those of the copies.
         check_can_have_copies(module)
         self.strategy = strategy
@@ -137,7 +139,7 @@ class MirroredModule(torch.nn.Module):
         devices = self.strategy.extended.worker_devices[current_replica() or 0 :][:1]
         with span("forward", "forward", devices):
             outputs = self.current()(*args, **kwargs)
-        watch_backward(outputs, devices)
+        watch_backward(outputs, devices, is_of_replicas=current_replica() is not None)
         return outputs
 
     def __getattr__(self, name: str) -> Any:
@@ -148,6 +150,11 @@ class MirroredModule(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:
             object.__setattr__(self, name, value)
+        elif name == "__class__":
+            raise ConversionError(
+                "a MirroredModule cannot become another class, as torch.nn.utils.parametrize would have it; "
+                "parametrize the module before it is mirrored"
+            )
         elif isinstance(value, (torch.Tensor, torch.nn.Module)):
             self._give("__setattr__", name, value)
         else:

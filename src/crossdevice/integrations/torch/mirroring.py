@@ -9,6 +9,7 @@ import torch
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
+from crossdevice.errors import ConversionError
 from crossdevice.integrations.torch.spans import span
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica
@@ -72,13 +73,25 @@ class MirroredTensors(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         """One sum per tensor; None for those that no replica used."""
-        if ctx.holds:
-            ctx.held.hold(ctx.tensors, gradients)
-            return None, None, None, None, *(None for _ in ctx.tensors)
-        if ctx.held is not None:
-            gradients = ctx.held.joined(ctx.tensors, gradients)
+        if ctx.held is not None and (ctx.holds or ctx.held.has_kept):
+            nodes = [node for node, _ in ctx.next_functions]
+            leaves = [
+                tensor if tensor.is_leaf and _is_added_to_grad(node) else None
+                for tensor, node in zip(ctx.tensors, nodes, strict=True)
+            ]
+            gradients = (ctx.held.hold if ctx.holds else ctx.held.joined)(leaves, gradients)
+            if all(gradient is None for gradient in gradients):
+                return None, None, None, None, *(None for _ in ctx.tensors)
         with span("reduce", "sum gradients", tuple(ctx.devices)):
             return None, None, None, None, *Summed.apply(ctx.ops, ctx.devices, *gradients)
+
+
+def _is_added_to_grad(node: Any) -> bool:
+    """Whether the backward pass under way adds to a leaf's `grad`, as `torch.autograd.grad` does not."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # its answer for leaves in `torch.autograd.grad`
+        return False
 
 
 def _on(device: Device, tensor: torch.Tensor) -> torch.Tensor:
@@ -106,6 +119,13 @@ class Summed(torch.autograd.Function):
         used = [
             position for position, column in enumerate(columns) if any(given is not None for given in column)
         ]
+        if any(
+            torch._C._functorch.is_legacy_batchedtensor(given) for given in gradients if given is not None
+        ):
+            raise ConversionError(
+                "gradients of parameters are asked for in one batch (is_grads_batched=True, vectorize=True), "
+                "in which those of replicas cannot be summed; ask for one after the other"
+            )
         pairs = [(_per_replica(columns[position], devices), devices[0]) for position in used]
         sums: list[torch.Tensor | None] = [None] * count
         for position, total in zip(used, ops.batch_reduce(ReduceOp.SUM, pairs) if pairs else (), strict=True):
@@ -149,20 +169,32 @@ class HeldGradients:
         self.is_holding = False
         """Whether gradients of what is computed from now on are kept here."""
 
-    def hold(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Adds gradients, given replica by replica, to those of the same replica before."""
-        for position, tensor in enumerate(tensors):
-            _, kept = self._kept.setdefault(id(tensor), (tensor, [None] * len(self._devices)))
-            for replica, gradient in enumerate(gradients[position :: len(tensors)]):
+    @property
+    def has_kept(self) -> bool:
+        """Whether there are gradients that are not summed yet."""
+        return bool(self._kept)
+
+    def hold(
+        self, leaves: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Adds the gradients of leaves, replica by replica, to those before; the others are returned."""
+        others, count = list(gradients), len(leaves)
+        for position, leaf in enumerate(leaves):
+            if leaf is None:
+                continue
+            _, kept = self._kept.setdefault(id(leaf), (leaf, [None] * len(self._devices)))
+            for replica, gradient in enumerate(gradients[position::count]):
                 kept[replica] = _added(kept[replica], None if gradient is None else gradient.detach())
+                others[position + count * replica] = None
+        return tuple(others)
 
     def joined(
-        self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+        self, leaves: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...]:
-        """The gradients, with those added that were kept, which are not kept any more."""
-        joined, count = list(gradients), len(tensors)
-        for position, tensor in enumerate(tensors):
-            _, kept = self._kept.pop(id(tensor), (tensor, []))
+        """The gradients, with those of leaves added that were kept, which are not kept any more."""
+        joined, count = list(gradients), len(leaves)
+        for position, leaf in enumerate(leaves):
+            _, kept = self._kept.pop(id(leaf), (leaf, []))
             for replica, gradient in enumerate(kept):
                 # A smaller batch may have fewer replicas.
                 place = position + count * replica if replica < len(gradients) // count else position

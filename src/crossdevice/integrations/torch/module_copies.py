@@ -7,14 +7,23 @@ from collections.abc import Mapping, Sequence, Sized
 import torch
 
 from crossdevice.algorithms.base import CrossDeviceOps
-from crossdevice.errors import ConversionError, MismatchError
+from crossdevice.errors import ConversionError, MismatchError, OptionError
+from crossdevice.integrations.torch.tensor_kinds import is_instance_of
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, components_of
 from crossdevice.values.reduce_op import ReduceOp
 
 
+def check_is_plain(module: torch.nn.Module) -> None:
+    """Refuses what is not a module, or has copies already."""
+    is_mirrored = is_instance_of(module, "crossdevice.integrations.torch.mirrored_module", "MirroredModule")
+    if is_mirrored or not isinstance(module, torch.nn.Module):
+        raise OptionError(f"module must be a plain torch.nn.Module, got {type(module).__name__}")
+
+
 def check_can_have_copies(module: torch.nn.Module) -> None:
     """Refuses modules whose copies would compute something else than the module without an error."""
+    check_is_plain(module)
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.SyncBatchNorm):
             raise ConversionError(
@@ -86,7 +95,10 @@ def _structure(module: torch.nn.Module) -> dict[str, str]:
         places[f"module {name!r}"] = f"a {type(part).__name__} in {mode} mode with {hooks} hooks"
     for name, parameter in module.named_parameters():
         is_frozen = "" if parameter.requires_grad else "frozen "
-        places[f"parameter {name!r}"] = f"a {is_frozen}{parameter.dtype} of shape {tuple(parameter.shape)}"
+        hooks = len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+        places[f"parameter {name!r}"] = (
+            f"a {is_frozen}{parameter.dtype} of shape {tuple(parameter.shape)} with {hooks} hooks"
+        )
     for name, buffer in module.named_buffers():
         places[f"buffer {name!r}"] = f"a {buffer.dtype} of shape {tuple(buffer.shape)}"
     return places

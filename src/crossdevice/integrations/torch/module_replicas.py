@@ -8,6 +8,7 @@ import types
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from crossdevice.errors import ConversionError
 from crossdevice.integrations.torch.sync_batch_norm import ReplicaSyncBatchNorm
@@ -39,6 +40,11 @@ def check_replicable(module: torch.nn.Module) -> None:
             raise ConversionError(
                 f"{who} was compiled in place by {type(part).__name__}.compile(), which ties the compiled "
                 "code to its tensors; use torch.compile(module), which returns a module, or the plain one"
+            )
+        if parametrize._cache_enabled and parametrize.is_parametrized(part):
+            raise ConversionError(
+                f"{who} is parametrized and was called in a block of parametrize.cached(), which keeps "
+                "weights by module, while replicas are new modules in every call; enter that block in forward"
             )
 
 
@@ -84,10 +90,12 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 def _shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
     kind: Any = type(module)
-    if not _is_compiled(module) and kind._replicate_for_data_parallel is not _PLAIN_COPY:
+    # A graph's own copy has a class of its own, compiled anew, and none of its plain attributes.
+    is_plain = _is_compiled(module) or is_instance_of(module, "torch.fx", "GraphModule")
+    if not is_plain and kind._replicate_for_data_parallel is not _PLAIN_COPY:
         return module._replicate_for_data_parallel()
     # As PyTorch does it, but for `setattr`: that is slow, and a compiled module hands on what is set.
-    replica: torch.nn.Module = kind.__new__(kind)
+    replica: torch.nn.Module = object.__new__(kind)
     vars(replica).update(vars(module), _is_replica=True)
     return replica
 
