@@ -53,15 +53,18 @@ class Row(NamedTuple):
     floor: str
     calls: dict[str, Call]
     check: Callable[[], list[str]] = list
+    prepare: Callable[[], None] = lambda: None
+    """Called before each of them, and not measured."""
 
 
-def measured(calls: dict[str, Call], rounds: int) -> dict[str, tuple[float, float]]:
+def measured(row: Row, rounds: int) -> dict[str, tuple[float, float]]:
     """Median wall and CPU seconds of each call, in turns."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for call in calls.values():
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in row.calls}
+    for call in row.calls.values():
         call()
     for _ in range(rounds):
-        for name, call in calls.items():
+        for name, call in row.calls.items():
+            row.prepare()
             cpu, wall = time.process_time(), time.perf_counter()
             answer = call()
             times = time.perf_counter() - wall, time.process_time() - cpu
@@ -74,7 +77,7 @@ def measured(calls: dict[str, Call], rounds: int) -> dict[str, tuple[float, floa
 
 
 def printed(row: Row, rounds: int) -> None:
-    times = measured(row.calls, rounds)
+    times = measured(row, rounds)
     (ours, (own_wall, _)), *_ = times.items()
     print(f"\n{row.text}   [floor: {row.floor}]")
     for name, (wall, cpu) in times.items():
@@ -376,7 +379,7 @@ def files_row(scale: int, folder: Path) -> Row:
             for name, spec in tensors.items():
                 writer.write(name, 0, random.standard_normal(spec.num_elements, np.float32).astype(BFLOAT16))
     weights = EIGHT_WEIGHTS
-    output = folder / "mean.safetensors"
+    output, old = folder / "mean.safetensors", folder / "old.safetensors"
 
     def read_once(chosen: Sequence[Path] = paths) -> None:
         buffer = bytearray(4 << 20)
@@ -397,13 +400,15 @@ def files_row(scale: int, folder: Path) -> Row:
         "average of 8 safetensors files of 300 MB, in the page cache",
         "reading at least 1/1.3; memory 0.1 models",
         {
-            "ours": lambda: cd.average_files(paths, output, weights),
+            "ours, to a new file": lambda: cd.average_files(paths, output, weights),
+            "ours, in the place of an old one": lambda: cd.average_files(paths, old, weights),
             "reading them once, with one thread": read_once,
             "reading them once, with two": lambda: together(
                 lambda: read_once(paths[::2]), lambda: read_once(paths[1::2])
             ),
         },
         check,
+        lambda: output.unlink(missing_ok=True),
     )
 
 
