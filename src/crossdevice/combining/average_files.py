@@ -121,6 +121,8 @@ def average_files(
         writer = stack.enter_context(new_model(target, {each.name: each.spec for each in tensors}, files[0]))
         work = _Work(tensors, lambda part, room: _mean(part, precision, integers, room), writer, progress)
         run_together(work, min(num_threads(), MAX_READERS) if writer.in_any_order else 1)
+        for file in files:
+            file.check_unchanged()
 
 
 class _Work:

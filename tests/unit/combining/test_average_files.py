@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import threading
 import time
 from fractions import Fraction
@@ -18,6 +19,7 @@ from conformance.oracle import rounded
 from crossdevice.combining import average_files as module
 from crossdevice.combining.files.formats import new_model, open_model
 from crossdevice.combining.files.model_file import ModelFile, TensorSpec
+from crossdevice.combining.files.replacing import replaced
 from crossdevice.errors import (
     DtypeMismatchError,
     FileError,
@@ -501,3 +503,71 @@ def test_the_disk_is_asked_for_what_is_not_in_memory_only(tmp_path, monkeypatch,
     cd.average_files([tmp_path / "a.npy"], tmp_path / "mean.npy")
     assert asked == ([] if is_in_memory else [(0, os.path.getsize(tmp_path / "a.npy"))])
     assert np.load(tmp_path / "mean.npy").tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".npz", ".pt"])
+def test_files_that_are_written_to_meanwhile_are_refused(tmp_path, ending):
+    paths = [write(tmp_path / f"{k}{ending}", model(k)) for k in range(2)]
+
+    def write_again(*_):
+        with paths[1].open("r+b") as file:
+            first = file.read(1)
+            file.seek(0)
+            file.write(first)
+
+    with pytest.raises(FileError, match=rf"1\{ending} cannot be read: it was written to meanwhile"):
+        cd.average_files(paths, tmp_path / f"mean{ending}", progress=write_again)
+    assert sorted(tmp_path.iterdir()) == paths
+
+    def replace(*_):
+        write(paths[1], model(7))  # a new file in its place: the old one is read to its end
+
+    before = [read(path) for path in paths]
+    cd.average_files(paths, tmp_path / f"mean{ending}", progress=replace)
+    expected = cd.reduce([each["wide"] for each in before], "mean")
+    assert np.array_equal(read(tmp_path / f"mean{ending}")["wide"], expected)
+
+
+def test_a_file_that_is_truncated_meanwhile_does_not_end_the_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "num_threads", lambda: 1)
+    path = write(tmp_path / "0.safetensors", {"a": np.zeros(100_000), "b": np.zeros(100_000)})
+
+    def truncate(*_):
+        os.truncate(path, 10_000)
+
+    with pytest.raises(FileError, match=r"0\.safetensors cannot be read: it was truncated meanwhile"):
+        cd.average_files([path], tmp_path / "mean.safetensors", progress=truncate)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".npz", ".pt", ".index.json"])
+def test_pipes_are_refused_instead_of_waited_for(tmp_path, ending):
+    pipe = tmp_path / f"model{ending}"
+    os.mkfifo(pipe)
+    with pytest.raises(FileError, match="is not a regular file"):
+        cd.average_files([pipe], tmp_path / "mean.safetensors")
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="the system has no files without a name")
+def test_killed_processes_leave_nothing_behind(tmp_path):
+    (tmp_path / "old").write_bytes(b"old")
+    pid = os.fork()
+    if not pid:
+        with replaced(tmp_path / "old") as file:
+            file.write(b"new")
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("old", b"old")]
+
+
+@pytest.mark.parametrize("has_names", [True, False])
+def test_new_files_have_the_permissions_of_any_new_file(tmp_path, monkeypatch, has_names):
+    if has_names:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    (tmp_path / "any").touch()
+    with replaced(tmp_path / "new") as file:
+        file.write(b"new")
+        assert len(list(tmp_path.iterdir())) == 1 + (has_names or not hasattr(os, "O_TMPFILE"))
+    assert (tmp_path / "new").read_bytes() == b"new"
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "any").stat().st_mode

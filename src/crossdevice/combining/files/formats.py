@@ -32,6 +32,8 @@ def open_model(path: Path) -> ModelFile:
         path = path / (INDEX if (path / INDEX).exists() else SINGLE)
     if not path.exists():
         raise FileError(f"{path} does not exist")
+    if not path.is_file():  # reading from a pipe would wait for ever
+        raise FileError(f"{path} is not a regular file; expected one that can be read at any place")
     opened: ModelFile = _load(path, 1)(path)
     return opened
 

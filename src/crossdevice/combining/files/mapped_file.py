@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import dtype_named
-from crossdevice.combining.files.model_file import ModelFile, unreadable
+from crossdevice.combining.files.model_file import FileState, ModelFile, unreadable
 
 
 class MappedFile(ModelFile):
@@ -24,7 +24,8 @@ class MappedFile(ModelFile):
         self.path = path
         try:
             with path.open("rb") as file:
-                self.num_bytes = path.stat().st_size
+                self.state = FileState.of(os.fstat(file.fileno()))
+                self.num_bytes = self.state.num_bytes
                 # An empty file cannot be mapped.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.num_bytes else None
         except OSError as error:
@@ -39,6 +40,8 @@ class MappedFile(ModelFile):
         dtype = dtype_named(self.tensors[name].dtype)
         if self._map is None or stop == start:
             return np.empty(0, dtype)
+        if self._map.size() < self.num_bytes:  # the system ends processes that read behind the end
+            raise unreadable(self.path, "it was truncated meanwhile")
         return np.frombuffer(self._map, dtype, stop - start, self.places[name] + start * dtype.itemsize)
 
     def read_ahead(self, name: str, start: int, stop: int) -> None:

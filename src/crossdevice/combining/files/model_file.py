@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -33,6 +34,26 @@ class TensorSpec(NamedTuple):
         return self.num_elements * dtype_named(self.dtype).itemsize
 
 
+class FileState(NamedTuple):
+    """What tells whether the same file has been written to."""
+
+    identity: tuple[int, int]
+    num_bytes: int
+    written_at: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> FileState:
+        """As the system has reported it."""
+        return cls((found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns)
+
+    def check(self, path: Path) -> None:
+        """Refuses a file that differs; another one in its place does not matter, nor that it is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            now = FileState.of(path.stat())
+            if now.identity == self.identity and now != self:
+                raise unreadable(path, "it was written to meanwhile")
+
+
 class ModelFile(abc.ABC):
     """A file of named tensors, open for reading."""
 
@@ -41,6 +62,8 @@ class ModelFile(abc.ABC):
     """In the order of the file."""
     metadata: Any = None
     """What else is in the file, for a new file of the same format."""
+    state: FileState | None = None
+    """When it was opened."""
 
     @abc.abstractmethod
     def elements(self, name: str, start: int, stop: int) -> NDArray[Any]:
@@ -51,6 +74,11 @@ class ModelFile(abc.ABC):
 
     def leave_behind(self, name: str, start: int, stop: int) -> None:  # noqa: B027 - only where it helps
         """Says that these elements are hardly needed any more."""
+
+    def check_unchanged(self) -> None:
+        """Refuses a file that was written to since it was opened: what was read may be of either version."""
+        if self.state is not None:
+            self.state.check(self.path)
 
     @abc.abstractmethod
     def close(self) -> None:

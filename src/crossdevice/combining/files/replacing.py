@@ -18,12 +18,19 @@ from crossdevice.errors import FileError
 
 @contextlib.contextmanager
 def replaced(file: str | PathLike[str]) -> Iterator[BinaryIO]:
-    """A new file beside the one that is named, which takes its place at the end; an error removes it."""
+    """A new file beside the one that is named, which takes its place at the end; an error removes it.
+
+    It has no name until then where the system has such files: a process that is killed leaves nothing behind.
+    """
     path = Path(file)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with open(beside, "x+b") as opened:
+        with _without_name(path.parent) or open(beside, "x+b") as opened:
             yield opened
+            opened.flush()
+            if not beside.exists():
+                # Given a folder, Python follows the link, which names the file.
+                os.link(_link_to(opened), beside, src_dir_fd=opened.fileno())
         os.replace(beside, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -31,6 +38,24 @@ def replaced(file: str | PathLike[str]) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and not isinstance(error, FileError):
             raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
         raise
+
+
+def _without_name(folder: Path) -> BinaryIO | None:
+    """A file that is gone when it is closed, unless it was linked; None where there are none."""
+    if not hasattr(os, "O_TMPFILE"):
+        return None
+    try:
+        opened = os.fdopen(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o666), "w+b")
+    except OSError:  # the file system has none, or the folder cannot be written to: a name says which
+        return None
+    if os.path.exists(_link_to(opened)):
+        return opened
+    opened.close()
+    return None
+
+
+def _link_to(opened: BinaryIO) -> str:
+    return f"/proc/self/fd/{opened.fileno()}"
 
 
 def write_at(file: BinaryIO, place: int, elements: NDArray[Any]) -> None:

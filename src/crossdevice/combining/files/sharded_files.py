@@ -63,6 +63,11 @@ class ShardedModel(ModelFile):
     def _shard(self, name: str) -> SafetensorsFile:
         return self.shards[self.shard_of[name]]
 
+    def check_unchanged(self) -> None:
+        """None of them."""
+        for shard in self.shards.values():
+            shard.check_unchanged()
+
     def close(self) -> None:
         """All of them."""
         for shard in self.shards.values():

@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.backends.registry import backend_named
-from crossdevice.combining.files.model_file import ModelFile, ModelWriter, TensorSpec, unreadable
+from crossdevice.combining.files.model_file import (
+    FileState,
+    ModelFile,
+    ModelWriter,
+    TensorSpec,
+    unreadable,
+)
 from crossdevice.combining.files.replacing import replaced
 from crossdevice.errors import FileError
 from crossdevice.values.device import host_device
@@ -26,6 +32,7 @@ class TorchFile(ModelFile):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.state = FileState.of(path.stat())
         self.metadata = _loaded(path)
         self._arrays: dict[str, torch.Tensor] = {}
         backend = backend_named("torch")
