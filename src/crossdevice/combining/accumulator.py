@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from crossdevice.errors import ContextError, OptionError
 from crossdevice.kernels.host.running_sum import RunningSum, add_all
 from crossdevice.values.options import Precision
 from crossdevice.values.reduce_op import ReduceOp
-from crossdevice.values.weights import factors_of
+from crossdevice.values.weights import factor_of
 
 
 class Accumulator:
@@ -77,7 +78,7 @@ class Accumulator:
 
     def add(self, tree: Any, weight: float = 1.0) -> None:
         """Adds an array or a tree of arrays; whatever is refused leaves the accumulator as it was."""
-        (factor,) = factors_of([weight], ReduceOp.SUM)
+        factor = factor_of(weight, ReduceOp.SUM)
         arrived = read_tree(tree)
         flats = {path: leaf.backend.to_host(array) for path, (leaf, array) in arrived.leaves.items()}
         with self._lock:
@@ -144,6 +145,19 @@ class Accumulator:
         made = cls(**{name: header[name] for name in SETTINGS})
         made._count, made._skeleton, made._totals = header["count"], skeleton, totals
         return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For `pickle` and `copy`, as processes send each other what they have added."""
+        with self._lock:
+            with self._changing():
+                self._add_pending()
+            return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
+
+    def __copy__(self) -> Accumulator:
+        return copy.deepcopy(self)  # two must not add to the same sums
 
     def _result(self, *, is_mean: bool) -> Any:
         with self._lock:

@@ -75,15 +75,17 @@ def check_same(known: Any, found: Any, name: str) -> None:
     )
 
 
-def united(known: Any, found: Any, name: str) -> Any:
+def united(known: Any, found: Any, name: str, path: str = ROOT) -> Any:
     """A tree with the entries of both; only dicts may differ."""
     if isinstance(known, dict) and isinstance(found, dict):
-        both = {key: united(known[key], found[key], name) for key in known if key in found}
+        both = {
+            key: united(known[key], found[key], name, f"{path}[{key!r}]") for key in known if key in found
+        }
         entries = {**known, **found, **both}
         return OrderedDict(entries) if isinstance(known, OrderedDict) else entries
     if flatten(known) != flatten(found):
         raise StructureMismatchError(
-            f"{name} holds {flatten(found)[1]} where those before it hold {flatten(known)[1]}; "
-            "only dicts may differ"
+            f"{name} has another structure at {path}, {flatten(found)[1]}; those before it have "
+            f"{flatten(known)[1]}, and only dicts may differ"
         )
     return known

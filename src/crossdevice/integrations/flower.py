@@ -23,6 +23,7 @@ from crossdevice.combining.leaf_total import Integers
 from crossdevice.errors import ConversionError
 from crossdevice.functions import reduce
 from crossdevice.values.device import host_device
+from crossdevice.values.dtypes import NARROW_FLOATS
 from crossdevice.values.options import CommunicationOptions, Precision
 from crossdevice.values.reduce_op import ReduceOp, trimmed_mean
 
@@ -104,7 +105,7 @@ class FedTrimmedAvg(_Combining, strategy.FedTrimmedAvg):
 
 
 def arrays_of(record: ArrayRecord) -> dict[str, NDArray[Any]]:
-    """The arrays of a record as read-only views of its bytes; bfloat16 as that of ml_dtypes."""
+    """The arrays of a record as read-only views of its bytes; bfloat16 and float8 as those of ml_dtypes."""
     return {name: _view_of(array, name) for name, array in record.items()}
 
 
@@ -131,7 +132,8 @@ def state_dict_of(record: ArrayRecord) -> dict[str, Any]:
 
 def _npy_bytes(flat: NDArray[Any], shape: tuple[int, ...]) -> bytes:
     """What `numpy.save` writes, made with one copy instead of three."""
-    dtype = np.dtype("V2") if flat.dtype == dtype_named("bfloat16") else flat.dtype
+    # NumPy's format has neither bfloat16 nor floats of 8 bits; the record says which they are.
+    dtype = flat.dtype if flat.dtype.isbuiltin == 1 else np.dtype(f"V{flat.itemsize}")
     header = io.BytesIO()
     described = {"descr": dtype.str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(header, described)
@@ -141,11 +143,14 @@ def _npy_bytes(flat: NDArray[Any], shape: tuple[int, ...]) -> bytes:
 def _view_of(array: Array, name: str) -> NDArray[Any]:
     if array.stype != NUMPY_BYTES:
         raise ConversionError(f"{name!r} is serialized as {array.stype!r}; expected {NUMPY_BYTES!r}")
-    shape, is_fortran, dtype, start = _header_at_start_of(array.data)
-    if dtype.kind == "V" and array.dtype == "bfloat16":
-        dtype = dtype_named("bfloat16")
-    flat = np.frombuffer(array.data, dtype, offset=start)
-    return flat.reshape(shape, order="F" if is_fortran else "C")
+    try:
+        shape, is_fortran, dtype, start = _header_at_start_of(array.data)
+        if dtype.kind == "V" and array.dtype in NARROW_FLOATS:
+            dtype = dtype_named(array.dtype)
+        flat = np.frombuffer(array.data, dtype, offset=start)
+        return flat.reshape(shape, order="F" if is_fortran else "C")
+    except ValueError as error:
+        raise ConversionError(f"{name!r} is not an array in NumPy's format: {error}") from error
 
 
 def _header_at_start_of(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:

@@ -74,7 +74,7 @@ def factors_of(given: Any, op: ReduceOp) -> tuple[float, ...]:
         given = given.tolist()
     if not isinstance(given, (list, tuple)):
         raise OptionError(f"weights is a {type(given).__name__}; expected a list with one number per replica")
-    return tuple([_factor(item, number, op) for number, item in enumerate(given)])
+    return tuple([factor_of(item, op, number) for number, item in enumerate(given)])
 
 
 def check_number(factors: tuple[float, ...], num_replicas: int, entry: str = "") -> None:
@@ -86,27 +86,32 @@ def check_number(factors: tuple[float, ...], num_replicas: int, entry: str = "")
         )
 
 
-def _factor(given: Any, number: int, op: ReduceOp) -> float:
+def factor_of(given: Any, op: ReduceOp, number: int | None = None) -> float:
+    """One weight as float64, the only one or that of one replica."""
     if type(given) is float and SMALLEST_WEIGHT <= given <= LARGEST_WEIGHT:
         return given  # as nearly all are
-    item = given.item() if hasattr(given, "item") else given
+    name = "weight" if number is None else f"weights[{number}]"
+    try:
+        item = given.item() if hasattr(given, "item") else given
+    except (ValueError, RuntimeError):  # an array of several numbers
+        item = given
     expected = f"expected a {'finite' if op is ReduceOp.SUM else 'positive'} real number, or 0"
     if isinstance(item, bool) or not isinstance(item, numbers.Real):
-        raise OptionError(f"weights[{number}] is {given!r}, a {type(given).__name__}; {expected}")
+        raise OptionError(f"{name} is {given!r}, a {type(given).__name__}; {expected}")
     try:
         factor = float(item)
     except OverflowError:
         factor = math.inf
     if not math.isfinite(factor):
-        raise OptionError(f"weights[{number}] is {given!r}; {expected}")
+        raise OptionError(f"{name} is {given!r}; {expected}")
     if factor < 0 and op is ReduceOp.MEAN:
         raise OptionError(
-            f"weights[{number}] is {given!r}; {expected}: a mean with negative weights is a sum, "
+            f"{name} is {given!r}; {expected}: a mean with negative weights is a sum, "
             "so divide them yourself and use SUM"
         )
     if factor and not SMALLEST_WEIGHT <= abs(factor) <= LARGEST_WEIGHT:
         raise OptionError(
-            f"weights[{number}] is {given!r}; expected 0 or a magnitude from {SMALLEST_WEIGHT:.0e} to "
+            f"{name} is {given!r}; expected 0 or a magnitude from {SMALLEST_WEIGHT:.0e} to "
             f"{LARGEST_WEIGHT:.0e}"
         )
     return factor

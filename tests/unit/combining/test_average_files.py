@@ -402,9 +402,10 @@ def test_other_mistakes_with_files_are_explained(tmp_path):
     ]:
         with pytest.raises(FileError, match=message):
             cd.average_files(paths, tmp_path / output)
-    brain = write(tmp_path / "b.safetensors", {"a": np.ones(2, BFLOAT16)})
-    with pytest.raises(FileError, match="NumPy's files have no bfloat16"):
-        cd.average_files([brain], tmp_path / "mean.npz")
+    for name in ("float8_e4m3fn", "float8_e5m2", "bfloat16"):
+        brain = write(tmp_path / "b.safetensors", {"a": np.ones(2, getattr(ml_dtypes, name))})
+        with pytest.raises(FileError, match=f"NumPy's files have no {name}"):
+            cd.average_files([brain], tmp_path / "mean.npz")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "b.safetensors",
         "bad.npz",
@@ -546,6 +547,19 @@ def test_pipes_are_refused_instead_of_waited_for(tmp_path, ending):
     os.mkfifo(pipe)
     with pytest.raises(FileError, match="is not a regular file"):
         cd.average_files([pipe], tmp_path / "mean.safetensors")
+
+
+def test_tied_tensors_of_pytorch_stay_tied_where_all_files_agree(tmp_path):
+    torch = pytest.importorskip("torch")
+    paths = [tmp_path / f"{k}.pt" for k in range(3)]
+    for number, path in enumerate(paths):
+        table, head = torch.full((2, 3), float(number)), torch.full((2, 3), float(7))
+        torch.save({"table": table, "head": head if number == 2 else table, "empty": table[:0]}, path)
+    for chosen, are_tied in ((paths[:2], True), (paths, False)):
+        cd.average_files(chosen, tmp_path / "mean.pt")
+        mean = torch.load(tmp_path / "mean.pt")
+        assert (mean["head"].data_ptr() == mean["table"].data_ptr()) is are_tied
+        assert torch.equal(mean["head"], torch.full((2, 3), 0.5 if are_tied else 8 / 3))
 
 
 @pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="the system has no files without a name")

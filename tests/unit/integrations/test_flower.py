@@ -164,7 +164,19 @@ def test_state_dicts_come_back():
     assert module[0].weight.abs().sum() > 0
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_floats_of_8_bits_come_back(name):
+    array = np.array([[1.5, -2.0]], getattr(ml_dtypes, name))
+    (view,) = arrays_of(record_of({"a": array})).values()
+    assert view.dtype == array.dtype
+    assert view.tolist() == array.tolist()
+
+
 def test_mistakes_are_refused():
+    cut = record_of({"a": np.zeros(3)})["a"]
+    for data in (cut.data[:20], cut.data[:-1]):
+        with pytest.raises(ConversionError, match="'a' is not an array in NumPy's format"):
+            arrays_of(ArrayRecord({"a": Array("float64", (3,), "numpy.ndarray", data)}))
     for keywords in ({"precision": "fast"}, {"integers": "median"}):
         with pytest.raises(OptionError, match=next(iter(keywords))):
             FedAvg(**keywords)

@@ -51,6 +51,10 @@ class TorchFile(ModelFile):
                 known = ", ".join(ITEM_BYTES)
                 raise unreadable(path, f"tensor {name!r} has dtype {dtype}; expected one of {known}")
             self.tensors[name] = TensorSpec(dtype, tuple(tensor.shape))
+        places = {name: (t.data_ptr(), t.stride(), t.shape, t.dtype) for name, t in self._arrays.items()}
+        firsts = {place: name for name, place in reversed(places.items())}
+        self.ties = {name: firsts[place] for name, place in places.items() if firsts[place] != name}
+        """Tensors in the memory of one before them, as tied weights are, and the name of that one."""
         if not self.tensors:
             raise unreadable(path, f"it holds a {type(self.metadata).__name__} without tensors")
 
@@ -111,7 +115,12 @@ def written_torch(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile
         made = {
             name: backend.from_host(flat, tensors[name].shape, host_device(0)) for name, flat in flats.items()
         }
-        around = like.metadata if isinstance(like, TorchFile) else dict.fromkeys(made, torch.empty(0))
+        around = dict.fromkeys(made, torch.empty(0))
+        if isinstance(like, TorchFile):
+            around = like.metadata
+            for name, tied in like.ties.items():
+                if {name, tied} <= made.keys() and flats[name].tobytes() == flats[tied].tobytes():
+                    made[name] = made[tied]
         try:
             torch.save(_with_tensors(around, "", made), file)
         except RuntimeError as error:  # what PyTorch makes of a disk that is full
