@@ -339,6 +339,7 @@ class SharedPasses:
         *,
         is_streamed: bool = False,
         is_repeated: bool = False,
+        settle: Callable[[Arrays, Arrays, Pieces, Recipe], None] | None = None,
     ) -> None:
         traffic = sum(traffic_bytes(*task) for task in tasks)
         self._participants = (
@@ -357,6 +358,7 @@ class SharedPasses:
             has_two_lists=self._standby is not None,
         )
         self._recipe = recipe
+        self._settle = settle or _run_pieces
         self._is_exact = prepared.is_exact
         self._has_many_inputs = any(len(inputs) >= MANY_INPUTS for inputs, _ in tasks)
         self._kernel, self._address = prepared.kernel, prepared.address
@@ -374,7 +376,7 @@ class SharedPasses:
             self._standby.run(self._work, self._participants, self._address, self._places, self._scratch())
         if self._is_exact:
             for (inputs, outputs), pieces in self._work_list.pieces_left():
-                _run_pieces(inputs, outputs, pieces, self._recipe)
+                self._settle(inputs, outputs, pieces, self._recipe)
 
     def _work(self) -> None:
         # A method, so that threads keep this object and its arrays alive while they work.

@@ -22,8 +22,14 @@ from crossdevice.kernels.host.reference.running import (
 )
 from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
-from crossdevice.kernels.host.wide_sums import narrowed_batch, summed_batch, summing_kernels
-from crossdevice.kernels.host.work_list import Task
+from crossdevice.kernels.host.wide_sums import (
+    has_rounding_kernel,
+    narrowed_batch,
+    rounded_batch,
+    summed_batch,
+    summing_kernels,
+)
+from crossdevice.kernels.host.work_list import Pieces, Task
 from crossdevice.values.dtypes import FLOATS
 from crossdevice.values.options import Precision
 from crossdevice.values.weights import Weights
@@ -116,18 +122,22 @@ class RunningSum:
 
     def write_slowly(self, out: NDArray[Any], divisor: Fraction) -> None:
         """The same without a compiled kernel."""
-        number = Weights((), tuple(_terms(divisor)))
-
-        def write_range(start: int, stop: int) -> None:
-            parts = [part[start:stop] for part in self.parts]
-            out[start:stop], undecided = rounded_parts(parts, self.family, number, out.dtype)
-            for element in undecided:
-                out[start + element] = self._decided(int(start + element), divisor, out.dtype)
-
         size = self.parts[0].size
-        ranges = [(at, min(at + BLOCK_ELEMENTS, size)) for at in range(0, size, BLOCK_ELEMENTS)]
-        works = [functools.partial(write_range, *each) for each in ranges]
+        ranges = [slice(at, min(at + BLOCK_ELEMENTS, size)) for at in range(0, size, BLOCK_ELEMENTS)]
+        works = [functools.partial(self.write_some, out, each, divisor) for each in ranges]
         _share_out(works, size * 8 * len(self.parts))
+        self.write_kept_apart(out, divisor)
+
+    def write_some(self, out: NDArray[Any], where: slice | NDArray[np.intp], divisor: Fraction) -> None:
+        """Writes some elements, by what parts hold of them."""
+        parts, number = [part[where] for part in self.parts], Weights((), tuple(_terms(divisor)))
+        out[where], undecided = rounded_parts(parts, self.family, number, out.dtype)
+        for element in undecided:
+            place = int(where.start + element if isinstance(where, slice) else where[element])
+            out[place] = self._decided(place, divisor, out.dtype)
+
+    def write_kept_apart(self, out: NDArray[Any], divisor: Fraction) -> None:
+        """Writes the elements of which parts do not hold all."""
         for element in sorted({*self.fractions, *self.specials}):
             out[element] = self._decided(element, divisor, out.dtype)
 
@@ -239,9 +249,21 @@ def write_all(tasks: Sequence[tuple[RunningSum, NDArray[Any]]], divisor: Fractio
     """Writes several sums over one divisor, each rounded once to the dtype of its array."""
     narrow = [(running.parts[0], out) for running, out in tasks if running.family == "wide"]
     left = narrowed_batch(narrow, float(divisor)) if narrow else []
+    exact: dict[int, tuple[RunningSum, NDArray[Any]]] = {}
     for running, out in tasks:
-        if running.family != "wide" or any(out is each for _, each in left):
+        if running.family.startswith("expansion") and has_rounding_kernel(out.dtype):
+            exact[id(running.parts)] = running, out
+        elif running.family != "wide" or any(out is each for _, each in left):
             running.write_slowly(out, divisor)
+
+    def settle(parts: Sequence[Floats], _outs: Any, pieces: Pieces, _recipe: Any) -> None:
+        running, out = exact[id(parts)]
+        running.write_some(out, np.concatenate([np.arange(*piece) for piece in pieces]), divisor)
+
+    works = [(running.parts, (out,)) for running, out in exact.values()]
+    rounded_batch(works, Weights((), tuple(_terms(divisor))), settle)
+    for running, out in exact.values():
+        running.write_kept_apart(out, divisor)
 
 
 def _share_out(works: Sequence[Callable[[], None]], traffic_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Passes over the wide sums that a `RunningSum` keeps: made, added to, and rounded to narrower floats."""
+"""Passes over the sums that a `RunningSum` keeps: made, added to, and rounded to floats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crossdevice.kernels.host.fused_pass import (
     prepared_for,
     selected_kernels,
 )
-from crossdevice.kernels.host.work_list import Task
+from crossdevice.kernels.host.work_list import Pieces, Task
 from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.dtypes import NARROW_FLOATS
 from crossdevice.values.reduce_op import ReduceOp
@@ -67,3 +67,35 @@ def narrowed_batch(
     for prepared, group in groups.values():
         SharedPasses(group, prepared._replace(divisor=divisor), recipe)()
     return left
+
+
+def rounded_batch(
+    tasks: Sequence[Task],
+    divisor: Weights,
+    settle: Callable[[Sequence[NDArray[Any]], Sequence[NDArray[Any]], Pieces, Recipe], None],
+) -> None:
+    """Rounds sums of float64 parts over a divisor once; `settle` writes the pieces that are not certain."""
+    groups: dict[tuple[int, str], list[Task]] = {}
+    for parts, outs in tasks:
+        groups.setdefault((len(parts), outs[0].dtype.name), []).append((parts, outs))
+    for (number, into), group in groups.items():
+        weights = Weights((1.0,) * number, divisor.all_factors)
+        prepared = PreparedPass(rounding_kernel(into), weights.divisor, True, None, None, weights.words)
+        SharedPasses(group, prepared, Recipe(ReduceOp.SUM, "exact", weights=weights), settle=settle)()
+
+
+def has_rounding_kernel(dtype: np.dtype[Any]) -> bool:
+    """Whether `rounded_batch` writes this dtype."""
+    if selected_kernels() != "numba" or dtype.name not in (*NARROW_FLOATS, "float64"):
+        return False
+    from crossdevice.kernels.host.llvm import numba_pass
+
+    return dtype != np.float16 or numba_pass.has_half_conversions()
+
+
+@functools.cache
+def rounding_kernel(into: str) -> Kernel:
+    """The kernel that rounds sums of float64 parts to a dtype."""
+    from crossdevice.kernels.host.llvm import numba_pass
+
+    return numba_pass.compiled_kernel(f"chain parts SUM float64{'' if into == 'float64' else f' {into}'}")

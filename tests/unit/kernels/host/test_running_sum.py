@@ -156,3 +156,33 @@ def test_kernels_that_begin_a_sum_and_add_to_it_have_the_bits_of_the_reference(n
     assert np.count_nonzero(is_number) == 1001
     np.testing.assert_array_equal(np.isnan(found["numba"]), ~is_number)
     assert found["numba"][is_number].tobytes() == found["numpy"][is_number].tobytes()
+
+
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_only_what_the_rounding_kernel_is_not_certain_of_is_rounded_in_numpy(monkeypatch, name):
+    dtype, size = dtype_named(name), 4000
+    arrays = [adversarial(np.random.default_rng(seed), dtype, size, finite=True) for seed in range(2)]
+    for array in arrays:
+        array[: size // 2] = np.random.default_rng(3).standard_normal(size // 2)
+        array[100:103] = [5e-324, -0.0, 5e-324]  # such quotients of float64 are too small to be certain of
+    running = RunningSum(size, dtype, "exact")
+    running.add(arrays, [3.0, 0.3])
+    slowly, kernels = [], []
+    write_some = RunningSum.write_some
+
+    def counted(self, out, where, divisor):
+        slowly.append(out[where].size)
+        write_some(self, out, where, divisor)
+
+    monkeypatch.setattr(RunningSum, "write_some", counted)
+    for selected in ("numba", "numpy"):
+        select_kernels(selected)
+        try:
+            kernels.append(written(running, Fraction(3.3)))
+        finally:
+            select_kernels(None)
+    assert bits_of(kernels[0]).tobytes() == bits_of(kernels[1]).tobytes()
+    assert np.signbit(kernels[0][101])
+    assert slowly.pop() == size
+    assert sum(slowly) < size
+    assert name == "float32" or sum(slowly) > 0

@@ -9,7 +9,13 @@ from typing import Any
 from llvmlite import ir
 
 from crossdevice.kernels.host.llvm.arithmetic import Arithmetic, Wide
-from crossdevice.kernels.host.llvm.conversions import as_double, as_single, from_double, from_single
+from crossdevice.kernels.host.llvm.conversions import (
+    as_double,
+    as_single,
+    from_double,
+    from_single,
+    in_widened_order,
+)
 from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT16, INT64, Lanes, State, Value, Vector
 from crossdevice.kernels.host.reference.long_accumulator import FORMATS
 from crossdevice.kernels.host.reference.rounding import two_sum
@@ -122,14 +128,19 @@ class Enclosed(Arithmetic):
 
     def finished(self, state: State, divisor: Value) -> Vector:
         near, rest, _ = self._enclosure(state, divisor)
-        return near if self.dtype == "float64" else from_double(near.rounded_to_odd(rest), self.dtype)
+        if self.result_dtype == "float64":
+            return near
+        odd = near.rounded_to_odd(rest)
+        if self.result_dtype != self.dtype:
+            odd = in_widened_order(odd, self.result_dtype)
+        return from_double(odd, self.result_dtype)
 
     def doubted(self, state: State, divisor: Value, num_inputs: Value) -> Vector | None:
         near, rest, doubt = self._enclosure(state, divisor)
         # Twice the doubt, as adding it up has lost some, and more than what rounding rest +- margin may lose.
         margin = doubt * 4.0 + abs(rest) * 2.0**-51
         is_settled = (near + (rest + margin) == near) & (near + (rest - margin) == near)
-        if self.dtype != "float64":
+        if self.result_dtype != "float64":
             # To round to odd, the side on which the number lies must be known too.
             is_settled &= abs(rest) > margin
         is_open = ~(is_settled | (doubt == 0.0))

@@ -14,6 +14,7 @@ from crossdevice.kernels.host.llvm.arithmetic import (
 )
 from crossdevice.kernels.host.llvm.exact import Enclosed, Exact, ExactInSingle
 from crossdevice.kernels.host.llvm.weighted import (
+    Parts,
     Weighted,
     WeightedCompensated,
     WeightedExact,
@@ -32,6 +33,7 @@ FAMILIES: dict[str, type[Arithmetic]] = {
     "exact": Exact,
     "exact_in_single": ExactInSingle,
     "enclosed": Enclosed,
+    "parts": Parts,
     "weighted": Weighted,
     "weighted_compensated": WeightedCompensated,
     "weighted_exact": WeightedExact,

@@ -128,6 +128,18 @@ class WeightedExact(Enclosed):
         return *two_sum_keeping_zero(first, second), wrong
 
 
+class Parts(WeightedExact):
+    """float64 numbers that add up to a sum, over a divisor that float64 may not hold, in any float dtype."""
+
+    is_weighted = False
+
+    def combined(self, state: State, element: Vector) -> State:
+        total, errors, lost = state
+        total, error = two_sum_keeping_zero(total, element)
+        errors, error = two_sum(errors, error)
+        return total, errors, lost + abs(error)
+
+
 class WeightedNarrow(WeightedExact):
     """The same for narrow floats, whose products with weights are never too small or large for their errors.
 
