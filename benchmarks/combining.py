@@ -400,8 +400,9 @@ def files_row(scale: int, folder: Path) -> Row:
         "average of 8 safetensors files of 300 MB, in the page cache",
         "reading at least 1/1.3; memory 0.1 models",
         {
-            "ours, to a new file": lambda: cd.average_files(paths, output, weights),
-            "ours, in the place of an old one": lambda: cd.average_files(paths, old, weights),
+            "ours": lambda: cd.average_files(paths, output),
+            "ours, weighted": lambda: cd.average_files(paths, output, weights),
+            "ours, weighted, in the place of an old one": lambda: cd.average_files(paths, old, weights),
             "reading them once, with one thread": read_once,
             "reading them once, with two": lambda: together(
                 lambda: read_once(paths[::2]), lambda: read_once(paths[1::2])
