@@ -6,6 +6,7 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.errors import ConversionError, ReduceOpError
+from crossdevice.integrations import legacy
 from crossdevice.values.options import as_options
 from parity import libraries
 
@@ -46,6 +47,19 @@ def test_settings_of_variables():
     assert (variable.aggregation, str(variable.dtype)) == (cd.VariableAggregation.SUM, "float64")
     with pytest.raises(ReduceOpError):
         cd.ReduceOp(tf.VariableAggregation.SUM)
+
+
+@pytest.mark.parametrize("kind", [tf.VariableAggregation, tf.compat.v1.VariableAggregation])
+def test_towers_take_aggregations_and_distributed_values(kind, value):
+    towers = legacy.ReductionToOneDeviceCrossTowerOps()
+    for aggregation, right in ((kind.SUM, [4.0]), (kind.MEAN, [2.0])):
+        reduced = towers.reduce(aggregation, value, value)
+        assert [array.numpy().tolist() for array in reduced.values] == [right] * 2
+        (reduced,) = towers.batch_reduce(aggregation, [(value, "/cpu:1")])
+        assert [array.numpy().tolist() for array in reduced.values] == [right]
+    for wrong in (kind.NONE, kind.ONLY_FIRST_REPLICA):
+        with pytest.raises(ReduceOpError, match="stands for no reduce operation"):
+            towers.reduce(wrong, value, "/cpu:0")
 
 
 def test_options(value):

@@ -17,7 +17,13 @@ from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.errors import ConversionError, OptionError
 from crossdevice.strategies import mirrored as strategies
 from crossdevice.values.device import Device, device_of, host_device
-from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica, destinations_on
+from crossdevice.values.distributed import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    as_distributed,
+    destinations_on,
+)
 from crossdevice.values.nesting import first_leaf
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp, VariableAggregation
@@ -148,6 +154,7 @@ def _operation(aggregation: VariableAggregation | str) -> ReduceOp:
 
 
 def _per_device(value: Any) -> DistributedValues:
+    value = as_distributed(value)
     if isinstance(value, DistributedValues):
         return value
     if value is None:
@@ -160,7 +167,7 @@ def _placed(destinations: Any, value: DistributedValues) -> Any:
         return value
     if isinstance(destinations, (list, tuple)) and destinations:
         return destinations_on(destinations)
-    return destinations
+    return as_distributed(destinations)
 
 
 def _mirrored(call: Callable[..., Any], *arguments: Any) -> Mirrored:

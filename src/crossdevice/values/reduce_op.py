@@ -71,9 +71,15 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def from_variable_aggregation(cls, aggregation: object) -> ReduceOp:
-        """The operation for a variable's aggregation; only SUM and MEAN have one."""
-        if isinstance(aggregation, VariableAggregation) and aggregation.name in ("SUM", "MEAN"):
-            return cls[aggregation.name]
+        """The operation for a variable's aggregation, ours or TensorFlow's; only SUM and MEAN have one."""
+        if isinstance(aggregation, VariableAggregation):
+            name = aggregation.name
+        elif not isinstance(aggregation, str):
+            name = _name_among(aggregation, "VariableAggregation", "VariableAggregationV2")
+        else:
+            name = ""
+        if name in ("SUM", "MEAN"):
+            return cls[name]
         raise ReduceOpError(
             f"{aggregation!r} stands for no reduce operation; expected VariableAggregation.SUM or .MEAN"
         )
