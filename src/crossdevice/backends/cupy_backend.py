@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import array_api_compat.cupy as xp
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from crossdevice.backends.cuda_streams import CudaStreams, SideStreams
 from crossdevice.backends.host_memory import strided_range
 from crossdevice.backends.nccl_engines import NcclBackend, Share
+from crossdevice.backends.protocol import ThreadState
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 
@@ -34,6 +35,10 @@ class CupyBackend(NcclBackend):
     def working_on(self, device: Device) -> AbstractContextManager[Any]:
         """CuPy computes on the current device."""
         return cupy_device(device)
+
+    def thread_state(self) -> ThreadState:
+        """What a replica makes is on its GPU."""
+        return lambda device: nullcontext() if device.is_host else self.working_on(device)
 
     def signature(self, array: Any) -> Hashable:
         """CuPy's devices cannot be hashed; their numbers can."""

@@ -8,12 +8,13 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.host_memory import address_range, native
-from crossdevice.backends.protocol import Backend, dtype_named
+from crossdevice.backends.protocol import Backend, ThreadState, dtype_named
 from crossdevice.errors import ConversionError, DeviceError, DtypeError
 from crossdevice.values.device import Device
 
@@ -38,12 +39,34 @@ class JaxBackend(Backend):
         """JAX's own, which follows the standard."""
         return jnp
 
+    def thread_state(self) -> ThreadState:
+        """What a replica makes is on its device, under the caller's settings."""
+        inherited = {name: _setting(name) for name in _SETTINGS}
+
+        def enter(device: Device) -> contextlib.AbstractContextManager[Any]:
+            stack = contextlib.ExitStack()
+            if device in _devices():
+                stack.enter_context(jax.default_device(_devices()[device]))
+            for name, value in inherited.items():
+                if _setting(name) != value:
+                    within = jax if hasattr(jax, name) else jax.experimental
+                    stack.enter_context(getattr(within, name)(value))
+            return stack
+
+        return enter
+
     def check_array(self, array: Any, where: str) -> None:
         """Tracers have no elements yet, and sharded arrays are on several devices at once."""
         if isinstance(array, jax.core.Tracer):
             raise ConversionError(
                 f"{where} is a tracer: it has no elements while a function is traced; inside jit, grad, "
                 "shard_map or pmap use jax.lax.psum(value, axis_name), or call crossdevice outside of it"
+            )
+        if not isinstance(array, jax.Array):
+            raise ConversionError(f"{where} is a {type(array).__name__}; expected a dense array of JAX")
+        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+            raise ConversionError(
+                f"{where} is an array of random keys; expected numbers (jax.random.key_data(keys))"
             )
         if len(array.sharding.device_set) > 1:
             raise ConversionError(
@@ -156,6 +179,22 @@ class JaxBackend(Backend):
         dense = np.zeros(shape, rows.dtype)
         np.add.at(dense, self.host_view(indices), self.host_view(rows).reshape(rows.shape))
         return self.from_host(dense, shape, device)
+
+
+_SETTINGS = (
+    "enable_x64",  # in jax.experimental before JAX 0.8
+    "default_matmul_precision",
+    "default_prng_impl",
+    "numpy_dtype_promotion",
+    "numpy_rank_promotion",
+    "disable_jit",
+    "debug_nans",
+)
+"""What JAX keeps per thread; each can be changed for a block by a function of this name."""
+
+
+def _setting(name: str) -> Any:
+    return getattr(jax.config, f"jax_{name}")
 
 
 def _refuse_wide(dtype: str) -> None:

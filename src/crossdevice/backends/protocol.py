@@ -167,6 +167,10 @@ class Backend(abc.ABC):
         """Inside, the library's functions work on this device, if they do not follow their arguments."""
         return nullcontext()
 
+    def thread_state(self) -> ThreadState | None:
+        """What the library keeps per thread and replicas inherit or have of their own; None for nothing."""
+        return None
+
     def cast(self, array: Array, dtype: str) -> Array:
         """The values in another dtype."""
         xp = self.namespace()
@@ -231,6 +235,9 @@ class LinearMap(Protocol):
     def transposed(self) -> LinearMap:
         """The map from gradients of the results to gradients of the arrays."""
 
+
+ThreadState: TypeAlias = "Callable[[Device], AbstractContextManager[Any]]"
+"""Enters, on another thread and for a replica's device, the state that was read on this one."""
 
 Merge: TypeAlias = "Callable[[list[Any]], Sequence[Any]]"
 """Turns the values of all replicas into the answers of all replicas."""

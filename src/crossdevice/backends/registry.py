@@ -30,6 +30,11 @@ def backend_named(name: str) -> Backend:
     return _by_name[name]
 
 
+def loaded_backends() -> list[Backend]:
+    """Those that were asked for by now."""
+    return list(_by_name.values())
+
+
 def backend_of_type(kind: type[Any]) -> Backend | None:
     """The backend of arrays of this type; None if no known library made it."""
     if kind not in _by_type:

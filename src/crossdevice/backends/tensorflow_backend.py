@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from crossdevice.backends.host_memory import address_range, native
-from crossdevice.backends.protocol import Backend, dtype_named
+from crossdevice.backends.protocol import Backend, ThreadState, dtype_named
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices
@@ -54,6 +54,10 @@ class TensorflowBackend(Backend):
         """TensorFlow does not follow its arguments."""
         return tf.device(device.canonical)
 
+    def thread_state(self) -> ThreadState:
+        """What a replica makes is on its device, if that is one of TensorFlow's."""
+        return lambda device: self.working_on(device) if device in _devices() else nullcontext()
+
     def check_array(self, array: Any, where: str) -> None:
         """Tensors of a graph have no elements yet, ragged and sparse ones not one for each place."""
         if isinstance(array, (tf.RaggedTensor, tf.SparseTensor)):
@@ -61,6 +65,8 @@ class TensorflowBackend(Backend):
             raise ConversionError(
                 f"{where} is a {type(array).__name__}; expected a dense tensor ({dense}) or tf.IndexedSlices"
             )
+        if type(array).__module__.startswith("keras."):
+            raise ConversionError(f"{where} is a {type(array).__name__} of Keras; expected its .value")
         if not _is_eager(array):
             raise ConversionError(
                 f"{where} is a {type(array).__name__} without elements, as inside a tf.function; there, give "

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.backends.protocol import ThreadState
 from crossdevice.backends.registry import backend_named
 from crossdevice.choosing.choose_algorithm import choose_algorithm
 from crossdevice.errors import ConversionError, DeviceError, OptionError
@@ -22,6 +23,7 @@ from crossdevice.strategies.running.place import enter_replica_context, run_of
 from crossdevice.strategies.running.random_streams import RandomStreams
 from crossdevice.strategies.running.rendezvous import Deadline, Rendezvous
 from crossdevice.strategies.running.replica_context import ReplicaContext
+from crossdevice.strategies.running.thread_state import thread_state
 from crossdevice.strategies.running.threads import ReplicaThreads
 from crossdevice.strategies.running.tracing import refuse_tracing
 from crossdevice.values.device import Device, host_device
@@ -90,7 +92,8 @@ class MirroredStrategy(Strategy):
 
         Distributed arguments arrive as the replica's own components; results come back as PerReplica,
         and bare if there is one replica. An exception in one replica stops the others where they next
-        meet, and is raised here. Contextvars and PyTorch's grad mode are those of the caller.
+        meet, and is raised here. Contextvars, PyTorch's grad mode and JAX's settings are those of the caller.
+        What JAX and TensorFlow make is on the replica's device, once arrays of theirs were handed over here.
 
         Args:
             options: only `timeout_seconds` is used, a deadline for the whole run.
@@ -132,7 +135,7 @@ class MirroredStrategy(Strategy):
         self, fn: Callable[..., Any], arguments: Any, rendezvous: Rendezvous
     ) -> list[Callable[[], Any]]:
         """The call of each replica, in its own copy of the caller's contextvars."""
-        enter = loaded_torch.thread_state(self._devices)
+        enter = thread_state(self._devices, arguments)
         spread_out = spread(arguments, self._devices) if any(arguments) else [arguments] * len(self._devices)
         replicas = [ReplicaContext(self, number, at, rendezvous) for number, at in enumerate(self._devices)]
         return [
@@ -160,7 +163,7 @@ class MirroredStrategy(Strategy):
 
 def _call_as_replica(
     context: ReplicaContext,
-    enter: loaded_torch.ThreadState | None,
+    enter: ThreadState | None,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

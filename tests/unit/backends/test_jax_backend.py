@@ -12,6 +12,7 @@ from crossdevice.errors import ConversionError, DeviceError, LibraryMismatchErro
 from crossdevice.kernels.host.resources.pool import SMALLEST_POOLED_BYTES, result_pool
 
 jax = pytest.importorskip("jax")
+sparse = pytest.importorskip("jax.experimental.sparse")
 LARGE = SMALLEST_POOLED_BYTES // 4
 
 
@@ -96,6 +97,17 @@ def test_tracers_are_refused_with_the_way_to_do_it_inside():
         jax.jit(inside)(np.float32([1]))
     with pytest.raises(ConversionError, match=r"tracer.*inside jit, grad"):
         jax.grad(lambda array: inside(array).sum())(np.float32([1]))
+
+
+def test_what_has_no_numbers_for_all_elements_is_refused():
+    for wrong, reason in (
+        (jax.ShapeDtypeStruct((2,), np.float32), "is a ShapeDtypeStruct; expected a dense array"),
+        (sparse.BCOO.fromdense(np.eye(2)), "is a BCOO; expected a dense array"),
+        (jax.random.key(0), r"random keys.*jax\.random\.key_data"),
+    ):
+        for call in (cd.reduce, lambda wrong: cd.broadcast(wrong[0], ["cpu:0"])):
+            with pytest.raises(ConversionError, match=f"replica 0.*{reason}"):
+                call([wrong, wrong])
 
 
 def test_sharded_arrays_are_refused():

@@ -129,6 +129,12 @@ def test_tensors_that_are_not_dense_are_refused_as_such(make, advice):
         cd.all_reduce([make(), make()])
 
 
+def test_variables_of_keras_are_refused_with_what_to_give():
+    wrong = type("Variable", (), {"__module__": "keras.src.backend"})()  # Keras takes seconds to import
+    with pytest.raises(ConversionError, match=r"replica 0 is a Variable of Keras; expected its \.value"):
+        backend_named("tensorflow").check_array(wrong, "replica 0")
+
+
 def test_out_is_refused_since_tensors_are_immutable():
     value = replicas(1, 2, size=3)
     with pytest.raises(OutError, match="an array of tensorflow, which cannot be written to"):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+from crossdevice.backends.protocol import ThreadState
 from crossdevice.values.device import Device
-
-ThreadState = Callable[[Device], AbstractContextManager[Any]]
-"""Enters, on another thread and for a replica's device, the state that was read on this one."""
 
 
 def is_loaded() -> bool:
