@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 
@@ -27,6 +27,10 @@ class DelegatesToArray:
 
     def __getitem__(self, key: Any) -> Any:
         return self.current()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        # Without this Python would ask for items until one is out of range, of which JAX has none.
+        return iter(self.current())
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return as_array(self.current(), dtype, copy)

@@ -190,7 +190,7 @@ class DistributedVariable(ReadsAsArray, DelegatingValues):
         )
 
     def __repr__(self) -> str:
-        copies = "".join(f"\n  {copy.device}: {copy.operand()!r}," for copy in self._values)
+        copies = "".join(f"\n  {copy.device}: {copy._value!r}," for copy in self._values)
         return f"{type(self).__name__}({self.name!r}, {self.aggregation.name}{copies}\n)"
 
 

@@ -19,6 +19,7 @@ from crossdevice.errors import (
     OptionError,
     ShapeMismatchError,
 )
+from crossdevice.strategies.running.tracing import refuse_graph
 from crossdevice.values.delegation import DelegatesToArray, operand_of
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DelegatingValues, DistributedValues
@@ -122,6 +123,11 @@ class Variable(ReadsAsArray, PlacedArray, metaclass=_MadeInScope):
         backend.check_device(self.device)
         self._value = backend.copy(array, self.device)
 
+    def operand(self) -> Any:
+        """The array itself: to be read, never to be written or handed on."""
+        refuse_graph(self._value, self.name)
+        return self._value
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of its array."""
@@ -190,6 +196,7 @@ def initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> Any:
         raise ConversionError(
             f"variable {name!r} was given a {type(array).__name__}; expected an array or a number"
         )
+    _check_plain(array, backend, name)
     if shape is not None and tuple(shape) != backend.shape_of(array):
         raise ShapeMismatchError(
             f"variable {name!r} was given shape {tuple(shape)} and a value of shape {backend.shape_of(array)}"
@@ -206,6 +213,7 @@ def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
         raise ConversionError(
             f"variable {name!r} was given a {type(value).__name__}; expected an array or a number"
         )
+    _check_plain(value, source, name)
     if source is not backend:
         if source.name != "numpy":
             raise LibraryMismatchError(
@@ -218,6 +226,13 @@ def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
     if backend.autograd is not None:  # a variable that is added to in every step would keep all of them
         value = backend.autograd.unrecorded(value)
     return value if found == dtype else backend.cast(value, dtype)
+
+
+def _check_plain(array: Any, backend: Backend, name: str) -> None:
+    """Refuses arrays whose elements are not all there is: masked, sparse, sharded ones and tracers."""
+    if hasattr(array, "dtype"):
+        plain = array if backend.autograd is None else backend.autograd.unrecorded(array)
+        backend.check_array(plain, f"the value given to variable {name!r}")
 
 
 def _kind_of(dtype: str) -> int:

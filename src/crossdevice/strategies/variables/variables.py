@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce, group_of
+from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ContextError, ConversionError, OptionError, ReduceOpError
+from crossdevice.strategies.data.regrouping import placed_on
 from crossdevice.strategies.running.place import current_context
 from crossdevice.strategies.variables.distributed import (
     DistributedVariable,
@@ -61,13 +63,16 @@ class MirroredVariable(DistributedVariable, Mirrored):
                 everywhere = ops.broadcast(of_first_replica(values[0], ops), self)
             else:
                 op = ReduceOp.from_variable_aggregation(aggregation)
-                everywhere = ops.reduce(op, PerReplica.of(tuple(values), self.devices), self)
+                whole = PerReplica.of(tuple(values), placed_on(values, self.devices))
+                everywhere = ops.reduce(op, whole, self)
             return components_of(self._written(write, everywhere))
 
         return context.meet(f"{self.name}.{method}", (), value, merge)
 
-    def _scatter(self, method: str, slices: IndexedSlices) -> Any:
-        if not isinstance(slices, IndexedSlices):
+    def _scatter(self, method: str, slices: Any) -> Any:
+        backend = backend_of_type(type(slices))  # that of TensorFlow's slices and PyTorch's sparse tensors
+        rows = slices if backend is None else backend.as_indexed_slices(slices)
+        if not isinstance(rows, IndexedSlices):
             raise ConversionError(f"{method} takes IndexedSlices, got a {type(slices).__name__}")
         reduces = self.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
         if reduces and method in ("scatter_min", "scatter_max", "scatter_update"):
@@ -75,7 +80,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
                 f"{method} of variable {self.name!r} with aggregation {self.aggregation.name}: rows of "
                 "several replicas have no sum or mean there; use NONE or ONLY_FIRST_REPLICA"
             )
-        return self._write(method, scatter_with(method), slices)
+        return self._write(method, scatter_with(method), rows)
 
 
 class SyncOnReadVariable(DistributedVariable):
