@@ -160,11 +160,14 @@ for each in ("min", "max"):
 
 # ---------------------------------------------------------------- values that are no arrays
 
+SERIES = type("Series", (), {"__module__": "pandas.core.series", "__array__": lambda _: f32(1)})
+
 for name, value, parts in [
     ("an empty PerReplica", cd.PerReplica([]), ("PerReplica without components", "one per replica")),
     ("None", None, ("is None", "expected an array")),
     ("a component None", cd.PerReplica([f32(1), None, f32(2)]), ("replica 1 ", "is None")),
     ("an object", object(), ("replica 0 holds a object", "expected a number or an array of numpy, torch")),
+    ("a table of another library", SERIES(), ("holds a Series of pandas", "numpy.asarray makes one of it")),
     ("a text", "text", ("replica 0 holds a str", "expected a number or an array")),
     ("a set", {1.0}, ("replica 0 holds a set",)),
     ("a text deep inside", cd.PerReplica([{"a": [f32(1), "x"]}] * 2), ("holds a str", "value['a'][1]")),
@@ -280,6 +283,13 @@ for name, pairs in {
         "expected an iterable of (value, destinations) tuples",
     )
 
+refuses(
+    "batch_reduce of tuples, whose lengths are told",
+    ConversionError,
+    ValueError,
+    lambda ops: ops.batch_reduce("sum", [(PAIR, "cpu:0"), (PAIR, "cpu:0", None)]),
+    "pair 1 is a tuple of 3; expected an iterable of (value, destinations) tuples",
+)
 refuses(
     "batch_reduce of a generator of values",
     ConversionError,

@@ -20,7 +20,8 @@ def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
         return listed
     for number, pair in enumerate(listed):
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ConversionError(f"pair {number} is a {type(pair).__name__}; {expected}")
+            length = f" of {len(pair)}" if isinstance(pair, tuple) else ""
+            raise ConversionError(f"pair {number} is a {type(pair).__name__}{length}; {expected}")
     return listed
 
 

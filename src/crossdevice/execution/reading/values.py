@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -173,9 +174,13 @@ def backend_of(array: Array, replica: int, path: str = "") -> Backend:
     """The library of one array."""
     backend = backend_of_type(type(array))
     if backend is None or not hasattr(array, "dtype"):
+        kind = type(array)
+        library = kind.__module__.partition(".")[0]
+        origin = "" if library in ("__main__", *sys.stdlib_module_names) else f" of {library}"
+        remedy = " (numpy.asarray makes one of it)" if hasattr(array, "__array__") else ""
         raise ConversionError(
-            f"replica {replica} holds a {type(array).__name__}{at(path)}, which is not an array; "
-            f"expected a number or an array of {', '.join(BACKENDS)}"
+            f"replica {replica} holds a {kind.__name__}{origin}{at(path)}; expected a number or an array of "
+            f"{', '.join(BACKENDS)}{remedy}"
         )
     return backend
 

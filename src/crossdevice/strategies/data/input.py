@@ -177,6 +177,8 @@ def _num_examples(batch: Any, name: str) -> int:
                 f"{path} is a {type(leaf).__name__} without a first axis; expected arrays whose first axis "
                 "counts the examples"
             )
+        if not hasattr(leaf, "__getitem__"):
+            raise ConversionError(f"{path} is a {type(leaf).__name__}, which cannot be cut into parts")
         if length not in (None, shape[0]):
             raise ShapeMismatchError(f"{path} has {shape[0]} examples; {paths[0]} has {length}")
         length = shape[0]

@@ -108,6 +108,9 @@ def test_batches_that_cannot_be_cut_are_named(strategy):
     uneven = {"x": np.ones(4), "y": np.ones(3)}
     with pytest.raises(ShapeMismatchError, match=r"batch 1\['y'\] has 3 examples; batch 1\['x'\] has 4"):
         list(strategy.experimental_distribute_dataset([{"x": np.ones(2)}, uneven]))
+    whole = type("SparseTensor", (), {"shape": (2, 2)})()  # TensorFlow's has a shape and no slices
+    with pytest.raises(ConversionError, match=r"batch 0\['x'\] is a SparseTensor, which cannot be cut"):
+        list(strategy.experimental_distribute_dataset([{"x": whole}]))
     for batch in (np.float32(1), {"x": np.ones(2), "name": "text"}, 3.0):
         with pytest.raises(ConversionError, match="without a first axis"):
             list(strategy.experimental_distribute_dataset([batch]))
