@@ -198,7 +198,8 @@ def _setting(name: str) -> Any:
 
 
 def _refuse_wide(dtype: str) -> None:
-    if dtype in ("float64", "complex128", "int64", "uint64") and not jax.config.jax_enable_x64:
+    is_wide = dtype_named(dtype).name in ("float64", "complex128", "int64", "uint64")
+    if is_wide and not jax.config.jax_enable_x64:
         raise DtypeError(
             f"JAX has no {dtype} unless jax_enable_x64 is set; set it, or ask for precision='fast'"
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from crossdevice.errors import DtypeError
 from crossdevice.values.device import Device, Track
 from crossdevice.values.dtypes import SHORT_FLOATS
 from crossdevice.values.indexed_slices import IndexedSlices
@@ -174,7 +175,10 @@ class Backend(abc.ABC):
     def cast(self, array: Array, dtype: str) -> Array:
         """The values in another dtype."""
         xp = self.namespace()
-        return xp.astype(array, getattr(xp, dtype))
+        named = getattr(xp, dtype, None)
+        if named is None:
+            raise DtypeError(f"{self.name} has no dtype {dtype}")
+        return xp.astype(array, named)
 
     def round_once(self, wide: Array, dtype: str) -> Array:
         """float64 or complex128 values rounded once to `dtype`, even to a 16-bit one.

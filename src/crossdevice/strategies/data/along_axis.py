@@ -59,6 +59,8 @@ def _reduced(
     axes = _checked_axes(axis, len(shapes[0]), leaf)
     counts = [math.prod(shape[number] for number in axes) for shape in shapes]
     count = sum(counts) if group_of(ops) is None else int(ops.gather(np.array([sum(counts)]), to).sum())
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and not count:
+        raise ReduceOpError(f"{op.name} of nothing{leaf.at_path}: no replica has elements along axis {axis}")
     # Where there is nothing at all, the first replica says what that comes to, on every process.
     counted = [replica for replica, own in enumerate(counts) if own or not (count or replica)]
     partials = [_local(op, leaf.arrays[replica], axes, backend, dtype) for replica in counted]

@@ -14,6 +14,8 @@ from crossdevice.backends.protocol import Backend
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import (
     ConversionError,
+    CrossDeviceError,
+    DtypeError,
     DtypeMismatchError,
     LibraryMismatchError,
     OptionError,
@@ -201,7 +203,16 @@ def initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> Any:
         raise ShapeMismatchError(
             f"variable {name!r} was given shape {tuple(shape)} and a value of shape {backend.shape_of(array)}"
         )
-    return array if dtype is None else backend.cast(array, _dtype_name(dtype))
+    if dtype is None:
+        return array
+    try:
+        return backend.cast(array, _dtype_name(dtype))
+    except CrossDeviceError:
+        raise
+    except Exception as error:  # each library has its own
+        raise DtypeError(
+            f"variable {name!r} cannot have dtype {dtype!r} in {backend.name}: {error}"
+        ) from error
 
 
 def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import crossdevice as cd
-from crossdevice.errors import ConversionError
+from crossdevice.errors import ConversionError, ReduceOpError
 
 
 @pytest.fixture
@@ -63,6 +63,13 @@ def test_structures_are_reduced_leaf_by_leaf(strategy):
     result = strategy.reduce("sum", value, axis=0)
     assert float(result["a"]["b"]) == 6
     assert float(result["c"][0]) == 3
+
+
+@pytest.mark.parametrize("make", [np.empty, torch.empty], ids=["numpy", "torch"])
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_nothing_has_no_least_element(strategy, make, op):
+    with pytest.raises(ReduceOpError, match=f"{op.upper()} of nothing: no replica has elements along axis 0"):
+        strategy.reduce(op, cd.PerReplica([make((0, 2))] * 3), axis=0)
 
 
 def test_the_mean_of_nothing_is_nan(strategy):

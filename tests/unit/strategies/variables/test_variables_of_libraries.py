@@ -6,9 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
 from conformance import array_libraries
-from crossdevice.errors import ContextError, ConversionError
+from crossdevice.errors import ContextError, ConversionError, DtypeError
 from unit.strategies.variables.making import own_replica
 
 jax = pytest.importorskip("jax")
@@ -68,6 +69,28 @@ def test_a_variable_is_not_kept_by_a_tf_function(strategy):
         assert double(variable.value()).numpy().tolist() == [right]
         variable.assign_add([1.0])
     assert tf.function(lambda: tf.constant(repr(variable)), autograph=False)() == repr(variable)  # as ever
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        np.array,
+        torch.from_numpy,
+        lambda array: array_libraries.jax_array(array, 0),
+        lambda array: array_libraries.tensorflow_tensor(array, 0),
+        lambda array: array_libraries.strict_array(array, 0),
+    ],
+    ids=["numpy", "torch", "jax", "tensorflow", "strict"],
+)
+def test_dtypes_that_a_library_does_not_have_are_refused(strategy, make):
+    with pytest.raises(DtypeError, match="flaot32"):
+        strategy.create_variable(make(np.ones(1, np.float32)), dtype="flaot32")
+
+
+def test_jax_never_takes_half_the_bits(strategy):
+    for dtype in ("float64", "<f8"):
+        with jax.enable_x64(False), pytest.raises(DtypeError, match="jax_enable_x64"):
+            strategy.create_variable(array_libraries.jax_array(np.ones(1, np.float32), 0), dtype=dtype)
 
 
 def test_arrays_without_plain_elements_are_refused(strategy):
