@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import crossdevice as cd
-from crossdevice.errors import ConversionError, ReduceOpError
+from crossdevice.errors import ConversionError, OptionError, ReduceOpError
 from crossdevice.integrations import legacy
 from crossdevice.values.options import as_options
 from parity import libraries
@@ -60,6 +60,11 @@ def test_towers_take_aggregations_and_distributed_values(kind, value):
     for wrong in (kind.NONE, kind.ONLY_FIRST_REPLICA):
         with pytest.raises(ReduceOpError, match="stands for no reduce operation"):
             towers.reduce(wrong, value, "/cpu:0")
+
+
+def test_algorithms_are_not_those_of_tensorflow():
+    with pytest.raises(OptionError, match=r"got TensorFlow's HierarchicalCopyAllReduce; take that of cross"):
+        cd.MirroredStrategy(["cpu:0"], cross_device_ops=tf.distribute.HierarchicalCopyAllReduce())
 
 
 def test_options(value):

@@ -172,8 +172,8 @@ class TensorflowBackend(Backend):
             return tf.complex(pairs[:, 0], pairs[:, 1])
 
     def as_indexed_slices(self, array: Any) -> IndexedSlices | None:
-        """A `tf.IndexedSlices`, which comes back as one."""
-        if not isinstance(array, tf.IndexedSlices):
+        """A `tf.IndexedSlices`, which comes back as one; those of a graph are for `check_array` to refuse."""
+        if not isinstance(array, tf.IndexedSlices) or not _is_eager(array.values):
             return None
         return _TensorflowSlices(array.values, array.indices, array.dense_shape)
 

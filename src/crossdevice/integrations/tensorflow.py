@@ -94,6 +94,9 @@ class _AsTensorflow(tf.distribute.CrossDeviceOps):
         where = None if ops.reduce_to_device is None else ops.reduce_to_device.canonical
         self._own = tf.distribute.ReductionToOneDevice(where)
 
+    def __repr__(self) -> str:
+        return f"as_tensorflow({self._ops!r})"
+
     def reduce_implementation(
         self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
     ) -> Any:

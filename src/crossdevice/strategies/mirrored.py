@@ -66,6 +66,8 @@ class MirroredStrategy(Strategy):
         cross_device_ops = getattr(cross_device_ops, "cross_device_ops", cross_device_ops)
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             found = type(cross_device_ops).__name__
+            if type(cross_device_ops).__module__.startswith("tensorflow."):
+                found = f"TensorFlow's {found}; take that of crossdevice"
             if isinstance(cross_device_ops, type):
                 found = f"the class {cross_device_ops.__name__}; make one: {cross_device_ops.__name__}()"
             raise OptionError(f"cross_device_ops must be a CrossDeviceOps or None, got {found}")

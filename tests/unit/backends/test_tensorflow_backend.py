@@ -111,6 +111,15 @@ def test_tensors_of_a_graph_are_refused_with_the_way_to_do_it_there():
         inside(tf.constant([1.0]))
 
 
+def test_slices_of_a_graph_are_refused_in_the_same_way():
+    slices = tf.function(
+        lambda rows: cd.reduce([tf.IndexedSlices(rows, tf.constant([0]), tf.shape(rows))] * 2),
+        autograph=False,
+    )
+    with pytest.raises(ConversionError, match=r"IndexedSlices without elements.*as_tensorflow"):
+        slices(tf.ones((1, 2)))
+
+
 def test_a_first_call_inside_a_graph_does_not_make_eager_tensors_unknown():
     tensorflow_backend._eager_type.cache_clear()
     test_tensors_of_a_graph_are_refused_with_the_way_to_do_it_there()

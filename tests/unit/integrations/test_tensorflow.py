@@ -148,6 +148,10 @@ def test_what_is_no_instance_of_an_algorithm_is_refused(ops):
         as_tensorflow(ops)
 
 
+def test_an_adapter_says_what_it_adapts():
+    assert repr(as_tensorflow(cd.RingAllReduce())) == "as_tensorflow(RingAllReduce())"
+
+
 def test_what_a_graph_cannot_do_is_refused():
     with pytest.raises(OptionError, match="OnlyReduces overrides reduce_implementation"):
         as_tensorflow(OnlyReduces())
