@@ -23,6 +23,7 @@ from crossdevice.strategies.variables.distributed import (
     ReplicaVariable,
     refuse_per_replica,
 )
+from crossdevice.strategies.variables.variable import backend_of_variable
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.nesting import NUMBERS
@@ -66,6 +67,9 @@ class StrategyExtended:
     def worker_devices(self) -> tuple[Device, ...]:
         """The device of each replica of this process."""
         return self._devices
+
+    experimental_require_static_shapes = False
+    """TensorFlow's name; shapes are those of arrays, so they are always known."""
 
     @property
     def num_replicas(self) -> int:
@@ -147,7 +151,7 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Calls `fn(copy, ...)` for each copy of a variable, with the matching components of the arguments.
+        """Calls `fn(copy, ...)` for each copy of a variable, on its device, with its components of arguments.
 
         A PerReplica argument would make the copies differ: reduce it first. `group=False` gives the
         tuple of all results; otherwise arrays come back as Mirrored and anything else as None.
@@ -160,10 +164,11 @@ class StrategyExtended:
             )
         arguments = (tuple(args), dict(kwargs or {}))
         refuse_per_replica("update", var.name, arguments)
-        results = [
-            fn(copy, *own_args, **own_kwargs)
-            for copy, (own_args, own_kwargs) in zip(var.values, spread(arguments, var.devices), strict=True)
-        ]
+        enter = backend_of_variable(var.values[0].operand()).thread_state() or contextlib.nullcontext
+        results = []
+        for copy, (own_args, own_kwargs) in zip(var.values, spread(arguments, var.devices), strict=True):
+            with enter(copy.device):
+                results.append(fn(copy, *own_args, **own_kwargs))
         return _grouped(results, var.devices, group)
 
     def update_non_slot(

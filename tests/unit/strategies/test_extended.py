@@ -178,6 +178,7 @@ def test_devices_and_containers(strategy, extended):
     variable = strategy.create_variable(1.0)
     assert [str(device) for device in extended.worker_devices] == ["cpu:0", "cpu:1"]
     assert extended.parameter_devices == extended.worker_devices == variable.devices
+    assert not extended.experimental_require_static_shapes
     for copy in variable.values:
         assert extended.value_container(copy) is variable
     assert extended.value_container(variable) is variable

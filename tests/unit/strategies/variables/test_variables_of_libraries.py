@@ -10,6 +10,7 @@ import torch
 
 from conformance import array_libraries
 from crossdevice.errors import ContextError, ConversionError, DtypeError
+from crossdevice.values.device import device_of
 from unit.strategies.variables.making import own_replica
 
 jax = pytest.importorskip("jax")
@@ -36,6 +37,13 @@ def test_what_replicas_assign_may_be_on_any_device(strategy, make, full, aggrega
     strategy.run(lambda: variable.assign_add(constant) is None)
     assert copies(variable) == [[right + (2 if aggregation == "sum" else 1)] * 2] * 2
     assert variable.devices == strategy.extended.worker_devices
+
+
+@each_library
+def test_copies_are_updated_on_their_devices(strategy, make, full):
+    variable = strategy.create_variable(make(np.ones(2, np.float32), 0))
+    made = strategy.extended.update(variable, lambda copy, factor: full((2,), 3.0) * factor, args=(2.0,))
+    assert [device_of(array) for array in made.values] == list(variable.devices)
 
 
 @each_library
