@@ -171,7 +171,7 @@ def _num_examples(batch: Any, name: str) -> int:
     paths = leaf_paths(structure, name)
     length: Any = None
     for leaf, path in zip(leaves, paths, strict=True):
-        shape = getattr(_array(leaf), "shape", ())
+        shape = tuple(getattr(_array(leaf), "shape", ()))  # TensorFlow's shapes are true, whatever their rank
         if not shape:
             raise ConversionError(
                 f"{path} is a {type(leaf).__name__} without a first axis; expected arrays whose first axis "

@@ -111,7 +111,9 @@ def test_batches_that_cannot_be_cut_are_named(strategy):
     whole = type("SparseTensor", (), {"shape": (2, 2)})()  # TensorFlow's has a shape and no slices
     with pytest.raises(ConversionError, match=r"batch 0\['x'\] is a SparseTensor, which cannot be cut"):
         list(strategy.experimental_distribute_dataset([{"x": whole}]))
-    for batch in (np.float32(1), {"x": np.ones(2), "name": "text"}, 3.0):
+    shape = type("TensorShape", (tuple,), {"__bool__": lambda _: True})()
+    scalar = type("EagerTensor", (), {"shape": shape})()
+    for batch in (np.float32(1), {"x": np.ones(2), "name": "text"}, 3.0, scalar):
         with pytest.raises(ConversionError, match="without a first axis"):
             list(strategy.experimental_distribute_dataset([batch]))
     with pytest.raises(ConversionError, match="no arrays"):
