@@ -8,7 +8,7 @@ import pytest
 import crossdevice as cd
 from conformance import array_libraries
 from crossdevice.backends.registry import backend_named
-from crossdevice.errors import ConversionError, DeviceError, LibraryMismatchError, OutError
+from crossdevice.errors import ConversionError, DestinationError, DeviceError, LibraryMismatchError, OutError
 from crossdevice.kernels.host.resources.pool import SMALLEST_POOLED_BYTES, result_pool
 
 jax = pytest.importorskip("jax")
@@ -116,6 +116,8 @@ def test_sharded_arrays_are_refused():
     sharded = jax.device_put(np.zeros(4, np.float32), sharding)
     with pytest.raises(ConversionError, match="sharded over 2 devices"):
         cd.all_reduce([sharded, sharded])
+    with pytest.raises(DestinationError, match="sharded over 2 devices; expected one device"):
+        cd.RingAllReduce().reduce("sum", replicas(1, 2, size=3), sharded)
 
 
 def test_out_is_refused_since_arrays_are_immutable():

@@ -24,6 +24,11 @@ def read_destinations(destinations: Any) -> tuple[Device, ...]:
     if isinstance(destinations, str) and destinations:
         return (Device.parse(destinations),)
     is_array = hasattr(destinations, "dtype") and backend_of_type(type(destinations)) is not None
+    sharding = getattr(destinations, "sharding", None) if is_array else None  # JAX's
+    if sharding is not None and len(sharding.device_set) > 1:
+        raise DestinationError(
+            f"destinations is an array sharded over {len(sharding.device_set)} devices; expected one device"
+        )
     if is_array or isinstance(destinations, (IndexedSlices, PlacedArray)):
         return (device_of(destinations) or host_device(0),)
     raise DestinationError(
