@@ -148,11 +148,18 @@ def device_of(value: object) -> Device | None:
     if isinstance(value, Device):
         return value
     said: Any = getattr(value, "device", None)
+    if said is None and is_of_keras(value):
+        return device_of(value.value)  # type: ignore[attr-defined]
     if said is None or said == "cpu":
         return None
     if isinstance(said, (Device, str)):
         return Device.parse(said)
     return _from_library(said)
+
+
+def is_of_keras(value: object) -> bool:
+    """Whether this is a variable of Keras, which holds an array of TensorFlow, PyTorch or JAX."""
+    return type(value).__module__.startswith("keras.") and hasattr(value, "value")
 
 
 def misplaced(array: object, device: Device) -> str | None:

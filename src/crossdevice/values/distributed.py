@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from crossdevice.errors import ConversionError, DeviceMismatchError, StructureMismatchError
 from crossdevice.values.delegation import DelegatesToArray, as_array
-from crossdevice.values.device import Device, device_of, host_device, misplaced
+from crossdevice.values.device import Device, device_of, host_device, is_of_keras, misplaced
 from crossdevice.values.nesting import first_leaf
 from crossdevice.values.replica_scope import current_replica
 
@@ -131,9 +131,11 @@ class Mirrored(DelegatingValues):
 
 
 def as_distributed(value: Any) -> Any:
-    """Distributed values and variables of tf.distribute as ours; anything else as it is."""
+    """Distributed values and variables of tf.distribute as ours, variables of Keras as what they hold."""
     kind = type(value)
     # Known by their names: TensorFlow is not imported to ask.
+    if is_of_keras(value):
+        return as_distributed(value.value)
     if not kind.__module__.startswith("tensorflow.python.distribute.") or not hasattr(value, "values"):
         return value
     is_per_replica = any(base.__name__ == "PerReplica" for base in kind.__mro__)

@@ -3,7 +3,9 @@ import operator
 
 import numpy as np
 import pytest
+import torch
 
+import crossdevice as cd
 from crossdevice import Device, IndexedSlices, Mirrored, PerReplica, Variable
 from crossdevice.errors import (
     ConversionError,
@@ -44,6 +46,18 @@ def test_a_variable_component_is_where_the_variable_is():
         Device("cpu", 5),
         Device("cpu", 6),
     )
+
+
+@pytest.mark.parametrize("make", [np.float32, torch.tensor], ids=["numpy", "torch"])
+def test_variables_of_keras_are_the_arrays_they_hold(make):
+    kind = type("Variable", (), {"__module__": "keras.src.backend", "dtype": "float32"})  # slow to import
+    models = [[kind(), {"b": kind()}] for _ in range(2)]
+    for number, (w, rest) in enumerate(models):
+        w.value, rest["b"].value = make([1.0 + number]), make([3.0])
+    w, rest = cd.reduce(models, "mean")
+    assert (type(w), w.tolist(), rest["b"].tolist()) == (type(make([1.0])), [1.5], [3.0])
+    assert cd.broadcast(models[1][0], ["cpu:0"])[0].tolist() == [2.0]
+    assert cd.ReductionToOneDevice().reduce("sum", PerReplica([1.0, 2.0]), models[0][0]).tolist() == 3.0
 
 
 def test_distributed_values_are_true_and_compare_by_identity_and_do_not_iterate():
