@@ -67,6 +67,30 @@ def test_algorithms_are_not_those_of_tensorflow():
         cd.MirroredStrategy(["cpu:0"], cross_device_ops=tf.distribute.HierarchicalCopyAllReduce())
 
 
+def test_options_of_inputs_that_would_change_batches_are_refused():
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    fetched = tf.distribute.InputOptions(experimental_fetch_to_device=False)
+    assert len(list(strategy.distribute_datasets_from_function(lambda _: [[1.0], [2.0]], fetched))) == 1
+    modes = tf.distribute.InputReplicationMode
+    each = tf.distribute.InputOptions(experimental_replication_mode=modes.PER_REPLICA)
+    for distribute in (
+        strategy.experimental_distribute_dataset,
+        strategy.distribute_datasets_from_function,
+        strategy.experimental_distribute_datasets_from_function,
+    ):
+        with pytest.raises(OptionError, match="PER_REPLICA; expected PER_WORKER"):
+            distribute(lambda _: [], each)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+def test_reductions_along_an_axis_are_on_the_first_host_device(op):
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with tf.device("/cpu:1"):
+        for dtype in (tf.float32, tf.float16, tf.int32):
+            value = cd.PerReplica([tf.ones(2, dtype)] * 2)
+            assert strategy.reduce(op, value, axis=0).device.endswith("CPU:0")
+
+
 def test_options(value):
     kinds = tf.distribute.experimental.CommunicationImplementation
     given = tf.distribute.experimental.CommunicationOptions(

@@ -139,7 +139,7 @@ class Strategy(abc.ABC):
     def experimental_distribute_dataset(
         self,
         dataset: Iterable[Any],
-        options: Any = None,  # noqa: ARG002 - TensorFlow's argument
+        options: Any = None,
         *,
         batch_size: int | None = None,
     ) -> Iterable[Any]:
@@ -149,17 +149,19 @@ class Strategy(abc.ABC):
             dataset: any iterable of batches, such as a PyTorch DataLoader; or, with `batch_size`, an
                 array or a structure of arrays.
         """
+        datasets.check_input_options(options)
         return datasets.DistributedDataset(datasets.batches_of(dataset, batch_size), self._placement)
 
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Iterable[Any]],
-        options: Any = None,  # noqa: ARG002 - TensorFlow's argument
+        options: Any = None,
     ) -> Iterable[Any]:
         """Distributes batches that `dataset_fn(InputContext)` makes, one per replica, in turn.
 
         With several processes, each makes the batches of its own replicas.
         """
+        datasets.check_input_options(options)
         context = InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
         return datasets.DealtDataset(datasets.batches_of(dataset_fn(context), None), self._placement)
 

@@ -12,7 +12,7 @@ from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.errors import MismatchError, OptionError
 from crossdevice.process_groups.cluster import Cluster, cluster_from_env
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.strategies.data.input import DealtDataset, InputContext, batches_of
+from crossdevice.strategies.data.input import DealtDataset, InputContext, batches_of, check_input_options
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.mirrored import MirroredStrategy, default_devices
 from crossdevice.values.device import Device, host_device
@@ -120,13 +120,14 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Iterable[Any]],
-        options: Any = None,  # noqa: ARG002 - TensorFlow's argument
+        options: Any = None,
     ) -> Iterable[Any]:
         """Batches of one replica each, which `dataset_fn(InputContext)` makes on each process for its own.
 
         A process is an input pipeline. All go on until the last has no more batches; replicas without a
         batch get empty arrays.
         """
+        check_input_options(options)
         group = self._group
         context = InputContext(group.size, group.rank, self.num_replicas_in_sync)
         ops, host = self._extended.cross_device_ops, host_device(0)

@@ -76,9 +76,10 @@ def _reduced(
         ops = ops._within_process()
     over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
     total = ops.reduce(over_replicas, PerReplica.of(tuple(partials), tuple(places)), to)
-    if op is ReduceOp.MEAN:
-        total = _divided(total, count, backend)
-    return _rounded(total, backend, result_dtype(dtype, op))
+    with backend.working_on(to):
+        if op is ReduceOp.MEAN:
+            total = _divided(total, count, backend)
+        return _rounded(total, backend, result_dtype(dtype, op))
 
 
 def _checked(

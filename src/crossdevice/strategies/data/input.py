@@ -140,6 +140,16 @@ class ArrayBatches:
         return -(-self._num_examples // self._batch_size)
 
 
+def check_input_options(options: Any) -> None:
+    """Refuses what would give replicas other batches; TensorFlow's other options say how to fetch them."""
+    mode = getattr(getattr(options, "experimental_replication_mode", None), "name", "PER_WORKER")
+    if mode != "PER_WORKER":
+        raise OptionError(
+            f"experimental_replication_mode is {mode}; expected PER_WORKER: a process deals its batches out "
+            "to its replicas (for one dataset each: experimental_distribute_values_from_function)"
+        )
+
+
 def batches_of(dataset: Any, batch_size: int | None) -> Iterable[Any]:
     """The batches of a dataset: itself, or with a batch size its arrays cut up."""
     if batch_size is not None:
