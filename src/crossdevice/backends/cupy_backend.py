@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import array_api_compat.cupy as xp
@@ -36,9 +36,9 @@ class CupyBackend(NcclBackend):
         """CuPy computes on the current device."""
         return cupy_device(device)
 
-    def thread_state(self) -> ThreadState:
+    def thread_state(self, devices: Sequence[Device]) -> ThreadState | None:
         """What a replica makes is on its GPU."""
-        return lambda device: nullcontext() if device.is_host else self.working_on(device)
+        return self.working_on if devices and not any(device.is_host for device in devices) else None
 
     def signature(self, array: Any) -> Hashable:
         """CuPy's devices cannot be hashed; their numbers can."""

@@ -39,13 +39,14 @@ class JaxBackend(Backend):
         """JAX's own, which follows the standard."""
         return jnp
 
-    def thread_state(self) -> ThreadState:
-        """What a replica makes is on its device, under the caller's settings."""
+    def thread_state(self, devices: Sequence[Device]) -> ThreadState:
+        """What a replica makes is on its device, if JAX has all of them, under the caller's settings."""
         inherited = {name: _setting(name) for name in _SETTINGS}
+        is_placed = devices and _devices().keys() >= set(devices)
 
         def enter(device: Device) -> contextlib.AbstractContextManager[Any]:
             stack = contextlib.ExitStack()
-            if device in _devices():
+            if is_placed:
                 stack.enter_context(jax.default_device(_devices()[device]))
             for name, value in inherited.items():
                 if _setting(name) != value:

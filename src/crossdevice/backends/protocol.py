@@ -168,8 +168,12 @@ class Backend(abc.ABC):
         """Inside, the library's functions work on this device, if they do not follow their arguments."""
         return nullcontext()
 
-    def thread_state(self) -> ThreadState | None:
-        """What the library keeps per thread and replicas inherit or have of their own; None for nothing."""
+    def thread_state(self, devices: Sequence[Device]) -> ThreadState | None:  # noqa: ARG002
+        """What the library keeps per thread and replicas inherit or have of their own; None for nothing.
+
+        Args:
+            devices: where replicas are to work; none if nobody has said.
+        """
         return None
 
     def cast(self, array: Array, dtype: str) -> Array:

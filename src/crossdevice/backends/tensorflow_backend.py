@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -54,9 +54,9 @@ class TensorflowBackend(Backend):
         """TensorFlow does not follow its arguments."""
         return tf.device(device.canonical)
 
-    def thread_state(self) -> ThreadState:
-        """What a replica makes is on its device, if that is one of TensorFlow's."""
-        return lambda device: self.working_on(device) if device in _devices() else nullcontext()
+    def thread_state(self, devices: Sequence[Device]) -> ThreadState | None:
+        """What a replica makes is on its device, if TensorFlow has all of them."""
+        return self.working_on if devices and _devices().keys() >= set(devices) else None
 
     def check_array(self, array: Any, where: str) -> None:
         """Tensors of a graph have no elements yet, ragged and sparse ones not one for each place."""

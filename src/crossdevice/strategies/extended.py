@@ -164,7 +164,8 @@ class StrategyExtended:
             )
         arguments = (tuple(args), dict(kwargs or {}))
         refuse_per_replica("update", var.name, arguments)
-        enter = backend_of_variable(var.values[0].operand()).thread_state() or contextlib.nullcontext
+        enter = backend_of_variable(var.values[0].operand()).thread_state(var.devices)
+        enter = enter or contextlib.nullcontext
         results = []
         for copy, (own_args, own_kwargs) in zip(var.values, spread(arguments, var.devices), strict=True):
             with enter(copy.device):

@@ -72,6 +72,7 @@ class MirroredStrategy(Strategy):
                 found = f"the class {cross_device_ops.__name__}; make one: {cross_device_ops.__name__}()"
             raise OptionError(f"cross_device_ops must be a CrossDeviceOps or None, got {found}")
         self._devices = _checked_devices(devices) if devices else default_devices()
+        self._are_devices_given = bool(devices)
         self._reason = "given to the strategy"
         if cross_device_ops is None:
             _, cross_device_ops, self._reason, _ = choose_algorithm(self._devices)
@@ -95,7 +96,8 @@ class MirroredStrategy(Strategy):
         Distributed arguments arrive as the replica's own components; results come back as PerReplica,
         and bare if there is one replica. An exception in one replica stops the others where they next
         meet, and is raised here. Contextvars, PyTorch's grad mode and JAX's settings are those of the caller.
-        What JAX and TensorFlow make is on the replica's device, once arrays of theirs were handed over here.
+        What JAX and TensorFlow make is on the replica's device, if devices were given to the strategy and
+        arrays of that library were handed over before.
 
         Args:
             options: only `timeout_seconds` is used, a deadline for the whole run.
@@ -137,7 +139,7 @@ class MirroredStrategy(Strategy):
         self, fn: Callable[..., Any], arguments: Any, rendezvous: Rendezvous
     ) -> list[Callable[[], Any]]:
         """The call of each replica, in its own copy of the caller's contextvars."""
-        enter = thread_state(self._devices, arguments)
+        enter = thread_state(self._devices, self._are_devices_given, arguments)
         spread_out = spread(arguments, self._devices) if any(arguments) else [arguments] * len(self._devices)
         replicas = [ReplicaContext(self, number, at, rendezvous) for number, at in enumerate(self._devices)]
         return [

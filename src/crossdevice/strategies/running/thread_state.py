@@ -15,16 +15,21 @@ from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues
 
 
-def thread_state(devices: Sequence[Device], arguments: Any) -> ThreadState | None:
+def thread_state(devices: Sequence[Device], are_given: bool, arguments: Any) -> ThreadState | None:
     """What to enter on the threads of replicas with these arguments; None if there is nothing.
 
     PyTorch is asked if the program has imported it. JAX and TensorFlow would start if they were asked, and
     take memory of every GPU, so they are asked once arrays of theirs were handed over.
+
+    Args:
+        are_given: whether the program named the devices. Where it did not they may be the host's, on which
+            nobody wants to work who has a GPU that PyTorch was not asked for.
     """
     for leaf in optree.tree_leaves(arguments):
         is_own = isinstance(leaf, DistributedValues) and leaf.values
         backend_of_type(type(leaf.values[0] if is_own else leaf))  # which loads it
-    read = (loaded_torch.thread_state(devices), *(backend.thread_state() for backend in loaded_backends()))
+    places = devices if are_given else ()
+    read = [loaded_torch.thread_state(devices), *(each.thread_state(places) for each in loaded_backends())]
     states = [state for state in read if state is not None]
     if len(states) < 2:
         return states[0] if states else None

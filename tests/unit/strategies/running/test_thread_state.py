@@ -40,6 +40,13 @@ def test_what_a_replica_makes_is_on_its_device(strategy, ones):
     assert cd.PerReplica([ones()]).devices == (cd.Device("cpu:0"),)  # the caller's is as it was
 
 
+@pytest.mark.parametrize("ones", [jax_ones, tensorflow_ones], ids=["jax", "tensorflow"])
+def test_devices_that_nobody_named_or_some_of_which_are_not_there_are_left_to_the_library(monkeypatch, ones):
+    monkeypatch.setattr("crossdevice.strategies.mirrored.default_devices", lambda: DEVICES)
+    for strategy in (cd.MirroredStrategy(), cd.MirroredStrategy(["cpu:1", "cpu:99"])):
+        assert set(strategy.run(ones, args=(ones(),)).devices) == {cd.Device("cpu:0")}
+
+
 def test_settings_of_jax_are_those_of_the_caller(strategy):
     jax = pytest.importorskip("jax")
     given = jax_ones()
@@ -57,8 +64,8 @@ def test_settings_of_jax_are_those_of_the_caller(strategy):
 def test_a_library_is_asked_once_arrays_of_it_were_handed_over(monkeypatch):
     monkeypatch.setattr(registry, "_by_name", {})
     monkeypatch.setattr(registry, "_by_type", {})
-    assert thread_state(DEVICES, ((np.ones(1), cd.PerReplica([]), "text", None), {})) is None
+    assert thread_state(DEVICES, True, ((np.ones(1), cd.PerReplica([]), "text", None), {})) is None
     assert [backend.name for backend in registry.loaded_backends()] == ["numpy"]
     arguments = (cd.PerReplica([jax_ones(), jax_ones()]),), {"x": {"y": tensorflow_ones()}}
-    assert thread_state(DEVICES, arguments) is not None
+    assert thread_state(DEVICES, True, arguments) is not None
     assert [backend.name for backend in registry.loaded_backends()] == ["numpy", "jax", "tensorflow"]
