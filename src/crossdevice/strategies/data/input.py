@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,7 +80,7 @@ class DistributedDataset:
 
     def __iter__(self) -> Iterator[Any]:
         placement = self._placement
-        for number, batch in enumerate(self._batches):
+        for number, batch in enumerate(map(_structure, self._batches)):
             yield regroup(_parts(batch, placement, number), placement.devices, among=placement.num_replicas)
 
     def __len__(self) -> int:
@@ -107,7 +108,7 @@ class DealtDataset:
         self._of_all_processes = of_all_processes
 
     def __iter__(self) -> Iterator[Any]:
-        devices, batches = self._placement.devices, iter(self._batches)
+        devices, batches = self._placement.devices, map(_structure, self._batches)
         own = list(itertools.islice(batches, len(devices)))
         numbers = self._of_all_processes(len(own))
         if any(numbers) and not all(numbers):
@@ -128,9 +129,9 @@ class ArrayBatches:
     """Arrays, or a structure of them, in batches along their first axis; the last may be shorter."""
 
     def __init__(self, arrays: Any, batch_size: int) -> None:
-        self._arrays = arrays
+        self._arrays = _structure(arrays)
         self._batch_size = whole_number("batch_size", batch_size, least=1)
-        self._num_examples = _num_examples(arrays, "dataset")
+        self._num_examples = _num_examples(self._arrays, "dataset")
 
     def __iter__(self) -> Iterator[Any]:
         for start in range(0, self._num_examples, self._batch_size):
@@ -162,6 +163,11 @@ def batches_of(dataset: Any, batch_size: int | None) -> Iterable[Any]:
     if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
         raise ConversionError(f"dataset is a {type(dataset).__name__}; expected an iterable of batches")
     return dataset  # type: ignore[no-any-return]
+
+
+def _structure(batch: Any) -> Any:
+    """The dict that a `UserDict` holds, which tokenizers and collators of transformers return."""
+    return dict(batch) if isinstance(batch, UserDict) else batch
 
 
 def _parts(batch: Any, placement: ReplicaPlacement, number: int) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import numpy as np
 import pytest
 import torch
@@ -84,6 +86,13 @@ def test_the_parts_feed_a_run_and_a_mean_over_examples(strategy):
         total += float(strategy.reduce("sum", losses, axis=0))
         count += sum(lengths(losses))
     assert total / count == 6
+
+
+def test_a_user_dict_is_cut_as_its_dict(strategy):
+    batch = UserDict(ids=np.arange(4), mask=torch.ones(4))
+    part = next(iter(strategy.experimental_distribute_dataset([batch])))
+    assert joined([part["ids"]]) == [0, 1, 2, 3]
+    assert lengths(part["mask"]) == [2, 1, 1]
 
 
 def test_one_replica_gets_bare_batches():
