@@ -198,6 +198,16 @@ def nothing_can_be_scattered_and_moved(group, form_another):
             assert {name: array.shape for name, array in result.items()} == dict.fromkeys(value, (0, 3))
 
 
+def ranks_without_a_part_take_part_again_and_again(group, form_another):
+    ops, options = cd.CollectiveAllReduce(group=group), cd.CommunicationOptions(timeout_seconds=20)
+    last = [0] * (group.size - 1) + [1]
+    for _ in range(3):  # later calls are known, and nothing is compared
+        first = ops.reduce_scatter("sum", np.ones((1, 2)), 0, options)
+        assert first.tolist() == [[group.size] * 2] * (group.rank == 0)
+        part = ops.reduce_scatter("sum", np.ones((1, 20000)), 0, options, sizes=last)
+        assert part.tolist() == [[group.size] * 20000] * (group.rank == group.size - 1)
+
+
 SHARD_LAWS = {
     law.__name__: law
     for law in (
@@ -211,5 +221,6 @@ SHARD_LAWS = {
         parts_are_written_to_out,
         differences_are_named_on_every_rank,
         nothing_can_be_scattered_and_moved,
+        ranks_without_a_part_take_part_again_and_again,
     )
 }

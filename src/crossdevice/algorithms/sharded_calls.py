@@ -17,8 +17,8 @@ from crossdevice.execution.linear_maps import (
 from crossdevice.execution.local.all_to_all import read_all_to_all
 from crossdevice.execution.local.scattering import Scatter, per_replica, read_scatter
 from crossdevice.execution.processes.between_processes import BetweenProcesses
-from crossdevice.execution.reading.structures import spread_pairs
-from crossdevice.values.distributed import PerReplica
+from crossdevice.execution.reading.structures import is_placed, spread_pairs
+from crossdevice.values.distributed import PerReplica, as_distributed
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
@@ -105,7 +105,10 @@ class ShardedCalls:
         It is the inverse of `reduce_scatter`: together they are an all-reduce.
         """
         check_cross_replica("all_gather")
-        return self.gather(per_replica_value, per_replica_value, axis, options, out=out)
+        value = as_distributed(per_replica_value)
+        if not is_placed(value):
+            value = PerReplica([value])
+        return self.gather(value, value, axis, options, out=out)
 
     def all_to_all(
         self,

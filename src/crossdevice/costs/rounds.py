@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from crossdevice.costs.timing import Duration, addition_duration, served_bytes, transfer_duration
-from crossdevice.costs.topology import Link, Route, Topology
+from crossdevice.costs.topology import Cost, Route, Topology
 
 
 class Round(NamedTuple):
@@ -47,26 +47,30 @@ def rounds_duration(rounds: Sequence[Round], topology: Topology, *, unsummed: bo
 
 
 def _round_duration(current: Round, routes: Sequence[Route], topology: Topology) -> Duration:
-    loads: dict[Link, float] = collections.defaultdict(float)
+    num_bytes, repeats = current.num_bytes, current.repeats
+    loads: dict[str, float] = collections.defaultdict(float)
     for route in routes:
+        served = served_bytes(num_bytes, route)
         for link in route.links:
-            loads[link] += served_bytes(current.num_bytes, route)
-    adding = (
-        addition_duration(current.num_added, current.num_bytes, topology) if current.num_added else Duration()
-    )
-    hops = []
+            loads[link.name] += served
+    # Of the thousands of routes most are alike: each kind is timed once.
+    kinds: dict[tuple[float, float, Cost], Route] = {}
+    counts: collections.Counter[tuple[float, float, Cost]] = collections.Counter()
     for route in routes:
-        alone = served_bytes(current.num_bytes, route) / route.bytes_per_second
-        busy = max(alone, _link_seconds(route, loads))  # on links that it shares
-        hops.append(transfer_duration(busy, current.num_bytes, route).plus(adding))
+        shared = max([loads[link.name] / link.bytes_per_second for link in route.links])
+        kind = (shared, route.bytes_per_second, route.cost)
+        kinds[kind] = route
+        counts[kind] += 1
+    adding = addition_duration(current.num_added, num_bytes, topology) if current.num_added else Duration()
+    hops = {}
+    for kind, route in kinds.items():
+        alone = served_bytes(num_bytes, route) / route.bytes_per_second
+        hops[kind] = transfer_duration(max(alone, kind[0]), num_bytes, route).plus(adding)
     if not current.is_ring:
-        return max(hops, key=lambda duration: duration.seconds).times(current.repeats)
-    one_shard = functools.reduce(Duration.plus, hops).times(current.repeats / len(hops))
+        return max(hops.values(), key=lambda duration: duration.seconds).times(repeats)
+    all_shards = functools.reduce(Duration.plus, (hop.times(counts[kind]) for kind, hop in hops.items()))
+    one_shard = all_shards.times(repeats / len(routes))
     # Shards that queue for a link follow each other at the link's speed, not at that of its slowest route.
-    busiest = max(routes, key=lambda route: _link_seconds(route, loads))
-    queue = transfer_duration(current.repeats * _link_seconds(busiest, loads), current.num_bytes, busiest)
+    busiest = max(kinds)
+    queue = transfer_duration(repeats * busiest[0], num_bytes, kinds[busiest])
     return max(one_shard, queue, key=lambda duration: duration.seconds)
-
-
-def _link_seconds(route: Route, loads: dict[Link, float]) -> float:
-    return max(loads[link] / link.bytes_per_second for link in route.links)

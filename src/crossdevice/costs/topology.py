@@ -130,13 +130,14 @@ class Network:
 
     def route(self, nodes: tuple[int, int], devices: tuple[int, int]) -> Route:
         """Out of the source's rail, through the core, into the target's rail."""
-        ports = [device % self.ports_per_node for device in devices]
-        links = [Link(f"node{nodes[0]} port{ports[0]}>", self.bytes_per_second)]
-        if self.oversubscription > 1:
-            shared = self.ports_per_node * self.bytes_per_second / self.oversubscription
-            links += [Link(f"node{nodes[0]}>core", shared), Link(f"core>node{nodes[1]}", shared)]
-        links.append(Link(f">node{nodes[1]} port{ports[1]}", self.bytes_per_second))
-        return Route(tuple(links), min(link.bytes_per_second for link in links), self.cost)
+        (source, target), speed, ports = nodes, self.bytes_per_second, self.ports_per_node
+        leaves = Link(f"node{source} port{devices[0] % ports}>", speed)
+        arrives = Link(f">node{target} port{devices[1] % ports}", speed)
+        if self.oversubscription <= 1:
+            return Route((leaves, arrives), speed, self.cost)
+        shared = ports * speed / self.oversubscription
+        core = Link(f"node{source}>core", shared), Link(f"core>node{target}", shared)
+        return Route((leaves, *core, arrives), min(speed, shared), self.cost)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from crossdevice.backends.cuda_streams import SideStreams
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import BoundError, ContextError
@@ -133,7 +135,8 @@ def bind_batch(
     is_fixed = not any(isinstance(leaf, SparseReduction) for leaf in batch.all_leaves)
     if not is_fixed or any(backend.is_immutable for backend in backends):
         return BoundReduction(lambda: answer_of(batch.run(planner)), side_streams=side_streams)
-    columns = [leaf.arrays for leaf in batch.dense]
+    dense = [_with_arrays(leaf) for leaf in batch.dense]
+    columns = [leaf.arrays for leaf in dense]
     prepared, weights = batch.prepared(planner), batch.weights
     made = [None if leaf.out is None else tuple(leaf.out) for leaf in batch.dense]
     if None in made:
@@ -141,7 +144,7 @@ def bind_batch(
         made = [out or results for out, results in zip(made, new, strict=True)]
     outs = [out for out in made if out is not None]
     answer = answer_of(batch.wrapped(outs))
-    work, memory = prepared.bound(columns, outs, weights), _Memory(batch.dense, outs)
+    work, memory = prepared.bound(columns, outs, weights), _Memory(dense, outs)
     is_on_gpus = all(leaf.spec.shared_gpu is not None for leaf in batch.dense)
 
     def run() -> Any:
@@ -171,8 +174,8 @@ def bind_between_processes(
         for leaf, dtype in zip(batch.dense, batch.result_dtypes, strict=True)
     ]
     answer = answer_of(batch.wrapped(outs))
-    columns, memory = [leaf.arrays for leaf in batch.dense], _Memory(batch.dense, outs)
-    work = prepared.bound(columns, outs)
+    dense = [_with_arrays(leaf) for leaf in batch.dense]
+    work, memory = prepared.bound([leaf.arrays for leaf in dense], outs), _Memory(dense, outs)
 
     def run() -> Any:
         finish_started(between.group)  # ranks make their calls in the order of their programs
@@ -185,6 +188,12 @@ def bind_between_processes(
         return answer
 
     return BoundReduction(run, owner=between.group)
+
+
+def _with_arrays(leaf: Dense) -> Dense:
+    """The same leaf; NumPy's scalars, which have no memory of their own to be read, become arrays."""
+    arrays = [np.asarray(each) if isinstance(each, np.generic) else each for each in leaf.arrays]
+    return leaf._replace(arrays=arrays)
 
 
 def side_streams_of(batch: CheckedBatch) -> SideStreams | None:

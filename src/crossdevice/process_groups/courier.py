@@ -150,4 +150,9 @@ class _Round(threading.Thread):
             del errand  # with the memory it holds, which nobody needs until the next one comes
 
 
+def is_courier() -> bool:
+    """Whether the thread that asks is a courier's, whose errors are kept for whoever waits for the errand."""
+    return isinstance(threading.current_thread(), _Round)
+
+
 atexit.register(Courier.see_off)

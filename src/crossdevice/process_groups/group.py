@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
 from crossdevice.process_groups.board import REFUSED, Note, Refused
-from crossdevice.process_groups.courier import FAREWELL_SECONDS, Courier, Errand
+from crossdevice.process_groups.courier import FAREWELL_SECONDS, Courier, Errand, is_courier
 from crossdevice.process_groups.ending import end_with_python, is_python_ending
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.host_agreement import found_hosts
@@ -336,7 +336,7 @@ class ProcessGroup:
 
     def _lost(self, call: GroupCall, error: Exception) -> ProcessGroupError | MismatchError:
         """The engine failed, most often because a rank is gone; or another rank, or thread, has given up."""
-        if is_python_ending():
+        if is_python_ending() and not is_courier():
             # Only daemons are left, whose traceback would be the last thing printed.
             time.sleep(FAREWELL_SECONDS)
         if self._broken is not None:

@@ -202,14 +202,14 @@ class SharedSteps:
             raise RankLostError(lost[0], f"process {self._processes[lost[0]][0]} has ended")
 
     def abandon(self) -> None:
-        """Nobody who comes late to a step that is given up here takes it for done."""
+        """Nobody who comes late to a step that is given up here takes it for done; the one before it was."""
         if not self._is_over:
             self._words[self._own // 8 + _WITHDRAWN] = self.number
 
     def _have_all_come(self) -> bool:
         words, step = self._words, self.number
         for place in self._counters:
-            if words[place] < step or words[place + _WITHDRAWN] >= step:
+            if words[place] < step or words[place + _WITHDRAWN] == step:
                 return False
         memory, key = self._memory, self._key
         for start, stop in self._keys[step & 1]:  # noqa: SIM110 - a generator takes twice as long
@@ -221,7 +221,7 @@ class SharedSteps:
         header = self._header(place, self.number)
         return (
             self._words[place // 8] >= self.number
-            and self._words[place // 8 + _WITHDRAWN] < self.number
+            and self._words[place // 8 + _WITHDRAWN] != self.number
             and self._memory[header : header + _KEY.size] == self._key
         )
 

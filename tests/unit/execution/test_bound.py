@@ -349,3 +349,16 @@ def test_a_bound_reduction_that_cannot_be_pickled_says_what_to_do():
     bound = cd.bind([np.ones(2), np.ones(2)])
     with pytest.raises(BoundError, match=r"cannot be pickled or copied.*pickle its arrays"):
         pickle.dumps(bound)
+
+
+def test_scalars_of_numpy_are_bound_beside_arrays():
+    trees = [{"w": np.full(2, number, np.float32), "b": np.float32(number)} for number in (1, 2)]
+    bound = cd.bind(trees, "sum", "cpu:0")
+    trees[0]["w"] += 4
+    assert {name: array.tolist() for name, array in bound().items()} == {"w": [7.0, 7.0], "b": 3.0}
+
+    def program(group):
+        bound = cd.CollectiveAllReduce(group=group).bind("sum", trees[group.rank], "cpu:0")
+        return [float(bound()["b"]) for _ in range(2)]
+
+    assert run_ranks(2, program) == [[3.0, 3.0]] * 2

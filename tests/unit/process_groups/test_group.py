@@ -14,6 +14,7 @@ from crossdevice.errors import DeadlineError, MismatchError, OptionError, Proces
 from crossdevice.process_groups import group as group_module
 from crossdevice.process_groups import introduction
 from crossdevice.process_groups.board import Note
+from crossdevice.process_groups.courier import Courier
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.protocol import Message, RankLostError
 from crossdevice.process_groups.seal import CODE_BYTES, Seal
@@ -581,3 +582,18 @@ def test_a_late_rank_does_not_wait_for_one_whose_deadline_passed_an_exchange_ago
     errors = run_ranks(2, run)
     assert [type(error) for error in errors] == [DeadlineError, ProcessGroupError]
     assert "gave up, since its deadline passed" in str(errors[1])
+
+
+def test_an_errand_that_fails_while_python_ends_is_back_at_once(monkeypatch):
+    monkeypatch.setattr(group_module, "is_python_ending", lambda: True)
+
+    def program(group):
+        if group.rank == 0:
+            errand = Courier("started work").send(lambda: gather(group))
+            assert errand.wait(4.0)  # a program that ends waits for it
+            with pytest.raises(ProcessGroupError, match="gave up: it closed the group"):
+                errand.result()
+        else:
+            group.close()
+
+    run_ranks(2, program)

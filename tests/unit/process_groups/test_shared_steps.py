@@ -65,3 +65,14 @@ def test_a_step_that_was_given_up_is_not_over_for_who_comes_late(is_compiled):
     second.abandon()
     assert not first.come(1, 1, b"same")
     assert list(first.awaited_ranks) == [1]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_step_before_one_that_was_given_up_is_over_for_who_is_slow(is_compiled):
+    slow, quick = ranks_of([is_compiled] * 2)
+    slow.post(1, 1, b"same")
+    assert quick.come(1, 1, b"same")
+    quick.post(2, 1, b"same")
+    quick.abandon()
+    assert slow.wait(0.0)
+    assert not slow.come(2, 1, b"same")

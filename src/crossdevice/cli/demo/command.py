@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--backend", choices=sorted(NETWORKS), default="numpy", help="array library (numpy)")
     add("--devices", type=int, default=4, metavar="N", help="logical CPU devices in all processes (4)")
-    add("--ops", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (chosen by devices)")
+    add("--algorithm", "--ops", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (chosen by devices)")
     add("--epochs", type=int, default=30, metavar="N", help="number of passes over the training data (30)")
     curves = "crossdevice-demo.svg"
     add("--picture", type=output_file, default=curves, metavar="FILE", help=f"file for the curves ({curves})")
@@ -131,9 +131,11 @@ def _strategy(arguments: argparse.Namespace, cluster: Cluster) -> MirroredStrate
     shares = part_lengths(arguments.devices, cluster.size)
     devices = [host_device(index) for index in range(shares[cluster.rank])]
     if cluster.size == 1:
-        return MirroredStrategy(devices, ALGORITHMS.load(arguments.ops)() if arguments.ops else None)
-    if arguments.ops is not None:
-        raise OptionError("--ops is for one process; several use CollectiveAllReduce")
+        return MirroredStrategy(
+            devices, ALGORITHMS.load(arguments.algorithm)() if arguments.algorithm else None
+        )
+    if arguments.algorithm is not None:
+        raise OptionError("--algorithm is for one process; several use CollectiveAllReduce")
     if not shares[-1]:
         raise OptionError(f"{cluster.size} processes need as many devices; got --devices {arguments.devices}")
     return MultiWorkerMirroredStrategy(cluster, devices=devices)

@@ -27,7 +27,7 @@ _ALIASES = {"hierarchical": "hierarchical_copy"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What, where and how much."""
     add = parser.add_argument
-    add("--ops", default="direct", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (direct)")
+    add("--algorithm", "--ops", default="direct", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (direct)")
     add("--devices", type=int, metavar="N", help="number of devices (one full node)")
     machines = ", ".join(topology_names())
     add("--topology", default="host", metavar="NAME|FILE", help=f"a TOML file, or {machines} (host)")
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.devices is not None and arguments.devices < 1:
         raise OptionError(f"--devices must be 1 or more; got {arguments.devices}")
     topology = read_topology(arguments.topology, arguments.devices)
-    name = _ALIASES.get(arguments.ops, arguments.ops)
+    name = _ALIASES.get(arguments.algorithm, arguments.algorithm)
     explanation = explanation_of(name, topology, size_in_bytes(arguments.bytes), arguments.precision)
     if arguments.html is not None:
         arguments.html.write_text(plan_page(explanation), encoding="utf-8")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from crossdevice.errors import (
+    DtypeError,
     DtypeMismatchError,
     MismatchError,
     OptionError,
@@ -18,6 +19,7 @@ from crossdevice.errors import (
     ShapeMismatchError,
     StructureMismatchError,
 )
+from crossdevice.execution.reading.values import at
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.disagreement import disagreement
@@ -52,6 +54,15 @@ class Description:
     operation: str
     structures: tuple[str, ...]
     leaves: tuple[LeafDescription, ...]
+
+    def __post_init__(self) -> None:
+        for leaf in self.leaves:
+            if leaf.dtype == "object":
+                raise DtypeError(
+                    f"{self.operation} between processes cannot send dtype object{at(leaf.path)}: its "
+                    "elements are Python objects of this process; expected numbers, booleans or strings of "
+                    "one length"
+                )
 
     @functools.cached_property
     def text(self) -> str:

@@ -196,8 +196,8 @@ class ProcessReduction:
                 call.all_gather_into([rooms[rank] for rank in sorted(rooms)])
         else:
             call.start_exchange(
-                [Message(peer, array[pack.shards[peer].place]) for peer in others for array in share],
-                [Message(peer, room) for peer in others for room in rooms[peer]],
+                [_message(peer, array[pack.shards[peer].place]) for peer in others for array in share],
+                [_message(peer, room) for peer in others for room in rooms[peer]],
             )
             with recorded(self._packing):
                 self._fill(pack, share, views, mine.pieces)
@@ -342,3 +342,8 @@ class ProcessReduction:
 def _viewed_as(flats: Sequence[Flat], dtype: np.dtype[Any]) -> list[Flat]:
     """The same memory in another dtype, where it has another."""
     return [flat if flat.dtype == dtype else flat.view(dtype) for flat in flats]
+
+
+def _message(peer: int, memory: Flat) -> Message:
+    """A shard's; a byte for one without elements, so that its rank hears of the others as these of it."""
+    return Message(peer, memory if memory.size else np.zeros(1, np.uint8))

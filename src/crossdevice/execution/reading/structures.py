@@ -35,6 +35,11 @@ def checked_outs(outs: Any, num_pairs: int) -> list[Any]:
     return list(outs)
 
 
+def is_placed(value: Any) -> bool:
+    """Whether it is one array or distributed, as a whole or in parts, not a structure of arrays."""
+    return isinstance(value, DistributedValues) or hasattr(value, "dtype") or _is_distributed_structure(value)
+
+
 def _is_distributed_structure(value: Any) -> bool:
     """Whether it is a structure with distributed values in it, as opposed to one value."""
     if isinstance(value, DistributedValues) or hasattr(value, "dtype"):

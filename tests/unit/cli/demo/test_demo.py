@@ -35,7 +35,19 @@ def test_four_devices_learn_what_one_device_learns(backend, tmp_path, capsys):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_trains_an_odd_number_of_devices(name, tmp_path, capsys):
     assert (
-        main(["demo", "--devices", "3", "--ops", name, "--epochs", "4", "--picture", str(tmp_path / "p.svg")])
+        main(
+            [
+                "demo",
+                "--devices",
+                "3",
+                "--algorithm",
+                name,
+                "--epochs",
+                "4",
+                "--picture",
+                str(tmp_path / "p.svg"),
+            ]
+        )
         == 0
     )
     found = accuracies_in(capsys.readouterr().out)

@@ -15,7 +15,7 @@ def said(capsys, *words):
 
 
 def test_everything_is_described(capsys):
-    words = ["--ops", "hierarchical", "--devices", "8", "--topology", "dgx1v", "--bytes", "100MiB"]
+    words = ["--algorithm", "hierarchical", "--devices", "8", "--topology", "dgx1v", "--bytes", "100MiB"]
     text = said(capsys, *words)
     first, second, third, fourth = text.splitlines()[:4]
     assert first == "HierarchicalCopyAllReduce: all-reduce of 100 MiB on 8 devices, precision accurate"

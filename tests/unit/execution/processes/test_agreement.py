@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 import crossdevice as cd
-from crossdevice.errors import CrossDeviceError, MismatchError, ShapeMismatchError, StructureMismatchError
+from crossdevice.errors import (
+    CrossDeviceError,
+    DtypeError,
+    MismatchError,
+    ShapeMismatchError,
+    StructureMismatchError,
+)
 from crossdevice.execution.processes import agreement
 from crossdevice.process_groups.thread_group import run_ranks
 
@@ -238,3 +244,17 @@ def test_kinds_of_call_are_remembered_within_bounds(monkeypatch):
         return len(group.agreed)
 
     assert max(run_ranks(2, reduce)) <= 4
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast"])
+def test_objects_are_refused_before_anything_is_sent(name):
+    def program(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        call = {"all_gather": ops.all_gather, "all_to_all": ops.all_to_all}.get(
+            name, lambda value: ops.broadcast(value, "cpu:0", from_rank=1)
+        )
+        with pytest.raises(DtypeError, match=r"cannot send dtype object at value\['a'\]: "):
+            call({"b": np.ones(2), "a": np.array([{}, None])})
+        return float(ops.reduce("sum", np.float32(1), "cpu:0"))
+
+    assert run_ranks(2, program, timeout_seconds=20.0) == [2.0, 2.0]

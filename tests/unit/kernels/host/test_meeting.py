@@ -29,6 +29,7 @@ def met(*others):
     [
         ([(STEP, 0, 0, KEY)], ALL),
         ([(STEP + 1, STEP - 1, 0, KEY), (STEP, 0, 0, KEY)], ALL),
+        ([(STEP + 1, STEP + 1, 0, KEY), (STEP, 0, 0, KEY)], ALL),
         ([(STEP, 0, 0, KEY), (STEP, 0, 1, KEY)], ALL_AND_SLEEPERS),
         ([(STEP, 0, 0, KEY), (STEP - 1, 0, 1, KEY)], NOT_ALL),
         ([(STEP, STEP, 0, KEY), (STEP, 0, 0, KEY)], NOT_ALL),

@@ -35,7 +35,7 @@ def compiled_meeting() -> Callable[..., int]:
                 sleepers = 0
                 for index in range(num_others):
                     block = word_at(others, index)
-                    if word_at(block, 1) >= step:
+                    if word_at(block, 1) == step:
                         return NOT_ALL
                     for word in range(key_words):
                         if word_at(block + key_bytes, word) != word_at(own + key_bytes, word):
