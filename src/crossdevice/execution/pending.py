@@ -12,7 +12,7 @@ from typing import Any
 
 from crossdevice.backends.cuda_streams import SideStreams, on_current_stream
 from crossdevice.errors import DeadlineError, OptionError
-from crossdevice.process_groups.courier import Courier, Errand
+from crossdevice.process_groups.background import BackgroundCall, BackgroundThread
 
 
 class ThisProcess:
@@ -56,25 +56,25 @@ class Pending(abc.ABC):
 class _OnThread(Pending):
     """Runs on a worker thread, after everything that was started before for the same owner."""
 
-    def __init__(self, errand: Errand) -> None:
-        self._errand = errand
+    def __init__(self, call: BackgroundCall) -> None:
+        self._call = call
 
     def done(self) -> bool:
         """Whether the thread has ended it."""
-        return self._errand.wait(0)
+        return self._call.wait(0)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Blocks until the thread has ended it."""
         seconds = _checked_seconds(timeout)
         try:
-            has_ended = self._errand.wait(seconds)
+            has_ended = self._call.wait(seconds)
         except BaseException:
             self.is_waited_for = True  # whoever is interrupted may never come back to it
             raise
         if not has_ended:
             raise DeadlineError(f"the reduction that was started has not ended in {seconds:g} seconds")
         self.is_waited_for = True
-        return self._errand.result()
+        return self._call.result()
 
 
 class _OnStreams(Pending):
@@ -128,17 +128,17 @@ class _Worker:
     """A thread that runs started work, one after the other."""
 
     def __init__(self) -> None:
-        self._courier = Courier("crossdevice, started work")
+        self._background = BackgroundThread("crossdevice, started work")
         self._thread = 0
-        self._last: Errand | None = None
+        self._last: BackgroundCall | None = None
 
     def start(self, work: Callable[[], Any]) -> Pending:
         def run() -> Any:
             self._thread = threading.get_ident()
             return work()
 
-        errand = self._last = self._courier.send(run)
-        return _OnThread(errand)
+        call = self._last = self._background.submit(run)
+        return _OnThread(call)
 
     def finish(self) -> None:
         if self._last is not None and threading.get_ident() != self._thread:

@@ -42,5 +42,5 @@ def end_all() -> None:
 
 @functools.cache
 def _registered() -> None:
-    # Not when this is imported: what is registered last runs first, and couriers are waited for after it.
+    # Not when this is imported: what is registered last runs first, and threads are waited for after it.
     atexit.register(end_all)

@@ -13,8 +13,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
+from crossdevice.process_groups.background import (
+    EXIT_SECONDS,
+    BackgroundCall,
+    BackgroundThread,
+    is_background_thread,
+)
 from crossdevice.process_groups.board import REFUSED, Note, Refused
-from crossdevice.process_groups.courier import FAREWELL_SECONDS, Courier, Errand, is_courier
 from crossdevice.process_groups.ending import end_with_python, is_python_ending
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.host_agreement import found_hosts
@@ -89,7 +94,7 @@ class ProcessGroup:
         self.turn = Turn()
         self._last_refused = Refused()
         self._broken: str | None = None
-        self._carrying = Courier(f"crossdevice rank {self.rank}")
+        self._background = BackgroundThread(f"crossdevice rank {self.rank}")
         self._board = Noting(engine)
         self._memory: SharedMemory | None = None  # of the ranks of this host
         self.shared: SharedMemory | None = None  # the same, if these are all ranks
@@ -238,8 +243,8 @@ class ProcessGroup:
         if os.getpid() == self._process:  # else threads and connections are those of the process that forked
             if not was_broken:
                 self._say_last(why)
-            self._carrying.dismiss()
-            self._board.dismiss()
+            self._background.stop()
+            self._board.stop()
             if self._memory is not None:
                 self._memory.steps.abandon()
             self._engine.close()
@@ -271,24 +276,24 @@ class ProcessGroup:
 
     # ---------------------------------------------------------------- what a call asks for
 
-    def _carry(self, call: GroupCall, function: Callable[[float], None]) -> Errand:
-        """Has a function of the engine called with a timeout."""
+    def _carry(self, call: GroupCall, function: Callable[[float], None]) -> BackgroundCall:
+        """Has a function of the engine called in the background, with a timeout."""
         self._check_whole(call)
         # The engine's own deadline comes after ours, which knows who is missing.
         later = min(call.seconds_left() + LATER_SECONDS, LONGEST_SECONDS)
-        return self._carrying.send(lambda: function(later))
+        return self._background.submit(lambda: function(later))
 
     def _check_whole(self, call: GroupCall) -> None:
         """Refuses to go on with a call if another thread has ended the group meanwhile."""
         if self._broken is not None:
             raise self._not_done(call)
 
-    def _wait(self, call: GroupCall, errand: Waited) -> None:
+    def _wait(self, call: GroupCall, waited: Waited) -> None:
         """Waits until it is done, but not beyond the call's deadline."""
         try:
-            if not errand.wait(min(PATIENCE_SECONDS, call.seconds_left())):
-                self._wait_watching(call, errand)
-            errand.result()
+            if not waited.wait(min(PATIENCE_SECONDS, call.seconds_left())):
+                self._wait_watching(call, waited)
+            waited.result()
         except (MismatchError, DeadlineError) as error:
             self._break(str(error))
             raise
@@ -303,9 +308,9 @@ class ProcessGroup:
             self.give_up(f"call {call.number} ({call.what}) was interrupted: {error!r}")
             raise
 
-    def _wait_watching(self, call: GroupCall, errand: Waited) -> None:
+    def _wait_watching(self, call: GroupCall, waited: Waited) -> None:
         """Waits with a note on the board, and an eye on what others put there."""
-        contact = errand if isinstance(errand, Contact) else self._engine
+        contact = waited if isinstance(waited, Contact) else self._engine
         watch = self._watch(call)
         while True:
             if self._broken is not None:
@@ -320,12 +325,12 @@ class ProcessGroup:
                 )
             if watch.someone_gave_up(call.seconds_left()):
                 raise GaveUpError
-            if errand.wait(min(PATIENCE_SECONDS, max(call.seconds_left(), 0.01))):
+            if waited.wait(min(PATIENCE_SECONDS, max(call.seconds_left(), 0.01))):
                 return
             contact.check_contact(watch.silent_ranks())
             if call.seconds_left() <= 0:
                 # Those who came just before the deadline have put up no note yet.
-                if errand.wait(PATIENCE_SECONDS):
+                if waited.wait(PATIENCE_SECONDS):
                     return
                 watch.gave_up, watch.awaited = DEADLINE_PASSED, contact.awaited_ranks
                 watch.look_for(GRACE_SECONDS)
@@ -336,9 +341,9 @@ class ProcessGroup:
 
     def _lost(self, call: GroupCall, error: Exception) -> ProcessGroupError | MismatchError:
         """The engine failed, most often because a rank is gone; or another rank, or thread, has given up."""
-        if is_python_ending() and not is_courier():
+        if is_python_ending() and not is_background_thread():
             # Only daemons are left, whose traceback would be the last thing printed.
-            time.sleep(FAREWELL_SECONDS)
+            time.sleep(EXIT_SECONDS)
         if self._broken is not None:
             self._abandon()
             return self._not_done(call)

@@ -28,7 +28,7 @@ class GroupCall:
     num_exchanges = 0
     has_heard = False
     """Whether something has come from another rank, which then makes the same call."""
-    _errand: Waited | None = None
+    _waited: Waited | None = None
 
     def __init__(
         self, group: ProcessGroup, number: int, what: str, signature: bytes, timeout_seconds: float
@@ -64,16 +64,16 @@ class GroupCall:
             # All ranks take part in every step, so all have heard of all.
             self.has_heard = True
             self.group._check_whole(self)
-            self._errand = SharedExchange(shared, self.group.size, place, sends, receives)
+            self._waited = SharedExchange(shared, self.group.size, place, sends, receives)
             return
         # Not by what goes which way: all ranks must come to the same, wherever they are.
         self.has_heard |= any(message.memory.size for message in receives)
         hosts = self.group.hosts
         if hosts is None:
-            self._errand = self._over_engine(sends, receives)
+            self._waited = self._over_engine(sends, receives)
             return
-        errand = self._over_engine(hosts.beyond(sends), hosts.beyond(receives))
-        self._errand = hosts.exchange(place, sends, receives, self.group._engine, errand)
+        waited = self._over_engine(hosts.beyond(sends), hosts.beyond(receives))
+        self._waited = hosts.exchange(place, sends, receives, self.group._engine, waited)
 
     def _over_engine(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waited | None:
         """Begins what the engine has to do, if that is anything."""
@@ -94,9 +94,9 @@ class GroupCall:
 
     def wait(self) -> None:
         """Waits for what was started, if anything was."""
-        if self._errand is not None:
-            self.group._wait(self, self._errand)
-            self._errand = None
+        if self._waited is not None:
+            self.group._wait(self, self._waited)
+            self._waited = None
 
     def step(self, numbers: Sequence[int] = ()) -> None:
         """Waits until all ranks are here, and can see what the others have put into shared memory."""
@@ -125,7 +125,7 @@ class GroupCall:
     def _run(self, collective: Started) -> None:
         self.num_exchanges += 1
         self.has_heard = True
-        self._errand = self.group._carry(self, collective)
+        self._waited = self.group._carry(self, collective)
         self.wait()
 
     def all_gather(self, record: bytes) -> list[bytes]:

@@ -50,17 +50,17 @@ class Hosts:
         sends: Sequence[Message],
         receives: Sequence[Message],
         engine: Engine,
-        errand: Waited | None,
+        waited: Waited | None,
     ) -> Waited | None:
         """Both halves of an exchange; the engine's own has begun, if there is anything for it to do."""
         if self.memory is None:
-            return errand
+            return waited
         going, coming = (
             [Message(self._numbers[peer], memory) for peer, memory in these if peer in self._numbers]
             for these in (sends, receives)
         )
         within = SharedExchange(self.memory, len(self._own), place, going, coming)
-        return HostExchange(self._own, within, engine, errand)
+        return HostExchange(self._own, within, engine, waited)
 
     def _rounds(self, rank: int) -> tuple[Round, Round]:
         """First everybody's own part, to the own host and to counterparts; then what those have got."""
@@ -88,23 +88,23 @@ class HostExchange:
     """An exchange that goes through memory to ranks of the own host, and over the engine to the others."""
 
     def __init__(
-        self, ranks: Sequence[int], within: SharedExchange, engine: Engine, errand: Waited | None
+        self, ranks: Sequence[int], within: SharedExchange, engine: Engine, waited: Waited | None
     ) -> None:
         """`ranks` are those of this host, as their group counts them."""
         self._ranks, self._within = ranks, within
-        self._engine, self._errand = engine, errand
+        self._engine, self._waited = engine, waited
 
     def wait(self, seconds: float) -> bool:
         """Whether everything has come, after at most so long. The engine works meanwhile."""
         end = time.monotonic() + seconds
         if not self._within.wait(seconds):
             return False
-        return self._errand is None or self._errand.wait(max(end - time.monotonic(), 0.0))
+        return self._waited is None or self._waited.wait(max(end - time.monotonic(), 0.0))
 
     def result(self) -> None:
         """Raises what went wrong at the engine, if anything has."""
-        if self._errand is not None:
-            self._errand.result()
+        if self._waited is not None:
+            self._waited.result()
 
     @property
     def awaited_ranks(self) -> Collection[int]:
@@ -120,7 +120,7 @@ class HostExchange:
                 self._within.check_contact(silent)
             except RankLostError as error:
                 raise RankLostError(self._ranks[error.rank], str(error)) from None
-        if self._errand is None or self._errand.wait(0):
+        if self._waited is None or self._waited.wait(0):
             self.result()
         else:
             self._engine.check_contact(silent)

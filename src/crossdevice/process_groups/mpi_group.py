@@ -231,7 +231,7 @@ class _Messages:
         return self._is_over
 
     def result(self) -> None:
-        """As of an errand."""
+        """As of a background call."""
 
     def leave_behind(self) -> None:
         """Takes back the receives, and keeps the memory as long as MPI runs."""

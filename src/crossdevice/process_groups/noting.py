@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 
+from crossdevice.process_groups.background import BackgroundCall, BackgroundThread
 from crossdevice.process_groups.board import Note
-from crossdevice.process_groups.courier import Courier, Errand
 from crossdevice.process_groups.protocol import Engine
 from crossdevice.process_groups.seal import Seal
 from crossdevice.process_groups.watch import PATIENCE_SECONDS
@@ -20,8 +20,8 @@ class Noting:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._courier = Courier(f"crossdevice notes of rank {engine.rank}")
-        self._visit: Errand | None = None
+        self._thread = BackgroundThread(f"crossdevice notes of rank {engine.rank}")
+        self._visit: BackgroundCall | None = None
         self.seal = Seal()
         self.due = time.monotonic() if getattr(engine, "sends_notes", False) else math.inf
         """When notes are read that nobody asks for: on engines that send them they pile up otherwise."""
@@ -33,7 +33,7 @@ class Noting:
             self._engine.post(self.seal.closed(note.written(), self._engine.rank))
             return dict(self._engine.notes())
 
-        visit = self._visit = self._visit or self._courier.send(visited)  # the last may not be back yet
+        visit = self._visit = self._visit or self._thread.submit(visited)  # the last may not be back yet
         if not visit.wait(GRACE_SECONDS):
             return None
         self._visit = None
@@ -46,13 +46,13 @@ class Noting:
     def leave(self, note: Note) -> None:
         """Puts up the last note of this rank."""
         text = self.seal.closed(note.written(), self._engine.rank)
-        self._courier.send(lambda: self._engine.post(text)).wait(GRACE_SECONDS)
+        self._thread.submit(lambda: self._engine.post(text)).wait(GRACE_SECONDS)
 
     def read_unasked(self) -> None:
         """Has notes read, and says when the next ones are due: a rank puts up a few in a second."""
-        self._courier.send(self._engine.notes)
+        self._thread.submit(self._engine.notes)
         self.due = time.monotonic() + PATIENCE_SECONDS
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         """No more notes."""
-        self._courier.dismiss()
+        self._thread.stop()

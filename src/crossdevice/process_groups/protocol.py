@@ -28,7 +28,7 @@ class GaveUpError(Exception):
 
 
 class Waited(Protocol):
-    """What a rank waits for in a call: an errand of the engine's, or a step in shared memory."""
+    """What a rank waits for in a call: a background call of the engine, or a step in shared memory."""
 
     def wait(self, seconds: float) -> bool:
         """Whether it has ended, after at most so long."""

@@ -58,7 +58,7 @@ class SharedExchange:
         return True
 
     def result(self) -> None:
-        """As of an errand."""
+        """As of a background call."""
 
     @property
     def awaited_ranks(self) -> Collection[int]:

@@ -47,7 +47,7 @@ _WITHDRAWN, _ASLEEP = 1, 2
 
 
 class SharedSteps:
-    """The steps of one rank of a group; waits like an errand that somebody else runs.
+    """The steps of one rank of a group; waits like a background call.
 
     The store of one word is seen whole, and after the stores before it: so it is on x86-64, where alone this
     is used.
@@ -180,7 +180,7 @@ class SharedSteps:
             pass
 
     def result(self) -> None:
-        """As of an errand; a step has none."""
+        """As of a background call; a step has none."""
 
     def numbers_of(self, rank: int, first: int, count: int) -> tuple[int, ...]:
         """Some of the numbers that a rank has posted with this step."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
 from crossdevice.errors import OptionError, ProcessGroupError
-from crossdevice.process_groups.courier import TimedCalls
+from crossdevice.process_groups.background import TimedCalls
 from crossdevice.process_groups.group import LONGEST_SECONDS, TIMEOUT_SECONDS, Checks, ProcessGroup
 from crossdevice.process_groups.protocol import DeviceCollectives, Message, RankLostError
 from crossdevice.process_groups.torch_collectives import nccl_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from crossdevice.errors import DeadlineError, OptionError, ProcessGroupError
-from crossdevice.process_groups.courier import TimedCalls
+from crossdevice.process_groups.background import TimedCalls
 from crossdevice.process_groups.introduction import own_name
 from crossdevice.process_groups.torch_store import is_loopback, reason_of
 from crossdevice.values.disagreement import numbered

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from crossdevice.errors import ProcessGroupError
-from crossdevice.process_groups.courier import TimedCalls
+from crossdevice.process_groups.background import TimedCalls
 from crossdevice.process_groups.group import LONGEST_SECONDS
 from crossdevice.process_groups.seal import KEY_VARIABLE, key_from_env
 

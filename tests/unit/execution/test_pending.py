@@ -230,11 +230,11 @@ def test_a_bound_reduction_whose_wait_was_interrupted_can_be_called_again(monkey
     total = bound().tolist()
     pending = bound.start()
 
-    def interrupted(errand, seconds):
+    def interrupted(call, seconds):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("crossdevice.process_groups.courier.Errand.wait", interrupted)
+        patched.setattr("crossdevice.process_groups.background.BackgroundCall.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pending.wait()
     assert bound().tolist() == total

@@ -13,8 +13,8 @@ import pytest
 from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
 from crossdevice.process_groups import group as group_module
 from crossdevice.process_groups import introduction
+from crossdevice.process_groups.background import BackgroundThread
 from crossdevice.process_groups.board import Note
-from crossdevice.process_groups.courier import Courier
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.protocol import Message, RankLostError
 from crossdevice.process_groups.seal import CODE_BYTES, Seal
@@ -584,15 +584,15 @@ def test_a_late_rank_does_not_wait_for_one_whose_deadline_passed_an_exchange_ago
     assert "gave up, since its deadline passed" in str(errors[1])
 
 
-def test_an_errand_that_fails_while_python_ends_is_back_at_once(monkeypatch):
+def test_a_background_call_that_fails_while_python_ends_is_back_at_once(monkeypatch):
     monkeypatch.setattr(group_module, "is_python_ending", lambda: True)
 
     def program(group):
         if group.rank == 0:
-            errand = Courier("started work").send(lambda: gather(group))
-            assert errand.wait(4.0)  # a program that ends waits for it
+            background = BackgroundThread("started work").submit(lambda: gather(group))
+            assert background.wait(4.0)  # a program that ends waits for it
             with pytest.raises(ProcessGroupError, match="gave up: it closed the group"):
-                errand.result()
+                background.result()
         else:
             group.close()
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.errors import OptionError
-from crossdevice.process_groups.courier import Courier
+from crossdevice.process_groups.background import BackgroundThread
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.torch_group import form_group
 from crossdevice.values.options import CommunicationOptions, Precision
@@ -49,7 +49,7 @@ class ReproducibleMean:
         self._ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else None
         self._ops: CollectiveAllReduce | None = None
         self._of_models: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-        self._courier = Courier("crossdevice gradients")
+        self._thread = BackgroundThread("crossdevice gradients")
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -80,7 +80,7 @@ class ReproducibleMean:
                 raise
             ended.set_result(result)
 
-        self._courier.send(reduce)
+        self._thread.submit(reduce)
         return ended.then(_result_of)
 
     def _mean(self, gradients: torch.Tensor) -> Any:

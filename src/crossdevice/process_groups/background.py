@@ -1,0 +1,158 @@
+"""A thread that makes blocking calls, so that nobody has to wait for them longer than they want to."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+EXIT_SECONDS = 5.0
+"""How long a program that ends waits for background calls."""
+
+POLL_SECONDS = 1.0
+"""How late Ctrl-C may be noticed."""
+
+
+class BackgroundCall:
+    """A call in another thread: what it returned or raised, once it has."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._is_done = False
+        self._running = threading.Lock()  # not an Event: a signal's handler may wait while its thread does
+        self._running.acquire()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    @classmethod
+    def refused(cls) -> BackgroundCall:
+        """A call that is not made any more."""
+
+        def refuse() -> None:
+            raise RuntimeError("Python is about to end, so no call can be made in the background")
+
+        call = cls(refuse)
+        call.run()
+        return call
+
+    def run(self) -> None:
+        """Makes the call."""
+        try:
+            self._result = self._function()
+        except BaseException as error:  # raised where it is waited for
+            self._error = error
+        del self._function  # a thread remembers its last call, which is not to keep what that was about
+        self._is_done = True
+        self._running.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the call has ended, after at most so long."""
+        end = time.monotonic() + seconds
+        while not self._is_done:
+            left = end - time.monotonic()
+            # Not all at once: a signal that comes just before the thread falls asleep does not wake it.
+            if self._running.acquire(timeout=min(max(left, 0.0), POLL_SECONDS)):
+                self._running.release()  # for whoever else waits
+            elif left <= POLL_SECONDS:
+                break
+        return self._is_done
+
+    def result(self) -> Any:
+        """What an ended call returned; raises what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class BackgroundThread:
+    """Makes calls one after the other in a daemon thread of its own, started with the first.
+
+    An engine that ignores its deadline holds up this thread only. Whoever waits for the call stops
+    waiting, and uses another thread for anything that comes after. The thread ends when this object is
+    stopped, or forgotten. A program that ends waits a little for calls that are under way: C++ aborts the
+    process if Python ends a thread inside of it.
+    """
+
+    _started: ClassVar[weakref.WeakSet[_Thread]] = weakref.WeakSet()
+    _is_python_ending = False
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: _Thread | None = None
+
+    def submit(self, function: Callable[[], Any]) -> BackgroundCall:
+        """Has the function called after everything that was submitted before."""
+        if self._is_python_ending:
+            return BackgroundCall.refused()
+        call = BackgroundCall(function)
+        if self._thread is None:
+            self._thread = _Thread(self._name)
+            self._thread.start()
+            self._started.add(self._thread)
+        self._thread.calls.put(call)
+        return call
+
+    def stop(self) -> None:
+        """Ends the thread after the last call; what is submitted afterwards is not called."""
+        if self._thread is not None:
+            self._thread.calls.put(None)
+
+    def __del__(self) -> None:
+        self.stop()
+
+    @classmethod
+    def stop_all(cls) -> None:
+        """Stops all threads, and waits for them together; called when Python is about to end."""
+        cls._is_python_ending = True
+        end = time.monotonic() + EXIT_SECONDS
+        started = list(cls._started)
+        for thread in started:
+            thread.calls.put(None)
+        for thread in started:
+            thread.join(max(end - time.monotonic(), 0.0))
+
+
+class TimedCalls:
+    """Blocking calls that have to return by one deadline; a thread makes them, one after the other."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+        self._thread = BackgroundThread("crossdevice until a deadline")
+
+    def seconds_left(self) -> float:
+        """Until then; negative afterwards."""
+        return self._end - time.monotonic()
+
+    def make(self, function: Callable[[], Any], at_least_seconds: float = 0.0) -> Any:
+        """What the function returns; raises TimeoutError if it has not by then, and leaves it running."""
+        call = self._thread.submit(function)
+        if not call.wait(max(self.seconds_left(), at_least_seconds)):
+            raise TimeoutError(f"no answer in {self.seconds:.3g} seconds")
+        return call.result()
+
+
+class _Thread(threading.Thread):
+    """The thread itself. It does not know its `BackgroundThread`, which could not be forgotten otherwise."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.calls: queue.SimpleQueue[BackgroundCall | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Makes calls until it is stopped."""
+        while (call := self.calls.get()) is not None:
+            call.run()
+            del call  # with the memory it holds, which nobody needs until the next one comes
+
+
+def is_background_thread() -> bool:
+    """Whether the calling thread is one of these, whose errors are kept for whoever waits for the call."""
+    return isinstance(threading.current_thread(), _Thread)
+
+
+atexit.register(BackgroundThread.stop_all)

@@ -1,0 +1,117 @@
+"""Calls are made in another thread, one after the other, and tell what became of them."""
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+
+from crossdevice.process_groups.background import BackgroundThread
+
+
+@pytest.fixture
+def thread():
+    thread = BackgroundThread("a thread")
+    yield thread
+    thread.stop()
+
+
+def test_a_call_returns_what_its_function_does(thread):
+    call = thread.submit(lambda: threading.current_thread().name)
+    assert call.wait(10.0)
+    assert call.result() == "a thread"
+
+
+def test_a_call_raises_what_its_function_does(thread):
+    call = thread.submit(lambda: 1 // 0)
+    assert call.wait(10.0)
+    with pytest.raises(ZeroDivisionError):
+        call.result()
+
+
+def test_whoever_waits_may_stop_waiting(thread):
+    gate = threading.Event()
+    call = thread.submit(gate.wait)
+    assert not call.wait(0.0)
+    gate.set()
+    assert call.wait(10.0)
+
+
+def test_calls_are_made_in_order(thread):
+    seen = []
+    calls = [thread.submit(lambda number=number: seen.append(number)) for number in range(50)]
+    assert calls[-1].wait(10.0)
+    assert seen == list(range(50))
+
+
+def test_no_call_is_made_when_python_is_about_to_end(thread, monkeypatch):
+    monkeypatch.setattr(BackgroundThread, "_started", weakref.WeakSet())
+    monkeypatch.setattr(BackgroundThread, "_is_python_ending", False)
+    BackgroundThread.stop_all()
+    call = thread.submit(lambda: "done")
+    assert call.wait(0.0)
+    with pytest.raises(RuntimeError, match="Python is about to end"):
+        call.result()
+
+
+def test_a_stopped_thread_finishes_and_ends():
+    background = BackgroundThread("a thread that leaves")
+    call = background.submit(lambda: "done")
+    thread = background._thread
+    background.stop()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert call.result() == "done"
+
+
+def test_a_forgotten_thread_finishes_and_ends():
+    background = BackgroundThread("a thread nobody thinks of")
+    call = background.submit(lambda: "done")
+    thread = background._thread
+    del background
+    gc.collect()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert call.result() == "done"
+
+
+def test_what_a_call_held_is_let_go_before_the_next_one_comes(thread):
+    class Memory:
+        pass
+
+    memory = Memory()
+    gone = threading.Event()
+    weakref.finalize(memory, gone.set)
+    thread.submit(lambda memory=memory: None)
+    del memory
+    assert gone.wait(10.0)
+
+
+ENDS_DURING_A_CALL = """
+import atexit, threading
+from crossdevice.process_groups.background import BackgroundThread
+
+is_ending = threading.Event()
+if {is_in_time}:
+    atexit.register(is_ending.set)
+
+def call():
+    is_ending.wait()
+    print("back")
+
+BackgroundThread("a thread at work").submit(call)
+print("the end")
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_in_time", "printed"),
+    [(True, ["the end", "back"]), (False, ["the end"])],
+    ids=["in time", "too late"],
+)
+def test_a_program_that_ends_waits_a_little_for_calls_under_way(is_in_time, printed):
+    script = ENDS_DURING_A_CALL.format(is_in_time=is_in_time)
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout.split("\n")[:-1], found.stderr) == (0, printed, "")
