@@ -26,7 +26,7 @@ EAGER_SECONDS = 0.002
 PAUSE_SECONDS = 0.0001
 """Between two questions: in this time shared memory or a socket fills with some MiB at most."""
 
-FAREWELL_SECONDS = 5.0
+CLOSING_SECONDS = 5.0
 """What other ranks get to come to their end after an error, before one of them ends the job."""
 
 NOTES_SECONDS = 0.1
@@ -90,7 +90,7 @@ class MpiEngine:
         self.largest_tag = int(self._data.Get_attr(MPI.TAG_UB) or 32767)
         self.is_abandoned = False
         self._begun: _Messages | None = None
-        _farewell.joined(self._notices)
+        _ending.joined(self._notices)
         self._posting: list[tuple[MPI.Request, bytes]] = []
         self._notes: dict[int, str] = {}
         self._reading = threading.Lock()
@@ -149,7 +149,7 @@ class MpiEngine:
     def abandon(self) -> None:
         """Stops waiting. At exit MPI would wait for all ranks, so then it may have to end the whole job."""
         self.is_abandoned = True
-        _farewell.is_in_doubt = True
+        _ending.is_in_doubt = True
         # What another thread waits for is left behind by that.
         if self._begun is not None and self._begun.thread == threading.get_ident():
             self._begun.leave_behind()
@@ -178,8 +178,8 @@ def _copied(communicator: MPI.Intracomm, end: float) -> MPI.Intracomm:
     """A communicator in which only our messages travel."""
     copy, request = communicator.Idup()
     if not _wait(request.Test, end):
-        _farewell.is_in_doubt = True
-        _farewell.pending.append(request)
+        _ending.is_in_doubt = True
+        _ending.pending.append(request)
         raise DeadlineError(
             f"the group of {communicator.size} was not formed: not all ranks came. "
             "All processes that mpirun has started must form it"
@@ -256,7 +256,7 @@ def _name() -> str:
     return f"{vendor} {'.'.join(map(str, version))}"
 
 
-class _Farewell:
+class _Ending:
     """Before MPI ends, which takes all ranks, they wait for each other here: one that is gone never comes.
 
     After an error that is not waited for long, unless all ranks have formed another group since: then the
@@ -275,16 +275,16 @@ class _Farewell:
         if communicator.size == MPI.COMM_WORLD.size:
             self.is_in_doubt = False
 
-    def say(self) -> None:
+    def finish(self) -> None:
         """Called when Python is about to end."""
         if os.getpid() != self._process or MPI.Is_finalized():
             return
         end_all()  # others may be waiting for this rank
         requests = [*self.pending, *(communicator.Ibarrier() for communicator in self._communicators)]
-        end = time.monotonic() + (FAREWELL_SECONDS if self.is_in_doubt else math.inf)
+        end = time.monotonic() + (CLOSING_SECONDS if self.is_in_doubt else math.inf)
         if not _wait(lambda: MPI.Request.Testall(requests), end):
             MPI.COMM_WORLD.Abort(1)
 
 
-_farewell = _Farewell()
-atexit.register(_farewell.say)
+_ending = _Ending()
+atexit.register(_ending.finish)

@@ -348,12 +348,12 @@ def test_whoever_comes_after_a_deadline_gets_nothing_that_was_written_since(stor
 
 
 def test_a_forgotten_group_leaves_no_thread(store):
-    def carrier(group):
+    def thread_of(group):
         gather(group)
-        return group._carrying._thread
+        return group._background._thread
 
     def be(rank):
-        return carrier(torch_group.form_group(rank, 2, "127.0.0.1", store=store, timeout_seconds=20.0))
+        return thread_of(torch_group.form_group(rank, 2, "127.0.0.1", store=store, timeout_seconds=20.0))
 
     with ThreadPoolExecutor(2) as pool:
         threads = list(pool.map(be, range(2)))
