@@ -18,9 +18,6 @@ from crossdevice.costs.topology_files import read_topology
 from crossdevice.errors import OptionError, PlanError
 from crossdevice.values.options import PRECISIONS
 
-ENGINE_ALGORITHMS = frozenset({"nccl"})
-"""Never chosen here: an engine sums in its own way, and a choice must not change a bit."""
-
 NEAR_FACTOR = 2.0
 """Measurements count for sizes up to this factor smaller or larger."""
 
@@ -53,6 +50,14 @@ def choice_by_cost(
     return choice._replace(reason=f"{choice.reason}; {_explained(own)}") if own.seconds else choice
 
 
+def is_engine(name: str) -> bool:
+    """Whether an engine adds in its own way under this algorithm; no choice here may change bits."""
+    try:
+        return bool(ALGORITHMS.load(name)().uses_engine)
+    except OptionError:  # it is not installed
+        return False
+
+
 def predicted_durations(
     topology: Topology, num_bytes: int, *, precision: str = "accurate"
 ) -> dict[str, Duration]:
@@ -62,10 +67,10 @@ def predicted_durations(
     """
     found: dict[str, Duration] = {}
     for name in ALGORITHMS:
-        if name in ENGINE_ALGORITHMS:
-            continue
         try:
             one = ALGORITHMS.load(name)()
+            if one.uses_engine:
+                continue
             if topology.num_devices <= MAX_PLANNED_DEVICES or knows_rounds(one):
                 found[name] = predicted(one, topology, num_bytes, precision=precision)
         except (OptionError, PlanError) as error:
@@ -92,7 +97,7 @@ def measured_seconds(path: str | Path, num_devices: int, num_bytes: int) -> dict
     if nearest is None or factors[nearest] > math.log(NEAR_FACTOR):
         return {}
     near = {row["algorithm"]: float(row["seconds"]) for row in rows if row["bytes"] == nearest}
-    return {name: seconds for name, seconds in near.items() if name not in ENGINE_ALGORITHMS}
+    return {name: seconds for name, seconds in near.items() if not is_engine(name)}
 
 
 def _fastest(seconds: Mapping[str, float], evidence: str) -> Choice:

@@ -7,12 +7,13 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing.by_cost import ENGINE_ALGORITHMS, predicted_durations
+from crossdevice.choosing.by_cost import is_engine, predicted_durations
 from crossdevice.choosing.choose_algorithm import choose_algorithm
 from crossdevice.costs.topology_files import read_topology
 from crossdevice.errors import OptionError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+OURS = [name for name in ALGORITHMS if not is_engine(name)]
 FOUR = ("ring", "tree", "halving_doubling", "hierarchical_copy")
 
 
@@ -25,7 +26,7 @@ def order(count, size):
 def test_16384_devices_are_timed_from_few_transfers():
     # Some microseconds each; spelled out, a ring alone would have 537 million.
     topology = read_topology("hgx_h100", 16384)
-    for name in set(ALGORITHMS) - ENGINE_ALGORITHMS:
+    for name in OURS:
         rounds = ALGORITHMS.load(name)().plan_rounds(topology, GIB)
         assert (
             sum(len(one.transfers) for one in {id(one.transfers): one for one in rounds}.values()) < 140_000
@@ -50,11 +51,10 @@ def test_every_choice_gives_the_same_bits():
         for size in (KIB, MIB, GIB)
     }
     results = {
-        ALGORITHMS.load(name)().reduce("sum", value, "cpu:0", stepwise).tobytes()
-        for name in names | set(ALGORITHMS) - ENGINE_ALGORITHMS
+        ALGORITHMS.load(name)().reduce("sum", value, "cpu:0", stepwise).tobytes() for name in {*names, *OURS}
     }
     assert len(results) == 1
-    assert not names & ENGINE_ALGORITHMS, "an engine sums in its own way"
+    assert names <= set(OURS), "an engine sums in its own way"
 
 
 def test_the_answer_is_an_algorithm_with_a_reason_and_every_ones_time():
@@ -62,7 +62,7 @@ def test_the_answer_is_an_algorithm_with_a_reason_and_every_ones_time():
     assert isinstance(answer.cross_device_ops, cd.CrossDeviceOps)
     assert answer.reason.startswith(f"{answer.name} is fastest, predicted on pcie")
     assert list(answer.seconds.values()) == sorted(answer.seconds.values())
-    assert set(answer.seconds) == set(ALGORITHMS) - ENGINE_ALGORITHMS
+    assert set(answer.seconds) == set(OURS)
 
 
 def test_measurements_decide_where_there_are_any_near(tmp_path):
@@ -106,6 +106,8 @@ def test_algorithms_of_third_parties_that_fail_are_left_out_with_a_warning(tmp_p
         "    def plan_sum(self, build, destinations):\n"
         "        total = build.add(build.inputs[1:], at=destinations[0])\n"
         "        return [build.copy(total, to=device) for device in destinations]\n"
+        "class Engine(cd.DirectAllReduce):\n"
+        "    uses_engine = True\n"
     )
     info = tmp_path / "third_party-1.0.dist-info"
     info.mkdir()
@@ -113,10 +115,13 @@ def test_algorithms_of_third_parties_that_fail_are_left_out_with_a_warning(tmp_p
     (info / "entry_points.txt").write_text(
         "[crossdevice.algorithms]\n"
         "absent = no_such_module:Any\nunnamed = third_party:Nope\nskips = third_party:Skips\n"
+        "engine = third_party:Engine\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.warns(UserWarning, match="left out") as warned:
-        assert choose_algorithm(8, "hgx_h100", MIB).name == "direct"
+        choice = choose_algorithm(8, "hgx_h100", MIB)
+    assert choice.name == "direct"
+    assert "engine" not in choice.seconds, "it would change bits"
     assert [str(warning.message) for warning in warned] == [
         "the algorithm 'absent' is left out: 'absent', an all-reduce algorithm, needs no_such_module, "
         "which is not installed",

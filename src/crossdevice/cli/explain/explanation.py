@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing.by_cost import ENGINE_ALGORITHMS, predicted_durations
+from crossdevice.choosing.by_cost import is_engine, predicted_durations
 from crossdevice.choosing.prediction import FLOAT_BYTES, planned_all_reduce, predicted
 from crossdevice.costs.simulation import Simulation, simulate
 from crossdevice.costs.timing import Duration
@@ -39,7 +39,8 @@ class Explanation(NamedTuple):
     def reason(self) -> str:
         """Why one would choose it here, or would not."""
         # Engines sum in their own way: they are listed, but not held against what keeps every bit.
-        rivals = [(name, duration) for name, duration in self.others.items() if name not in ENGINE_ALGORITHMS]
+        engines = list(filter(is_engine, self.others))
+        rivals = [(name, duration) for name, duration in self.others.items() if name not in engines]
         if self.topology.shares_memory:
             return "all devices share one memory: every algorithm becomes the same fused pass"
         if self.topology.num_devices == 1:
@@ -48,7 +49,6 @@ class Explanation(NamedTuple):
             return "there is nothing to compare it with"
         best, other = rivals[0]
         least = min(self.duration.seconds, other.seconds)
-        engines = ENGINE_ALGORITHMS & self.others.keys()
         faster = [name for name in sorted(engines) if self.others[name].seconds < least]
         aside = f" ({', '.join(faster)} aside, which adds in its own order)" if faster else ""
         if self.duration.seconds <= other.seconds:
@@ -97,7 +97,7 @@ def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str
         simulation = simulate(plan, topology, FLOAT_BYTES, unsummed=precision != "fast")
     everyone = predicted_durations(topology, num_bytes, precision=precision)
     if topology.engine is not None:
-        for engine in sorted(ENGINE_ALGORITHMS - {name}):
+        for engine in filter(is_engine, ALGORITHMS.keys() - {name}):
             everyone[engine] = predicted(ALGORITHMS.load(engine)(), topology, num_bytes, precision=precision)
     duration = everyone.pop(name, None) or predicted(algorithm, topology, num_bytes, precision=precision)
     return Explanation(
