@@ -25,7 +25,7 @@ from conformance import array_libraries
 from conformance.oracle import FORMATS, NUMPY_DTYPES, expected
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.thread_group import Room, ThreadEngine
+from crossdevice.process_groups.thread_group import Mailboxes, ThreadEngine
 
 DTYPES = (
     "float16",
@@ -58,7 +58,7 @@ class OnlyReduces(cd.CrossDeviceOps):
 @functools.cache
 def group_of_one() -> ProcessGroup:
     """A group without other processes: values go the way of those that do cross between processes."""
-    return ProcessGroup(ThreadEngine(Room(1), 0))
+    return ProcessGroup(ThreadEngine(Mailboxes(1), 0))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,12 +56,12 @@ class PipeEngine:
         for thread in threads:
             thread.join()
 
-    def _receive(self, peer, room):
-        while room:
-            length = self._peers[peer].recv_into(room)
+    def _receive(self, peer, buffer):
+        while buffer:
+            length = self._peers[peer].recv_into(buffer)
             if not length:
                 raise RankLostError(peer, "end of file")
-            room = room[length:]
+            buffer = buffer[length:]
 
     def _send(self, peer, pieces):
         with contextlib.suppress(OSError):  # whoever waits for its answer finds out

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.thread_group import Room, ThreadEngine, run_ranks
+from crossdevice.process_groups.thread_group import Mailboxes, ThreadEngine, run_ranks
 from multiprocess import launching
 from multiprocess.launching import needs_mpi
 from multiprocess.laws import GROUP_LAWS
@@ -88,10 +88,10 @@ def test_launches_are_recognised_and_leave_no_process(engine, size, memory, outc
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_threads_keep(law, size):
-    rooms = [Room(size) for _ in range(3)]
+    boxes = [Mailboxes(size) for _ in range(3)]
 
     def run(group):
-        left = iter(rooms)
+        left = iter(boxes)
         LAWS[law](group, lambda: ProcessGroup(ThreadEngine(next(left), group.rank), timeout_seconds=60.0))
 
     run_ranks(size, run, timeout_seconds=60.0)

@@ -103,7 +103,7 @@ class ProcessGroup:
         end_with_python(self)
         try:
             with self.call("form a group", b"introduction") as call:
-                self.members, self._board.seal = introduced(call, CHECKS.index(checks), CHECKS)
+                self.members, self._board.signer = introduced(call, CHECKS.index(checks), CHECKS)
                 self._memory, self.hosts, self.not_shared_reason = found_hosts(call, wanted=wants_memory)
                 self.shared = self._memory if self.hosts is None else None
         except BaseException:
@@ -364,7 +364,7 @@ class ProcessGroup:
 
     def _watch(self, call: GroupCall) -> Watch:
         keeper = getattr(self._engine, "board_keeper", None)  # engines of others need not tell
-        return Watch(self._board.visit, call, self.members, self.rank, self._last_refused, keeper)
+        return Watch(self._board.exchange_notes, call, self.members, self.rank, self._last_refused, keeper)
 
     def _not_done(self, call: GroupCall) -> ProcessGroupError:
         """For a call that goes on when another thread has ended the group."""
@@ -392,7 +392,7 @@ class ProcessGroup:
         if self._is_usable:
             self._last_refused = Refused(self._num_calls, why)
             self._num_calls += 1
-            self._board.visit(
+            self._board.exchange_notes(
                 Note(self._last_refused.number, 1, "nothing", REFUSED, 0, "", *self._last_refused)
             )
 

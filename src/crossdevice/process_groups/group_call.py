@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.process_groups.protocol import Begin, Message, Started, Waited
-from crossdevice.process_groups.rooms import room_for
+from crossdevice.process_groups.receive_buffers import receive_buffer
 from crossdevice.process_groups.shared_exchange import SharedExchange
 
 if TYPE_CHECKING:
@@ -138,13 +138,13 @@ class GroupCall:
         return self._gathered(record, [int.from_bytes(length, "little") for length in lengths])
 
     def _gathered(self, record: bytes, lengths: Sequence[int]) -> list[bytes]:
-        rooms = [
-            room_for(member, [length], np.uint8)
+        buffers = [
+            receive_buffer(member, [length], np.uint8)
             for member, length in zip(self.group.members, lengths, strict=True)
         ]
-        rooms[self.group.rank] = np.frombuffer(record, np.uint8)
-        self.all_gather_into([[room] for room in rooms])
-        return [room.tobytes() for room in rooms]
+        buffers[self.group.rank] = np.frombuffer(record, np.uint8)
+        self.all_gather_into([[buffer] for buffer in buffers])
+        return [buffer.tobytes() for buffer in buffers]
 
     def all_gather_into(self, parts: Sequence[Sequence[NDArray[Any]]]) -> None:
         """Fills in the arrays of all other ranks; `parts` has those of every rank, and this one's are full.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from crossdevice.process_groups.hosts import Hosts
 from crossdevice.process_groups.mapping import mapped_file
-from crossdevice.process_groups.process_births import birth_of
+from crossdevice.process_groups.process_times import start_time_of
 from crossdevice.process_groups.shared_arrays import name_of
 from crossdevice.process_groups.shared_memory import (
     SHARED_MEMORY_VARIABLE,
@@ -42,7 +42,7 @@ class _Offer(NamedTuple):
     """What a rank tells the others: its process, where its file is and what it begins with, or why not."""
 
     process: int
-    birth: int
+    start_time: int
     descriptor: int
     token: bytes
     host: bytes
@@ -85,7 +85,7 @@ def found_hosts(call: GroupCall, *, wanted: bool) -> tuple[SharedMemory | None, 
     try:
         process = os.getpid()
         host = hashlib.blake2b(os.environ.get(HOST_VARIABLE, "").encode(), digest_size=TOKEN_BYTES).digest()
-        offer = _Offer(process, birth_of(process) or 0, descriptor, token, host, _short(reason))
+        offer = _Offer(process, start_time_of(process) or 0, descriptor, token, host, _short(reason))
         offers = [_Offer(*_OFFER.unpack(record)) for record in call.all_gather(_OFFER.pack(*offer))]
         first = rank
         if reason is None:
@@ -101,7 +101,7 @@ def found_hosts(call: GroupCall, *, wanted: bool) -> tuple[SharedMemory | None, 
     memory = None
     if len(own) > 1:
         assert mapped is not None
-        processes = [(offers[peer].process, offers[peer].birth) for peer in own]
+        processes = [(offers[peer].process, offers[peer].start_time) for peer in own]
         memory = SharedMemory(mapped, own.index(rank), processes)
     if len(ranks) == 1:
         return memory, None, ""

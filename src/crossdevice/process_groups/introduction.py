@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from crossdevice.errors import OptionError
 from crossdevice.process_groups.group_call import GroupCall
-from crossdevice.process_groups.seal import CODE_BYTES, KEY_VARIABLE, Seal, key_from_env
+from crossdevice.process_groups.signing import CODE_BYTES, KEY_VARIABLE, Signer, key_from_env
 from crossdevice.values.disagreement import disagreement
 
 NAME_BYTES = 96
@@ -24,13 +24,13 @@ def own_name() -> str:
     return f"{socket.gethostname()}, process {os.getpid()}"
 
 
-def introduced(call: GroupCall, checks: int, words: Sequence[str]) -> tuple[tuple[str, ...], Seal]:
-    """Ranks with their hosts and processes, by which errors name them, and the seal of their notes.
+def introduced(call: GroupCall, checks: int, words: Sequence[str]) -> tuple[tuple[str, ...], Signer]:
+    """Ranks with their hosts and processes, by which errors name them, and what signs their notes.
 
     Args:
         checks: which of `words` this rank was given; all must have the same.
     """
-    proof = Seal(key_from_env())
+    proof = Signer(key_from_env())
     body = bytes([checks]) + secrets.token_bytes(NONCE_BYTES)
     body += own_name().encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
     records = call.all_gather(proof.code(body, call.group.rank) + body)
@@ -49,4 +49,4 @@ def introduced(call: GroupCall, checks: int, words: Sequence[str]) -> tuple[tupl
             f"{'has' if len(strangers) == 1 else 'have'} another one than rank {call.group.rank}, or none"
         )
     nonces = b"".join(body[1 : 1 + NONCE_BYTES] for body in bodies)
-    return members, Seal(key_from_env(), hashlib.sha256(nonces).digest())
+    return members, Signer(key_from_env(), hashlib.sha256(nonces).digest())

@@ -8,7 +8,7 @@ import time
 from crossdevice.process_groups.background import BackgroundCall, BackgroundThread
 from crossdevice.process_groups.board import Note
 from crossdevice.process_groups.protocol import Engine
-from crossdevice.process_groups.seal import Seal
+from crossdevice.process_groups.signing import Signer
 from crossdevice.process_groups.watch import PATIENCE_SECONDS
 
 GRACE_SECONDS = 2.0
@@ -21,31 +21,32 @@ class Noting:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._thread = BackgroundThread(f"crossdevice notes of rank {engine.rank}")
-        self._visit: BackgroundCall | None = None
-        self.seal = Seal()
+        self._exchanged: BackgroundCall | None = None
+        self.signer = Signer()
         self.due = time.monotonic() if getattr(engine, "sends_notes", False) else math.inf
         """When notes are read that nobody asks for: on engines that send them they pile up otherwise."""
 
-    def visit(self, note: Note) -> dict[int, Note] | None:
+    def exchange_notes(self, note: Note) -> dict[int, Note] | None:
         """Puts up this rank's note and reads all; None if the board cannot be reached."""
 
-        def visited() -> dict[int, str]:
-            self._engine.post(self.seal.closed(note.written(), self._engine.rank))
+        def exchange() -> dict[int, str]:
+            self._engine.post(self.signer.signed(note.written(), self._engine.rank))
             return dict(self._engine.notes())
 
-        visit = self._visit = self._visit or self._thread.submit(visited)  # the last may not be back yet
-        if not visit.wait(GRACE_SECONDS):
+        # The last exchange may not be done yet.
+        exchanged = self._exchanged = self._exchanged or self._thread.submit(exchange)
+        if not exchanged.wait(GRACE_SECONDS):
             return None
-        self._visit = None
+        self._exchanged = None
         try:
-            found = {rank: self.seal.opened(text, rank) for rank, text in visit.result().items()}
+            found = {rank: self.signer.verified(text, rank) for rank, text in exchanged.result().items()}
             return {rank: Note.read(text) for rank, text in found.items() if text is not None}
         except Exception:  # the engine's own: the rank that keeps the board may be the one that is gone
             return None
 
     def leave(self, note: Note) -> None:
         """Puts up the last note of this rank."""
-        text = self.seal.closed(note.written(), self._engine.rank)
+        text = self.signer.signed(note.written(), self._engine.rank)
         self._thread.submit(lambda: self._engine.post(text)).wait(GRACE_SECONDS)
 
     def read_unasked(self) -> None:

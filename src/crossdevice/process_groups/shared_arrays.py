@@ -41,7 +41,7 @@ class SharedArrays:
     """The shared arrays of one rank, and those of others as far as they have been used."""
 
     def __init__(self, processes: Sequence[tuple[int, int]]) -> None:
-        """`processes` has the id and the time of birth of each rank's process."""
+        """`processes` has the id and the start time of each rank's process."""
         self._processes = processes
         self._blocks: list[tuple[int, int, int, int]] = []
         self._mapped: dict[tuple[int, int], tuple[int, Bytes]] = {}

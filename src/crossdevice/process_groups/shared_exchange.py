@@ -109,11 +109,11 @@ class _Stream:
         self._parts = [part for part in parts if part.size]
         self.num_left = sum(part.size for part in self._parts)
 
-    def copy_to(self, room: Bytes) -> int:
-        """Copies what comes next into the room, as much as fits; returns how much that was."""
+    def copy_to(self, buffer: Bytes) -> int:
+        """Copies what comes next into the buffer, as much as fits; returns how much that was."""
         position = 0
-        for part in self._next(room.size):
-            room[position : position + part.size] = part
+        for part in self._next(buffer.size):
+            buffer[position : position + part.size] = part
             position += part.size
         return position
 

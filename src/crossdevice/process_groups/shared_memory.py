@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.errors import OptionError
-from crossdevice.process_groups.process_births import birth_of
+from crossdevice.process_groups.process_times import start_time_of
 from crossdevice.process_groups.shared_arrays import Bytes, SharedArrays
 from crossdevice.process_groups.shared_steps import SharedSteps, steps_bytes
 
@@ -31,7 +31,7 @@ class SharedMemory:
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, processes: list[tuple[int, int]]) -> None:
-        """`rank` counts those of this host; `processes` has the id and the time of birth of each of them."""
+        """`rank` counts those of this host; `processes` has the id and the start time of each of them."""
         size = len(processes)
         self.rank = rank
         self.steps = SharedSteps(memory, rank, size, processes)
@@ -66,6 +66,6 @@ def unavailable_reason() -> str | None:
         return f"it is implemented for Linux, and this is {sys.platform}"
     if platform.machine() != "x86_64":
         return f"it is implemented for x86-64, and this is {platform.machine()}"
-    if birth_of(os.getpid()) is None:
+    if start_time_of(os.getpid()) is None:
         return "/proc cannot be read"
     return None

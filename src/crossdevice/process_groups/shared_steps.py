@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from crossdevice.process_groups.futex import sleep_while, wake_all
-from crossdevice.process_groups.process_births import has_ended
+from crossdevice.process_groups.process_times import has_ended
 from crossdevice.process_groups.protocol import RankLostError
 
 SPIN_SECONDS = 0.0001
@@ -54,7 +54,7 @@ class SharedSteps:
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int, processes: Sequence[tuple[int, int]]) -> None:
-        """`processes` has the id and the time of birth of each rank's process."""
+        """`processes` has the id and the start time of each rank's process."""
         self._memory = memory
         self._words = memoryview(memory).cast("q")
         self._gates = memoryview(memory).cast("I")

@@ -18,7 +18,7 @@ from crossdevice.process_groups.protocol import DeviceCollectives, Message
 from crossdevice.values.launchers import Launch
 
 
-class Room:
+class Mailboxes:
     """Where the ranks of one thread group leave messages and notes for each other."""
 
     def __init__(self, size: int) -> None:
@@ -29,7 +29,7 @@ class Room:
 
 
 class ThreadEngine:
-    """One rank in a room. Bytes are copied, so that no rank sees another's memory change."""
+    """One rank. Bytes are copied, so that no rank sees another's memory change."""
 
     name = "threads"
     board_keeper: int | None = None
@@ -37,57 +37,57 @@ class ThreadEngine:
     awaited_ranks: Collection[int] = ()
     device_collectives: Mapping[str, DeviceCollectives] = MappingProxyType({})
 
-    def __init__(self, room: Room, rank: int) -> None:
-        self._room = room
+    def __init__(self, boxes: Mailboxes, rank: int) -> None:
+        self._boxes = boxes
         self.rank = rank
-        self.size = room.size
+        self.size = boxes.size
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
     ) -> None:
         """Leaves copies of what is sent, and waits for what is to come."""
-        room, end = self._room, time.monotonic() + timeout_seconds
-        with room.changed:
+        boxes, end = self._boxes, time.monotonic() + timeout_seconds
+        with boxes.changed:
             for peer, memory in sends:
-                left = room.mail.setdefault((self.rank, peer, tag), deque())
+                left = boxes.mail.setdefault((self.rank, peer, tag), deque())
                 left.append(memory.reshape(-1).view(np.uint8).copy())
-            room.changed.notify_all()
+            boxes.changed.notify_all()
             for peer, memory in receives:
-                mail = room.mail.setdefault((peer, self.rank, tag), deque())
+                mail = boxes.mail.setdefault((peer, self.rank, tag), deque())
                 while not mail:
-                    if not room.changed.wait(end - time.monotonic()):
+                    if not boxes.changed.wait(end - time.monotonic()):
                         raise TimeoutError(f"nothing came from rank {peer}")
                 memory.reshape(-1).view(np.uint8)[:] = mail.popleft()
             # Each exchange has a tag of its own, so a box that is empty now is never used again.
-            for key in [key for key, mail in room.mail.items() if not mail]:
+            for key in [key for key, mail in boxes.mail.items() if not mail]:
                 if key[1] == self.rank:
-                    del room.mail[key]
+                    del boxes.mail[key]
 
     def post(self, note: str) -> None:
-        """Notes hang in the room."""
-        with self._room.changed:
-            self._room.notes[self.rank] = note
-            self._room.changed.notify_all()
+        """Puts up this rank's note."""
+        with self._boxes.changed:
+            self._boxes.notes[self.rank] = note
+            self._boxes.changed.notify_all()
 
     def notes(self) -> Mapping[int, str]:
-        """All notes of the room."""
-        return dict(self._room.notes)
+        """All notes that are up."""
+        return dict(self._boxes.notes)
 
     def check_contact(self, silent: Collection[int]) -> None:
         """Threads of one process are gone together."""
 
     def abandon(self) -> None:
-        """Whoever waits in the room goes on waiting until its deadline."""
+        """Whoever waits goes on waiting until its deadline."""
 
     def close(self) -> None:
         """There is nothing to give up."""
 
 
 def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> ThreadEngine:  # noqa: ARG001
-    """A room for one: the engine of a process that is alone."""
+    """The engine of a process that is alone."""
     if cluster.size > 1:
         raise OptionError(f"threads reach no other processes; recognised {cluster.recognised}")
-    return ThreadEngine(Room(1), 0)
+    return ThreadEngine(Mailboxes(1), 0)
 
 
 def run_ranks(size: int, function: Callable[[ProcessGroup], Any], **options: Any) -> list[Any]:
@@ -102,13 +102,13 @@ def run_ranks(size: int, function: Callable[[ProcessGroup], Any], **options: Any
     >>> run_ranks(3, lambda group: group.rank)
     [0, 1, 2]
     """
-    room = Room(size)
+    boxes = Mailboxes(size)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}
 
     def be(rank: int) -> None:
         try:
-            with ProcessGroup(ThreadEngine(room, rank), **options) as group:
+            with ProcessGroup(ThreadEngine(boxes, rank), **options) as group:
                 results[rank] = function(group)
         except BaseException as error:
             errors[rank] = error

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from crossdevice.errors import ProcessGroupError
 from crossdevice.process_groups.background import TimedCalls
 from crossdevice.process_groups.group import LONGEST_SECONDS
-from crossdevice.process_groups.seal import KEY_VARIABLE, key_from_env
+from crossdevice.process_groups.signing import KEY_VARIABLE, key_from_env
 
 logger = logging.getLogger("crossdevice")
 

@@ -17,7 +17,7 @@ SILENCE_SECONDS = 2.0
 DEADLINE_PASSED = "its deadline passed"
 CALLS_DIFFER = "calls differ"
 
-Visit: TypeAlias = Callable[[Note], "Mapping[int, Note] | None"]
+ExchangeNotes: TypeAlias = Callable[[Note], "Mapping[int, Note] | None"]
 """Puts up a note and reads all of them; None if the board cannot be reached."""
 
 
@@ -35,14 +35,14 @@ class Watch:
 
     def __init__(
         self,
-        visit: Visit,
+        exchange_notes: ExchangeNotes,
         call: NumberedCall,
         members: Sequence[str],
         rank: int,
         last_refused: Refused,
         keeper: int | None = None,
     ) -> None:
-        self._visit = visit
+        self._exchange_notes = exchange_notes
         self._call = call
         self._members = members
         self._rank = rank
@@ -70,7 +70,7 @@ class Watch:
             *self._last_refused,
         )
         self._beat += 1
-        found = self._visit(mine)
+        found = self._exchange_notes(mine)
         self._is_reachable = found is not None
         for rank, note in (found or {}).items():
             if self._notes.get(rank) != note:

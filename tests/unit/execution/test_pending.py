@@ -15,7 +15,7 @@ import crossdevice as cd
 from crossdevice.errors import BoundError, ContextError, DeadlineError, OptionError, ShapeMismatchError
 from crossdevice.execution.pending import start
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.thread_group import Room, ThreadEngine, run_ranks
+from crossdevice.process_groups.thread_group import Mailboxes, ThreadEngine, run_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -167,10 +167,10 @@ def test_ranks_make_started_and_plain_calls_in_the_order_of_their_programs():
 
 
 def test_started_reductions_of_two_groups_overlap():
-    room = Room(2)
+    boxes = Mailboxes(2)
 
     def program(group):
-        with ProcessGroup(ThreadEngine(room, group.rank), timeout_seconds=60) as another:
+        with ProcessGroup(ThreadEngine(boxes, group.rank), timeout_seconds=60) as another:
             first, second = (cd.CollectiveAllReduce(group=each) for each in (group, another))
             started = [first.start_reduce("sum", np.float32(1), "cpu:0")] if group.rank == 0 else []
             meanwhile = float(second.start_reduce("sum", np.float32(2), "cpu:0").wait(60))

@@ -17,8 +17,8 @@ from crossdevice.process_groups.background import BackgroundThread
 from crossdevice.process_groups.board import Note
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.protocol import Message, RankLostError
-from crossdevice.process_groups.seal import CODE_BYTES, Seal
-from crossdevice.process_groups.thread_group import Room, ThreadEngine, run_ranks
+from crossdevice.process_groups.signing import CODE_BYTES, Signer
+from crossdevice.process_groups.thread_group import Mailboxes, ThreadEngine, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +33,15 @@ def gather(group, what="gather", signature=b"same", seconds=None):
 
 def until_noted(group, rank, is_enough):
     """Waits for a note of a rank that is enough; returns the note."""
-    room = group._engine._room
+    boxes = group._engine._boxes
 
     def latest():
-        text = room.notes.get(rank)
+        text = boxes.notes.get(rank)
         note = None if text is None else Note.read(text[2 * CODE_BYTES :])
         return note if note is not None and is_enough(note) else None
 
-    with room.changed:
-        note = room.changed.wait_for(latest, 20.0)
+    with boxes.changed:
+        note = boxes.changed.wait_for(latest, 20.0)
     assert note is not None
     return note
 
@@ -170,7 +170,7 @@ def test_a_rank_that_has_done_its_part_may_close_while_others_still_wait():
                 until_read(group, 0, (1, 1))
             if group.rank == 0:
                 got = [np.empty(1) for _ in range(2)]
-                call.exchange([], [Message(rank, room) for rank, room in zip((1, 2), got, strict=True)])
+                call.exchange([], [Message(rank, buffer) for rank, buffer in zip((1, 2), got, strict=True)])
                 return [array.item() for array in got]
             call.has_heard = True  # not from rank 0, whom nobody asks
             call.exchange([Message(0, np.full(1, group.rank + 0.5))], [])
@@ -252,12 +252,12 @@ import signal, threading
 import numpy as np
 import crossdevice as cd
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.thread_group import Room, ThreadEngine
+from crossdevice.process_groups.thread_group import Mailboxes, ThreadEngine
 
-room, groups = Room(2), {}
+boxes, groups = Mailboxes(2), {}
 
 def form(rank):
-    groups[rank] = ProcessGroup(ThreadEngine(room, rank), timeout_seconds=30.0)
+    groups[rank] = ProcessGroup(ThreadEngine(boxes, rank), timeout_seconds=30.0)
     # What is imported in a first call is there when the signal comes.
     cd.CollectiveAllReduce(group=groups[rank]).reduce("sum", np.ones(3), "cpu:0")
 
@@ -313,7 +313,7 @@ def test_two_threads_that_call_at_once_are_both_refused():
 
 
 def test_two_threads_of_a_group_of_one_wait_for_each_other():
-    group = ProcessGroup(ThreadEngine(Room(1), 0))
+    group = ProcessGroup(ThreadEngine(Mailboxes(1), 0))
     is_inside, answers = threading.Event(), []
 
     def second():
@@ -330,10 +330,10 @@ def test_two_threads_of_a_group_of_one_wait_for_each_other():
 
 
 def test_ranks_with_different_checks_are_told_when_they_form_a_group():
-    room, errors = Room(2), {}
+    boxes, errors = Mailboxes(2), {}
 
     def be(rank):
-        errors[rank] = refused(lambda: ProcessGroup(ThreadEngine(room, rank), checks=("new", "off")[rank]))
+        errors[rank] = refused(lambda: ProcessGroup(ThreadEngine(boxes, rank), checks=("new", "off")[rank]))
 
     threads = [threading.Thread(target=be, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -347,7 +347,7 @@ def test_ranks_with_different_checks_are_told_when_they_form_a_group():
 
 def test_forged_notes_are_not_read(monkeypatch):
     monkeypatch.setenv("CROSSDEVICE_GROUP_KEY", "secret")
-    forged = Seal().closed(Note(1, 0, "nothing more", "", 0, "I say so").written(), 1)
+    forged = Signer().signed(Note(1, 0, "nothing more", "", 0, "I say so").written(), 1)
 
     def run(group):
         if group.rank == 1:
@@ -359,12 +359,12 @@ def test_forged_notes_are_not_read(monkeypatch):
 
 
 def test_a_rank_with_another_key_is_refused(monkeypatch):
-    room, errors = Room(2), {}
+    boxes, errors = Mailboxes(2), {}
     keys = {"rank 0": b"ours", "rank 1": b"theirs"}
     monkeypatch.setattr(introduction, "key_from_env", lambda: keys[threading.current_thread().name])
 
     def be(rank):
-        errors[rank] = refused(lambda: ProcessGroup(ThreadEngine(room, rank)))
+        errors[rank] = refused(lambda: ProcessGroup(ThreadEngine(boxes, rank)))
 
     threads = [threading.Thread(target=be, args=(rank,), name=f"rank {rank}") for rank in range(2)]
     for thread in threads:
@@ -377,7 +377,7 @@ def test_a_rank_with_another_key_is_refused(monkeypatch):
 
 
 def test_a_closed_group_refuses_calls():
-    group = ProcessGroup(ThreadEngine(Room(1), 0))
+    group = ProcessGroup(ThreadEngine(Mailboxes(1), 0))
     group.close()
     group.close()
     with pytest.raises(ProcessGroupError, match="it was closed"):
@@ -385,7 +385,7 @@ def test_a_closed_group_refuses_calls():
 
 
 def test_a_forked_process_is_refused(monkeypatch):
-    group = ProcessGroup(ThreadEngine(Room(1), 0))
+    group = ProcessGroup(ThreadEngine(Mailboxes(1), 0))
     parent = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)
     with pytest.raises(ProcessGroupError, match=f"formed in process {parent}, and this one was forked"):
@@ -396,7 +396,7 @@ def test_a_forked_process_is_refused(monkeypatch):
 
 def test_unknown_checks_are_refused():
     with pytest.raises(OptionError, match="one of new, always, off; got 'sometimes'"):
-        ProcessGroup(ThreadEngine(Room(1), 0), checks="sometimes")
+        ProcessGroup(ThreadEngine(Mailboxes(1), 0), checks="sometimes")
 
 
 class Broken(ThreadEngine):
@@ -422,10 +422,10 @@ class Broken(ThreadEngine):
 
 
 def test_an_engine_that_fails_is_abandoned_and_its_board_is_not_asked_twice_at_once():
-    room, engines = Room(2), {}
+    boxes, engines = Mailboxes(2), {}
 
     def be(rank):
-        engines[rank] = Broken(room, rank)
+        engines[rank] = Broken(boxes, rank)
         group = ProcessGroup(engines[rank])
         errors[rank] = refused(gather, group)
         group.close()
@@ -529,7 +529,7 @@ def test_a_group_that_could_not_be_formed_leaves_no_thread():
 
     threads = []
     with pytest.raises(ProcessGroupError, match="the line is dead") as caught:
-        ProcessGroup(Dead(Room(2), 0))
+        ProcessGroup(Dead(Mailboxes(2), 0))
     (thread,) = threads
     thread.join(10.0)
     assert not thread.is_alive()
@@ -542,10 +542,10 @@ def test_others_are_told_of_a_rank_that_is_interrupted_while_it_waits():
             if self.rank == 0:
                 raise KeyboardInterrupt
 
-    room, done, errors = Room(3), threading.Barrier(3), {}
+    boxes, done, errors = Mailboxes(3), threading.Barrier(3), {}
 
     def be(rank):
-        group = ProcessGroup(Interrupted(room, rank), timeout_seconds=60.0)
+        group = ProcessGroup(Interrupted(boxes, rank), timeout_seconds=60.0)
         try:
             if rank != 2:
                 gather(group)

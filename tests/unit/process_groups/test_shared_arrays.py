@@ -12,7 +12,7 @@ import pytest
 
 from crossdevice.errors import OptionError
 from crossdevice.process_groups import shared_memory
-from crossdevice.process_groups.process_births import birth_of, has_ended
+from crossdevice.process_groups.process_times import has_ended, start_time_of
 from crossdevice.process_groups.shared_arrays import NOWHERE, SharedArrays, empty_array, empty_tree
 from crossdevice.process_groups.thread_group import run_ranks
 
@@ -21,7 +21,7 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="files without 
 
 @pytest.fixture
 def arrays():
-    return SharedArrays([(os.getpid(), birth_of(os.getpid()))] * 2)
+    return SharedArrays([(os.getpid(), start_time_of(os.getpid()))] * 2)
 
 
 @needs_linux
@@ -71,11 +71,11 @@ def test_a_structure_is_made_in_one_piece_of_memory(is_shared, arrays):
 @needs_linux
 def test_a_process_is_known_by_when_it_was_born():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        born = birth_of(process.pid)
+        born = start_time_of(process.pid)
         assert born is not None
-        assert birth_of(process.pid) == born
-    assert birth_of(process.pid) is None or birth_of(process.pid) != born
-    assert not has_ended(os.getpid(), birth_of(os.getpid()))
+        assert start_time_of(process.pid) == born
+    assert start_time_of(process.pid) is None or start_time_of(process.pid) != born
+    assert not has_ended(os.getpid(), start_time_of(os.getpid()))
     assert has_ended(os.getpid(), 0)
 
 

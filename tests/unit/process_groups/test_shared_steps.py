@@ -12,7 +12,7 @@ import pytest
 
 from crossdevice.kernels.host.meeting import compiled_meeting
 from crossdevice.process_groups import shared_steps
-from crossdevice.process_groups.process_births import birth_of
+from crossdevice.process_groups.process_times import start_time_of
 from crossdevice.process_groups.shared_steps import SharedSteps, steps_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux")
@@ -24,7 +24,8 @@ def ranks_of(are_compiled):
     memory = mmap.mmap(-1, steps_bytes(size))
     process = os.getpid()
     ranks = [
-        SharedSteps(memory, rank, size, [(process, birth_of(process) or 0)] * size) for rank in range(size)
+        SharedSteps(memory, rank, size, [(process, start_time_of(process) or 0)] * size)
+        for rank in range(size)
     ]
     for steps, is_compiled in zip(ranks, are_compiled, strict=True):
         steps.meet = compiled_meeting() if is_compiled else None

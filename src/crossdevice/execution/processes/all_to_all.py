@@ -27,7 +27,7 @@ from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
-from crossdevice.process_groups.rooms import room_for
+from crossdevice.process_groups.receive_buffers import receive_buffer
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.options import CommunicationOptions
@@ -144,9 +144,11 @@ def parts_of_all(
         [np.split(rows, np.cumsum(own)[:-1]) for rows, own in zip(leaf.replicas, of_leaf, strict=True)]
         for leaf, of_leaf in zip(leaves, lengths, strict=True)
     ]
-    rooms = {
+    buffers = {
         peer: [
-            room_for(members[peer], (of_leaf.sum(), *leaf.replicas[0].shape[1:]), leaf.replicas[0].dtype)
+            receive_buffer(
+                members[peer], (of_leaf.sum(), *leaf.replicas[0].shape[1:]), leaf.replicas[0].dtype
+            )
             for leaf, of_leaf in zip(leaves, coming[peer], strict=True)
         ]
         for peer in call.others()
@@ -154,10 +156,10 @@ def parts_of_all(
     call.exchange(
         [
             Message(peer, np.concatenate([part for own in of_leaf for part in own[leaf.replicas_of(peer)]]))
-            for peer in rooms
+            for peer in buffers
             for leaf, of_leaf in zip(leaves, parts, strict=True)
         ],
-        [Message(peer, room) for peer, of_peer in rooms.items() for room in of_peer],
+        [Message(peer, buffer) for peer, of_peer in buffers.items() for buffer in of_peer],
     )
     results = []
     for number, leaf in enumerate(leaves):
@@ -166,7 +168,7 @@ def parts_of_all(
             if peer == rank:
                 received += [own[leaf.replicas_of(rank)] for own in parts[number]]
             else:
-                received += _cut(rooms[peer][number], of_peer[number])
+                received += _cut(buffers[peer][number], of_peer[number])
         results.append([np.concatenate(column) for column in zip(*received, strict=True)])
     return results
 
@@ -195,13 +197,13 @@ def _fetched_parts(
             for peer, count in enumerate(leaf.counts)
             for replica in range(count)
         ]
-        rooms = []
+        buffers = []
         for own in range(*leaf.replicas_of(call.group.rank).indices(len(lengths))):
             sizes = lengths[:, own].tolist()
-            rooms.append(first.new_empty((sum(sizes), *shape)))
+            buffers.append(first.new_empty((sum(sizes), *shape)))
             offsets = (starts[:, own] * row_bytes).tolist()
-            copies += map(PeerCopy, rooms[-1].split(sizes), sources, offsets)
-        results.append(rooms)
+            copies += map(PeerCopy, buffers[-1].split(sizes), sources, offsets)
+        results.append(buffers)
     copy_from_all(call, [rows for leaf in leaves for rows in leaf.replicas], copies)
     return results
 

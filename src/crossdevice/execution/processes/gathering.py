@@ -18,7 +18,7 @@ from crossdevice.execution.processes.peer_copies import are_reached, fetched, of
 from crossdevice.execution.processes.peers import known_peers
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
-from crossdevice.process_groups.rooms import room_for
+from crossdevice.process_groups.receive_buffers import receive_buffer
 from crossdevice.values.device import Device, device_of
 
 Flat = NDArray[Any]
@@ -34,7 +34,7 @@ def arrays_of_all_ranks(call: GroupCall, arrays: Sequence[Array]) -> list[list[A
         return fetched(call, arrays, lengths)
     flats = list(map(_on_host, arrays))
     parts = [
-        [room_for(member, [length], flat.dtype) for length, flat in zip(own, flats, strict=True)]
+        [receive_buffer(member, [length], flat.dtype) for length, flat in zip(own, flats, strict=True)]
         for member, own in zip(call.group.members, lengths, strict=True)
     ]
     parts[call.group.rank] = flats
@@ -45,10 +45,10 @@ def arrays_of_all_ranks(call: GroupCall, arrays: Sequence[Array]) -> list[list[A
 def joined(parts: Sequence[Array], axis: int, backend: Backend, device: Device) -> Array:
     """Parts of all ranks end to end, as an array of a library on a device; the host's may be adopted."""
     if not isinstance(parts[0], np.ndarray):
-        room, shape = parts[0]._base, list(parts[0].shape)
+        buffer, shape = parts[0]._base, list(parts[0].shape)
         shape[axis] = sum(part.shape[axis] for part in parts)
-        is_joined = room is not None and math.prod(shape[:axis]) == 1  # as they were fetched
-        there = room.reshape(shape) if is_joined else backend.concat(parts, axis, device)
+        is_joined = buffer is not None and math.prod(shape[:axis]) == 1  # as they were fetched
+        there = buffer.reshape(shape) if is_joined else backend.concat(parts, axis, device)
         return there if device_of(there) == device else backend.copy(there, device)
     whole = np.concatenate(parts, axis=axis)
     return backend.from_host(whole.reshape(-1), whole.shape, device)
@@ -77,9 +77,9 @@ def _flats_of_rank(call: GroupCall, arrays: Sequence[Flat], rank: int) -> list[F
             [Message(peer, taken.copy()) for peer in others],
         )
         return list(arrays)
-    rooms = [np.empty_like(array) for array in arrays]
-    call.exchange([Message(rank, taken)], [Message(rank, room) for room in rooms])
-    return rooms
+    buffers = [np.empty_like(array) for array in arrays]
+    call.exchange([Message(rank, taken)], [Message(rank, buffer) for buffer in buffers])
+    return buffers
 
 
 def _on_host(array: Array) -> Flat:

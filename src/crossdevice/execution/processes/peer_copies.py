@@ -66,11 +66,11 @@ def copy_from_all(call: GroupCall, shown: Sequence[Any], copies: Sequence[PeerCo
 
 def fetched(call: GroupCall, arrays: Sequence[Any], lengths: Sequence[Sequence[int]]) -> list[list[Any]]:
     """For each rank so many elements of its flat arrays: views of new memory, where they are end to end."""
-    rooms = [
+    buffers = [
         array.new_empty(sum(of_ranks)).split(list(of_ranks))
         for array, *of_ranks in zip(arrays, *lengths, strict=True)
     ]
-    parts = [list(of_rank) for of_rank in zip(*rooms, strict=True)]
+    parts = [list(of_rank) for of_rank in zip(*buffers, strict=True)]
     flat = [part for of_rank in parts for part in of_rank]
     copy_from_all(call, arrays, [PeerCopy(part, position) for position, part in enumerate(flat)])
     return parts

@@ -183,28 +183,28 @@ class ProcessReduction:
         mine, others = pack.shards[self._rank], call.others()
         views = {leaf: self._views(leaf, columns[leaf], pack.dtype) for leaf, _, _ in pack.leaves}
         share = self._room_for_share(pack, views)
-        rooms = {
+        buffers = {
             peer: [result_pool.empty(mine.length, pack.travelling) for _ in range(pack.num_arrays(peer))]
             for peer in others
         }
         of_others = [mine] if pack.is_small else [pack.shards[peer] for peer in others]
         with recorded(self._packing):
             self._fill(pack, share, views, [piece for shard in of_others for piece in shard.pieces])
-        rooms[self._rank] = [array[mine.place] for array in share]
+        buffers[self._rank] = [array[mine.place] for array in share]
         if pack.is_small:
             with recorded(self._moving):
-                call.all_gather_into([rooms[rank] for rank in sorted(rooms)])
+                call.all_gather_into([buffers[rank] for rank in sorted(buffers)])
         else:
             call.start_exchange(
                 [_message(peer, array[pack.shards[peer].place]) for peer in others for array in share],
-                [_message(peer, room) for peer in others for room in rooms[peer]],
+                [_message(peer, buffer) for peer in others for buffer in buffers[peer]],
             )
             with recorded(self._packing):
                 self._fill(pack, share, views, mine.pieces)
             with recorded(self._moving):
                 call.wait()
         with recorded(self._reducing):
-            contributions = [room for rank in sorted(rooms) for room in rooms[rank]]
+            contributions = [buffer for rank in sorted(buffers) for buffer in buffers[rank]]
             first = mine.place.start
             tasks = []
             for piece in mine.pieces:

@@ -49,8 +49,8 @@ class PeerReduceScatter(PeerReduction):
                     for row in _rows(leaf, column)
                 ]
             )
-            rooms = outs if are_apart(list(map(Dense, columns, self._specs, outs))) else [None] * len(outs)
-            parts = list(map(self._own_parts, range(len(rooms)), rooms))
+            buffers = outs if are_apart(list(map(Dense, columns, self._specs, outs))) else [None] * len(outs)
+            parts = list(map(self._own_parts, range(len(buffers)), buffers))
             arrays = [*inputs, *(part for of_leaf in parts for part in of_leaf)]
             addresses = self._tensors.addresses_of(arrays)
             # Parts without elements are nowhere; nothing is written there.

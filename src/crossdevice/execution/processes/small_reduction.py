@@ -53,11 +53,11 @@ class SmallReduction:
         # In shared memory by parity of the step; elsewhere nobody reads an array of the last exchange.
         own, inputs = ([], []) if shared is None else (shared.own, shared.inputs)
         if shared is None:
-            self._rooms = [
+            self._buffers = [
                 [np.empty(pack.num_elements, pack.dtype) for _ in range(number)] for number in pack.counts
             ]
-            own, inputs = [self._rooms[rank]], [[room for rooms in self._rooms for room in rooms]]
-        self._own = [[room.view(self._dtype).reshape(self._shape) for room in rooms] for rooms in own]
+            own, inputs = [self._buffers[rank]], [[buffer for buffers in self._buffers for buffer in buffers]]
+        self._own = [[buffer.view(self._dtype).reshape(self._shape) for buffer in buffers] for buffers in own]
         self._inputs = [tuple(arrays) for arrays in inputs]
 
     def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
@@ -68,10 +68,10 @@ class SmallReduction:
         started = now()
         try:
             own = self._own[parity]
-            for room, array in zip(own, arrays, strict=True):
-                room[...] = array if self._brings_arrays else self._host_view(array)
+            for buffer, array in zip(own, arrays, strict=True):
+                buffer[...] = array if self._brings_arrays else self._host_view(array)
             if shared is None:
-                call.all_gather_into(self._rooms)
+                call.all_gather_into(self._buffers)
             else:
                 if shared.shared.on_shown is not None:
                     shared.tell_of(own)

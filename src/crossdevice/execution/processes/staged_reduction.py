@@ -198,11 +198,11 @@ class StagedReduction:
     ) -> None:
         """Starts to bring this rank's arrays to its window."""
         size, window = pack.dtype.itemsize, windows.brought_at[self._rank]
-        room = chunk_length(pack) * size
+        stride = chunk_length(pack) * size
         for piece in chunk.pieces:
             at, num_bytes = window + chunk.offset(piece) * size, (piece.stop - piece.start) * size
             for number, source in enumerate(sources[piece.leaf]):
-                self._copies.fetch(at + number * room, source + piece.start * size, num_bytes)
+                self._copies.fetch(at + number * stride, source + piece.start * size, num_bytes)
 
     def _put(
         self, pack: ProcessPack, chunk: _Chunk, windows: _Windows, targets: Sequence[Sequence[Target]]

@@ -302,8 +302,8 @@ def test_parts_for_other_ranks_are_copied_from_where_they_are(monkeypatch):
         flat = [leaf._replace(replicas=[rows.float().numpy() for rows in leaf.replicas]) for leaf in leaves]
         with group.call("all_to_all", b"the same") as call:
             rights = parts_of_all(call, flat, lengths)
-        assert [rooms[0].dtype for rooms in found] == [torch.bfloat16, torch.int64]
-        for rooms, expected in zip(found, rights, strict=True):
-            assert [room.float().tolist() for room in rooms] == [each.tolist() for each in expected]
+        assert [buffers[0].dtype for buffers in found] == [torch.bfloat16, torch.int64]
+        for buffers, expected in zip(found, rights, strict=True):
+            assert [buffer.float().tolist() for buffer in buffers] == [each.tolist() for each in expected]
 
     run_ranks(3, program)

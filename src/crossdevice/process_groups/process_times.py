@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def birth_of(process: int) -> int | None:
+def start_time_of(process: int) -> int | None:
     """When a process was started, in ticks since the system was; None if it has ended."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
@@ -16,6 +16,6 @@ def birth_of(process: int) -> int | None:
     return None if state in "ZX" else int(fields[18])
 
 
-def has_ended(process: int, birth: int) -> bool:
-    """Whether the process that was born then is there no more."""
-    return birth_of(process) != birth
+def has_ended(process: int, start_time: int) -> bool:
+    """Whether the process that was started then is there no more."""
+    return start_time_of(process) != start_time

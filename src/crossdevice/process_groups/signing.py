@@ -12,13 +12,13 @@ KEY_VARIABLE = "CROSSDEVICE_GROUP_KEY"
 CODE_BYTES = 16
 
 
-class Seal:
-    """Codes of one group: what was sealed in another one, or by another rank, is not taken.
+class Signer:
+    """Codes of one group: what was signed in another one, or by another rank, is not taken.
 
-    >>> ours = Seal(b"secret", b"group 1")
-    >>> ours.opened(ours.closed("a note", rank=2), rank=2)
+    >>> ours = Signer(b"secret", b"group 1")
+    >>> ours.verified(ours.signed("a note", rank=2), rank=2)
     'a note'
-    >>> ours.opened(Seal(b"guess", b"group 1").closed("forged", rank=2), rank=2) is None
+    >>> ours.verified(Signer(b"guess", b"group 1").signed("forged", rank=2), rank=2) is None
     True
     """
 
@@ -33,14 +33,14 @@ class Seal:
         message = b"%d %d " % (len(self._group), rank) + self._group + text
         return hmac.digest(hashlib.sha256(self._key).digest(), message, "sha256")[:CODE_BYTES]
 
-    def closed(self, text: str, rank: int) -> str:
+    def signed(self, text: str, rank: int) -> str:
         """The text with its code."""
         return self.code(text.encode(), rank).hex() + text
 
-    def opened(self, sealed: str, rank: int) -> str | None:
-        """The text; None if that rank has not sealed it."""
-        code, text = sealed[: 2 * CODE_BYTES], sealed[2 * CODE_BYTES :]
-        is_own = hmac.compare_digest(code.encode(), self.closed(text, rank)[: len(code)].encode())
+    def verified(self, signed: str, rank: int) -> str | None:
+        """The text; None if that rank has not signed it."""
+        code, text = signed[: 2 * CODE_BYTES], signed[2 * CODE_BYTES :]
+        is_own = hmac.compare_digest(code.encode(), self.signed(text, rank)[: len(code)].encode())
         return text if is_own else None
 
 

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 from crossdevice.errors import ProcessGroupError
 
 
-def room_for(sender: str, shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
+def receive_buffer(sender: str, shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
     """An array with no particular content for what a rank, named for people, has announced."""
     sizes = tuple(map(int, shape))
     num_bytes = math.prod(sizes) * np.dtype(dtype).itemsize
