@@ -14,6 +14,8 @@ from multiprocess.launching import FOLDER, report
 
 ODD_RANK = 2
 STALL_SECONDS = 9.0
+FORMING_SECONDS = 60.0
+"""Starting takes long where others compute, too."""
 HANG_SECONDS = 100.0
 """For whom the others do not wait: they end the whole job."""
 
@@ -25,7 +27,8 @@ def main(scenario, engine, seconds, odd_rank=None):
     if scenario == "absent":
         report(here.rank, absent(here, engine, float(seconds)))
         return
-    group = here.form_group(engine, timeout_seconds=float(seconds))
+    group = here.form_group(engine, timeout_seconds=FORMING_SECONDS)
+    group.timeout_seconds = float(seconds)
     facts = {"members": group.members}
     start = time.monotonic()
     try:
