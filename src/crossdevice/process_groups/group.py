@@ -25,12 +25,12 @@ from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.host_agreement import found_hosts
 from crossdevice.process_groups.hosts import Hosts
 from crossdevice.process_groups.introduction import introduced
-from crossdevice.process_groups.noting import GRACE_SECONDS, Noting
+from crossdevice.process_groups.noting import Noting
 from crossdevice.process_groups.protocol import Contact, Engine, GaveUpError, RankLostError, Waited
 from crossdevice.process_groups.shared_arrays import empty_array, empty_tree
 from crossdevice.process_groups.shared_memory import SharedMemory, is_wanted
 from crossdevice.process_groups.turn import Turn
-from crossdevice.process_groups.watch import CALLS_DIFFER, DEADLINE_PASSED, PATIENCE_SECONDS, Watch
+from crossdevice.process_groups.watch import GRACE_SECONDS, PATIENCE_SECONDS, Watch
 
 Checks = Literal["new", "always", "off"]
 CHECKS: tuple[Checks, ...] = ("new", "always", "off")
@@ -292,7 +292,8 @@ class ProcessGroup:
         """Waits until it is done, but not beyond the call's deadline."""
         try:
             if not waited.wait(min(PATIENCE_SECONDS, call.seconds_left())):
-                self._wait_watching(call, waited)
+                contact = waited if isinstance(waited, Contact) else self._engine
+                self._watch(call).wait(waited, contact, is_broken=lambda: self.is_broken)
             waited.result()
         except (MismatchError, DeadlineError) as error:
             self._break(str(error))
@@ -307,37 +308,6 @@ class ProcessGroup:
         except BaseException as error:
             self.give_up(f"call {call.number} ({call.what}) was interrupted: {error!r}")
             raise
-
-    def _wait_watching(self, call: GroupCall, waited: Waited) -> None:
-        """Waits with a note on the board, and an eye on what others put there."""
-        contact = waited if isinstance(waited, Contact) else self._engine
-        watch = self._watch(call)
-        while True:
-            if self._broken is not None:
-                raise GaveUpError
-            watch.look()
-            if watch.odd_ones_out() is not None:
-                watch.look_until_all_came(GRACE_SECONDS)  # with two of three one cannot tell who is odd
-                watch.gave_up = CALLS_DIFFER
-                watch.look()
-                raise MismatchError(
-                    f"call {call.number} is not the same on all ranks: {watch.odd_ones_out()}"
-                )
-            if watch.someone_gave_up(call.seconds_left()):
-                raise GaveUpError
-            if waited.wait(min(PATIENCE_SECONDS, max(call.seconds_left(), 0.01))):
-                return
-            contact.check_contact(watch.silent_ranks())
-            if call.seconds_left() <= 0:
-                # Those who came just before the deadline have put up no note yet.
-                if waited.wait(PATIENCE_SECONDS):
-                    return
-                watch.gave_up, watch.awaited = DEADLINE_PASSED, contact.awaited_ranks
-                watch.look_for(GRACE_SECONDS)
-                raise DeadlineError(
-                    f"call {call.number} ({call.what}) was not done in {call.timeout_seconds:g} seconds "
-                    f"(timeout_seconds): {watch.roll_call()}"
-                )
 
     def _lost(self, call: GroupCall, error: Exception) -> ProcessGroupError | MismatchError:
         """The engine failed, most often because a rank is gone; or another rank, or thread, has given up."""

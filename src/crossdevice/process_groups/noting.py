@@ -9,10 +9,7 @@ from crossdevice.process_groups.background import BackgroundCall, BackgroundThre
 from crossdevice.process_groups.board import Note
 from crossdevice.process_groups.protocol import Engine
 from crossdevice.process_groups.signing import Signer
-from crossdevice.process_groups.watch import PATIENCE_SECONDS
-
-GRACE_SECONDS = 2.0
-"""How long others get to put up their notes before one who has given up reads them."""
+from crossdevice.process_groups.watch import GRACE_SECONDS, PATIENCE_SECONDS
 
 
 class Noting:

@@ -6,10 +6,15 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
+from crossdevice.errors import DeadlineError, MismatchError
 from crossdevice.process_groups.board import Note, Refused, odd_ones_out, roll_call
+from crossdevice.process_groups.protocol import Contact, GaveUpError, Waited
 
 PATIENCE_SECONDS = 0.25
 """How long a call may take before its rank puts up a note; quick calls put up none."""
+
+GRACE_SECONDS = 2.0
+"""How long others get to put up their notes before one who has given up reads them."""
 
 SILENCE_SECONDS = 2.0
 """Without a new note for so long, a rank may be gone; what it sent before it left has arrived by then."""
@@ -28,6 +33,10 @@ class NumberedCall(Protocol):
     num_exchanges: int
     what: str
     signature: bytes
+    timeout_seconds: float
+
+    def seconds_left(self) -> float:
+        """Until its deadline."""
 
 
 class Watch:
@@ -56,6 +65,40 @@ class Watch:
         self.gave_up = ""
         self.lost: int | None = None
         self.awaited: Collection[int] = ()
+
+    def wait(self, waited: Waited, contact: Contact, is_broken: Callable[[], bool]) -> None:
+        """Waits until it is done, with a note on the board and an eye on what others put there.
+
+        Raises:
+            MismatchError: ranks make different calls.
+            DeadlineError: the call's deadline has passed.
+            GaveUpError: another rank, or another thread of this one, has given up.
+        """
+        call = self._call
+        while True:
+            if is_broken():
+                raise GaveUpError
+            self.look()
+            if self.odd_ones_out() is not None:
+                self.look_until_all_came(GRACE_SECONDS)  # with two of three one cannot tell who is odd
+                self.gave_up = CALLS_DIFFER
+                self.look()
+                raise MismatchError(f"call {call.number} is not the same on all ranks: {self.odd_ones_out()}")
+            if self.someone_gave_up(call.seconds_left()):
+                raise GaveUpError
+            if waited.wait(min(PATIENCE_SECONDS, max(call.seconds_left(), 0.01))):
+                return
+            contact.check_contact(self.silent_ranks())
+            if call.seconds_left() <= 0:
+                # Those who came just before the deadline have put up no note yet.
+                if waited.wait(PATIENCE_SECONDS):
+                    return
+                self.gave_up, self.awaited = DEADLINE_PASSED, contact.awaited_ranks
+                self.look_for(GRACE_SECONDS)
+                raise DeadlineError(
+                    f"call {call.number} ({call.what}) was not done in {call.timeout_seconds:g} seconds "
+                    f"(timeout_seconds): {self.roll_call()}"
+                )
 
     def look(self) -> None:
         """Puts up a note and reads the others'."""

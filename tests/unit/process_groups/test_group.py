@@ -13,6 +13,7 @@ import pytest
 from crossdevice.errors import DeadlineError, MismatchError, OptionError, ProcessGroupError
 from crossdevice.process_groups import group as group_module
 from crossdevice.process_groups import introduction
+from crossdevice.process_groups import watch as watch_module
 from crossdevice.process_groups.background import BackgroundThread
 from crossdevice.process_groups.board import Note
 from crossdevice.process_groups.group import ProcessGroup
@@ -23,7 +24,8 @@ from crossdevice.process_groups.thread_group import Mailboxes, ThreadEngine, run
 
 @pytest.fixture(autouse=True)
 def _others_get_less_time(monkeypatch):
-    monkeypatch.setattr(group_module, "GRACE_SECONDS", 0.6)
+    for module in (group_module, watch_module):
+        monkeypatch.setattr(module, "GRACE_SECONDS", 0.6)
 
 
 def gather(group, what="gather", signature=b"same", seconds=None):

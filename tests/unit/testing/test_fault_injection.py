@@ -165,7 +165,8 @@ def test_what_a_rank_sends_is_corrupted():
     ids=["drop", "delay", "raises"],
 )
 def test_a_rank_that_fails_is_missed_by_the_others(fault, seconds, mine, others, monkeypatch):
-    monkeypatch.setattr("crossdevice.process_groups.group.GRACE_SECONDS", 0.3)
+    for module in ("group", "watch"):
+        monkeypatch.setattr(f"crossdevice.process_groups.{module}.GRACE_SECONDS", 0.3)
     done = threading.Barrier(3)
 
     def program(group):
