@@ -1,11 +1,100 @@
-"""What all tests share: the order in which libraries are loaded, and garbage collections that stay short."""
+"""What all tests share: the order of imports, judged deprecations, and why tests did not run."""
 
+import collections
 import contextlib
 import gc
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from judged_deprecations import judged_deprecations
 
 # Before anything loads TensorFlow: in the other order it ends the process.
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401
+
+ROOT = Path(__file__).parent
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--nothing-left`, for runs that have the machine to themselves."""
+    parser.addoption("--nothing-left", action="store_true", help=f"fail if {SHARED_MEMORY} gains files")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives the run a temporary folder of its own, so that nothing of launchers and killed ranks stays."""
+    if not hasattr(config, "workerinput"):
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # of `tmp_path`, which may stay
+        config.own_folder = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="cd-")
+        config.found_in_memory = set(SHARED_MEMORY.glob("*"))
+        tempfile.tempdir = None
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Removes that folder."""
+    if hasattr(config, "own_folder"):
+        shutil.rmtree(config.own_folder, ignore_errors=True)
+
+
+NEEDED = {
+    "src/crossdevice/backends/jax_backend.py": "jax",
+    "src/crossdevice/backends/tensorflow_backend.py": "tensorflow",
+    "src/crossdevice/integrations/tensorflow.py": "tensorflow",
+    "docs/coming_from_tensorflow.md": "tensorflow",
+    "docs/reference/tensorflow.md": "tensorflow",
+    "tests/parity/names.py": "tensorflow",
+}
+"""Files whose examples need a library that `make test` does not install."""
+
+
+def _needed_by(path: Path) -> str | None:
+    if not path.is_relative_to(ROOT):
+        return None
+    name = path.relative_to(ROOT).as_posix()
+    is_of_triton = name.startswith(
+        ("tests/unit/kernels/cuda/compiled_", "tests/unit/kernels/cuda/interpreted_")
+    )
+    return "triton" if is_of_triton else NEEDED.get(name)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leaves out files that cannot be imported here."""
+    needed = _needed_by(collection_path)
+    return True if needed and importlib.util.find_spec(needed) is None else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the examples in those files, and notes all that was found, before marks are chosen."""
+    for item in items:
+        is_on_gpu = item.path.is_relative_to(ROOT / "tests" / "gpu")
+        if needed := "a GPU" if is_on_gpu else _needed_by(item.path):
+            item.add_marker(pytest.mark.more(needed))
+    config.found_tests = [
+        (item.nodeid, [mark.args[0] for mark in item.iter_markers("more")]) for item in items
+    ]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Judges deprecations at import, which no test would report."""
+    with judged_deprecations():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, Any, Any]:
+    """Judges those of fixtures and tests."""
+    with judged_deprecations():
+        return (yield)
 
 
 def pytest_collection_finish() -> None:
@@ -14,6 +103,35 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_sessionfinish() -> None:
-    """Lets them go: some libraries complain about what is left when Python ends."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Prints what is left in memory, and why tests were skipped or failed as expected, with counts."""
+    for path in _left_in_memory(config):
+        terminalreporter.write_line(f"left behind: {path}", red=True)
+    counts = collections.Counter(
+        (outcome, _reason_of(report))
+        for outcome in ("skipped", "xfailed")
+        for report in terminalreporter.stats.get(outcome, ())
+    )
+    if counts:
+        terminalreporter.section("did not run, or failed as expected")
+    for (outcome, reason), count in sorted(counts.items(), key=lambda row: (row[0][0], -row[1])):
+        terminalreporter.write_line(f"{count:6} {outcome:8} {reason}")
+
+
+def _left_in_memory(config: pytest.Config) -> list[Path]:
+    if not config.getoption("--nothing-left") or hasattr(config, "workerinput"):
+        return []
+    return sorted(set(SHARED_MEMORY.glob("*")) - config.found_in_memory)
+
+
+def _reason_of(report: Any) -> str:
+    if reason := getattr(report, "wasxfail", None):
+        return str(reason).removeprefix("reason: ")
+    return str(report.longrepr[2]).removeprefix("Skipped: ")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Lets them go: some libraries complain about what is left when Python ends. Fails if files are left."""
     gc.unfreeze()
+    if _left_in_memory(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -12,6 +12,8 @@ from uv import find_uv_bin
 
 ROOT = Path(__file__).resolve().parents[1]
 
+LOCK = ROOT / "constraints.txt"
+
 INHERITED = (
     *("PATH", "SYSTEMROOT", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR"),
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),

@@ -1,7 +1,7 @@
-"""Resolves all extras for each supported Python and platform, from the public index alone.
+"""Resolves all extras with the locked versions, for each supported Python and platform.
 
-An environment that also offers other builds of a library, or in which a library is installed already, hides
-requirements that contradict each other; and nobody has all platforms at hand.
+Only the public index is asked: an environment that also offers other builds of a library, or in which one is
+installed already, hides requirements that contradict each other. And nobody has all platforms at hand.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from public_index import ROOT, IndexUnreachableError, run_uv
+from public_index import LOCK, ROOT, IndexUnreachableError, run_uv
 
 PLATFORMS = {
     "Linux x86-64": "x86_64-manylinux_2_28",
@@ -33,15 +34,20 @@ APART = {"flower": ("flower", "torch", "jax", "tensorflow", "mpi", "cli")}
 """Extras that contradict those of developers, and with what they are resolved: flwr needs an older uv."""
 
 
+def locked_extras() -> list[str]:
+    """Returns the extras whose packages are locked."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [name for name in project["optional-dependencies"] if name not in APART]
+
+
 def conflict(python: str, platform: str) -> str | None:
     """Why all extras together cannot be installed there; None if they can."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    together = [name for name in project["optional-dependencies"] if name not in APART]
-    reasons = [_conflict_of(extras, python, platform) for extras in (together, *APART.values())]
+    reasons = [_conflict_of(locked_extras(), python, platform, LOCK)]
+    reasons += [_conflict_of(extras, python, platform) for extras in APART.values()]
     return "\n".join(filter(None, reasons)) or None
 
 
-def _conflict_of(extras: Iterable[str], python: str, platform: str) -> str | None:
+def _conflict_of(extras: Iterable[str], python: str, platform: str, lock: Path | None = None) -> str | None:
     ended = run_uv(
         *("pip", "compile", "pyproject.toml", "--quiet", "--no-header", "--no-annotate"),
         *(f"--extra={extra}" for extra in extras),
@@ -50,9 +56,13 @@ def _conflict_of(extras: Iterable[str], python: str, platform: str) -> str | Non
         *("--python", sys.executable),
         # What would have to be compiled does not count as available.
         *("--only-binary", ":all:"),
+        *(("--constraint", str(lock)) if lock else ()),
         MACOSX_DEPLOYMENT_TARGET="14.0",
     )
-    return ended.stderr.strip() or f"uv ended with {ended.returncode}" if ended.returncode else None
+    if ended.returncode:
+        return ended.stderr.strip() or f"uv ended with {ended.returncode}"
+    lacking = set(ended.stdout.split()) - set(lock.read_text().split()) if lock else set()
+    return f"{LOCK.name} lacks {', '.join(sorted(lacking))}: run `make lock`" if lacking else None
 
 
 def main() -> int:

@@ -104,6 +104,8 @@ def classes() -> None:
     ops.reduce("sum", placed, placed, options=options)
     by_name = cd.CommunicationOptions(implementation="ring", timeout_seconds=timedelta(seconds=30))
     assert by_name.merge(options).implementation is cd.CommunicationImplementation.RING
+    hints = cd.CollectiveHints(bytes_per_pack=1 << 20)
+    ops.reduce("sum", placed, placed, experimental_hints=hints)
     bound: cd.BoundReduction = ops.bind("sum", placed, placed)
     assert bound().values[1].tolist() == [3]
     assert cd.bind([floats(1), floats(2)], "mean")()[0].tolist() == [1.5]
@@ -170,6 +172,7 @@ def rank(group: cd.ProcessGroup) -> list[float]:
     ops = cd.CollectiveAllReduce(group=group, options=cd.CommunicationOptions(timeout_seconds=30))
     shared = group.empty_like({"w": floats(0, 0)})
     shared["w"][:] = ops.broadcast(floats(1, 2), "cpu:0", from_rank=0)
+    group.check_same(shared)
     strategy = cd.MultiWorkerMirroredStrategy(devices=["cpu:0"], group=group)
     weights = strategy.create_variable(lambda: floats(group.rank))
     weights.assign_sub(floats(1))
@@ -202,6 +205,11 @@ def machines(folder: Path) -> None:
         cd.all_reduce([floats(1), floats(2)])
     assert (folder / "run.json").exists()
     assert cd.flight_record()
+    found: cd.Fingerprint = cd.fingerprint({"w": floats(1)})
+    assert found.differing_leaves(cd.fingerprint({"w": floats(2)})) == ["value['w']"]
+    with cd.record_bits(folder / "run.bits"):
+        cd.mark_bits("after forward", floats(1), inputs={"x": floats(2)})
+    cd.RingAllReduce().check_same(cd.Mirrored([floats(1), floats(1)]))
     cluster = cd.cluster_from_env()
     assert cluster.size == 1
 

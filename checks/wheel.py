@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from documented_calls import PACKAGE, write_programs
-from public_index import ROOT, IndexUnreachableError, clean_environment, run_uv
+from public_index import LOCK, ROOT, IndexUnreachableError, clean_environment, run_uv
 
 BIN = "Scripts" if sys.platform == "win32" else "bin"
 
@@ -23,7 +23,7 @@ class CheckError(Exception):
 
 def built(folder: Path) -> Path:
     """The wheel, made from the sdist as pip would."""
-    uv("build", "--out-dir", str(folder))
+    uv("build", "--out-dir", str(folder), "--build-constraint", str(LOCK))
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -36,7 +36,7 @@ def compare_files(wheel: Path) -> None:
         path.relative_to(PACKAGE.parent).as_posix()
         for path in PACKAGE.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
-    }
+    } | {"crossdevice_torch_backend.py"}
     if packed != there:
         lacking, foreign = sorted(there - packed), sorted(packed - there)
         raise CheckError(f"{wheel.name} lacks {lacking} of src/crossdevice, and has {foreign} besides")
@@ -72,7 +72,7 @@ class Place:
         self._bin = folder / "environment" / BIN
         self.python = str(self._bin / "python")
         uv("venv", "--python", sys.executable, str(self._bin.parent))
-        uv("pip", "install", "--python", self.python, str(wheel))
+        uv("pip", "install", "--python", self.python, "--constraint", str(LOCK), str(wheel))
 
     def uninstall(self, *distributions: str) -> None:
         """Takes packages away again."""

@@ -1,5 +1,6 @@
 """Facts about the house itself."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -53,6 +54,23 @@ def test_algorithms_are_short():
     for path in (PACKAGE / "algorithms").glob("*.py"):
         if path.name != "base.py":
             assert len(path.read_text().splitlines()) < 200, path
+
+
+def test_no_assert_decides_anything():
+    """`python -O` leaves them out: they may only tell the type checker what is not None, or of which type."""
+    found = [
+        (path, node)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assert)
+    ]
+    assert found
+    for path, node in found:
+        text = ast.unparse(node.test)
+        assert re.fullmatch(r".* is not None|(not )?isinstance\(.*\)|sys.platform == '\w+'", text), (
+            path,
+            text,
+        )
 
 
 def test_there_are_no_drawers():

@@ -4,6 +4,8 @@ import re
 import tomllib
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 import crossdevice
 
 ROOT = Path(__file__).parents[2]
@@ -27,3 +29,18 @@ def test_the_project_file_does_not_repeat_the_version():
 def test_the_policy_names_the_oldest_python():
     (oldest,) = re.findall(r'requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text())
     assert f"from {oldest} on" in (ROOT / "docs" / "releasing.md").read_text()
+
+
+def test_all_that_the_makefile_installs_is_locked_to_versions_that_the_ranges_allow():
+    rows = [row for row in (ROOT / "constraints.txt").read_text().splitlines() if not row.startswith("#")]
+    locked = {}
+    for row in rows:
+        name, version = re.fullmatch(r"([a-z0-9-]+)==([0-9a-z.]+)(?: ; .+)?", row).groups()
+        locked.setdefault(name, []).append(version)
+    text = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = text["project"]["optional-dependencies"]
+    asked = [row for name, rows in extras.items() if name != "flower" for row in rows]
+    for row in [*asked, *text["project"]["dependencies"], *text["build-system"]["requires"]]:
+        requirement = Requirement(row)
+        versions = locked[requirement.name.replace("_", "-")]
+        assert all(version in requirement.specifier for version in versions), (row, versions)

@@ -1,0 +1,76 @@
+"""What `make test` leaves out is a repetition, or needs what it does not install: no law is left out."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from conformance.rows import ALGORITHM_ROWS, NUMPY, TORCH
+
+LAWS = Path(__file__).parents[1] / "conformance"
+
+NEEDED = (
+    *("JAX", "TensorFlow", "JAX and TensorFlow", "JAX or TensorFlow", "Triton", "Flower", "rich"),
+    *("safetensors", "torchvision", "timm", "transformers", "three networks", "one more launch"),
+    *("scikit-learn", "PyTorch's whole battery"),
+    *("a GPU", "jax", "tensorflow", "triton"),
+)
+"""Reasons for which a test may be left out with all its cases."""
+
+
+class Case(NamedTuple):
+    function: str
+    words: str
+    reasons: list[str]
+
+
+@pytest.fixture
+def cases(request):
+    """All tests that this run found, those that it leaves out included."""
+    found = [
+        Case(*(identifier.partition("[")[::2]), reasons) for identifier, reasons in request.config.found_tests
+    ]
+    files = {case.function.partition("::")[0] for case in found}
+    if not {f"tests/conformance/{path.name}" for path in LAWS.glob("test_law_*.py")} <= files:
+        pytest.skip("only part of the laws was asked for")
+    return found
+
+
+def test_every_test_has_a_case_in_make_test_unless_it_needs_more(cases):
+    kept = {case.function for case in cases if not case.reasons}
+    left_out = {case.function: case.reasons for case in cases if case.function not in kept}
+    assert {name: reasons for name, reasons in left_out.items() if not set(reasons) & set(NEEDED)} == {}
+
+
+def test_every_law_keeps_every_algorithm_on_numpy_and_on_pytorch(cases):
+    laws, kept = collections.defaultdict(set), collections.defaultdict(set)
+    for case in cases:
+        is_of_another_library = any(reason.startswith("the laws with") for reason in case.reasons)
+        if case.function.startswith("tests/conformance/") and not is_of_another_library:
+            words = frozenset(case.words.removesuffix("]").split("-"))
+            laws[case.function].add(words)
+            if not case.reasons:
+                kept[case.function].add(words)
+    assert laws == kept
+    algorithms = {row.name for row in ALGORITHM_ROWS}
+    by_both = [words for words in kept.values() if any({NUMPY.name, "direct"} <= each for each in words)]
+    assert len(by_both) > 20
+    for words in by_both:
+        for backend in (NUMPY.name, TORCH.name):
+            assert algorithms <= set().union(*(each for each in words if backend in each)), words
+
+
+def test_every_law_between_processes_is_kept_by_threads_and_by_two_launches(cases):
+    rows = [case for case in cases if case.function.startswith("tests/multiprocess/test_laws.py::")]
+    for name, count in (("test_processes_keep", 2), ("test_threads_keep", 2)):
+        laws, kept = collections.Counter(), collections.Counter()
+        for case in rows:
+            if case.function.endswith(name):
+                law = case.words.removesuffix("]").rsplit("-", 1)[-1]
+                laws[law] += 1
+                kept[law] += not case.reasons
+        assert min(kept.values(), default=count) >= count
+        assert set(kept) == set(laws)
