@@ -1,1 +1,1 @@
-"""Other processes: groups that make the same calls, on engines that exist (torch.distributed, MPI)."""
+"""Other processes: groups of ranks that make the same calls, each watched until its deadline."""

@@ -1,14 +1,16 @@
-"""A thread that makes blocking calls, so that nobody has to wait for them longer than they want to."""
+"""Blocking calls in threads, so that nobody waits longer than they want to; and what ends with Python."""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import queue
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 EXIT_SECONDS = 5.0
 """How long a program that ends waits for background calls."""
@@ -50,7 +52,7 @@ class BackgroundCall:
         self._running.release()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the call has ended, after at most so long."""
+        """Waits for the call for at most a number of seconds; returns whether it has ended."""
         end = time.monotonic() + seconds
         while not self._is_done:
             left = end - time.monotonic()
@@ -62,7 +64,7 @@ class BackgroundCall:
         return self._is_done
 
     def result(self) -> Any:
-        """What an ended call returned; raises what it raised."""
+        """Returns the result of an ended call, or raises its error."""
         if self._error is not None:
             raise self._error
         return self._result
@@ -129,7 +131,7 @@ class TimedCalls:
         return self._end - time.monotonic()
 
     def make(self, function: Callable[[], Any], at_least_seconds: float = 0.0) -> Any:
-        """What the function returns; raises TimeoutError if it has not by then, and leaves it running."""
+        """Calls the function; raises TimeoutError if it takes longer, and leaves it running."""
         call = self._thread.submit(function)
         if not call.wait(max(self.seconds_left(), at_least_seconds)):
             raise TimeoutError(f"no answer in {self.seconds:.3g} seconds")
@@ -151,8 +153,45 @@ class _Thread(threading.Thread):
 
 
 def is_background_thread() -> bool:
-    """Whether the calling thread is one of these, whose errors are kept for whoever waits for the call."""
+    """True in a background thread, whose errors are kept for the caller that waits."""
     return isinstance(threading.current_thread(), _Thread)
+
+
+class Open(Protocol):
+    """Something that others wait for until it says that it ends."""
+
+    def end(self, why: str) -> None:
+        """Ends it, and tells the others why."""
+
+
+_open_ones: weakref.WeakSet[Open] = weakref.WeakSet()
+_is_python_ending = False
+
+
+def end_with_python(one: Open) -> None:
+    """Has it ended at the latest when Python ends."""
+    _open_ones.add(one)
+    _registered()
+
+
+def is_python_ending() -> bool:
+    """True if only daemon threads are left."""
+    return _is_python_ending
+
+
+def end_all() -> None:
+    """Ends all that are open, because Python is about to end."""
+    global _is_python_ending
+    _is_python_ending = True
+    error = getattr(sys, "last_value", None)  # what ends it, if nobody has caught it
+    for one in list(_open_ones):
+        one.end("its process has ended" + ("" if error is None else f": {error!r}"))
+
+
+@functools.cache
+def _registered() -> None:
+    # Not when this is imported: what is registered last runs first, and threads are waited for after it.
+    atexit.register(end_all)
 
 
 atexit.register(BackgroundThread.stop_all)

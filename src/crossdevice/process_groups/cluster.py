@@ -1,15 +1,16 @@
-"""Finding out which process of how many this is, and forming a group with the others."""
+"""This process's place in a cluster, and forming a group with the others."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 from collections.abc import Mapping
 
 from crossdevice.errors import OptionError
+from crossdevice.process_groups.engines.registry import PROCESS_ENGINES
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
-from crossdevice.process_groups.registry import PROCESS_ENGINES
-from crossdevice.values.launchers import Launch, launched
+from crossdevice.values.launchers import FOLDER_VARIABLE, Launch, is_of_launcher, launched
 from crossdevice.values.libraries import INSTALLED_BY
 
 
@@ -33,8 +34,9 @@ class Cluster(Launch):
         """A group of all processes of the launch; each of them calls this.
 
         Args:
-            engine: `"torch"` (gloo) or `"mpi"`. If none is named, MPI under its own launchers where mpi4py
-                is installed, else torch.
+            engine: `"torch"` (gloo), `"mpi"`, or `"local"` (Unix sockets, for processes of one host). If none
+                is named, local under `crossdevice run`, MPI under its own launchers where mpi4py is
+                installed, else torch.
             name: tells apart groups that are formed at the same time, in no particular order.
             timeout_seconds: for forming the group, and then for each of its calls.
             checks, shared_memory: as of ProcessGroup.
@@ -42,6 +44,8 @@ class Cluster(Launch):
         lacks_mpi = engine is None and self.has_mpi and importlib.util.find_spec("mpi4py") is None
         if self.size == 1:
             engine = "threads"
+        elif engine is None and self.folder is not None:
+            engine = "local"
         elif engine is None:
             engine = "mpi" if self.has_mpi and not lacks_mpi else "torch"
         try:
@@ -59,8 +63,8 @@ class Cluster(Launch):
 def cluster_from_env(environ: Mapping[str, str] | None = None) -> Cluster:
     """The cluster that the launcher's environment variables describe; one process if there are none.
 
-    Understands, in this order: torchrun and other RANK and WORLD_SIZE, TF_CONFIG, Open MPI, PMI (MPICH, Intel
-    MPI), Slurm. `recognised` says what was found.
+    Understands, in this order: `crossdevice run`, torchrun and other RANK and WORLD_SIZE, TF_CONFIG, Open
+    MPI, PMI (MPICH, Intel MPI), Slurm. `recognised` says what was found.
 
     Args:
         environ: in place of `os.environ`.
@@ -71,6 +75,21 @@ def cluster_from_env(environ: Mapping[str, str] | None = None) -> Cluster:
     'nothing: one process'
     """
     return Cluster(**vars(launched(os.environ if environ is None else environ)))
+
+
+def environments_of_ranks(size: int, folder: str) -> list[dict[str, str]]:
+    """The environments of so many processes of this host, each with its rank; they meet in the folder.
+
+    Those that form groups on PyTorch as well find an address, with a port that is free now.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    inherited = {name: value for name, value in os.environ.items() if not is_of_launcher(name)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, FOLDER_VARIABLE: folder}
+    sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    return [
+        {**inherited, **place, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)
+    ]
 
 
 from_env = cluster_from_env

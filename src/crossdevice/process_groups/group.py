@@ -17,20 +17,26 @@ from crossdevice.process_groups.background import (
     EXIT_SECONDS,
     BackgroundCall,
     BackgroundThread,
+    end_with_python,
     is_background_thread,
+    is_python_ending,
 )
-from crossdevice.process_groups.board import REFUSED, Note, Refused
-from crossdevice.process_groups.ending import end_with_python, is_python_ending
 from crossdevice.process_groups.group_call import GroupCall
-from crossdevice.process_groups.host_agreement import found_hosts
-from crossdevice.process_groups.hosts import Hosts
-from crossdevice.process_groups.introduction import introduced
-from crossdevice.process_groups.noting import Noting
-from crossdevice.process_groups.protocol import Contact, Engine, GaveUpError, RankLostError, Waited
-from crossdevice.process_groups.shared_arrays import empty_array, empty_tree
-from crossdevice.process_groups.shared_memory import SharedMemory, is_wanted
-from crossdevice.process_groups.turn import Turn
-from crossdevice.process_groups.watch import GRACE_SECONDS, PATIENCE_SECONDS, Watch
+from crossdevice.process_groups.notes.board import (
+    PATIENCE_SECONDS,
+    REFUSED,
+    Board,
+    Note,
+    Refused,
+)
+from crossdevice.process_groups.notes.introduction import introduced
+from crossdevice.process_groups.notes.watch import Watch
+from crossdevice.process_groups.protocol import Contact, Engine, GaveUpError, GoneRanks, RankLostError, Waited
+from crossdevice.process_groups.shared.host_agreement import found_hosts
+from crossdevice.process_groups.shared.hosts import Hosts
+from crossdevice.process_groups.shared.shared_arrays import empty_array, empty_tree
+from crossdevice.process_groups.shared.shared_memory import SharedMemory, is_wanted
+from crossdevice.values.registry import loaded
 
 Checks = Literal["new", "always", "off"]
 CHECKS: tuple[Checks, ...] = ("new", "always", "off")
@@ -46,8 +52,18 @@ LATER_SECONDS = 10.0
 CLOSED = "it was closed"
 """Why a group is broken that nothing has happened to."""
 
+INTRODUCTION = b"introduction 2"
+"""Changed with what ranks say in it: those that say something else do not hear each other, and are told."""
+
 LONGEST_SECONDS = 30 * 86400.0
 """What an engine is told in place of no deadline at all, which engines do not know."""
+
+
+class Turn(threading.local):
+    """A thread's place in the order of calls, taken even by a call that is refused before ranks meet."""
+
+    has_begun = True
+    """Outside of what leads to a call there is nothing to refuse."""
 
 
 class ProcessGroup:
@@ -86,6 +102,7 @@ class ProcessGroup:
         self.rank, self.size = engine.rank, engine.size
         self.timeout_seconds, self.checks = timeout_seconds, checks
         self.agreed: dict[Any, Any] = {}  # what ranks have compared, by kind of call
+        self.compared_courses: set[Any] = set()  # kinds of call of which ranks have compared the tasks
         self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -95,17 +112,20 @@ class ProcessGroup:
         self._last_refused = Refused()
         self._broken: str | None = None
         self._background = BackgroundThread(f"crossdevice rank {self.rank}")
-        self._board = Noting(engine)
+        self._board = Board(engine)
         self._memory: SharedMemory | None = None  # of the ranks of this host
         self.shared: SharedMemory | None = None  # the same, if these are all ranks
         self.hosts: Hosts | None = None  # if there are several, and one of them has several ranks
         self.not_shared_reason = ""
         end_with_python(self)
         try:
-            with self.call("form a group", b"introduction") as call:
+            with self.call("form a group", INTRODUCTION) as call:
                 self.members, self._board.signer = introduced(call, CHECKS.index(checks), CHECKS)
                 self._memory, self.hosts, self.not_shared_reason = found_hosts(call, wanted=wants_memory)
                 self.shared = self._memory if self.hosts is None else None
+                if self._memory is not None:
+                    own = range(self.size) if self.hosts is None else self.hosts.own
+                    self._board.add_page(self._memory, own)
         except BaseException:
             self.close()
             raise
@@ -117,16 +137,22 @@ class ProcessGroup:
 
     @property
     def is_broken(self) -> bool:
-        """Whether an error has left the group unusable."""
+        """True if an error has left the group unusable."""
         return self._broken is not None
 
     @property
     def _is_usable(self) -> bool:
-        """Whether nothing has happened to it; to a process that was forked it belongs no more."""
+        """True if the group is neither closed nor broken, and this process formed it, not its parent."""
         return self._broken is None and os.getpid() == self._process
 
+    def check_usable(self) -> None:
+        """Refuses what would only fail later: the group is closed or broken, or another process's."""
+        self._check_process()
+        if self._broken is not None:
+            raise ProcessGroupError(f"this group is broken, so a new one has to be formed: {self._broken}")
+
     def reduces_on(self, device_type: str) -> bool:
-        """Whether the engine all-reduces PyTorch's tensors on such devices where they are."""
+        """True if the engine all-reduces PyTorch's tensors on such devices in place."""
         return device_type in self._engine.device_collectives
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
@@ -136,6 +162,19 @@ class ProcessGroup:
     def empty_like(self, tree: Any) -> Any:
         """New arrays in shared memory like those of a structure: of NumPy, or of PyTorch on the host."""
         return empty_tree(None if self.shared is None else self.shared.arrays, tree)
+
+    def check_same(self, tree: Any) -> None:
+        """Raises BitsMismatchError on all ranks unless the arrays of a structure have the same bits on all.
+
+        All ranks call it. The message names the ranks in the minority, or both sides of a tie, and the leaves
+        in which they differ. What travels are fingerprints: 16 bytes for each rank where all is well. Of a
+        distributed value every component counts as one of the rank's replicas.
+
+        >>> from crossdevice.testing import run_ranks
+        >>> run_ranks(5, lambda group: group.check_same({"w": group.rank > 2}), return_errors=True)[0]
+        BitsMismatchError("ranks 3, 4 differ at value['w'] from the other 3, which hold the same")
+        """
+        loaded("crossdevice.execution.fingerprints:check_same_in_group")(self, tree)
 
     def compare_always(self) -> None:
         """From now on every call is compared, unless checks are off.
@@ -174,7 +213,7 @@ class ProcessGroup:
         timeout_seconds: float | None = None,
         *args: Any,
     ) -> Answer:
-        """What `work(call, *args)` does in the next call: `call` written out, as a generator takes longer."""
+        """Runs `work(call, *args)` in the next call; `call` is inlined, since a generator takes longer."""
         before = self._num_calls
         if os.getpid() != self._process or self._lock.locked():
             self._check_free(what)
@@ -194,7 +233,7 @@ class ProcessGroup:
             self._check_free(what)
         self._holder = threading.get_ident()
         if self._broken is not None:
-            raise ProcessGroupError(f"this group is broken, so a new one has to be formed: {self._broken}")
+            self.check_usable()
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         call = GroupCall(self, self._num_calls, what, signature, seconds)
         self._number = call.number
@@ -251,12 +290,7 @@ class ProcessGroup:
 
     def _check_free(self, what: str) -> None:
         """Refuses a call of a fork, and a second call at the same time, whose order ranks could not tell."""
-        if os.getpid() != self._process:  # whose threads and connections were left behind
-            self.turn.has_begun = True
-            raise ProcessGroupError(
-                f"this group was formed in process {self._process}, and this one was forked from it; "
-                "use it there, or form another one here"
-            )
+        self._check_process()
         if self._holder == threading.get_ident():
             why = (
                 f"{what} was called in the middle of call {self._number}, by the same thread: by a signal's "
@@ -273,6 +307,14 @@ class ProcessGroup:
             self.turn.has_begun = True
             self.give_up(why)
             raise ProcessGroupError(why)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:  # whose threads and connections were left behind
+            self.turn.has_begun = True
+            raise ProcessGroupError(
+                f"this group was formed in process {self._process}, and this one was forked from it; "
+                "use it there, or form another one here"
+            )
 
     # ---------------------------------------------------------------- what a call asks for
 
@@ -309,7 +351,7 @@ class ProcessGroup:
             self.give_up(f"call {call.number} ({call.what}) was interrupted: {error!r}")
             raise
 
-    def _lost(self, call: GroupCall, error: Exception) -> ProcessGroupError | MismatchError:
+    def _lost(self, call: GroupCall, error: Exception) -> ProcessGroupError | MismatchError | DeadlineError:
         """The engine failed, most often because a rank is gone; or another rank, or thread, has given up."""
         if is_python_ending() and not is_background_thread():
             # Only daemons are left, whose traceback would be the last thing printed.
@@ -318,9 +360,8 @@ class ProcessGroup:
             self._abandon()
             return self._not_done(call)
         watch = self._watch(call)
-        watch.lost = error.rank if isinstance(error, RankLostError) else None
-        watch.gave_up = "it lost contact" + ("" if watch.lost is None else f" to rank {watch.lost}")
-        watch.look_for(GRACE_SECONDS)
+        first_hand = {error.rank} if isinstance(error, RankLostError) else set()
+        watch.agree_on_lost(lambda: first_hand | self._gone_ranks())
         odd = watch.odd_ones_out()
         if odd is not None:  # whoever saw it first has hung up
             text = f"call {call.number} is not the same on all ranks: {odd}"
@@ -330,7 +371,17 @@ class ProcessGroup:
         if not isinstance(error, GaveUpError):
             text += f" ({self.engine_name}: {str(error).strip().partition(chr(10))[0]})"
         self._break(text)
-        return ProcessGroupError(text)
+        # Who comes after the others' deadline raises what they have raised.
+        return DeadlineError(text) if watch.waited_in_vain() else ProcessGroupError(text)
+
+    def _gone_ranks(self) -> set[int]:
+        """Ranks whose processes or connections have ended, also those that nobody waits for."""
+        of_engine: GoneRanks = getattr(self._engine, "gone_ranks", tuple)
+        gone = set(of_engine())
+        if self._memory is not None:
+            own = range(self.size) if self.hosts is None else self.hosts.own
+            gone |= {own[number] for number in self._memory.steps.ended_ranks()}
+        return gone
 
     def _watch(self, call: GroupCall) -> Watch:
         keeper = getattr(self._engine, "board_keeper", None)  # engines of others need not tell
@@ -348,7 +399,7 @@ class ProcessGroup:
         self._abandon()
 
     def _abandon(self) -> None:
-        """What is on its way ends with an error at the other ends, too."""
+        """Ends messages under way with an error on all ranks."""
         if self._memory is not None:
             self._memory.steps.abandon()
         self._engine.abandon()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
+import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from crossdevice.errors import ProcessGroupError
 from crossdevice.process_groups.protocol import Begin, Message, Started, Waited
-from crossdevice.process_groups.receive_buffers import receive_buffer
-from crossdevice.process_groups.shared_exchange import SharedExchange
+from crossdevice.process_groups.shared.shared_exchange import SharedExchange
 
 if TYPE_CHECKING:
     from crossdevice.process_groups.group import ProcessGroup
@@ -22,6 +25,16 @@ POLLED_BYTES = 64 << 10
 """Up to here the calling thread asks a polled engine itself: to switch threads would take longer."""
 
 
+class Hops(Protocol):
+    """Whoever is told of the messages of a call."""
+
+    def note_sent(self, messages: Sequence[Message]) -> None:
+        """Called before messages are handed over."""
+
+    def note_received(self, messages: Sequence[Message]) -> None:
+        """Called when messages have arrived."""
+
+
 class GroupCall:
     """One call that all ranks make together: exchanges of bytes, each with tags of its own."""
 
@@ -29,6 +42,9 @@ class GroupCall:
     has_heard = False
     """Whether something has come from another rank, which then makes the same call."""
     _waited: Waited | None = None
+    hops: Hops | None = None
+    """Told of all messages, if the call is verified."""
+    _awaited: Sequence[Message] = ()
 
     def __init__(
         self, group: ProcessGroup, number: int, what: str, signature: bytes, timeout_seconds: float
@@ -59,6 +75,9 @@ class GroupCall:
         self._begin(sends, receives)
 
     def _begin(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        if self.hops is not None:
+            self.hops.note_sent(sends)
+            self._awaited = receives
         shared, place = self.group.shared, (self.number, self.num_exchanges, self.signature)
         if shared is not None:
             # All ranks take part in every step, so all have heard of all.
@@ -97,6 +116,9 @@ class GroupCall:
         if self._waited is not None:
             self.group._wait(self, self._waited)
             self._waited = None
+        if self.hops is not None:
+            self.hops.note_received(self._awaited)
+            self._awaited = ()
 
     def step(self, numbers: Sequence[int] = ()) -> None:
         """Waits until all ranks are here, and can see what the others have put into shared memory."""
@@ -179,3 +201,36 @@ class GroupCall:
         """The other ranks, the next one first, so that not all of them start with the same."""
         rank, size = self.group.rank, self.group.size
         return [(rank + step) % size for step in range(1, size)]
+
+
+def receive_buffer(sender: str, shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
+    """An array with no particular content for what a rank, named for people, has announced."""
+    check_announced(sender, shape, np.dtype(dtype).itemsize)
+    try:
+        return np.empty(tuple(shape), dtype)
+    except MemoryError:
+        raise _implausible(sender, shape, np.dtype(dtype).itemsize) from None
+
+
+def check_announced(sender: str, shape: Sequence[int], item_bytes: int) -> None:
+    """Rejects implausible sizes that a rank has announced, before anything is allocated."""
+    if min(shape, default=0) < 0 or math.prod(map(int, shape)) * item_bytes > _memory_bytes():
+        raise _implausible(sender, shape, item_bytes)
+
+
+def _implausible(sender: str, shape: Sequence[int], item_bytes: int) -> ProcessGroupError:
+    sizes = tuple(map(int, shape))
+    return ProcessGroupError(
+        f"{sender} says that it sends an array of shape {sizes}, {math.prod(sizes) * item_bytes} bytes, for "
+        f"which there is no memory: this host has {_memory_bytes()} bytes. Unless it brings as much, its "
+        "message was corrupted"
+    )
+
+
+@functools.cache
+def _memory_bytes() -> int:
+    """Returns the machine's memory, or a very large number where it is unknown."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 1 << 62

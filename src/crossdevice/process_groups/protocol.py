@@ -1,4 +1,4 @@
-"""What crossdevice asks of an engine between processes: to exchange bytes, and a board for notes."""
+"""The interface of an engine between processes: exchange of bytes, and a board for notes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class GaveUpError(Exception):
 
 
 class Waited(Protocol):
-    """What a rank waits for in a call: a background call of the engine, or a step in shared memory."""
+    """Something a rank waits for in a call: a background call of the engine, or a step in shared memory."""
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, after at most so long."""
+        """Waits for at most a number of seconds; returns whether it has ended."""
 
     def result(self) -> Any:
         """Raises what went wrong, if anything has."""
@@ -39,7 +39,7 @@ class Waited(Protocol):
 
 @runtime_checkable
 class Contact(Protocol):
-    """What knows who is waited for, and who is gone: an engine, or what goes through shared memory."""
+    """Source of who is waited for and who is gone: an engine, or shared memory."""
 
     @property
     def awaited_ranks(self) -> Collection[int]:
@@ -62,8 +62,12 @@ It is made in the thread, and so on the streams, of whoever wrote its arrays.
 """
 
 
+GoneRanks: TypeAlias = Callable[[], Collection[int]]
+"""The ranks whose connections have ended. An engine that knows has it, called `gone_ranks`."""
+
+
 class DeviceCollectives(Protocol):
-    """What an engine does with PyTorch's tensors on their devices: all are contiguous."""
+    """Collectives of an engine on PyTorch's tensors where they are; all are contiguous."""
 
     def all_reduce_of(self, tensor: Any, op: str) -> Started:
         """An all-reduce in place, with a ReduceOp's name but not MEAN."""
@@ -76,7 +80,7 @@ class DeviceCollectives(Protocol):
 
 
 class Engine(Protocol):
-    """How the ranks of one group reach each other. All calls block; each comes from one thread at a time."""
+    """Exchange of bytes between the ranks of a group. Calls block; each is from one thread at a time."""
 
     name: str
     """As users know it: "gloo", "Open MPI"."""

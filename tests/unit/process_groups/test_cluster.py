@@ -29,7 +29,7 @@ def test_an_unknown_engine_is_refused_with_the_known_ones():
 
 
 def test_an_engine_whose_library_is_missing_says_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "crossdevice.process_groups.mpi_group", raising=False)
+    monkeypatch.delitem(sys.modules, "crossdevice.process_groups.engines.mpi_engine", raising=False)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(OptionError, match=r"pip install 'crossdevice\[mpi\]'"):
         APART.form_group("mpi")
@@ -39,7 +39,7 @@ def test_an_engine_whose_library_is_missing_says_what_to_install(monkeypatch):
 def test_under_mpirun_without_mpi4py_the_advice_is_to_install_it(other_lack, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     if other_lack is not None:
-        monkeypatch.delitem(sys.modules, "crossdevice.process_groups.torch_group", raising=False)
+        monkeypatch.delitem(sys.modules, "crossdevice.process_groups.engines.torch_engine", raising=False)
         monkeypatch.setitem(sys.modules, other_lack, None)
     launched = cluster.cluster_from_env({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
     with pytest.raises(OptionError, match=r"Open MPI .* mpi4py: pip install 'crossdevice\[mpi\]'"):

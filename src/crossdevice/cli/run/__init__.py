@@ -1,0 +1,1 @@
+"""`crossdevice run`: processes of one host that form a group."""

@@ -1,0 +1,215 @@
+"""`crossdevice run`: starts a program as several processes of this host, and ends them together."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, Self
+
+from crossdevice.errors import OptionError
+from crossdevice.process_groups.cluster import environments_of_ranks
+from crossdevice.process_groups.notes.introduction import own_name
+
+OWN_END_SECONDS = 5.0
+"""What others get after a failure to say what they have to say, and to end by themselves."""
+
+ENDING_SECONDS = 5.0
+"""The same after SIGTERM, before they are killed."""
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_PARENT_ENDS = 1  # prctl's PR_SET_PDEATHSIG
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options; all that follows the program is the program's own."""
+    parser.usage = "crossdevice run -n N [-m] program [argument ...]"
+    parser.add_argument(
+        "-n", "--processes", type=int, required=True, metavar="N", help="number of processes, on this host"
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="the program is a module: python -m")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="a Python file or module, its arguments")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the program, and returns the exit status of the first process that failed; 0 if none did."""
+    size, program = arguments.processes, arguments.program
+    if size < 1:
+        raise OptionError(f"-n must be 1 or more; got {size}")
+    if not program:
+        raise OptionError("which program? For example: crossdevice run -n 4 train.py")
+    command = [sys.executable, *(["-m"] if arguments.module else []), *program]
+    with tempfile.TemporaryDirectory(prefix="crossdevice-run-") as folder, _Ranks() as ranks:
+        return ranks.run(command, environments_of_ranks(size, folder))
+
+
+class _Ranks:
+    """Processes whose output is shown with their ranks, and that end together."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._readers: list[threading.Thread] = []
+        self._received: list[int] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+
+    def run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
+        """Starts all, and returns the exit status of the first that failed, or of the signal that came."""
+        with self._forwarding():
+            self._start(command, environments)
+            status, left, end = 0, set(range(len(environments))), None
+            wanted = iter((signal.SIGTERM, signal.SIGKILL))
+            while left:
+                rank = self._next_ended(end)
+                if rank is None:
+                    following = next(wanted, signal.SIGKILL)
+                    self._send(following, left)
+                    end = time.monotonic() + ENDING_SECONDS
+                elif rank < 0:  # a signal has come, and was handed on
+                    status = status or 128 + self._received[0]
+                    end = end or time.monotonic() + OWN_END_SECONDS
+                else:
+                    left.discard(rank)
+                    code = self._processes[rank].wait()
+                    if code and not status:
+                        status = _status(code)
+                        self._say(rank, code, left)
+                        end = time.monotonic() + OWN_END_SECONDS
+        end = time.monotonic() + ENDING_SECONDS
+        for reader in self._readers:  # what the program has left behind may hold its output open
+            reader.join(max(end - time.monotonic(), 0.0))
+        return status
+
+    def _start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
+        die_with_us = _dying_with(os.getpid())
+        for rank, environment in enumerate(environments):
+            # In sessions of their own: a terminal's Ctrl-C comes to this process, which hands it on once.
+            self._processes.append(
+                subprocess.Popen(
+                    command,
+                    env={**environment, "PYTHONUNBUFFERED": "1"},
+                    stdin=subprocess.DEVNULL if rank else None,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                    preexec_fn=die_with_us,
+                )
+            )
+        lock = threading.Lock()
+        for rank, process in enumerate(self._processes):
+            prefix = f"[{rank}] ".encode()
+            assert process.stdout is not None
+            assert process.stderr is not None
+            for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                self._run_thread(_copy, prefix, source, target.buffer, lock)
+            threading.Thread(target=self._report_end, args=(rank, process), daemon=True).start()
+
+    def _run_thread(self, function: Callable[..., None], *args: object) -> None:
+        self._readers.append(threading.Thread(target=function, args=args, daemon=True))
+        self._readers[-1].start()
+
+    def _report_end(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        self._ended.put(rank)
+
+    def _next_ended(self, end: float | None) -> int | None:
+        """The rank that has ended next, -1 for a signal that came; None if nobody has by then."""
+        while True:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return None
+            with suppress(queue.Empty):  # not all at once: a handler runs between two waits
+                return self._ended.get(timeout=0.5 if left is None else min(left, 0.5))
+
+    def _say(self, rank: int, code: int, left: set[int]) -> None:
+        how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+        host = own_name().partition(",")[0]
+        text = f"crossdevice run: rank {rank} ({host}, process {self._processes[rank].pid}) {how}"
+        if left:
+            text += f"; the other {len(left)} have {OWN_END_SECONDS:g} seconds to end by themselves"
+        print(text, file=sys.stderr, flush=True)
+
+    def _send(self, number: int, ranks: set[int]) -> None:
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(self._processes[rank].pid, number)
+
+    @contextmanager
+    def _forwarding(self) -> Iterator[None]:
+        """Hands on signals that end this process; a second one kills."""
+
+        def hand_on(number: int, _: object) -> None:
+            self._received.append(number)
+            running = {rank for rank, process in enumerate(self._processes) if process.returncode is None}
+            self._send(number if len(self._received) == 1 else signal.SIGKILL, running)
+            self._ended.put(-1)
+
+        before = {number: signal.signal(number, hand_on) for number in FORWARDED}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _status(code: int) -> int:
+    """As a shell says it."""
+    return code if code > 0 else 128 - code
+
+
+def _dying_with(parent: int) -> Callable[[], None] | None:
+    """Has the system end a process with the one that starts it, even if that is killed; on Linux only."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl
+
+    def prepare() -> None:
+        prctl(_PARENT_ENDS, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended just before
+            os._exit(1)
+
+    return prepare
+
+
+def _copy(prefix: bytes, source: IO[bytes], target: IO[bytes], lock: threading.Lock) -> None:
+    """Copies lines, each with a prefix, once they are complete: with a newline, or a carriage return."""
+    kept = b""
+    while chunk := os.read(source.fileno(), 1 << 16):
+        *lines, kept = _lines(kept + chunk)
+        if lines:
+            _write(b"".join(prefix + line for line in lines), target, lock)
+    if kept:
+        _write(prefix + kept + b"\n", target, lock)
+    source.close()
+
+
+def _lines(text: bytes) -> list[bytes]:
+    """With their ends; the last one has none, and may be empty."""
+    lines = text.splitlines(keepends=True)
+    return lines if lines and not lines[-1].endswith((b"\n", b"\r")) else [*lines, b""]
+
+
+def _write(text: bytes, target: IO[bytes], lock: threading.Lock) -> None:
+    with lock, suppress(BrokenPipeError):  # whoever read the output has seen enough; the processes go on
+        target.write(text)
+        target.flush()

@@ -1,0 +1,254 @@
+"""Groups on torch.distributed: bytes go over gloo, notes hang in a store; the default group is left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, from_numpy
+
+from crossdevice.errors import OptionError, ProcessGroupError
+from crossdevice.process_groups.background import TimedCalls
+from crossdevice.process_groups.engines.torch_collectives import nccl_of
+from crossdevice.process_groups.engines.torch_meeting import Meeting, everyones, way_to
+from crossdevice.process_groups.engines.torch_store import (
+    default_store,
+    leave_behind_at_fork,
+    reason_of,
+    store_at,
+)
+from crossdevice.process_groups.group import LONGEST_SECONDS, TIMEOUT_SECONDS, Checks, ProcessGroup
+from crossdevice.process_groups.protocol import DeviceCollectives, Message, RankLostError
+from crossdevice.values.launchers import Launch
+
+HANG_UP_TAG, CONTACT_TAG = (1 << 31) - 1, (1 << 31) - 2
+"""Tags of messages that nobody receives."""
+
+
+def form_group(
+    rank: int,
+    size: int,
+    address: str | None = None,
+    port: int | None = None,
+    *,
+    store: dist.Store | None = None,
+    name: str = "",
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    checks: Checks = "new",
+    shared_memory: bool | None = None,
+) -> ProcessGroup:
+    """A group of the processes that call this with the same size and name, each with a rank of its own.
+
+    They meet in `store`, else in the store of torch.distributed's default group if there is one, else in a
+    store that rank 0 keeps at `address` and `port`. The n-th group that a rank forms is made with the n-th
+    of the others, so a group that broke can be formed again.
+
+    Args:
+        name: tells apart groups of the same size that different processes form in one store.
+        timeout_seconds: for forming the group, and then for each of its calls.
+        shared_memory: as of ProcessGroup.
+    """
+    deadline = TimedCalls(timeout_seconds)
+    keeper = None
+    if store is None:
+        store = default_store()
+    if store is None:
+        keeper = 0
+        if address is None or port is None:
+            raise OptionError("ranks meet at an address and port of rank 0, or in a store; got neither")
+        store = store_at(address, port, is_keeper=rank == 0, timeout_seconds=timeout_seconds)
+    left = max(deadline.seconds_left(), 0.0)
+    engine = TorchEngine(
+        store, rank, size, address=address, name=name, timeout_seconds=left, board_keeper=keeper
+    )
+    return ProcessGroup(engine, timeout_seconds=timeout_seconds, checks=checks, shared_memory=shared_memory)
+
+
+def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> TorchEngine:
+    """The engine of this process of a launch."""
+    deadline = TimedCalls(timeout_seconds)
+    store, keeper = default_store(), None
+    if store is None:
+        keeper = None if cluster.has_store else 0
+        if cluster.address is None or cluster.port is None:
+            raise OptionError(
+                f"torch.distributed needs an address of rank 0: set MASTER_ADDR and MASTER_PORT; "
+                f"recognised {cluster.recognised}"
+            )
+        is_keeper = cluster.rank == keeper
+        store = store_at(cluster.address, cluster.port, is_keeper=is_keeper, timeout_seconds=timeout_seconds)
+    return TorchEngine(
+        dist.PrefixStore(f"restart {cluster.restart}", store),
+        cluster.rank,
+        cluster.size,
+        address=cluster.address,
+        name=name,
+        timeout_seconds=max(deadline.seconds_left(), 0.0),
+        board_keeper=keeper,
+        is_of_launch=True,
+    )
+
+
+class TorchEngine:
+    """One rank on gloo. Connections are made at once, all to all, over the way that leads to `address`.
+
+    GLOO_SOCKET_IFNAME names another interface.
+    """
+
+    name = "gloo"
+    largest_tag = CONTACT_TAG - 1
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        address: str | None = None,
+        name: str = "",
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        board_keeper: int | None = None,
+        is_of_launch: bool = False,
+    ) -> None:
+        if not 0 <= rank < size:
+            raise OptionError(f"a rank is a number from 0 to size - 1; got rank {rank} of {size}")
+        if not dist.is_available() or not dist.is_gloo_available():
+            raise OptionError("this PyTorch was built without torch.distributed's gloo")
+        self.rank = rank
+        self.size = size
+        self.board_keeper = board_keeper
+        deadline = TimedCalls(timeout_seconds)
+        meeting = Meeting(store, rank, size, name, deadline, is_of_launch=is_of_launch)
+        host = meeting.hold(way_to(address))
+        self._store = meeting.store
+        self._is_out = False
+        self._left: list[_Awaited] = []
+        self._doubted: _Awaited | None = None
+        self._is_store_gone = False
+        nccl = nccl_of(self._store, rank, size)
+        self.device_collectives: Mapping[str, DeviceCollectives] = {} if nccl is None else {"cuda": nccl}
+        self._gloo: Any = self._connected(host, deadline)
+        leave_behind_at_fork(self._gloo)
+
+    @property
+    def awaited_ranks(self) -> Collection[int]:
+        """The rank whose message has not come, and those whose messages have not been looked at."""
+        return {message.peer for message in self._left}
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
+    ) -> None:
+        """All at once; gloo keeps messages of one tag in order, and sends them once they are asked for."""
+        gloo, timeout, peer = self._gloo, timedelta(seconds=timeout_seconds), self.rank
+        self._is_out = True
+        try:
+            messages: list[_Awaited] = []
+            for call, these in ((gloo.recv, receives), (gloo.send, sends)):
+                for peer, memory in these:
+                    if memory.nbytes:
+                        messages.append(_Awaited(peer, call([_tensor(memory)], peer, tag)))
+            for number, awaited in enumerate(messages):
+                self._left, peer = messages[number:], awaited.peer
+                awaited.work.wait(timeout)
+        except RuntimeError as error:
+            raise RankLostError(peer, reason_of(error)) from None
+        # Not in a `finally`: after an error something is on its way, for `abandon` to hang up on.
+        self._left = []
+        self._is_out = False
+
+    def post(self, note: str) -> None:
+        """Notes hang in the store under the rank's number."""
+        if self._is_store_gone:
+            raise ConnectionError("the store is gone")
+        try:
+            self._store.set(f"note of {self.rank}", note)
+        except RuntimeError:
+            self._is_store_gone = True  # each further try would print a page of warnings
+            raise
+
+    def notes(self) -> Mapping[int, str]:
+        """All that hang there; an empty one was put up by each rank when it came."""
+        return {rank: note for rank, note in enumerate(everyones(self._store, "note", self.size)) if note}
+
+    def check_contact(self, silent: Collection[int]) -> None:
+        """Gloo waits on if a connection ends in the middle of a message, but takes no new ones for it."""
+        awaited, gloo = next(iter(self._left), None), self._gloo
+        if awaited is None or awaited.peer not in silent or gloo is None:
+            return
+        try:
+            gloo.send([_tensor(np.zeros(1, np.uint8))], awaited.peer, CONTACT_TAG)
+        except RuntimeError as error:
+            if awaited is self._doubted:
+                raise RankLostError(awaited.peer, reason_of(error)) from None
+            self._doubted = awaited  # its message may have come just before it left
+
+    def abandon(self) -> None:
+        """Hangs up. What is on its way ends with an error, here and at the other end.
+
+        Else whoever comes late would get what has been written to the memory since.
+        """
+        gloo = self._gloo
+        # Without a store, that is all the news that ranks of other hosts get.
+        if gloo is not None and (self._is_out or self._is_store_gone):
+            _hang_up(gloo, [peer for peer in range(self.size) if peer != self.rank])
+
+    def close(self) -> None:
+        """Hangs up, and leaves."""
+        self.abandon()
+        self._gloo = None
+
+    def _connected(self, host: str | None, deadline: TimedCalls) -> Any:
+        timeout = timedelta(seconds=min(max(deadline.seconds_left(), 1.0), LONGEST_SECONDS))
+
+        def connect() -> Any:
+            if host is None or os.environ.get("GLOO_SOCKET_IFNAME"):
+                return dist.ProcessGroupGloo(self._store, self.rank, self.size, timeout)
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = timeout
+            return dist.ProcessGroupGloo(self._store, self.rank, self.size, options)
+
+        try:
+            return deadline.make(connect)
+        except (RuntimeError, TimeoutError) as error:
+            raise ProcessGroupError(
+                f"rank {self.rank} could not connect to all others from {host or 'its default interface'}; "
+                f"GLOO_SOCKET_IFNAME names another interface (gloo: {reason_of(error)})"
+            ) from None
+
+
+class _Awaited(NamedTuple):
+    """A message on its way, with the rank at its other end."""
+
+    peer: int
+    work: dist.Work
+
+
+class _Adopted:
+    """Memory that is only sent, but that PyTorch would warn about because it is read-only."""
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self._memory = memory
+        self.__array_interface__ = {**memory.__array_interface__, "data": (memory.ctypes.data, False)}
+
+
+def _tensor(memory: NDArray[Any]) -> Tensor:
+    """The memory itself, as bytes."""
+    flat = memory.reshape(-1).view(np.uint8)
+    return from_numpy(flat if flat.flags.writeable else np.asarray(_Adopted(flat)))
+
+
+def _hang_up(gloo: Any, peers: Sequence[int]) -> None:
+    """Closes all connections of a gloo group, which it does by itself only when a receive comes too late.
+
+    A peer that is gone cannot be waited for, so each is tried.
+    """
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            gloo.recv([_tensor(np.empty(1, np.uint8))], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))

@@ -1,0 +1,282 @@
+"""Rendezvous of ranks in a store of torch.distributed, and what they learn when not all come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from crossdevice.errors import DeadlineError, OptionError, ProcessGroupError
+from crossdevice.process_groups.background import TimedCalls
+from crossdevice.process_groups.engines.torch_store import is_loopback, reason_of
+from crossdevice.process_groups.notes.introduction import own_name
+from crossdevice.values.disagreement import numbered
+
+logger = logging.getLogger("crossdevice")
+
+SILENT_SECONDS = 10.0
+"""How long ranks are waited for before that is said."""
+
+ANSWER_SECONDS = 1.0
+"""What a store gets for an answer, even if it is asked just before the deadline."""
+
+WITHDRAWAL_SECONDS = 2.0
+"""What a rank whose deadline has passed spends on saying so."""
+
+MAX_COMERS = 256
+"""How many of the last that came to a store are read."""
+
+COMPARING_SECONDS = 2.0
+"""After how long the ranks of a launch look whether others wait for a group of another size."""
+
+SMALLEST_PAUSE_SECONDS, LARGEST_PAUSE_SECONDS = 0.001, 0.25
+
+
+class Meeting:
+    """The ranks that form one group: each comes, waits for the others, and learns how to reach them.
+
+    The n-th meeting of a rank is with the n-th of the others. Whoever waited in vain comes to the same one
+    again when it tries again.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        name: str,
+        deadline: TimedCalls,
+        *,
+        is_of_launch: bool = False,
+    ) -> None:
+        """`is_of_launch` says that all processes of a launch come: those of another size are mistaken."""
+        self._whole = store
+        self._rank = rank
+        self._size = size
+        self._deadline = deadline
+        self._is_of_launch = is_of_launch
+        self._name = f"crossdevice/{name}"
+        self._turns = f"{self._name}/{size}/turns of {rank}"
+        self._turn = 0
+        self._comer = 0
+        self.store = store
+        """What this group alone writes to, once `hold` has returned."""
+
+    def hold(self, own_address: str | None) -> str | None:
+        """Waits for all ranks, and returns the own address by which they can be reached."""
+        try:
+            self._turn = self._ask(lambda: self._whole.add(self._turns, 1))
+            self.store = self._store_of(self._turn)
+            self._come(own_address or "")
+            self._wait_for_all()
+            addresses = self._ask(lambda: everyones(self.store, "address", self._size))
+            self._ask(lambda: self._whole.set(f"{self._name}/comer {self._comer}", ""))
+        except (DeadlineError, KeyboardInterrupt):
+            self._withdraw()
+            raise
+        except TimeoutError:
+            raise DeadlineError(
+                f"the group of {self._size} was not formed in {self._deadline.seconds:.3g} seconds: the "
+                f"store in which rank {self._rank} waits does not answer. Is the process that keeps it, most "
+                "often rank 0, stopped?"
+            ) from None
+        except RuntimeError as error:
+            raise ProcessGroupError(
+                f"the store in which rank {self._rank} waited for the others of a group of {self._size} is "
+                "gone: has the process that keeps it, most often rank 0, ended? "
+                f"(torch.distributed: {reason_of(error)})"
+            ) from None
+        # A host's own name often leads back to itself only (127.0.1.1), where others cannot follow.
+        elsewhere = next((address for address in addresses if address and not is_loopback(address)), None)
+        return way_to(elsewhere) if own_address and is_loopback(own_address) and elsewhere else own_address
+
+    def _ask(self, function: Callable[[], Any]) -> Any:
+        return self._deadline.make(function, ANSWER_SECONDS)
+
+    def _store_of(self, turn: int) -> dist.Store:
+        return dist.PrefixStore(f"{self._name}/{self._size}/{turn}", self._whole)
+
+    def _come(self, address: str) -> None:
+        def come() -> None:
+            self._comer = self._whole.add(f"{self._name}/comers", 1)
+            self._whole.set(
+                f"{self._name}/comer {self._comer}", json.dumps([self._rank, self._size, own_name()])
+            )
+            for what, text in (("who", own_name()), ("gave up", ""), ("note", ""), ("address", address)):
+                self.store.set(f"{what} of {self._rank}", text)
+
+        self._ask(come)
+
+    def _wait_for_all(self) -> None:
+        pause, say_so = SMALLEST_PAUSE_SECONDS, time.monotonic() + SILENT_SECONDS
+        compare = time.monotonic() + COMPARING_SECONDS
+        self._check_told()  # else the keys of those that have left would be taken for them
+        while not self._ask(lambda: self.store.check(keys("address", self._size))):
+            self._check_alone()
+            self._check_told()
+            if self._is_of_launch and time.monotonic() > compare:
+                compare = time.monotonic() + SILENT_SECONDS
+                self._check_size()
+            if self._deadline.seconds_left() < 0:
+                raise DeadlineError(self._ask_anew(self._not_formed))
+            if time.monotonic() > say_so:
+                say_so = time.monotonic() + self._deadline.seconds
+                missing = self._ask(self._missing)
+                more = self._ask(self._of_other_sizes)
+                logger.warning(
+                    "waiting for %s to form a group of %d%s", numbered("rank", missing), self._size, more
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LARGEST_PAUSE_SECONDS)
+
+    def _check_alone(self) -> None:
+        """Refuses a rank that two processes think they are; the first tells the second."""
+
+        def double() -> str | None:
+            key = f"double of {self._rank}"
+            if self.store.check([key]):
+                return str(self.store.get(key).decode())
+            latest = self._whole.add(self._turns, 0)
+            theirs = self._store_of(latest)
+            if latest <= self._turn or not theirs.check([f"who of {self._rank}"]):
+                return None
+            who = str(theirs.get(f"who of {self._rank}").decode())
+            if who == own_name():
+                return None  # which forms two groups at once
+            theirs.set(key, own_name())
+            return who
+
+        found = self._ask(double)
+        if found is not None:
+            self._refuse(
+                f"two processes call themselves rank {self._rank} of {self._size}: {own_name()} "
+                f"and {found}. Each process needs a rank of its own (RANK)"
+            )
+
+    def _check_size(self) -> None:
+        """Refuses a launch whose processes do not agree on how many they are, and tells the others."""
+        for rank, size, who in self._ask(self._comers_of_other_sizes):
+            why = (
+                f"ranks disagree about how many they are (WORLD_SIZE): rank {rank} ({who}) says {size}, and "
+                f"rank {self._rank} ({own_name()}) says {self._size}"
+            )
+
+            def tell(rank: int = rank, size: int = size, why: str = why) -> None:
+                place = f"{self._name}/{size}"
+                turn = self._whole.add(f"{place}/turns of {rank}", 0)
+                dist.PrefixStore(f"{place}/{turn}", self._whole).set("refused", why)
+
+            self._ask(tell)
+            self._refuse(why)
+
+    def _check_told(self) -> None:
+        """Raises what another rank of this meeting has found, also if this one comes later."""
+
+        def told() -> str:
+            return str(self.store.get("refused").decode()) if self.store.check(["refused"]) else ""
+
+        if why := self._ask(told):
+            self._refuse(why)
+
+    def _refuse(self, why: str) -> NoReturn:
+        def tell() -> None:
+            self.store.set("refused", why)
+            self._whole.set(f"{self._name}/comer {self._comer}", "")
+
+        self._ask(tell)
+        raise OptionError(why)
+
+    def _withdraw(self) -> None:
+        """As if this rank had not come: its next try is to meet the others' first."""
+
+        def withdraw() -> None:
+            self.store.set(f"gave up of {self._rank}", "its deadline passed")
+            self._whole.set(f"{self._name}/comer {self._comer}", "")
+            self.store.delete_key(f"address of {self._rank}")
+            self._whole.add(self._turns, -1)
+
+        with contextlib.suppress(RuntimeError, TimeoutError):  # not every store can forget
+            self._ask_anew(withdraw)
+
+    def _ask_anew(self, function: Callable[[], Any]) -> Any:
+        """After the deadline."""
+        return TimedCalls(WITHDRAWAL_SECONDS).make(function)
+
+    def _not_formed(self) -> str:
+        missing = self._missing()
+        gave_up = [rank for rank in missing if self._has_given_up(rank)]
+        absent = [rank for rank in missing if rank not in gave_up]
+        came = [rank for rank in range(self._size) if rank not in absent]
+        parts = [f"{numbered('rank', absent)} did not come"] if absent else []
+        parts.append(f"{numbered('rank', came)} came")
+        if gave_up:
+            has = "has" if len(gave_up) == 1 else "have"
+            parts.append(f"{numbered('rank', gave_up)} {has} given up")
+        return (
+            f"the group of {self._size} was not formed in {self._deadline.seconds:.3g} seconds: "
+            f"{'; '.join(parts)}{self._of_other_sizes()}{self._of_earlier()}. Are all processes started, and "
+            "do they agree on their number and on the address?"
+        )
+
+    def _missing(self) -> list[int]:
+        """Ranks that have not come to form the group."""
+        return [rank for rank, key in enumerate(keys("address", self._size)) if not self.store.check([key])]
+
+    def _has_given_up(self, rank: int) -> bool:
+        key = f"gave up of {rank}"
+        return bool(self.store.check([key]) and self.store.get(key))
+
+    def _of_other_sizes(self) -> str:
+        """The processes that wait in the same store for a group of another size, perhaps for this one."""
+        return "".join(
+            f"; rank {rank} ({who}) waits for a group of {size}"
+            for rank, size, who in self._comers_of_other_sizes()
+        )
+
+    def _comers_of_other_sizes(self) -> list[tuple[int, int, str]]:
+        found = []
+        last = self._whole.add(f"{self._name}/comers", 0)
+        for number in range(max(1, last - MAX_COMERS + 1), last + 1):
+            key = f"{self._name}/comer {number}"
+            text = self._whole.get(key) if self._whole.check([key]) else b""
+            rank, size, who = json.loads(text) if text else (0, self._size, "")
+            if size != self._size:
+                found.append((rank, size, who))
+        return found
+
+    def _of_earlier(self) -> str:
+        """Another process that has been this rank before, and may still be."""
+        key, earlier = f"who of {self._rank}", self._store_of(self._turn - 1)
+        who = earlier.get(key).decode() if self._turn > 1 and earlier.check([key]) else own_name()
+        return "" if who == own_name() else f"; another process, {who}, has been rank {self._rank} before"
+
+
+def everyones(store: dist.Store, what: str, size: int) -> list[str]:
+    """Reads what all ranks have put into a store, in one request where the store supports it."""
+    names = keys(what, size)
+    found = store.multi_get(names) if store.has_extended_api() else [store.get(name) for name in names]
+    return [text.decode() for text in found]
+
+
+def keys(what: str, size: int) -> list[str]:
+    """Under which ranks put something."""
+    return [f"{what} of {rank}" for rank in range(size)]
+
+
+def way_to(address: str | None) -> str | None:
+    """The own address from which packets to that one leave; nothing is sent to find out."""
+    if address is None:
+        return None
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as unsent:
+            unsent.connect(target)
+            return str(unsent.getsockname()[0])
+    except OSError:
+        return None

@@ -1,0 +1,173 @@
+"""Agreement on which ranks share a host.
+
+Each rank makes a file without a name (a memfd), which is gone with the last process that has it. Others try
+to open it through /proc, and read back what was written there. Nothing is concluded from names of hosts or
+from variables: ranks in different containers, or of different users, do not get at it, and say why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from crossdevice.process_groups.shared.hosts import Hosts
+from crossdevice.process_groups.shared.shared_arrays import mapped_file, name_of
+from crossdevice.process_groups.shared.shared_memory import (
+    SHARED_MEMORY_VARIABLE,
+    SharedMemory,
+    memory_bytes,
+    unavailable_reason,
+)
+from crossdevice.process_groups.shared.shared_steps import start_time_of
+
+if TYPE_CHECKING:
+    from crossdevice.process_groups.group_call import GroupCall
+
+HOST_VARIABLE = "CROSSDEVICE_HOST"
+"""Ranks in whose environments it differs do not share memory: several hosts can be tried out on one."""
+
+TOKEN_BYTES = 16
+REASON_BYTES = 200
+_OFFER = struct.Struct(f"<qqq{TOKEN_BYTES}s{TOKEN_BYTES}s{REASON_BYTES}s")
+_ANSWER = struct.Struct(f"<q{REASON_BYTES}s")
+
+
+class _Offer(NamedTuple):
+    """A rank's offer to share memory: its process, its file and the first bytes, or the reason against."""
+
+    process: int
+    start_time: int
+    descriptor: int
+    token: bytes
+    host: bytes
+    """What stands for the variable."""
+    reason: bytes
+
+
+class _Answer(NamedTuple):
+    """The lowest rank whose memory a rank has got at, and why it is none lower."""
+
+    first: int
+    reason: bytes
+
+
+def found_hosts(call: GroupCall, *, wanted: bool) -> tuple[SharedMemory | None, Hosts | None, str]:
+    """The memory of this rank's host, the hosts if there are several, and the reason why not all share one.
+
+    There are no hosts if every rank would be alone on its own.
+    """
+    rank, size, members = call.group.rank, call.group.size, call.group.members
+    if size == 1:
+        return None, None, "there is one rank"
+    if len({member.partition(" ")[2].partition(" ")[2] for member in members}) < size:
+        return None, None, "several ranks are threads of one process"
+    reason = (
+        unavailable_reason()
+        if wanted
+        else f"it was switched off (shared_memory=False or {SHARED_MEMORY_VARIABLE}=0)"
+    )
+    mapped: mmap.mmap | None = None
+    token, descriptor = secrets.token_bytes(TOKEN_BYTES), -1
+    if reason is None:
+        try:
+            descriptor = os.memfd_create(name_of(_number(token)), os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, memory_bytes(size))
+            mapped = mapped_file(descriptor, memory_bytes(size))
+            mapped[:TOKEN_BYTES] = token
+        except OSError as error:
+            reason = f"no memory could be made: {error}"
+    try:
+        process = os.getpid()
+        host = hashlib.blake2b(os.environ.get(HOST_VARIABLE, "").encode(), digest_size=TOKEN_BYTES).digest()
+        offer = _Offer(process, start_time_of(process) or 0, descriptor, token, host, _short(reason))
+        offers = [_Offer(*_OFFER.unpack(record)) for record in call.all_gather(_OFFER.pack(*offer))]
+        first = rank
+        if reason is None:
+            first, found, reason = _lowest_opened(offers[:rank], offer, memory_bytes(size))
+            mapped = found or mapped
+        told = call.all_gather(_ANSWER.pack(first, _short(reason)))
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    answers = [_Answer(*_ANSWER.unpack(record)) for record in told]
+    ranks = _grouped([answer.first for answer in answers])
+    own = next(host for host in ranks if rank in host)
+    memory = None
+    if len(own) > 1:
+        assert mapped is not None
+        processes = [(offers[peer].process, offers[peer].start_time) for peer in own]
+        memory = SharedMemory(mapped, own.index(rank), processes)
+    if len(ranks) == 1:
+        return memory, None, ""
+    why = {number: answer.reason.rstrip(b"\0") for number, answer in enumerate(answers)}
+    without = [number for number, offered in enumerate(offers) if offered.reason.rstrip(b"\0")]
+    odd, *more = without or [number for number in why if why[number] and number not in ranks[0]]
+    others = f" (and {len(more)} more)" if more else ""
+    text = f"{members[odd]}{others}: {why[odd].decode(errors='replace')}"
+    return memory, None if len(ranks) == size else Hosts(ranks, rank, memory), text
+
+
+def _lowest_opened(
+    offers: Sequence[_Offer], own: _Offer, num_bytes: int
+) -> tuple[int, mmap.mmap | None, str | None]:
+    """The first rank whose memory can be opened, that memory, and the reason why it is not that of rank 0."""
+    first_reason = None
+    for number, offer in enumerate(offers):
+        if offer.reason.rstrip(b"\0"):
+            continue
+        if offer.host == own.host:
+            mapped, reason = _opened(number, offer, num_bytes)
+        else:
+            mapped, reason = None, f"rank {number} is on another host: {HOST_VARIABLE} says so"
+        if mapped is not None:
+            return number, mapped, first_reason
+        first_reason = first_reason or reason
+    return len(offers), None, first_reason
+
+
+def _opened(number: int, offer: _Offer, num_bytes: int) -> tuple[mmap.mmap | None, str | None]:
+    """A rank's memory, or the reason why this rank cannot have it."""
+    place = f"/proc/{offer.process}/fd/{offer.descriptor}"
+    elsewhere = f"rank {number} is in another container or on another host"
+    try:
+        # The name first: in another container the number may be that of a process that has nothing to do
+        # with this one, and to open what it has open might disturb it.
+        if os.readlink(place) != f"/memfd:{name_of(_number(offer.token))} (deleted)":
+            return None, f"{elsewhere}: {place} is something else"
+        descriptor = os.open(place, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            mapped = mapped_file(descriptor, num_bytes)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        return None, f"{elsewhere}: {place} is not there"
+    except OSError as error:
+        return None, f"the memory of rank {number} cannot be opened: {error}"
+    if mapped[:TOKEN_BYTES] != offer.token:
+        return None, f"{elsewhere}: the memory is not its own"
+    return mapped, None
+
+
+def _grouped(firsts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Ranks of one host together: those who got at the memory of one rank, which got at none before it.
+
+    Who got at the memory of a rank that has itself gone to another one's stays alone.
+    """
+    hosts: dict[int, list[int]] = {}
+    for rank, first in enumerate(firsts):
+        hosts.setdefault(first if firsts[first] == first else rank, []).append(rank)
+    return tuple(map(tuple, hosts.values()))
+
+
+def _number(token: bytes) -> int:
+    """Half of it, by which the file is known; all of it is to be read in the memory."""
+    return int.from_bytes(token[: TOKEN_BYTES // 2], "little")
+
+
+def _short(reason: str | None) -> bytes:
+    return (reason or "").encode()[:REASON_BYTES]
