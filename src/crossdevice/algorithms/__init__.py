@@ -1,1 +1,1 @@
-"""Which steps? One file per algorithm; each only says how a sum is planned."""
+"""Algorithms, one per file; each only says how a sum is planned."""

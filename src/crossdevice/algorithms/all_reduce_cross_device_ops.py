@@ -47,16 +47,16 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     @property
     def agg_small_grads_max_group(self) -> int:
-        """How many values share a pack at most."""
+        """Maximum number of values in a pack."""
         return self.packing.small_max_group
 
     @property
     def uses_engine(self) -> bool:  # type: ignore[override]
-        """Whether the named algorithm does."""
+        """True if the named algorithm does."""
         return self._algorithm().uses_engine
 
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:
-        """Why the named algorithm cannot run on these devices; None if it can."""
+        """Reason the named algorithm cannot run on these devices; None if it can."""
         return self._algorithm().fallback_reason(devices)
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:

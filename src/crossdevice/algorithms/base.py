@@ -14,12 +14,13 @@ from crossdevice.costs.topology import Topology
 from crossdevice.errors import ConversionError, OptionError, ReduceOpError
 from crossdevice.execution.differentiation import read_recorded_leaves, recorded_leaves
 from crossdevice.execution.explaining import explained
-from crossdevice.execution.known_calls import KnownCalls
+from crossdevice.execution.fingerprints import check_same as check_replicas_same
+from crossdevice.execution.known_calls import Flattened, KnownCalls
 from crossdevice.execution.linear_maps import Calls, Combination, Concatenation
 from crossdevice.execution.local.batch import CheckedBatch, Request, read_requests
 from crossdevice.execution.local.copying import component_of, copied_into, copied_to, shared_with
 from crossdevice.execution.local.gathering import Placed, gathered
-from crossdevice.execution.local.hooks import reduced_by_hook
+from crossdevice.execution.local.hooks import check_result, reduced_by_hook
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.destinations import read_destinations
@@ -77,6 +78,16 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
 
     # ---------------------------------------------------------------- the public calls
 
+    def check_same(self, value: Any) -> None:
+        """Raises BitsMismatchError unless all replicas of a distributed value hold the same bits.
+
+        The message names the replicas in the minority, and the leaves in which they differ.
+
+        >>> from crossdevice import Mirrored, RingAllReduce
+        >>> RingAllReduce().check_same(Mirrored([[1.0, 2.0], [1.0, 2.0]]))
+        """
+        check_replicas_same(value)
+
     def reduce(
         self,
         reduce_op: ReduceOp | str,
@@ -108,10 +119,10 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         if weights is not None:
             return self._reduce_weighted(reduce_op, pairs, chosen, [out], weights)[0]
         outs = [out]
-        key, known, columns = self._known_calls.find(reduce_op, pairs, chosen, outs)
-        if known is not None:
-            return known.run(columns, outs)[0]
-        return self._reduce(reduce_op, pairs, chosen, outs, key, is_batch=False)[0]
+        flattened, known = self._known_calls.find(reduce_op, pairs, chosen, outs)
+        if known is not None and flattened is not None:
+            return known.run(flattened)[0]
+        return self._reduce(reduce_op, pairs, chosen, outs, flattened, is_batch=False)[0]
 
     def batch_reduce(
         self,
@@ -133,10 +144,10 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         outs = checked_outs(out, len(pairs))
         if weights is not None:
             return self._reduce_weighted(reduce_op, pairs, chosen, outs, weights)
-        key, known, columns = self._known_calls.find(reduce_op, pairs, chosen, outs)
-        if known is not None:
-            return known.run(columns, outs)
-        return self._reduce(reduce_op, pairs, chosen, outs, key, is_batch=True)
+        flattened, known = self._known_calls.find(reduce_op, pairs, chosen, outs)
+        if known is not None and flattened is not None:
+            return known.run(flattened)
+        return self._reduce(reduce_op, pairs, chosen, outs, flattened, is_batch=True)
 
     def broadcast(
         self,
@@ -163,7 +174,9 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         if out is not None:
             return copied_into(tensor, devices, out)
         if self._overrides("broadcast_implementation"):
-            return self.broadcast_implementation(tensor, destinations)
+            copies = self.broadcast_implementation(tensor, destinations)
+            check_result(copies, devices, f"{type(self).__name__}.broadcast_implementation")
+            return copies
         place = shared_with if shares else copied_to
         if recorded is None:
             return place(tensor, devices)
@@ -278,10 +291,10 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         """`reduce` and `batch_reduce` with weights."""
         op = self._checked_op(reduce_op)
         factors = self._checked_factors(weights, op)
-        key, known, columns = self._known_calls.find(op, pairs, options, outs, len(factors))
-        if known is not None:
-            return known.run(columns, outs, weights_for(factors, op))
-        return self._reduce(op, pairs, options, outs, key, is_batch=True, factors=factors)
+        flattened, known = self._known_calls.find(op, pairs, options, outs, len(factors))
+        if known is not None and flattened is not None:
+            return known.run(flattened, weights_for(factors, op))
+        return self._reduce(op, pairs, options, outs, flattened, is_batch=True, factors=factors)
 
     def _reduce(
         self,
@@ -289,12 +302,12 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None,
         outs: Sequence[Any],
-        key: Any,
+        flattened: Flattened | None,
         *,
         is_batch: bool,
         factors: tuple[float, ...] | None = None,
     ) -> list[Any]:
-        """Reads, checks and runs a call that is not known; keeps it under `key` unless that is None."""
+        """Reads, checks and runs a call that is not known; keeps it if its arrays are `flattened`."""
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         requests, rebuilt = read_requests(pairs, outs)
         recorded = recorded_leaves([(request.value, request.destinations) for request in requests], outs)
@@ -311,10 +324,13 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
             return rebuilt(self._reduce_by_hooks(batch, targets, is_batch))
         between = self._between
         results = batch.run(self._planner) if between is None else between.reduce(batch)
-        if key is not None and batch.is_plain:
-            known = batch.prepared(self._planner) if between is None else between.prepared(batch)
-            if known is not None:
-                self._known_calls.keep(key, batch, known)
+        if flattened is not None:
+            prepare = (
+                functools.partial(batch.prepared, self._planner)
+                if between is None
+                else functools.partial(between.prepared, batch)
+            )
+            self._known_calls.keep(flattened, batch, prepare)
         return rebuilt(results)
 
     def _within_process(self) -> CrossDeviceOps:
@@ -324,7 +340,7 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
     @property
     def _calls(self) -> Calls:
         """The calls that compute derivatives."""
-        return Calls(self.batch_reduce, self.gather)
+        return Calls(self.batch_reduce, self.gather, self.reduce_scatter)
 
     @property
     def _between(self) -> BetweenProcesses | None:
@@ -347,25 +363,27 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
             self._overrides("reduce_implementation") or self._overrides("plan_sum")
         )
 
-        def hook(pairs: list[tuple[PerReplica, Any]]) -> list[Any]:
+        def hook(pairs: list[tuple[PerReplica, Any]]) -> Any:
             if one_by_one:
                 return [self.reduce_implementation(op, value, target, options) for value, target in pairs]
-            return list(self.batch_reduce_implementation(op, pairs, options))
+            return self.batch_reduce_implementation(op, pairs, options)
 
-        return reduced_by_hook(batch, destinations, hook, self._planner)
+        is_whole = not one_by_one and self._overrides("batch_reduce_implementation")
+        name = f"{type(self).__name__}.{'batch_' if is_whole else ''}reduce_implementation"
+        return reduced_by_hook(batch, destinations, hook, name, self._planner)
 
     @property
     def _runs_locally(self) -> bool:
-        """Whether calls run plans in this process alone, so that they can be prepared and repeated."""
+        """True if calls run plans in this process alone, so that they can be prepared and repeated."""
         return self._runs_plans
 
     @property
     def _runs_plans(self) -> bool:
-        """Whether sums are planned, not made by an `accumulation_fn` or an overridden hook."""
+        """True if sums are planned, not made by an `accumulation_fn` or an overridden hook."""
         return self.accumulation_fn is None and not self._overrides_hooks
 
     def _differentiates(self, op: ReduceOp) -> bool:
-        """Whether the derivative of a reduction is known."""
+        """True if the derivative of the reduction is known."""
         return op in (ReduceOp.SUM, ReduceOp.MEAN) and self._runs_plans
 
     @property

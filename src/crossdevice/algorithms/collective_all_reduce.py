@@ -99,6 +99,14 @@ class CollectiveAllReduce(CrossDeviceOps):
     all_to_all = _in_turn(CrossDeviceOps.all_to_all)
 
     @_in_turn
+    def check_same(self, value: Any) -> None:
+        """The same for the replicas of all processes of the group; every process makes the call."""
+        if self.group is None:
+            super().check_same(value)
+        else:
+            self.group.check_same(value)
+
+    @_in_turn
     def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions | None = None) -> Any:
         """One process's value, on every process of the group; all bring one of the same shapes and dtypes."""
         check_cross_replica("value_of_rank")

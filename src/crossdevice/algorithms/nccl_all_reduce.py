@@ -32,7 +32,7 @@ class NcclAllReduce(PackedOps):
     uses_engine = True
 
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:
-        """Why NCCL cannot reduce values on these devices; None if it can."""
+        """Reason NCCL cannot reduce values on these devices; None if it can."""
         others = sorted({str(device) for device in devices if device.type != "cuda"})
         if others:
             return f"NCCL works on GPUs only, and values are on {', '.join(others)}"

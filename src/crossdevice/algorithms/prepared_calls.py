@@ -18,7 +18,7 @@ from crossdevice.values.replica_scope import check_cross_replica
 
 
 class Call(NamedTuple):
-    """What `reduce` is given; without destinations, what `batch_reduce` is given."""
+    """Arguments of `reduce`; without destinations, those of `batch_reduce`."""
 
     reduce_op: ReduceOp | str
     value: Any
@@ -82,6 +82,7 @@ class PreparedCalls:
             return bind_batch(batch, self._planner, answer_of)
         between = self._between
         if between is not None:
+            between.group.check_usable()
             bound = bind_between_processes(batch, between, answer_of)
             if bound is not None:
                 return bound

@@ -55,5 +55,5 @@ class Settings:
                 self.__dict__.pop(name, None)
 
     def _is_prepared(self, name: str) -> bool:
-        """Whether an attribute is what was prepared for the settings, not one of them."""
+        """Tells an attribute that was prepared from the settings from a setting."""
         return isinstance(getattr(type(self), name, None), functools.cached_property)

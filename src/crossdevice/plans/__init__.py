@@ -1,1 +1,1 @@
-"""What to do, as data: buffers and steps, read by the executor, the ledger and the renderer."""
+"""Plans as data: buffers and steps, read by the executor, the ledger and the renderer."""

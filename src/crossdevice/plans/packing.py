@@ -1,4 +1,4 @@
-"""Which values travel together: packs are lists of ranges of values, so packing itself copies nothing.
+"""Packs: lists of ranges of values that travel together, so packing itself copies nothing.
 
 A batch is first grouped by `key` (dtype, devices and destinations): only equal keys share a pack.
 """
@@ -34,7 +34,7 @@ Pack = tuple[Segment, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How an algorithm packs: `num_packs` if not 0, else small values in groups, else one by one.
+    """Packing rule of an algorithm: `num_packs` if not 0, else small values in groups, else one by one.
 
     >>> for pack in Packing(num_packs=2).packs([Item(3, 4, "f"), Item(2, 4, "f")]):
     ...     print([tuple(segment) for segment in pack])

@@ -13,7 +13,7 @@ from crossdevice.values.device import Device
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What an algorithm does with one pack: replicas come in as `inputs`, results leave as `outputs`."""
+    """The steps of an algorithm for one pack: replicas come in as `inputs`, results leave as `outputs`."""
 
     inputs: tuple[Buffer, ...]
     steps: tuple[Step, ...]

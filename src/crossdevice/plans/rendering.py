@@ -40,7 +40,7 @@ def _name(buffer: Buffer) -> str:
 
 
 def devices_text(number: int) -> str:
-    """How many devices.
+    """Formats a number of devices.
 
     >>> devices_text(1), devices_text(8)
     ('1 device', '8 devices')

@@ -1,4 +1,4 @@
-"""Which steps of a plan may be in flight at once: the track each runs on, and what it waits for."""
+"""Concurrency of a plan's steps: the track each runs on, and what it waits for."""
 
 from __future__ import annotations
 

@@ -29,12 +29,12 @@ class Buffer:
 
     @property
     def length(self) -> int:
-        """How many elements it holds."""
+        """Number of elements."""
         return self.stop - self.start
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas count in it."""
+        """Number of replicas that count in it."""
         return self.replicas.bit_count()
 
 

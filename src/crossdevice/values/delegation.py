@@ -54,12 +54,12 @@ class DelegatesToArray:
 
 
 def operand_of(value: Any) -> Any:
-    """What a value is in arithmetic."""
+    """Returns the operand a value stands for in arithmetic."""
     return value.operand() if isinstance(value, DelegatesToArray) else value
 
 
 def as_array(component: Any, dtype: Any, copy: Any) -> Any:
-    """What a component's `__array__` returns; not every library's knows `copy`."""
+    """Calls a component's `__array__`, which does not know `copy` in every library."""
     array = component.__array__() if dtype is None else component.__array__(dtype)
     return array.copy() if copy else array
 

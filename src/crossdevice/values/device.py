@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from crossdevice.errors import DeviceError
 
@@ -24,35 +23,40 @@ def _counted(part: str, number: int) -> int:
     return count
 
 
-@dataclasses.dataclass(frozen=True, init=False, repr=False)
-class Device:
+class Device(str):
     """A place where arrays live. `cpu:k`, a logical device of the host, exists for every k.
 
     JAX and TensorFlow are exceptions: they have as many as they were configured with.
 
+    A device is the string of its full TensorFlow name, so it goes wherever that goes, `tf.device` included.
+    `str()` and formatting give the short one.
+
     >>> Device("cuda:1") == Device("cuda", 1) == Device.parse("/device:GPU:1")
     True
-    >>> Device("cpu:3").canonical
-    '/job:localhost/replica:0/task:0/device:CPU:3'
+    >>> Device("cpu:3") == "/job:localhost/replica:0/task:0/device:CPU:3", f"{Device('cpu:3')}"
+    (True, 'cpu:3')
 
     Args:
         type: the type alone ("cuda"), with the other parts beside it, or a whole name ("cuda:1").
     """
 
+    __slots__ = ("type", "index", "job", "replica", "task")  # noqa: RUF023 - in the order of a name's parts
+
     type: str
-    index: int
+    index: int  # type: ignore[assignment]  # in place of the method of strings
     job: str
     replica: int
     task: int
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         type: str,  # noqa: A002 - the name of the field
         index: int = 0,
         job: str = "localhost",
         replica: int = 0,
         task: int = 0,
-    ) -> None:
+    ) -> Self:
+        """Reads a whole name, or a type and the parts beside it."""
         if not isinstance(type, str) or not type:
             raise DeviceError(
                 f"{type!r} is not the name of a device; expected one such as 'cpu:0' or 'cuda:1' "
@@ -63,22 +67,31 @@ class Device:
             beside = (index, job, replica, task)
             if beside != (0, "localhost", 0, 0):
                 raise DeviceError(f"{type!r} is a whole name; got more parts of a name beside it: {beside}")
-            kind, index, job, replica, task = dataclasses.astuple(_parse(type, _HOST))
+            kind, index, job, replica, task = Device.parse(type)._parts
         if not isinstance(job, str) or not job or "/" in job:
             raise DeviceError(f"{job!r} is not the name of a job; expected one such as 'worker'")
-        self._fill(kind, _counted("index", index), job, _counted("replica", replica), _counted("task", task))
+        return cls._of(
+            kind, _counted("index", index), job, _counted("replica", replica), _counted("task", task)
+        )
 
-    def _fill(self, kind: str, index: int, job: str, replica: int, task: int) -> None:
-        # Devices are part of every cache key; hashing five fields each time would cost more than a small sum.
-        known = hash((kind, index, job, replica, task))
-        self.__dict__.update(type=kind, index=index, job=job, replica=replica, task=task, _hash=known)
+    @classmethod
+    def _of(cls, type: str, index: int, job: str, replica: int, task: int) -> Self:  # noqa: A002
+        word = _TENSORFLOW_TYPES.get(type, type.upper())
+        device = super().__new__(cls, f"/job:{job}/replica:{replica}/task:{task}/device:{word}:{index}")
+        for name, part in zip(Device.__slots__, (type, index, job, replica, task), strict=True):
+            object.__setattr__(device, name, part)
+        return device
 
-    def __hash__(self) -> int:
-        known: int = self.__dict__["_hash"]
-        return known
+    def __setattr__(self, name: str, value: object) -> None:
+        """Devices are parts of keys, so they never change."""
+        raise AttributeError(f"the {name} of a device cannot be set")
+
+    @property
+    def _parts(self) -> tuple[str, int, str, int, int]:
+        return self.type, self.index, self.job, self.replica, self.task
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Hashes of strings differ from process to process, so a pickled device makes its own anew."""
+        """Its full name says all there is of it."""
         return Device.parse, (self.canonical,)
 
     @staticmethod
@@ -103,27 +116,26 @@ class Device:
 
     @property
     def canonical(self) -> str:
-        """The full TensorFlow name."""
-        return f"/job:{self.job}/replica:{self.replica}/task:{self.task}/{self._last_part}"
+        """The full TensorFlow name, as a plain string."""
+        return "".join(self)
 
     @property
     def canonical_without_job_and_task(self) -> str:
         """The TensorFlow name as seen from its own task."""
-        return f"/replica:{self.replica}/{self._last_part}"
+        return f"/replica:{self.replica}/{self.rpartition('/')[2]}"
 
     @property
     def is_host(self) -> bool:
-        """Whether its arrays lie in the host's memory."""
+        """True if its arrays are in the host's memory."""
         return self.type == "cpu"
-
-    @property
-    def _last_part(self) -> str:
-        return f"device:{_TENSORFLOW_TYPES.get(self.type, self.type.upper())}:{self.index}"
 
     def __str__(self) -> str:
         if (self.job, self.replica, self.task) == ("localhost", 0, 0):
             return f"{self.type}:{self.index}"
         return self.canonical
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
 
     def __repr__(self) -> str:
         if self.type in _KNOWN_TYPES and self.index >= 0:
@@ -158,12 +170,12 @@ def device_of(value: object) -> Device | None:
 
 
 def is_of_keras(value: object) -> bool:
-    """Whether this is a variable of Keras, which holds an array of TensorFlow, PyTorch or JAX."""
+    """True for a variable of Keras, which holds an array of TensorFlow, PyTorch or JAX."""
     return type(value).__module__.startswith("keras.") and hasattr(value, "value")
 
 
 def misplaced(array: object, device: Device) -> str | None:
-    """Where an array is, if that is not on this device; None if it is there, or on the host for any `cpu:k`.
+    """Names an array's device if it is another; None if it is this one, or the host for any `cpu:k`.
 
     >>> misplaced([1.0], Device("cuda:1"))
     'the host'
@@ -198,7 +210,7 @@ def _device(kind: str, index: int) -> Device:
 
 @functools.lru_cache(maxsize=4096)
 def _parse(name: str, default: Device) -> Device:
-    """What a name says, also of devices that nobody has: TensorFlow reads `/cpu:-1`, and so do we."""
+    """Parses a name, also of devices that do not exist: TensorFlow reads `/cpu:-1`, and so do we."""
     found: dict[str, Any] = {}
     for part in name.rstrip().split("/"):
         if not part:
@@ -209,15 +221,12 @@ def _parse(name: str, default: Device) -> Device:
         elif key in ("replica", "task"):
             found[key] = _number(rest, name)
         else:
-            if "kind" in found:
+            if "type" in found:
                 raise DeviceError(f"device {name!r} names two device types")
-            found["kind"], index = _type_and_index(key, rest, name)
+            found["type"], index = _type_and_index(key, rest, name)
             if index is not None:
                 found["index"] = index
-    device = object.__new__(Device)
-    kind, index, job, replica, task = dataclasses.astuple(default)
-    device._fill(**{"kind": kind, "index": index, "job": job, "replica": replica, "task": task, **found})
-    return device
+    return Device._of(**{**dict(zip(Device.__slots__, default._parts, strict=True)), **found})
 
 
 def _type_and_index(key: str, rest: str, name: str) -> tuple[str, int | None]:

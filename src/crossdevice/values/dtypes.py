@@ -1,4 +1,4 @@
-"""What each dtype means for a reduction, by name, so that no array library is needed to ask.
+"""Facts about dtypes for reductions, by name, so that no array library is needed.
 
 | dtype | summed wide in | mean becomes |
 | --- | --- | --- |

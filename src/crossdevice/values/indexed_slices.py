@@ -36,6 +36,11 @@ class IndexedSlices:
         return device_of(self.values) or "cpu"
 
     @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of the array that the rows belong to, if it is known."""
+        return self.dense_shape
+
+    @property
     def dtype(self) -> Any:
         """The dtype of `values`."""
         return self.values.dtype

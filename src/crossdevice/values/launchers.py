@@ -1,4 +1,4 @@
-"""What launchers tell the processes they start, through environment variables: who and how many they are."""
+"""Environment variables by which launchers tell processes their rank and number."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ USUAL_PORT = 29500
 """The default port of torch.distributed, for launchers that name no port and no job."""
 
 LARGEST_PORT = 65535
+
+FOLDER_VARIABLE = "CROSSDEVICE_RUN_FOLDER"
+"""Where `crossdevice run` has its processes meet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +42,12 @@ class Launch:
     """Whether the launcher itself keeps a store at address and port, in place of rank 0."""
     restart: int = 0
     """How often the launcher has started the processes again."""
+    folder: str | None = None
+    """Where processes of one host meet, made by the launcher for them alone."""
 
     @property
     def recognised(self) -> str:
-        """What was found, in words."""
+        """Describes the variables that were found."""
         if not self.variables:
             return "nothing: one process"
         local = "" if self.local_rank is None else f", local rank {self.local_rank}"
@@ -114,7 +119,7 @@ class Variables:
 
 
 def launched(environ: Mapping[str, str]) -> Launch:
-    """What the first launcher in the table below that has left its variables says."""
+    """Reads the variables of the first launcher in the table below that has left any."""
     for read in READERS:
         variables = Variables(environ)
         launch = read(variables)
@@ -123,8 +128,13 @@ def launched(environ: Mapping[str, str]) -> Launch:
     return Launch()
 
 
+def is_of_launcher(name: str) -> bool:
+    """True if torchrun or TensorFlow's launcher sets this variable beside RANK and WORLD_SIZE."""
+    return name.startswith("TORCHELASTIC_") or name in ("TF_CONFIG", "GROUP_RANK")
+
+
 def local_processes(environ: Mapping[str, str]) -> int:
-    """How many processes of this launch share the host, as far as the launcher says; else 1.
+    """Returns the number of processes of this launch on the host, if the launcher says it; else 1.
 
     >>> local_processes({"RANK": "3", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"})
     8
@@ -141,11 +151,16 @@ def _torchrun(variables: Variables) -> Launch | None:
         return None
     local = variables.local("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     address, port = variables.text("MASTER_ADDR"), variables.port()
-    launcher = "environment" if variables.text("TORCHELASTIC_RUN_ID") is None else "torchrun"
+    launcher, folder = "torchrun", None  # which another launcher may have started
+    if variables.text("TORCHELASTIC_RUN_ID") is None:
+        folder = variables.text(FOLDER_VARIABLE)
+        launcher = "environment" if folder is None else "crossdevice run"
     has_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restart = variables.number("TORCHELASTIC_RESTART_COUNT") or 0
     port = port or (USUAL_PORT if address else None)
-    return Launch(*place, *local, launcher, address, port, has_store=has_store, restart=restart)
+    return Launch(
+        *place, *local, launcher, address, port, has_store=has_store, restart=restart, folder=folder
+    )
 
 
 def _tf_config(variables: Variables) -> Launch | None:
@@ -228,7 +243,7 @@ def _pmix(variables: Variables) -> Launch | None:
     raise OptionError(
         "PMIX_RANK is set, but no variable says how many processes there are (OMPI_COMM_WORLD_SIZE, "
         "PMI_SIZE, SLURM_NTASKS): set RANK, WORLD_SIZE and MASTER_ADDR, or let MPI count its ranks with "
-        "crossdevice.process_groups.mpi_group.form_group()"
+        "crossdevice.process_groups.engines.mpi_engine.form_group()"
     )
 
 
@@ -280,7 +295,7 @@ def first_host(hosts: str) -> str:
 
 
 def slurm_counts(text: str) -> list[int]:
-    """How many tasks each host has.
+    """Returns the number of tasks on each host.
 
     >>> slurm_counts("2(x3),1")
     [2, 2, 2, 1]

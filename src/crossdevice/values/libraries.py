@@ -15,7 +15,7 @@ INSTALLED_BY: Mapping[str, str] = {
 
 
 def missing_library(error: ModuleNotFoundError) -> str:
-    """What was not found, and how to get it.
+    """Says which library is missing and how to install it.
 
     >>> missing_library(ModuleNotFoundError(name="mpi4py"))
     "mpi4py: pip install 'crossdevice[mpi]'"

@@ -6,6 +6,7 @@ None inside a structure is part of the structure, not a value.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,12 @@ NUMBERS = (bool, int, float, complex)
 
 
 def is_number(node: object) -> bool:
-    """Whether it is a plain Python number; NumPy's scalars are arrays: they have a dtype to keep."""
+    """True for a plain Python number; NumPy's scalars count as arrays, since they have a dtype."""
     return isinstance(node, NUMBERS) and not hasattr(node, "dtype")
 
 
 def is_number_list(node: object) -> bool:
-    """Whether a list or tuple, however deep, holds plain numbers and nothing else."""
+    """True if a list or tuple, however deep, holds plain numbers and nothing else."""
     if not isinstance(node, (list, tuple)) or not node or hasattr(node, "_fields"):
         return False
     return all(is_number(child) or is_number_list(child) for child in node)
@@ -43,8 +44,17 @@ def unflatten(structure: Any, leaves: list[Any]) -> Any:
     return optree.tree_unflatten(structure, leaves)
 
 
+def spelled_structure(structure: Any) -> str:
+    """A structure as messages show it, with a star for each value.
+
+    >>> spelled_structure(flatten({"w": [1.0, 2.0], "b": (None, "x")})[1])
+    "{'b': (None, *), 'w': *}"
+    """
+    return re.sub(r"(, NoneIsLeaf)?(, namespace='[^']*')?\)$", "", str(structure).removeprefix("PyTreeSpec("))
+
+
 def leaf_paths(structure: Any, root: str = "value") -> list[str]:
-    """How each leaf would be written in Python: `value['dense']['kernel']`."""
+    """Returns the Python expression of each leaf: `value['dense']['kernel']`."""
     return [accessor.codify(root) for accessor in optree.treespec_accessors(structure)]
 
 

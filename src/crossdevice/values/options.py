@@ -1,4 +1,4 @@
-"""How a reduction may be carried out: packing, deadline, engine, precision, lowering."""
+"""Options of a reduction: packing, deadline, engine, precision, lowering."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTEGER_POLICIES: tuple[Integers, ...] = ("mean", "max", "min")
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which engine carries a collective between processes.
+    """The engine of a collective between processes.
 
     >>> from crossdevice import CommunicationOptions
     >>> CommunicationOptions(implementation="ring").implementation is CommunicationImplementation.RING
@@ -51,6 +51,9 @@ class CommunicationOptions:
             supports it, instead of one each.
         integers: what MEAN, MEDIAN and weights make of integers, such as the counters of a model: floats
             (`"mean"`), or the `"max"` or `"min"` of all replicas, which stays an integer.
+        verify: check reductions of dense arrays between processes from end to end: what is sent, what arrives
+            and what comes out, on every rank. A flipped bit on the way or in a result raises CorruptionError
+            before anything is written to `out`. They go through messages, also on one host and from GPUs.
         widen_inputs: replicas may have different float dtypes, and are widened to the widest of them.
 
     >>> CommunicationOptions(precision="fast").merge(CommunicationOptions(bytes_per_pack=64)).precision
@@ -65,6 +68,7 @@ class CommunicationOptions:
     share_results: bool = False
     integers: Integers = "mean"
     widen_inputs: bool = False
+    verify: bool = False
 
     def __post_init__(self) -> None:
         given: Any = self.bytes_per_pack
@@ -76,7 +80,7 @@ class CommunicationOptions:
         for name, known in words.items():
             if getattr(self, name) not in known:
                 raise OptionError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
-        for name in ("share_results", "widen_inputs"):
+        for name in ("share_results", "widen_inputs", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
         # Options are part of every cache key; hashing all fields each time would take longer than a look-up.
@@ -95,6 +99,28 @@ class CommunicationOptions:
         return self if other is None else _merged(self, other)
 
 
+class CollectiveHints(CommunicationOptions):
+    """The older name of the options, with the two fields of that time, for the argument `experimental_hints`.
+
+    >>> CollectiveHints(bytes_per_pack=1024).bytes_per_pack
+    1024
+    """
+
+    def __init__(self, bytes_per_pack: int = 0, timeout_seconds: float | timedelta | None = None) -> None:
+        super().__init__(bytes_per_pack, timeout_seconds)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CommunicationOptions):
+            return NotImplemented
+        return dataclasses.astuple(self) == dataclasses.astuple(other)
+
+    __hash__ = CommunicationOptions.__hash__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The two fields."""
+        return CollectiveHints, (self.bytes_per_pack, self.timeout_seconds)
+
+
 def as_options(options: object) -> CommunicationOptions:
     """The options themselves, TensorFlow's as ours, the defaults for None; anything else is refused."""
     if options is None:
@@ -109,7 +135,8 @@ def as_options(options: object) -> CommunicationOptions:
 
 @functools.lru_cache(maxsize=256)  # every call between processes merges, most often the same two
 def _merged(options: CommunicationOptions, other: CommunicationOptions) -> CommunicationOptions:
-    return dataclasses.replace(options, **differences(other))
+    fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    return CommunicationOptions(**{**fields, **differences(other)})
 
 
 def differences(options: CommunicationOptions) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How values are combined, and how variables are aggregated and kept in step."""
+"""Reduction operations, and the aggregation and synchronization of variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from crossdevice.errors import OptionError, ReduceOpError
 
 
 class ReduceOp(enum.Enum):
-    """How the values of all replicas become one.
+    """The operation that makes one value of all replicas' values.
 
     Strings in any case are accepted wherever an operation is, as are the operations of PyTorch,
     TensorFlow and MPI:
@@ -52,7 +52,7 @@ class ReduceOp(enum.Enum):
 
     @property
     def is_order_statistic(self) -> bool:
-        """Whether values are sorted, and the mean of the middle ones is taken."""
+        """True if values are sorted and the middle ones averaged."""
         return self is ReduceOp.MEDIAN or self.name.startswith("TRIMMED_MEAN")
 
     def sorted_range(self, num_replicas: int) -> tuple[int, int]:
@@ -120,7 +120,7 @@ class _VariableSetting(enum.Enum):
 
 
 class VariableAggregation(_VariableSetting):
-    """What a variable does with the different values that replicas assign to it.
+    """Aggregation of the different values that replicas assign to a variable.
 
     >>> VariableAggregation("only_first_replica").name
     'ONLY_FIRST_REPLICA'
@@ -133,7 +133,7 @@ class VariableAggregation(_VariableSetting):
 
 
 class VariableSynchronization(_VariableSetting):
-    """When the copies of a variable are brought into step.
+    """Time at which the copies of a variable are synchronized.
 
     >>> VariableSynchronization("on_read").name
     'ON_READ'

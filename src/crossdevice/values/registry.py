@@ -12,7 +12,7 @@ from crossdevice.values.libraries import missing_library
 
 
 def loaded(target: str) -> Any:
-    """What `module:attribute` names, imported now."""
+    """Imports and returns what `module:attribute` names."""
     module, _, attribute = target.partition(":")
     found = importlib.import_module(module)
     if not hasattr(found, attribute):

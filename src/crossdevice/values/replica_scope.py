@@ -1,4 +1,4 @@
-"""Whose code is running: of which strategy, and as which of its replicas, if any."""
+"""The running strategy and replica of this thread, if any."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from crossdevice.values.context_variables import set_within
 
 
 class RunningCode(NamedTuple):
-    """The strategy that was entered, the replica and its context (None across replicas), whether in a run.
+    """The strategy that was entered, the replica and its context (None across replicas).
 
     Strategies lie above this module, which only hands theirs back.
     """
@@ -19,7 +19,6 @@ class RunningCode(NamedTuple):
     strategy: Any = None
     replica: int | None = None
     context: Any = None
-    is_in_run: bool = False
 
 
 _NOBODYS = RunningCode()

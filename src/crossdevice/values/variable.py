@@ -1,4 +1,4 @@
-"""What variables are to those who only read them: an array on a device."""
+"""Variables as seen by readers: an array on a device."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from array import array
 from fractions import Fraction
 from typing import Any
 
-from crossdevice.errors import OptionError, ReduceOpError
+from crossdevice.errors import OptionError, PlanError, ReduceOpError
 from crossdevice.values.distributed import DistributedValues
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -20,7 +20,7 @@ SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-200, 2.0**200
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-    """What each input is multiplied by, and what the sum of the products is divided by.
+    """Factor of each input, and the divisor of the sum of products.
 
     That is `divisor`, 1 for a sum; for a mean it is the sum of the factors, of which float64 lacks `rest`.
     """
@@ -54,6 +54,12 @@ class Weights:
         # `fsum` is rounded once, so it is 0 only if the true sum is.
         left = math.fsum((*(self.all_factors or (1.0,)), -self.divisor, -self.rest))
         return array("d", [*self.factors, self.rest, 0.0 if left == 0 else abs(self.rest) * 2.0**-52])
+
+
+def refuse_weights(weights: Weights | None, why: str) -> None:
+    """Raises where weights have come to a reduction that would leave them out."""
+    if weights is not None:
+        raise PlanError(f"weights were given to a reduction that takes none: {why}")
 
 
 UNKNOWN_WEIGHTS = Weights(())

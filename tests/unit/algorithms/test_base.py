@@ -16,7 +16,7 @@ from crossdevice import (
     ReductionToOneDevice,
     RingAllReduce,
 )
-from crossdevice.errors import ContextError, OptionError
+from crossdevice.errors import ContextError, MismatchError, OptionError
 from crossdevice.values.replica_scope import replica_scope
 
 
@@ -64,6 +64,50 @@ def test_a_subclass_may_override_the_batch_alone():
 
     assert Counting().batch_reduce("sum", [(values(1, 2), "cpu:0")] * 3) == [3, 3, 3]
     assert Counting().reduce("sum", values(1, 2), "cpu:0") == 1, "a batch of one"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda pairs: [1.0] * (len(pairs) - 1), "returned 1 results for 2 values; expected one for each"),
+        (lambda pairs: [1.0] * (len(pairs) + 1), "returned 3 results for 2 values; expected one for each"),
+        (lambda _: None, "returned None for 2 values; expected a list with one result for each"),
+        (lambda _: np.ones(2), "returned a ndarray for 2 values; expected a list"),
+        (lambda pairs: [None] * len(pairs), "returned None for a value; expected the result on .*cpu:0"),
+        (
+            lambda pairs: [value for value, _ in pairs],
+            "returned a result with 2 components for 1 destinations .*cpu:0.*; expected one for each",
+        ),
+    ],
+    ids=["too few", "too many", "None", "an array", "a list of None", "too many components"],
+)
+def test_results_of_a_hook_for_batches_are_counted(answer, message):
+    class Odd(CrossDeviceOps):
+        def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+            return answer(value_destination_pairs)
+
+    with pytest.raises(MismatchError, match=f"Odd.batch_reduce_implementation {message}"):
+        Odd().batch_reduce("sum", [(values(1, 2), "cpu:0")] * 2)
+    tree = PerReplica([{"a": np.float32([2]), "b": np.float32([3])}] * 2)
+    with pytest.raises(MismatchError, match=f"Odd.batch_reduce_implementation {message}"):
+        Odd().reduce("sum", tree, "cpu:0")
+
+
+def test_results_of_a_hook_for_one_value_or_a_broadcast_are_counted():
+    class Odd(CrossDeviceOps):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            return None if destinations == "cpu:0" else 1.0
+
+        def broadcast_implementation(self, tensor, destinations):
+            return None
+
+    for call in (Odd().reduce, lambda op, *pair: Odd().batch_reduce(op, [pair])):
+        with pytest.raises(MismatchError, match=r"Odd\.reduce_implementation returned None for a value"):
+            call("sum", values(1, 2), "cpu:0")
+        with pytest.raises(MismatchError, match="with 1 components for 2 destinations"):
+            call("sum", values(1, 2), values(1, 2))
+    with pytest.raises(MismatchError, match=r"Odd\.broadcast_implementation returned None"):
+        Odd().broadcast(1.0, "cpu:0")
 
 
 def test_a_subclass_may_call_the_bases_implementation():

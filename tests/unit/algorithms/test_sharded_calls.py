@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import crossdevice as cd
-from crossdevice.process_groups.thread_group import run_ranks
+from crossdevice.process_groups.engines.thread_engine import run_ranks
 from crossdevice.values.device import host_device
 from unit.algorithms.planning import planned
 

@@ -206,3 +206,22 @@ class OnSecondGpu:
 )
 def test_arrays_that_are_elsewhere_are_found(array, device, elsewhere):
     assert misplaced(array, Device(device)) == elsewhere
+
+
+def test_a_device_is_the_string_of_its_full_name():
+    device = Device("cuda", 3)
+    assert device == device.canonical == "/job:localhost/replica:0/task:0/device:GPU:3"
+    assert device.canonical in {device: 1}
+    assert "/job:localhost/replica:0/task:0/device:GPU:3" in (Device("cpu"), device)
+    assert type(device.canonical) is str
+    assert device != "cuda:3"
+    assert (f"{device}", f"{device:>7}", "%s" % device, f"{[device]}") == (  # noqa: UP031
+        "cuda:3",
+        " cuda:3",
+        "cuda:3",
+        "[Device('cuda:3')]",
+    )
+    with pytest.raises(AttributeError, match="index of a device cannot be set"):
+        device.index = 2
+    with pytest.raises(AttributeError):
+        device.other = 2

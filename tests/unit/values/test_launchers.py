@@ -20,6 +20,14 @@ TORCHRUN = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TORCHELASTIC_RESTART_COUNT": "2",
 }
+RUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "4711",
+    "CROSSDEVICE_RUN_FOLDER": "/tmp/c",
+}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -54,6 +62,8 @@ def place(found):
     [
         ({}, ("nothing", 0, 1, 0, 1, None)),
         (TORCHRUN, ("torchrun", 5, 8, 1, 4, "alpha")),
+        ({**RUN, "LOCAL_RANK": "1"}, ("crossdevice run", 1, 2, 1, 2, "127.0.0.1")),
+        ({**TORCHRUN, "CROSSDEVICE_RUN_FOLDER": "/tmp/c"}, ("torchrun", 5, 8, 1, 4, "alpha")),
         ({"RANK": "0", "WORLD_SIZE": "1"}, ("environment", 0, 1, None, None, None)),
         (tf_config("chief", 0), ("TF_CONFIG", 0, 3, 0, 2, "alpha")),
         (tf_config("worker", 0), ("TF_CONFIG", 1, 3, 1, 2, "alpha")),

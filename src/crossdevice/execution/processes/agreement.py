@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,10 +19,12 @@ from crossdevice.errors import (
     ShapeMismatchError,
     StructureMismatchError,
 )
+from crossdevice.execution.processes.task_agreement import Course, compare_courses
 from crossdevice.execution.reading.values import at
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.disagreement import disagreement
+from crossdevice.values.nesting import spelled_structure
 from crossdevice.values.options import CommunicationOptions
 
 COMPARING = b"comparing"
@@ -121,11 +123,14 @@ def agreed_call(
     description: Description,
     replicas: tuple[int, ...],
     timeout_seconds: float | None,
+    courses: Callable[[GroupCall, tuple[tuple[int, ...], ...]], Sequence[Course]] | None = None,
 ) -> Iterator[tuple[GroupCall, tuple[tuple[int, ...], ...]]]:
     """The group's next call, once all ranks are known to make it, and each rank's replicas of each leaf.
 
     Args:
         replicas: how many replicas this rank has of each leaf; other ranks may have more or fewer.
+        courses: what this rank would do in a call with these replicas of all ranks, which is compared, too,
+            the first time. It may exchange what all ranks exchange there.
 
     Raises:
         MismatchError: the same on every rank; the group can be used further.
@@ -142,11 +147,31 @@ def agreed_call(
         if known is None or compares:
             if group.checks == "new":
                 call.what = f"{call.what[:-1]}, for the first time)"
-            known = group.agreed[key] = Agreed.of(description, _compared(call, description, replicas))
+            counts = _compared(call, description, replicas)
+            if courses is not None:
+                _compare_once(call, (description.digest, counts), courses)
+            known = group.agreed[key] = Agreed.of(description, counts)
             call.signature = known.signature
             if len(set(known.counts)) > 1:
                 group.compare_always()
         yield call, known.counts
+
+
+def _compare_once(
+    call: GroupCall,
+    key: tuple[bytes, tuple[tuple[int, ...], ...]],
+    courses: Callable[[GroupCall, tuple[tuple[int, ...], ...]], Sequence[Course]],
+) -> None:
+    """Has ranks compare what they would do, unless they have in such a call: all know alike."""
+    compared = call.group.compared_courses
+    if key in compared:
+        return
+    with refused_by_all():
+        own = courses(call, key[1])
+    compare_courses(call, own)
+    if len(compared) >= MAX_KINDS:
+        compared.clear()
+    compared.add(key)
 
 
 def what_is_called(description: Description, replicas: tuple[int, ...]) -> str:
@@ -224,7 +249,7 @@ def refused_by_all() -> Iterator[None]:
 
 def structure_text(structure: Any) -> str:
     """A value's structure, as ranks compare it."""
-    return "a single array" if structure is None else f"structure {structure}"
+    return "a single array" if structure is None else f"structure {spelled_structure(structure)}"
 
 
 def seconds_of(options: CommunicationOptions) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from crossdevice.execution.local.batch import CheckedBatch, CheckedLeaf, Request
 from crossdevice.execution.local.copying import component_of
 from crossdevice.execution.local.gathering import Gathering, Placed, check_gather
 from crossdevice.execution.local.scattering import Scatter
+from crossdevice.execution.local.sparse import RowsBesideDense
 from crossdevice.execution.log_once import LogOnce
 from crossdevice.execution.processes.agreement import (
     Description,
@@ -24,20 +24,22 @@ from crossdevice.execution.processes.agreement import (
     structure_text,
 )
 from crossdevice.execution.processes.all_to_all import exchanged_parts
+from crossdevice.execution.processes.choice import Part, courses_of, own_gpu, parts_of, transport_of
+from crossdevice.execution.processes.copies import Copies
 from crossdevice.execution.processes.dense_call import DenseCall
-from crossdevice.execution.processes.device_reduction import Prepare
-from crossdevice.execution.processes.gathering import arrays_of_all_ranks, arrays_of_rank, joined
-from crossdevice.execution.processes.peer_copies import offered_gpu
-from crossdevice.execution.processes.peers import explained_peers, find_peers, why_no_peers
-from crossdevice.execution.processes.reduction import ProcessReduction
+from crossdevice.execution.processes.host_reduction import HostReduction
+from crossdevice.execution.processes.peers import explained_peers, find_peers, offered_gpu
+from crossdevice.execution.processes.reduced_batch import Prepare, ReducedBatch, Wanted
+from crossdevice.execution.processes.rows import Rows, array_of_rows, joined_rows
 from crossdevice.execution.processes.scattering import Prepared, reduced_parts
 from crossdevice.execution.processes.sparse_rows import gathered_rows, index_dtype
+from crossdevice.execution.processes.task_agreement import Course
 from crossdevice.execution.processes.travelling import Delivery
-from crossdevice.execution.processes.ways import Part, agreed_way, own_gpu, parts_of, way_of
+from crossdevice.execution.processes.verifying import Verification, check_written
 from crossdevice.execution.processes.weighing import weights_of_all_ranks
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.outputs import wrapped_into
-from crossdevice.execution.reading.values import Leaf, one_backend, read_value
+from crossdevice.execution.reading.values import Leaf, at, one_backend, read_value
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
@@ -52,6 +54,22 @@ SMALLEST_SHARED_BYTES = 1 << 20
 """Results that are smaller are copied: a file for each of hundreds would cost more than it saves."""
 
 
+ON_DEVICE = ("peer memory", "NCCL all-reduce", "NCCL shards")
+
+HOW = {
+    "NCCL all-reduce": "the engine's own all-reduce, on the devices they are on",
+    "NCCL shards": (
+        "the engine's all-to-all of shards, one fused pass on the devices they are on, and the engine's "
+        "all-gather"
+    ),
+    "staged": (
+        "through memory of the host that processes share, in chunks: one is combined while others are "
+        "copied from and to the GPU"
+    ),
+}
+"""What transports on GPUs do, for `explain`."""
+
+
 class BetweenProcesses:
     """The calls of one algorithm on one group; what was prepared for a signature is kept."""
 
@@ -62,6 +80,7 @@ class BetweenProcesses:
         self._log_once = LogOnce()
         self._descriptions: SignatureCache[Description] = SignatureCache()
         self._parts: SignatureCache[list[Part]] = SignatureCache()
+        self._copies = Copies(group)
         self._scatterings: SignatureCache[Prepared] = SignatureCache()
 
     def reduce(self, batch: CheckedBatch) -> list[Any]:
@@ -71,13 +90,24 @@ class BetweenProcesses:
             len(request.value.devices) for request in batch.requests for _ in request.value.leaves
         )
         description = self._description(batch)
-        with agreed_call(self.group, description, replicas, seconds_of(batch.options)) as (call, of_ranks):
+
+        def courses(call: GroupCall, of_ranks: Sequence[Sequence[int]]) -> list[Course]:
+            find_peers(call, own_gpu(leaf.spec for leaf in batch.dense))
+            *_, parts = self._dense_parts(batch, list(zip(*of_ranks, strict=True)))
+            return courses_of(parts)
+
+        seconds = seconds_of(batch.options)
+        with agreed_call(self.group, description, replicas, seconds, courses) as (call, of_ranks):
             counts = list(zip(*of_ranks, strict=True))
+            verification = Verification(call) if batch.options.verify else None
             find_peers(call, own_gpu(leaf.spec for leaf in batch.dense))
             weights = weights_of_all_ranks(call, batch.op, batch.factors, counts)
             # Rows first, which are copied: `out` of a dense leaf may be written to while that travels.
-            gathered = gathered_rows(call, batch.all_leaves, counts, weights)
-            deliveries = self._exchange_dense(call, batch, counts, weights)
+            gathered = gathered_rows(call, self._copies, batch.all_leaves, counts, weights)
+            if verification is not None:
+                deliveries = [self._verified(call, verification, batch, counts, weights)]
+            else:
+                deliveries = self._exchange_dense(call, batch, counts, weights)
         results: dict[int, Any] = {number: leaf.run() for number, leaf in gathered.items()}
         for numbers, delivery in deliveries:  # inputs in `out` are written to when nothing can fail any more
             results.update(zip(numbers, delivery(), strict=True))
@@ -86,12 +116,12 @@ class BetweenProcesses:
     def prepared(self, batch: CheckedBatch) -> DenseCall | None:
         """The known call of dense arrays, all on the host or all on a GPU; None for any other."""
         specs = tuple(leaf.spec for leaf in batch.dense)
-        ways = [way_of(spec, batch.op, batch.options, self.group) for spec in specs]
+        choices = [transport_of(Wanted(spec, batch.op, batch.options, self.group)) for spec in specs]
         are_on_host = all(
-            spec.shares_host_memory and way == "host" for spec, way in zip(specs, ways, strict=True)
+            spec.shares_host_memory and choice.is_on_host for spec, choice in zip(specs, choices, strict=True)
         )
-        are_simple = are_on_host or set(ways) in ({"peer memory"}, {"staged"})
-        if batch.is_weighted or not are_simple or len(specs) < len(batch.all_leaves):
+        are_simple = are_on_host or {choice.name for choice in choices} in ({"peer memory"}, {"staged"})
+        if batch.options.verify or batch.is_weighted or not are_simple or len(specs) < len(batch.all_leaves):
             return None
         description, seconds = self._description(batch), seconds_of(batch.options)
         return DenseCall(self.group, description, seconds, specs, batch.op, batch.options, self._prepare)
@@ -109,10 +139,10 @@ class BetweenProcesses:
         group, here = self.group, len(request.value.devices)
         (checked,) = CheckedBatch([request], op, options).leaves
         specs = [leaf.spec for leaf in checked if isinstance(leaf, Dense)]
-        all_alike = (here,) * group.size
-        ways = [agreed_way(spec, op, options, group, all_alike, is_weighted=False) for spec in specs]
-        by_host = [spec for spec, way in zip(specs, ways, strict=True) if way == "host"]
-        counts = [all_alike] * len(by_host)
+        all_alike = ((here,) * group.size,) * len(specs)
+        batch = ReducedBatch(specs, op, options, all_alike, group, self._prepare)
+        choices = [transport_of(batch.wanted(number)) for number in range(len(specs))]
+        names = [choice.name for choice in choices]
         lines = [
             f"{op.name} of {here} replicas in each of {group.size} processes on {group.engine_name}, "
             f"precision {options.precision}; this is rank {group.rank}"
@@ -126,28 +156,18 @@ class BetweenProcesses:
             lines.append(f"not through shared memory: {group.not_shared_reason}")
         if len(specs) < len(checked):
             lines.append(f"{len(checked) - len(specs)} sparse: all rows go to every process")
-        if "engine" in ways:
-            number = ways.count("engine")
-            lines.append(f"{number} values: the engine's own all-reduce, on the devices they are on")
-        if "shards" in ways:
-            number = ways.count("shards")
-            lines.append(
-                f"{number} values: the engine's all-to-all of shards, one fused pass on the devices they are "
-                "on, and the engine's all-gather"
+        for name in sorted(set(names)):
+            how = explained_peers(group) if name == "peer memory" else HOW.get(name)
+            lines.append(f"{names.count(name)} values by {name}{'' if how is None else f': {how}'}")
+            of_name = [number for number, choice in enumerate(choices) if choice.name == name]
+            lines += dict.fromkeys(
+                f"  not by {other}: {reason}"
+                for number in of_name
+                for other, reason in choices[number].reasons.items()
             )
-        if "peer memory" in ways:
-            number = ways.count("peer memory")
-            lines.append(f"{number} values: {explained_peers(group)}")
-        elif "staged" in ways or any(spec.shared_gpu is not None for spec in by_host):
-            lines.append(f"no GPU memory of other processes is used: {why_no_peers(group)}")
-        if "staged" in ways:
-            number = ways.count("staged")
-            lines.append(
-                f"{number} values: through memory of the host that processes share, in chunks: one is "
-                "combined while others are copied from and to the GPU"
-            )
-        if by_host:
-            lines += ProcessReduction(by_host, op, options, counts, group.rank).explained(group)
+            for part in parts_of(batch.of_leaves(of_name)) if choices[of_name[0]].is_on_host else ():
+                assert isinstance(part.prepared, HostReduction)
+                lines += part.prepared.explained()
         return "\n".join(lines)
 
     def gather(
@@ -169,11 +189,13 @@ class BetweenProcesses:
         factors: tuple[float, ...] | None,
     ) -> list[Any]:
         """The parts of this rank's replicas, of values reduced over the replicas of all ranks."""
+        if options.verify:
+            raise OptionError("verify checks reduce and batch_reduce; reduce_scatter is not verified")
         return reduced_parts(self.group, scatters, op, options, factors, self._scatterings, self._prepare)
 
     def all_to_all(self, moves: Sequence[AllToAll], options: CommunicationOptions) -> list[Any]:
         """The parts that all ranks have for this rank's replicas."""
-        return exchanged_parts(self.group, moves, options)
+        return exchanged_parts(self.group, self._copies, moves, options)
 
     def _checked_gather(
         self,
@@ -185,17 +207,13 @@ class BetweenProcesses:
     ) -> Callable[[], Any]:
         read = read_value(value)
         gatherings = [check_gather(leaf, read.devices, destinations, axis) for leaf in read.leaves]
-        arrays = [array for gathering in gatherings for array in gathering.arrays]
-        gpu = offered_gpu(arrays, self.group)
-        pieces = [_joined(gathering, gpu) for gathering in gatherings]
+        gpu = offered_gpu([array for gathering in gatherings for array in gathering.arrays], self.group)
+        rows = [
+            joined_rows(gathering.arrays, gathering.axis, gathering.backend, gpu) for gathering in gatherings
+        ]
         described = tuple(
-            LeafDescription(
-                leaf.path,
-                "array",
-                gathering.backend.dtype_of(gathering.arrays[0]),
-                _with_length(piece.shape, gathering.axis, None),
-            )
-            for leaf, gathering, piece in zip(read.leaves, gatherings, pieces, strict=True)
+            LeafDescription(leaf.path, "array", gathering.dtype, gathering.shape_with(None))
+            for leaf, gathering in zip(read.leaves, gatherings, strict=True)
         )
         # As counted from the front, which is not the same for arrays of different ranks.
         axes = sorted({gathering.axis for gathering in gatherings}) or [axis]
@@ -203,7 +221,7 @@ class BetweenProcesses:
         description = Description(operation, (structure_text(read.structure),), described)
         return lambda: wrapped_into(
             out,
-            self._gather(gatherings, pieces, destinations, description, options),
+            self._gather(gatherings, rows, destinations, description, options),
             [gathering.backend for gathering in gatherings],
             read,
             destinations,
@@ -212,7 +230,7 @@ class BetweenProcesses:
     def _gather(
         self,
         gatherings: Sequence[Gathering],
-        pieces: Sequence[Array],
+        rows: Sequence[Rows],
         destinations: tuple[Device, ...],
         description: Description,
         options: CommunicationOptions,
@@ -220,18 +238,11 @@ class BetweenProcesses:
         # End to end they are one, so ranks may bring as many as they like.
         ones = (1,) * len(gatherings)
         with agreed_call(self.group, description, ones, seconds_of(options)) as (call, _):
-            of_ranks = arrays_of_all_ranks(call, [piece.reshape(-1) for piece in pieces])
-            lengths = _lengths_along_axes(
-                call, of_ranks, pieces, [gathering.axis for gathering in gatherings]
-            )
+            wholes = self._copies.gathered(call, rows)
         results = []
-        for number, (gathering, piece) in enumerate(zip(gatherings, pieces, strict=True)):
-            parts = [
-                arrays[number].reshape(_with_length(piece.shape, gathering.axis, found[number]))
-                for arrays, found in zip(of_ranks, lengths, strict=True)
-            ]
-            whole = joined(parts, gathering.axis, gathering.backend, destinations[0])
-            results.append([whole, *(gathering.backend.copy(whole, device) for device in destinations[1:])])
+        for (_, backend, axis), whole in zip(gatherings, wholes, strict=True):
+            first = array_of_rows(whole, whole.shape, axis, backend, destinations[0])
+            results.append([first, *(backend.copy(first, device) for device in destinations[1:])])
         return results
 
     def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions) -> Any:
@@ -253,7 +264,7 @@ class BetweenProcesses:
             for backend, array in zip(backends, arrays, strict=True)
         ]
         with agreed_call(self.group, description, (1,) * len(flats), seconds_of(options)) as (call, _):
-            received = arrays_of_rank(call, flats, rank)
+            received = self._copies.of_rank(call, flats, rank)
         if self.group.rank == rank:
             return value
         leaves = [
@@ -270,7 +281,7 @@ class BetweenProcesses:
             return
         if not all(
             isinstance(leaf, Dense)
-            and way_of(leaf.spec, batch.op, batch.options, self.group) not in ("host", "staged")
+            and transport_of(Wanted(leaf.spec, batch.op, batch.options, self.group)).name in ON_DEVICE
             for leaf in batch.all_leaves
         ):
             self._log_once.warning(
@@ -288,6 +299,7 @@ class BetweenProcesses:
         packs = f", packs of {options.bytes_per_pack} bytes" if options.bytes_per_pack else ""
         structures = tuple(structure_text(request.value.structure) for request in requests)
         more = ", with weights" if batch.is_weighted else ""
+        more += ", verified" if options.verify else ""
         more += f", integers by {options.integers}" if options.integers != "mean" else ""
         key = (op, options.precision, packs, more, structures, described)
         known = self._descriptions.get(key)
@@ -297,6 +309,41 @@ class BetweenProcesses:
             self._descriptions[key] = known
         return known
 
+    def _verified(
+        self,
+        call: GroupCall,
+        verification: Verification,
+        batch: CheckedBatch,
+        counts: Sequence[tuple[int, ...]],
+        weights: Weights | None,
+    ) -> tuple[Sequence[int], Delivery]:
+        """The same for a call that is verified: `out` is written to when all ranks have found all well."""
+        numbers, leaves, parts = self._dense_parts(batch, counts)
+        columns = [leaf.arrays for leaf in leaves]
+        results: dict[int, tuple[Array, ...]] = {}
+        for part in parts:
+            (number,) = part.leaves
+            verification.leaf = leaves[number].path or "the value"
+            (results[number],) = part.run(call, columns, [None] * len(leaves), weights)()
+            assert isinstance(part.prepared, HostReduction)
+            own = [columns[number]], [results[number]]
+            part.prepared.check_with(verification, leaves[number].path, *own, batch.op, weights)
+        verification.conclude({leaves[number].path: found for number, found in results.items()})
+
+        def deliver() -> list[tuple[Array, ...]]:
+            delivered = []
+            for number, leaf in enumerate(leaves):
+                if leaf.out is None:
+                    delivered.append(results[number])
+                    continue
+                for target, result in zip(leaf.out, results[number], strict=True):
+                    leaf.backend.write(target, result)
+                check_written(leaf.path, leaf.out, results[number])
+                delivered.append(tuple(leaf.out))
+            return delivered
+
+        return numbers, deliver
+
     def _exchange_dense(
         self,
         call: GroupCall,
@@ -305,6 +352,16 @@ class BetweenProcesses:
         weights: Weights | None,
     ) -> list[tuple[Sequence[int], Delivery]]:
         """Exchanges dense leaves; returns their numbers with functions that deliver the results."""
+        numbers, leaves, parts = self._dense_parts(batch, counts)
+        arrays, outs = [leaf.arrays for leaf in leaves], [leaf.out for leaf in leaves]
+        return [
+            ([numbers[leaf] for leaf in part.leaves], part.run(call, arrays, outs, weights)) for part in parts
+        ]
+
+    def _dense_parts(
+        self, batch: CheckedBatch, counts: Sequence[tuple[int, ...]]
+    ) -> tuple[list[int], list[Dense], list[Part]]:
+        """The numbers of dense leaves, the leaves, and how they go."""
         dense = {number: leaf for number, leaf in enumerate(batch.all_leaves) if isinstance(leaf, Dense)}
         numbers, leaves = list(dense), list(dense.values())
         work = (tuple(leaf.spec for leaf in leaves), batch.op, batch.options)
@@ -312,12 +369,9 @@ class BetweenProcesses:
         key = (*work, own_counts, batch.is_weighted)
         parts = self._parts.get(key)
         if parts is None:
-            parts = parts_of(*work, own_counts, self.group, self._prepare, is_weighted=batch.is_weighted)
-            self._parts[key] = parts
-        arrays, outs = [leaf.arrays for leaf in leaves], [leaf.out for leaf in leaves]
-        return [
-            ([numbers[leaf] for leaf in part.leaves], part.run(call, arrays, outs, weights)) for part in parts
-        ]
+            reduced = ReducedBatch(*work, own_counts, self.group, self._prepare, batch.is_weighted)
+            parts = self._parts[key] = parts_of(reduced)
+        return numbers, leaves, parts
 
 
 def _place(leaf: Leaf, entry: int, requests: Sequence[Request]) -> str:
@@ -331,45 +385,20 @@ def _described(
     path: str, leaf: CheckedLeaf, op: ReduceOp, options: CommunicationOptions, group: ProcessGroup
 ) -> LeafDescription:
     if isinstance(leaf, Dense):
-        through_host = way_of(leaf.spec, op, options, group) == "host"
-        kind = "array" if through_host else f"array on {leaf.spec.devices[0].type}"
+        choice = transport_of(Wanted(leaf.spec, op, options, group))
+        kind = "array" if choice.is_on_host else f"array on {leaf.spec.devices[0].type}"
         kind += f" into {leaf.spec.into}" if leaf.spec.into else ""
         return LeafDescription(path, kind, leaf.spec.dtype, leaf.spec.shape)
+    if isinstance(leaf, RowsBesideDense):
+        raise ConversionError(
+            f"a replica holds repeated rows{at(path)} beside dense arrays of others; between processes their "
+            "exact sum would be rounded twice: add repeated rows up first, or use precision accurate"
+        )
     backend, first = leaf.backend, leaf.slices[0]
     indices = index_dtype(leaf)
     rows = (None, *backend.shape_of(first.values)[1:])
     dtype = f"{backend.dtype_of(first.values)}, {indices} indices"
     return LeafDescription(path, "rows", dtype, rows, leaf.dense_shape)
-
-
-def _joined(gathering: Gathering, gpu: Device | None) -> Array:
-    """This rank's replicas end to end, contiguous, on the GPU that all are on, or else on the host."""
-    backend = gathering.backend
-    if gpu is not None:
-        whole = gathering.arrays[0]
-        if len(gathering.arrays) > 1:
-            whole = backend.concat(gathering.arrays, gathering.axis, gpu)
-        return backend.reshape(backend.flat(whole), backend.shape_of(whole))
-    arrays = [backend.to_host(array).reshape(backend.shape_of(array)) for array in gathering.arrays]
-    return np.ascontiguousarray(np.concatenate(arrays, axis=gathering.axis))
-
-
-def _with_length(shape: Sequence[int], axis: int, length: Any) -> tuple[Any, ...]:
-    return (*shape[:axis], length, *shape[axis + 1 :])
-
-
-def _lengths_along_axes(
-    call: GroupCall,
-    of_ranks: Sequence[Sequence[Array]],
-    pieces: Sequence[Array],
-    axes: Sequence[int],
-) -> list[list[int]]:
-    """For each rank the lengths of its arrays along their axes; those without elements have to be told."""
-    units = [math.prod(_with_length(piece.shape, axis, 1)) for piece, axis in zip(pieces, axes, strict=True)]
-    if 0 not in units:
-        return [[len(flat) // unit for flat, unit in zip(flats, units, strict=True)] for flats in of_ranks]
-    own = np.array([piece.shape[axis] for piece, axis in zip(pieces, axes, strict=True)], np.int64)
-    return [np.frombuffer(record, np.int64).tolist() for record in call.all_gather(own.tobytes())]
 
 
 def _dense_backend(leaf: Leaf, devices: tuple[Device, ...]) -> Backend:

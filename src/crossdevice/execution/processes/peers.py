@@ -6,11 +6,18 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
+from crossdevice.execution.local.gpu_passes import why_stepped
+from crossdevice.execution.local.prepared import recipe_for
 from crossdevice.execution.processes.peer_addresses import PeerAddresses
+from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
-from crossdevice.values.device import Device
+from crossdevice.values.device import Device, device_of
+from crossdevice.values.dtypes import result_dtype
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
 
 PEER_MEMORY_VARIABLE = "CROSSDEVICE_PEER_MEMORY"
 """0 turns it off; with `each`, every rank reduces a part, also where ranks share a GPU."""
@@ -59,6 +66,27 @@ def why_no_peers(group: ProcessGroup) -> str:
     if peers is None:
         return "the group finds out in its first reduction"
     return peers.why_not or "kernels cannot repeat the bits of the host"
+
+
+def peers_unavailable(
+    spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, group: ProcessGroup
+) -> str | None:
+    """Reason a leaf cannot be reduced from the GPU memory of all ranks; None if it can.
+
+    Only what does not depend on the replicas of other ranks.
+    """
+    peers = known_peers(group)
+    if peers is None or peers.why_not is not None:
+        return why_no_peers(group)
+    if spec.backend.name != "torch" or not spec.num_elements or group.size == 1:
+        return "there is nothing that other ranks could read: expected elements of PyTorch's tensors"
+    if spec.shared_gpu is None or spec.shared_gpu != peers.gpu:
+        return f"its arrays are not all on {peers.gpu}, which other ranks reach"
+    if options.lowering != "auto":
+        return "lowering is off"
+    if op.is_order_statistic or spec.into is not None or spec.own_op is not None:
+        return "kernels sort no values, and results have the dtype that the operation gives"
+    return why_stepped(spec, recipe_for(op, options, group.size), result_dtype(spec.dtype, op))
 
 
 def explained_peers(group: ProcessGroup) -> str:
@@ -111,6 +139,25 @@ def _found(call: GroupCall, gpu: Device | None) -> Peers:
     rank = answers.index(b"0")
     why = f"{call.group.members[rank]} cannot map the GPU memory of all others"
     return Peers(why_not=f"{why} ({why_not})" if why_not else why)
+
+
+def offered_gpu(arrays: Sequence[Any], group: ProcessGroup) -> Device | None:
+    """The GPU that all arrays are on, PyTorch's tensors, if others may reach it, as far as is known."""
+    places = set(map(device_of, arrays))
+    if len(places) != 1 or group.size == 1 or not all(hasattr(array, "data_ptr") for array in arrays):
+        return None
+    gpu, peers = Device.parse(places.pop() or "cpu"), known_peers(group)
+    is_reached = peers is None or (peers.why_not is None and peers.gpu == gpu)
+    return gpu if gpu.type == "cuda" and is_reached else None
+
+
+def are_reached(call: GroupCall, gpu: Device | None, are_offered: Sequence[bool]) -> bool:
+    """Whether ranks copy from each other's GPU memory, once it is known which of them offer theirs."""
+    if not all(are_offered):
+        return False
+    find_peers(call, gpu)
+    peers = known_peers(call.group)
+    return peers is not None and peers.why_not is None
 
 
 _probes: list[object] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeAlias, assert_never
+from typing import Any, TypeAlias
 
 from crossdevice.errors import OutError
 from crossdevice.execution.local.scattering import Scatter, ScatteredLeaf
@@ -16,28 +16,18 @@ from crossdevice.execution.processes.agreement import (
     seconds_of,
     structure_text,
 )
-from crossdevice.execution.processes.device_reduction import Prepare
-from crossdevice.execution.processes.device_shards import DeviceReduceScatter
+from crossdevice.execution.processes.choice import Part, courses_of, in_order, own_gpu, parts_of, transport_of
 from crossdevice.execution.processes.peers import find_peers
-from crossdevice.execution.processes.scattered_on_gpus import PeerReduceScatter, StagedReduceScatter
-from crossdevice.execution.processes.scattered_reduction import LeafParts, ProcessReduceScatter
+from crossdevice.execution.processes.reduced_batch import LeafParts, Prepare, ReducedBatch, Wanted
+from crossdevice.execution.processes.task_agreement import Course
 from crossdevice.execution.processes.travelling import Delivery
-from crossdevice.execution.processes.ways import (
-    Part,
-    Reduction,
-    Way,
-    agreed_way,
-    in_order,
-    own_gpu,
-    way_by_host,
-    way_of,
-)
 from crossdevice.execution.processes.weighing import weights_of_all_ranks
 from crossdevice.execution.reading.leaf_spec import Outs
 from crossdevice.execution.reading.outputs import Expected, read_out_of_shapes, wrapped
 from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
@@ -60,32 +50,36 @@ def reduced_parts(
         options = dataclasses.replace(options, precision="accurate")
     leaves = [leaf for scatter in scatters for leaf in scatter.leaves]
     replicas = tuple(len(leaf.spec.devices) for leaf in leaves)
-    description = _description(scatters, leaves, op, options, factors is not None, group)
-    sizes = scatters[0].sizes
+    sizes, is_weighted = scatters[0].sizes, factors is not None
+    description = _description(scatters, leaves, op, options, is_weighted, group)
     deliveries: list[tuple[Sequence[int], Delivery]] = []
     refusal: OutError | None = None
-    with agreed_call(group, description, replicas, seconds_of(options)) as (call, of_ranks):
+
+    def prepared(call: GroupCall, of_ranks: Sequence[Sequence[int]]) -> Prepared:
+        find_peers(call, own_gpu(leaf.spec for leaf in leaves))
+        counts = tuple(map(tuple, zip(*of_ranks, strict=True)))
+        key = (tuple((leaf.spec, leaf.axis) for leaf in leaves), op, options, counts, sizes, is_weighted)
+        found = known.get(key)
+        if found is None:
+            with refused_by_all():
+                cut = [
+                    LeafParts(
+                        leaf, part_lengths(leaf.spec.shape[leaf.axis], sum(count), sizes), count, group.rank
+                    )
+                    for leaf, count in zip(leaves, counts, strict=True)
+                ]
+            specs = tuple([leaf.spec for leaf in leaves])
+            batch = ReducedBatch(specs, op, options, counts, group, prepare, is_weighted, cut)
+            found = known[key] = cut, parts_of(batch)
+        return found
+
+    def courses(call: GroupCall, of_ranks: Sequence[Sequence[int]]) -> list[Course]:
+        return courses_of(prepared(call, of_ranks)[1]) if leaves else []
+
+    with agreed_call(group, description, replicas, seconds_of(options), courses) as (call, of_ranks):
         if leaves:
-            counts = tuple(zip(*of_ranks, strict=True))
-            find_peers(call, own_gpu(leaf.spec for leaf in leaves))
-            weights = weights_of_all_ranks(call, op, factors, counts)
-            is_weighted = weights is not None
-            key = (tuple((leaf.spec, leaf.axis) for leaf in leaves), op, options, counts, sizes, is_weighted)
-            prepared = known.get(key)
-            if prepared is None:
-                with refused_by_all():
-                    cut = [
-                        LeafParts(
-                            leaf,
-                            part_lengths(leaf.spec.shape[leaf.axis], sum(count), sizes),
-                            count,
-                            group.rank,
-                        )
-                        for leaf, count in zip(leaves, counts, strict=True)
-                    ]
-                parts = _scattering_parts(cut, op, options, group, prepare, is_weighted)
-                prepared = known[key] = cut, parts
-            cut, parts = prepared
+            cut, parts = prepared(call, of_ranks)
+            weights = weights_of_all_ranks(call, op, factors, list(zip(*of_ranks, strict=True)))
             try:
                 outs = _read_outs(scatters, cut, op, is_weighted)
             except OutError as error:  # raised when the other ranks have what they asked for
@@ -101,42 +95,6 @@ def reduced_parts(
         )
         for scatter in scatters
     ]
-
-
-def _scattering_parts(
-    leaves: Sequence[LeafParts],
-    op: ReduceOp,
-    options: CommunicationOptions,
-    group: ProcessGroup,
-    prepare: Prepare,
-    is_weighted: bool,
-) -> list[Part]:
-    """As `parts_of`: all ranks come to the same, in the same order."""
-    ways: dict[Way, list[int]] = {}
-    for number, leaf in enumerate(leaves):
-        what = (leaf.spec, op, options, group, leaf.counts, is_weighted)
-        way = agreed_way(*what)
-        if way == "engine" or (way == "shards" and not leaf.is_even):
-            way = way_by_host(*what)
-        ways.setdefault(way, []).append(number)
-    parts = []
-    for way, numbers in sorted(ways.items()):
-        own = [leaves[number] for number in numbers]
-        reduction: Reduction
-        match way:
-            case "peer memory":
-                reduction = PeerReduceScatter(own, op, options, group)
-            case "shards":
-                specs = [leaf.spec for leaf in own]
-                reduction = DeviceReduceScatter(specs, op, options, group.size, prepare)
-            case "staged":
-                reduction = StagedReduceScatter(own, op, options, group, is_weighted=is_weighted)
-            case "host" | "engine":
-                reduction = ProcessReduceScatter(own, op, options, group.rank, is_weighted=is_weighted)
-            case _:
-                assert_never(way)
-        parts.append(Part(numbers, reduction))
-    return parts
 
 
 def _read_outs(
@@ -176,7 +134,9 @@ def _description(
         tuple(
             LeafDescription(
                 leaf.path,
-                "array" if way_of(spec, op, options, group) == "host" else f"array on {spec.devices[0].type}",
+                "array"
+                if transport_of(Wanted(spec, op, options, group)).is_on_host
+                else f"array on {spec.devices[0].type}",
                 spec.dtype,
                 spec.shape,
             )

@@ -7,74 +7,70 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, dtype_named
 from crossdevice.errors import OutError
-from crossdevice.execution.processes.packs import ProcessPack
-from crossdevice.execution.processes.shared_reduction import SharedPack
-from crossdevice.execution.processes.travelling import Delivery
+from crossdevice.execution.processes.travelling import Delivery, Flat, SmallArrays
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import written_view
 from crossdevice.execution.tracing import Work, flight_recorder, now
-from crossdevice.kernels.host.fused_pass import fused_pass, repeated_pass
+from crossdevice.kernels.host.fused_pass import bound_batch, fused_pass, repeated_pass
+from crossdevice.plans.reduced_leaf import ReducedLeaf
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.weights import Weights
-
-Flat = NDArray[Any]
 
 
 class SmallReduction:
     """Everything but the arrays, laid out before: NumPy copies them as they are, and a kernel finds them.
 
-    Who has the arrays of all ranks depends on none of them any more: it writes to `outs` at once.
+    After arrival nothing can fail, so `outs` is written at once.
     """
 
     def __init__(
         self,
-        pack: ProcessPack,
-        shared: SharedPack | None,
-        rank: int,
+        leaf: ReducedLeaf,
+        arrays: SmallArrays,
         spec: LeafSpec,
         result: np.dtype[Any],
         *,
         shares_results: bool,
         work: Work,
     ) -> None:
-        """`pack` is small and has one leaf; `result` is the dtype of results, and `work` what is recorded."""
-        self._shared, self._spec, self._result, self._work = shared, spec, result, work
-        self._recipe, self._written = pack.final_recipe, pack.result
+        """`result` is the dtype of results, and `work` what is recorded."""
+        self._shared, self._of_ranks = arrays.shared, arrays.of_ranks
+        self._spec, self._result, self._work = spec, result, work
+        self._recipe, self._written = leaf.of_ranks, dtype_named(leaf.result)
         self._shares_results = shares_results
         self._num_results = 1 if shares_results else len(spec.destinations)
         is_numpy = spec.backend.name == "numpy"
         self._dtype, self._brings_arrays = dtype_named(spec.dtype), is_numpy
-        self._writes_arrays = is_numpy and result == pack.result
+        self._writes_arrays = is_numpy and result == self._written
         self._shape = spec.shape if is_numpy else (spec.num_elements,)
-        # In shared memory by parity of the step; elsewhere nobody reads an array of the last exchange.
-        own, inputs = ([], []) if shared is None else (shared.own, shared.inputs)
-        if shared is None:
-            self._buffers = [
-                [np.empty(pack.num_elements, pack.dtype) for _ in range(number)] for number in pack.counts
-            ]
-            own, inputs = [self._buffers[rank]], [[buffer for buffers in self._buffers for buffer in buffers]]
-        self._own = [[buffer.view(self._dtype).reshape(self._shape) for buffer in buffers] for buffers in own]
-        self._inputs = [tuple(arrays) for arrays in inputs]
+        self._own = [
+            [buffer.view(self._dtype).reshape(self._shape) for buffer in buffers] for buffers in arrays.own
+        ]
+        self._inputs = [tuple(inputs) for inputs in arrays.inputs]
+
+    @property
+    def is_in_shared_memory(self) -> bool:
+        """Whether arrays are shown in shared memory."""
+        return self._shared is not None
 
     def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
-        """As `ProcessReduction.run`, but `outs` have their results already."""
+        """As `HostReduction.run`, but `outs` have their results already."""
         (arrays,), (out,) = columns, outs
         shared = self._shared
-        parity = 0 if shared is None else shared.shared.steps.parity
+        parity = 0 if shared is None else shared.steps.parity
         started = now()
         try:
             own = self._own[parity]
             for buffer, array in zip(own, arrays, strict=True):
                 buffer[...] = array if self._brings_arrays else self._host_view(array)
             if shared is None:
-                call.all_gather_into(self._buffers)
+                call.all_gather_into(self._of_ranks)
             else:
-                if shared.shared.on_shown is not None:
-                    shared.tell_of(own)
+                if shared.on_shown is not None:
+                    self._tell_of(own)
                 call.step()
             combine = self._combine if weights is None else self._combine_with(weights)
             if out is None:
@@ -97,6 +93,39 @@ class SmallReduction:
         if self._shares_results:
             flats *= len(self._spec.destinations)
         return lambda: [self._spec.adopted(flats, is_shared=self._shares_results)]
+
+    def bound(self, arrays: Sequence[Array], out: Sequence[Array]) -> Callable[[GroupCall], None]:
+        """A function that reduces these arrays into those of `out` in a call, whenever it is called."""
+        shared, written, backend = self._shared, tuple(out), self._spec.backend
+        assert shared is not None, "elsewhere `run` is as short"
+        views = [array if self._brings_arrays else self._host_view(array) for array in arrays]
+        copies = [list(zip(own, views, strict=True)) for own in self._own]
+        targets = [self._as_written(written_view(backend, array)) for array in written]
+        passes = [bound_batch([(inputs, targets)], self._recipe) for inputs in self._inputs]
+        steps = shared.steps
+
+        def reduce(call: GroupCall) -> None:
+            started, parity = now(), steps.parity
+            for buffer, view in copies[parity]:
+                buffer[...] = view
+            if shared.on_shown is not None:
+                self._tell_of(self._own[parity])
+            call.step()
+            # An input in `out` is written to when all have come: nothing can fail any more.
+            for work in passes[parity]:
+                work()
+            if backend.counts_writes:
+                backend.mark_written(written)
+            flight_recorder.events.append((self._work, started, now(), 1))
+
+        return reduce
+
+    def _tell_of(self, shown: Sequence[Flat]) -> None:
+        """Calls `on_shown` with what others are about to read."""
+        assert self._shared is not None
+        assert self._shared.on_shown is not None
+        for array in shown:
+            self._shared.on_shown(array)
 
     @functools.cached_property
     def _combine(self) -> Callable[[Any, Any], None]:

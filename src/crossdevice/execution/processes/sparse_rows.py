@@ -10,8 +10,9 @@ import numpy as np
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.local.batch import CheckedLeaf
 from crossdevice.execution.local.sparse import SparseReduction
-from crossdevice.execution.processes.gathering import arrays_of_all_ranks, joined
-from crossdevice.execution.processes.peer_copies import offered_gpu
+from crossdevice.execution.processes.copies import Copies
+from crossdevice.execution.processes.peers import offered_gpu
+from crossdevice.execution.processes.rows import array_of_rows
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import Device
 from crossdevice.values.weights import Weights
@@ -25,6 +26,7 @@ def index_dtype(leaf: SparseReduction) -> str:
 
 def gathered_rows(
     call: GroupCall,
+    copies: Copies,
     leaves: Sequence[CheckedLeaf],
     counts: Sequence[tuple[int, ...]],
     weights: Weights | None,
@@ -41,14 +43,14 @@ def gathered_rows(
     both = [each for leaf in sparse.values() for part in leaf.slices for each in (part.values, part.indices)]
     join = _joined_on_host if offered_gpu(both, call.group) is None else _joined_on_gpu
     flats = [flat for leaf in sparse.values() for flat in join(leaf)]
-    of_ranks = arrays_of_all_ranks(call, flats)
+    wholes = copies.gathered(call, flats)
     gathered = {}
     for order, (number, leaf) in enumerate(sparse.items()):
         backend, first = leaf.backend, leaf.slices[0]
         device = Device.parse(first.device)
         values, indices = (
-            joined([arrays[number] for arrays in of_ranks], 0, backend, device)
-            for number in (2 * order, 2 * order + 1)
+            array_of_rows(whole, whole.shape, 0, backend, device)
+            for whole in wholes[2 * order : 2 * order + 2]
         )
         shape = (*backend.shape_of(indices), *backend.shape_of(first.values)[1:])
         rows = type(first)(backend.reshape(values, shape), indices, leaf.dense_shape)

@@ -12,7 +12,7 @@ from crossdevice.errors import (
     StructureMismatchError,
 )
 from crossdevice.execution.processes import agreement
-from crossdevice.process_groups.thread_group import run_ranks
+from crossdevice.process_groups.engines.thread_engine import run_ranks
 
 
 def errors_of(size, function, **options):
@@ -188,7 +188,7 @@ def test_a_batch_that_differs_is_told_by_its_entry():
         ops.batch_reduce("sum", [(np.zeros(2), "cpu:0"), (second, "cpu:0")])
 
     text = (
-        "call 1 differs between ranks: rank 1 (here) has structure PyTreeSpec({'w': *}) in entry 1 of the "
+        "call 1 differs between ranks: rank 1 (here) has structure {'w': *} in entry 1 of the "
         "batch; the other 2 have a single array"
     )
     assert errors_of(3, reduce) == [(StructureMismatchError, text)] * 3

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from crossdevice.execution.processes.travelling import LINE_ELEMENTS, partial_dtype, shard_edges
+from crossdevice.execution.processes.travelling import partial_dtype
+from crossdevice.plans.tasks import LINE_ELEMENTS, shard_edges
 from crossdevice.values.dtypes import COMPLEXES, INTEGERS, ITEM_BYTES
 from crossdevice.values.options import PRECISIONS
 from crossdevice.values.reduce_op import ReduceOp
@@ -30,6 +31,12 @@ def test_exact_sums_and_products_have_no_partial_results(dtype):
 def test_true_means_of_integers_have_no_partial_results(dtype):
     assert partial_dtype(dtype, ReduceOp.MEAN, "accurate", 8) is None
     assert partial_dtype(dtype, ReduceOp.SUM, "accurate", 8) == dtype
+
+
+def test_weighted_values_and_medians_have_no_partial_results():
+    assert partial_dtype("float32", ReduceOp.SUM, "accurate", 8, is_weighted=True) is None
+    assert partial_dtype("float32", ReduceOp.MEDIAN, "accurate", 8) is None
+    assert partial_dtype("float32", ReduceOp.SUM, "accurate", 8) == "float64"
 
 
 def test_shards_cover_everything_once_on_whole_lines():

@@ -1,4 +1,4 @@
-"""Leaves whose shards travel from device to device, and are combined there in the order of ranks."""
+"""Leaves whose equal shards travel from GPU to GPU by NCCL, and are combined there in the order of ranks."""
 
 from __future__ import annotations
 
@@ -8,29 +8,34 @@ from typing import NamedTuple
 
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.local.prepared import PreparedReduction
-from crossdevice.execution.processes.device_reduction import Prepare
+from crossdevice.execution.processes.peers import peers_unavailable
+from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted
 from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import delivered
-from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.plans.tasks import TaskPlan
 from crossdevice.process_groups.group_call import GroupCall
-from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
-from crossdevice.values.reduce_op import ReduceOp
-from crossdevice.values.weights import Weights
+from crossdevice.values.options import CommunicationImplementation
+from crossdevice.values.weights import Weights, refuse_weights
 
 
-def may_stay_on_device(spec: LeafSpec, options: CommunicationOptions, group: ProcessGroup) -> bool:
-    """Whether shards may travel by the engine's collectives on devices: if NCCL was asked for by name.
+def nccl_shards_unavailable(wanted: Wanted) -> str | None:
+    """Reason shards cannot travel by NCCL; None if they can.
 
-    That is left to the caller because NCCL refuses processes that share a GPU.
+    It has to be asked for by name, because NCCL refuses processes that share a GPU.
     """
-    return (
-        options.precision != "fast"
-        and options.implementation is CommunicationImplementation.NCCL
-        and spec.backend.name == "torch"
-        and spec.num_elements > 0
-        and group.reduces_on(spec.devices[0].type)
-    )
+    spec, op, options, group, counts, is_weighted, parts = wanted
+    if options.precision == "fast" or options.implementation is not CommunicationImplementation.NCCL:
+        return "NCCL was not asked for by name, or precision is `fast`"
+    if spec.backend.name != "torch" or not spec.num_elements or not group.reduces_on(spec.devices[0].type):
+        return f"{group.engine_name} does not carry PyTorch's tensors on {spec.devices[0]}"
+    if peers_unavailable(spec, op, options, group) is None:
+        return "ranks reach each other's GPU memory, and may share GPUs"
+    if counts is not None and (is_weighted or set(counts) != {1}):
+        return "shards are of one replica per process, without weights"
+    if parts is not None and not parts.is_even:
+        return "parts are not equal, or not along the first axis"
+    return None
 
 
 class _Pack(NamedTuple):
@@ -48,14 +53,12 @@ class DeviceShards:
     of ranks, and an all-gather distributes the results: the bytes of a ring, and the bits of one process.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[LeafSpec],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        size: int,
-        prepare: Prepare,
-    ) -> None:
+    plans: Sequence[TaskPlan] = ()
+    """None: its shards are laid out here."""
+
+    def __init__(self, batch: ReducedBatch) -> None:
+        specs, op, options, prepare = batch.specs, batch.op, batch.options, batch.prepare
+        size = batch.group.size
         self._specs, self._size = specs, size
         alike: dict[object, list[int]] = {}
         for number, spec in enumerate(specs):
@@ -70,7 +73,7 @@ class DeviceShards:
 
     def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
         """Reduces with the other ranks; `outs` are written to by whoever calls the delivery."""
-        assert weights is None, "weighted values go through the host's memory"
+        refuse_weights(weights, "weighted values go through the host's memory")
         _meet(call)
         results: dict[int, Array] = {}
         for pack in self._packs:
@@ -106,14 +109,12 @@ class DeviceShards:
 class DeviceReduceScatter:
     """The first half of it, for leaves that are cut along their first axis into equal parts."""
 
-    def __init__(
-        self,
-        specs: Sequence[LeafSpec],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        size: int,
-        prepare: Prepare,
-    ) -> None:
+    plans: Sequence[TaskPlan] = ()
+    """None, as above."""
+
+    def __init__(self, batch: ReducedBatch) -> None:
+        specs, op, options, prepare = batch.specs, batch.op, batch.options, batch.prepare
+        size = batch.group.size
         self._specs, self._size = specs, size
         self._reductions = [
             prepare((_shards_of(spec, spec.num_elements // size, size),), op, options) for spec in specs
@@ -121,7 +122,7 @@ class DeviceReduceScatter:
 
     def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
         """Reduces with the other ranks; `outs` are written to by whoever calls the delivery."""
-        assert weights is None, "weighted values go through the host's memory"
+        refuse_weights(weights, "weighted values go through the host's memory")
         _meet(call)
         parts = [
             spec.backend.reshape(

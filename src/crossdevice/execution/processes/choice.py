@@ -1,0 +1,181 @@
+"""Which transport carries a leaf between the processes of a group: the first that all ranks can use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from crossdevice.backends.protocol import Array
+from crossdevice.execution.processes.host_reduction import HostReduceScatter, HostReduction
+from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted
+from crossdevice.execution.processes.task_agreement import Course
+from crossdevice.execution.processes.transports.messages import messages_unavailable, prepare_messages
+from crossdevice.execution.processes.transports.nccl_all_reduce import (
+    DeviceReduction,
+    nccl_all_reduce_unavailable,
+)
+from crossdevice.execution.processes.transports.nccl_shards import (
+    DeviceReduceScatter,
+    DeviceShards,
+    nccl_shards_unavailable,
+)
+from crossdevice.execution.processes.transports.peer_memory import (
+    PeerCopies,
+    PeerReduceScatter,
+    PeerReduction,
+    peer_memory_unavailable,
+)
+from crossdevice.execution.processes.transports.staged import StagedReduction, staged_unavailable
+from crossdevice.execution.processes.transports.windows import prepare_windows, windows_unavailable
+from crossdevice.execution.processes.travelling import Delivery, Emit, Program
+from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
+from crossdevice.plans.tasks import TaskPlan
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.values.device import Device
+from crossdevice.values.weights import Weights
+
+
+class Prepared(Protocol):
+    """A batch on one transport: everything but its arrays."""
+
+    @property
+    def plans(self) -> Sequence[TaskPlan]:
+        """Its tasks, as this rank knows them; none if the transport lays out shards of its own."""
+
+    def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
+        """Reduces with the other ranks; the delivery writes to `outs`."""
+
+
+class Transport(NamedTuple):
+    """A row of the table: when it can be used, and what prepares a batch for it."""
+
+    unavailable: Callable[[Wanted], str | None]
+    """Reason a leaf cannot go this way; None if it can. Of what all ranks know alike, so that all agree."""
+    reduction: Callable[[ReducedBatch], Prepared]
+    reduce_scatter: Callable[[ReducedBatch], Prepared] | None
+    is_on_host: bool = False
+
+
+TRANSPORTS: Mapping[str, Transport] = {
+    "peer memory": Transport(peer_memory_unavailable, PeerReduction, PeerReduceScatter),
+    "NCCL all-reduce": Transport(nccl_all_reduce_unavailable, DeviceReduction, None),
+    "NCCL shards": Transport(nccl_shards_unavailable, DeviceShards, DeviceReduceScatter),
+    "staged": Transport(staged_unavailable, StagedReduction, StagedReduction),
+    "windows": Transport(
+        windows_unavailable,
+        functools.partial(HostReduction, prepare=prepare_windows),
+        functools.partial(HostReduceScatter, prepare=prepare_windows),
+        is_on_host=True,
+    ),
+    "messages": Transport(
+        messages_unavailable,
+        functools.partial(HostReduction, prepare=prepare_messages),
+        functools.partial(HostReduceScatter, prepare=prepare_messages),
+        is_on_host=True,
+    ),
+}
+"""From the best to the one that is always available."""
+
+
+UNVERIFIED = "only messages are verified"
+
+
+class Choice(NamedTuple):
+    """The transport of a leaf, and why it is none of those before."""
+
+    name: str
+    reasons: Mapping[str, str]
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether arrays go through the host as its own do."""
+        return TRANSPORTS[self.name].is_on_host
+
+
+def transport_of(wanted: Wanted) -> Choice:
+    """The first transport that is available: all ranks come to the same."""
+    reasons: dict[str, str] = {}
+    for name, transport in TRANSPORTS.items():
+        is_unverified = wanted.options.verify and transport is not TRANSPORTS["messages"]
+        reason = UNVERIFIED if is_unverified else transport.unavailable(wanted)
+        if reason is None:
+            return Choice(name, reasons)
+        reasons[name] = reason
+    raise AssertionError("messages are always available")
+
+
+class Part(NamedTuple):
+    """Leaves of a batch, by their numbers, that take one transport together."""
+
+    leaves: Sequence[int]
+    prepared: Prepared
+    transport: str
+
+    def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
+        """Reduces these leaves of a batch with the other ranks."""
+        own_columns = [columns[leaf] for leaf in self.leaves]
+        return self.prepared.run(call, own_columns, [outs[leaf] for leaf in self.leaves], weights)
+
+
+def parts_of(batch: ReducedBatch) -> list[Part]:
+    """A batch, prepared: all ranks come to the same parts, in the same order."""
+    found: dict[str, list[int]] = {}
+    for leaf in range(len(batch.specs)):
+        found.setdefault(transport_of(batch.wanted(leaf)).name, []).append(leaf)
+    if batch.options.verify:  # one by one, so that errors name the leaf
+        return [
+            Part((leaf,), _prepared(name, batch.of_leaves((leaf,))), name)
+            for name, leaves in found.items()
+            for leaf in leaves
+        ]
+    return [
+        Part(leaves, _prepared(name, batch.of_leaves(leaves)), name) for name, leaves in sorted(found.items())
+    ]
+
+
+def courses_of(parts: Sequence[Part]) -> list[Course]:
+    """What this rank would do, as ranks compare it."""
+    return [Course(part.transport, part.leaves, part.prepared.plans) for part in parts]
+
+
+def _prepared(name: str, batch: ReducedBatch) -> Prepared:
+    transport = TRANSPORTS[name]
+    prepare = transport.reduction if batch.parts is None else transport.reduce_scatter
+    assert prepare is not None, f"{name} is unavailable for parts"
+    return prepare(batch)
+
+
+def prepare_copies(
+    emit: Emit,
+    counts: Sequence[Sequence[int]],
+    group: ProcessGroup,
+    *,
+    is_on_gpu: bool,
+    is_verified: bool = False,
+) -> Program:
+    """A copying call, prepared; ranks have agreed on whether all arrays are on GPUs that all reach.
+
+    `counts` has, for each leaf, the number of arrays of each rank.
+    """
+    if is_on_gpu:
+        return PeerCopies(emit(is_small=False, seen_by=group.rank), counts, group)
+    prepare = prepare_messages if group.shared is None or is_verified else prepare_windows
+    return prepare(emit, (), group, ())
+
+
+def in_order(deliveries: Sequence[tuple[Sequence[int], Delivery]]) -> list[tuple[Array, ...]]:
+    """The results of all leaves of parts, which are given by their numbers."""
+    results = {
+        leaf: result
+        for leaves, delivery in deliveries
+        for leaf, result in zip(leaves, delivery(), strict=True)
+    }
+    return [results[leaf] for leaf in range(len(results))]
+
+
+def own_gpu(specs: Iterable[LeafSpec]) -> Device | None:
+    """The GPU of a batch, if all of its arrays there are on one."""
+    gpus = {spec.shared_gpu for spec in specs} - {None}
+    return gpus.pop() if len(gpus) == 1 else None

@@ -1,0 +1,251 @@
+"""Calls that copy between processes: rows of all ranks, arrays of one rank, a part of each replica for each.
+
+Rows are arrays with the axis first: NumPy's on the host, or PyTorch's on one GPU, which stay there if ranks
+reach each other's. How many there are is known only in the call; what was prepared for lengths is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.backends.registry import backend_named
+from crossdevice.errors import ProcessGroupError
+from crossdevice.execution.processes.choice import prepare_copies
+from crossdevice.execution.processes.layouts.all_to_all import all_to_all
+from crossdevice.execution.processes.layouts.broadcast import broadcast
+from crossdevice.execution.processes.layouts.gather import gather
+from crossdevice.execution.processes.peers import are_reached, known_peers, offered_gpu
+from crossdevice.execution.processes.travelling import Program
+from crossdevice.execution.reading.shards import part_lengths
+from crossdevice.execution.signature_cache import SignatureCache
+from crossdevice.plans.task_ledger import (
+    Meaning,
+    check_tasks,
+    meaning_of_all_to_all,
+    meaning_of_broadcast,
+    meaning_of_gather,
+)
+from crossdevice.plans.tasks import TaskPlan
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.group_call import GroupCall, check_announced, receive_buffer
+from crossdevice.values.device import Device
+
+Rows: TypeAlias = Any
+
+Place: TypeAlias = tuple[int, int]
+"""The leaf and the replica of a result of this rank."""
+
+
+class Copied(NamedTuple):
+    """A collective that copies, of given lengths: its layout, and what it means."""
+
+    key: Hashable
+    counts: Sequence[Sequence[int]]
+    """For each leaf, the number of arrays of each rank."""
+    layout: Callable[..., TaskPlan]
+    meaning: Callable[[], Meaning]
+
+    def proved(self, *, is_small: bool = False, seen_by: int | None) -> TaskPlan:
+        """Its tasks; of copies nothing is combined by all."""
+        del is_small
+        plan = self.layout(seen_by=seen_by)
+        check_tasks(plan, self.meaning())
+        return plan
+
+
+class LeafRows(NamedTuple):
+    """One leaf of this rank: its replicas as rows along the axis, and the replicas that each rank has."""
+
+    replicas: Sequence[Rows]
+    sizes: Sequence[Sequence[int] | None]
+    counts: Sequence[int]
+
+    def lengths(self) -> NDArray[np.int64]:
+        """The lengths of the parts of each replica here, one for each replica there is."""
+        number = sum(self.counts)
+        pairs = zip(self.replicas, self.sizes, strict=True)
+        return np.array([part_lengths(len(rows), number, own) for rows, own in pairs], np.int64)
+
+
+class Copies:
+    """The copying calls of one group, with the programs of the lengths there were."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._programs: SignatureCache[Program] = SignatureCache()
+
+    def gathered(self, call: GroupCall, rows: Sequence[Rows]) -> list[Rows]:
+        """For each leaf the rows of all ranks, end to end: as many as each brings, but alike."""
+        group = self._group
+        gpu = offered_gpu(rows, group)
+        numbers = np.array([*map(len, rows), gpu is not None], np.int64)
+        records = [np.frombuffer(record, np.int64).tolist() for record in call.all_gather(numbers.tobytes())]
+        if not rows:
+            return []
+        is_on_gpu = are_reached(call, gpu, [bool(found[-1]) for found in records])
+        if not is_on_gpu:
+            rows = list(map(_on_host, rows))
+        row_bytes = list(map(_row_bytes, rows))
+        for member, found in zip(group.members, records, strict=True):
+            for length, array in zip(found[:-1], rows, strict=True):
+                check_announced(member, (length, *array.shape[1:]), array.itemsize)
+        num_bytes = tuple(
+            tuple([found[leaf] * each for found in records]) for leaf, each in enumerate(row_bytes)
+        )
+        copied = Copied(
+            ("gather", num_bytes),
+            [(1,) * group.size] * len(rows),
+            functools.partial(gather, num_bytes),
+            functools.partial(meaning_of_gather, num_bytes),
+        )
+        totals = [sum(found[leaf] for found in records) for leaf in range(len(rows))]
+        shapes = {(leaf, 0): (totals[leaf], *array.shape[1:]) for leaf, array in enumerate(rows)}
+        return list(self._run(call, copied, [[array] for array in rows], shapes, is_on_gpu).values())
+
+    def of_rank(self, call: GroupCall, arrays: Sequence[Rows], root: int) -> list[Rows]:
+        """The flat arrays of one rank, which every rank has in the same lengths and dtypes."""
+        group, peers = self._group, known_peers(self._group)
+        is_on_gpu = False
+        if peers is not None and peers.why_not is None:  # which all ranks know, or none
+            gpu = offered_gpu(arrays, group)
+            answers = call.all_gather(b"0" if gpu is None else b"1")
+            is_on_gpu = are_reached(call, gpu, [answer == b"1" for answer in answers])
+        if not is_on_gpu:
+            arrays = list(map(_on_host, arrays))
+        num_bytes = tuple([len(array) * _row_bytes(array) for array in arrays])
+        copied = Copied(
+            ("broadcast", root, num_bytes),
+            [(1,) * group.size] * len(arrays),
+            functools.partial(broadcast, num_bytes, group.size, root),
+            functools.partial(meaning_of_broadcast, num_bytes, group.size, root),
+        )
+        is_root = group.rank == root
+        shapes = {} if is_root else {(leaf, 0): tuple(array.shape) for leaf, array in enumerate(arrays)}
+        results = self._run(call, copied, [[array] for array in arrays], shapes, is_on_gpu)
+        return list(arrays) if is_root else list(results.values())
+
+    def exchanged(
+        self,
+        call: GroupCall,
+        leaves: Sequence[LeafRows],
+        lengths: Sequence[NDArray[np.int64]],
+        gpu: Device | None = None,
+    ) -> list[list[Rows]]:
+        """For each leaf, what each replica of this rank gets: its parts of all replicas, end to end.
+
+        Rows may be PyTorch's on this GPU, and results are there too if ranks reach each other's.
+        """
+        rank, members = call.group.rank, call.group.members
+        own = np.concatenate([[gpu is not None], *(of_leaf.reshape(-1) for of_leaf in lengths)])
+        records = call.all_gather_uneven(own.astype(np.int64).tobytes())
+        of_peers = [_lengths_of(peer, leaves, record, members) for peer, record in enumerate(records)]
+        if not leaves:
+            return []
+        is_on_gpu = are_reached(call, gpu, [is_offered for is_offered, _ in of_peers])
+        if not is_on_gpu:
+            leaves = [leaf._replace(replicas=list(map(_on_host, leaf.replicas))) for leaf in leaves]
+        all_lengths = [
+            np.concatenate([found[leaf] for _, found in of_peers]).tolist() for leaf in range(len(leaves))
+        ]
+        for member, (_, found) in zip(members, of_peers, strict=True):
+            for leaf, of_leaf in zip(leaves, found, strict=True):
+                for length in of_leaf.reshape(-1).tolist():
+                    check_announced(member, (length, *leaf.replicas[0].shape[1:]), leaf.replicas[0].itemsize)
+        num_bytes = tuple(
+            tuple([tuple([part * _row_bytes(leaf.replicas[0]) for part in parts]) for parts in of_leaf])
+            for leaf, of_leaf in zip(leaves, all_lengths, strict=True)
+        )
+        counts = tuple([tuple(leaf.counts) for leaf in leaves])
+        copied = Copied(
+            ("all to all", num_bytes, counts),
+            counts,
+            functools.partial(all_to_all, num_bytes, counts),
+            functools.partial(meaning_of_all_to_all, num_bytes, counts),
+        )
+        shapes: dict[Place, tuple[int, ...]] = {}
+        for number, (leaf, of_leaf) in enumerate(zip(leaves, all_lengths, strict=True)):
+            first, rest = sum(leaf.counts[:rank]), leaf.replicas[0].shape[1:]
+            for replica in range(leaf.counts[rank]):
+                total = sum([parts[first + replica] for parts in of_leaf])
+                shapes[number, replica] = (total, *rest)
+        inputs = [leaf.replicas for leaf in leaves]
+        results = iter(self._run(call, copied, inputs, shapes, is_on_gpu).values())
+        return [list(itertools.islice(results, len(replicas))) for replicas in inputs]
+
+    def _run(
+        self,
+        call: GroupCall,
+        copied: Copied,
+        inputs: Sequence[Sequence[Rows]],
+        shapes: Mapping[Place, tuple[int, ...]],
+        is_on_gpu: bool,
+    ) -> dict[Place, Rows]:
+        """New rows of these shapes, with what the call brings to them."""
+        is_verified = call.hops is not None  # only messages are
+        key = (copied.key, is_on_gpu, is_verified)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = prepare_copies(
+                copied.proved, copied.counts, self._group, is_on_gpu=is_on_gpu, is_verified=is_verified
+            )
+        if is_on_gpu:
+            results = {place: inputs[place[0]][0].new_empty(shape) for place, shape in shapes.items()}
+            as_bytes: Callable[[Rows], Rows] = _tensor_bytes
+        else:
+            results = {
+                place: receive_buffer("the group", shape, inputs[place[0]][0].dtype)
+                for place, shape in shapes.items()
+            }
+            as_bytes = _array_bytes
+        program.run(
+            call,
+            {leaf: list(map(as_bytes, replicas)) for leaf, replicas in enumerate(inputs)},
+            {place: [as_bytes(rows)] for place, rows in results.items()},
+        )
+        return results
+
+
+def _lengths_of(
+    peer: int, leaves: Sequence[LeafRows], record: bytes, members: Sequence[str]
+) -> tuple[bool, list[NDArray[np.int64]]]:
+    """Whether a peer's rows are on a GPU, and for each leaf the lengths of the parts of its replicas."""
+    expected = 8 * (1 + sum(leaf.counts[peer] * sum(leaf.counts) for leaf in leaves))
+    if len(record) != expected:
+        raise ProcessGroupError(
+            f"{members[peer]} sends the lengths of its parts in {len(record)} bytes; expected {expected}. "
+            "Its message was corrupted"
+        )
+    numbers, found = np.frombuffer(record, np.int64), []
+    left = numbers[1:]
+    for leaf in leaves:
+        number = leaf.counts[peer] * sum(leaf.counts)
+        found.append(left[:number].reshape(leaf.counts[peer], -1))
+        left = left[number:]
+    return bool(numbers[0]), found
+
+
+def _row_bytes(rows: Rows) -> int:
+    return int(math.prod(rows.shape[1:]) * rows.itemsize)
+
+
+def _array_bytes(rows: NDArray[Any]) -> NDArray[np.uint8]:
+    return rows.reshape(-1).view(np.uint8)
+
+
+def _tensor_bytes(rows: Any) -> Any:
+    from crossdevice.kernels.cuda.tensors import bytes_of
+
+    return bytes_of(rows)
+
+
+def _on_host(rows: Rows) -> NDArray[Any]:
+    if isinstance(rows, np.ndarray):
+        return rows
+    return backend_named("torch").to_host(rows).reshape(tuple(rows.shape))

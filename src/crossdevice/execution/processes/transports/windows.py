@@ -1,0 +1,307 @@
+"""Tasks of ranks of one host, which combine what the others show them in windows of shared memory.
+
+In each round a rank brings what others read, combines what is its own to combine, and collects what others
+have made for it. While a rank combines it can rely on the others having brought their part, and once all
+have brought the next one the results of this round are there: so there is one step for each round, and one
+more at the end unless results stay with those who make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+from crossdevice.backends.protocol import dtype_named
+from crossdevice.execution.processes.reduced_batch import Wanted
+from crossdevice.execution.processes.travelling import Emit, Flat, Inputs, Results, SmallArrays
+from crossdevice.execution.tracing import Work, recorded
+from crossdevice.kernels.host.fused_pass import STREAMED_BYTES, fused_batch, fused_pass
+from crossdevice.kernels.host.meeting import compiled_meeting
+from crossdevice.plans.reduced_leaf import ReducedLeaf
+from crossdevice.plans.tasks import LINE_ELEMENTS, Ref, Round, Task, TaskPlan, aligned, rounds_of
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.process_groups.shared.shared_arrays import NOWHERE, Place
+from crossdevice.process_groups.shared.shared_memory import WINDOW_BYTES, SharedMemory
+from crossdevice.values.device import Device
+from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.recipe import COPYING, Recipe
+from crossdevice.values.weights import Weights
+
+MAX_ITEM_BYTES = max(ITEM_BYTES.values())
+
+ALONE_BYTES = 128 << 10
+"""Up to here, of what all ranks bring, every rank combines everything itself: one step instead of two."""
+
+
+def windows_unavailable(wanted: Wanted) -> str | None:
+    """Reason a leaf does not go through windows; None if ranks share memory, and enough of it."""
+    group, counts = wanted.group, wanted.counts
+    if group.shared is None:
+        return f"ranks do not all share memory: {group.not_shared_reason}"
+    if counts is not None and WINDOW_BYTES // group.size < max(counts) * LINE_ELEMENTS * MAX_ITEM_BYTES:
+        return f"a window cannot show parts of {max(counts)} arrays at once"
+    return None
+
+
+def are_small(leaves: Sequence[ReducedLeaf]) -> bool:
+    """Whether every rank is to combine everything."""
+    elements = sum([aligned(leaf.length) for leaf in leaves[:-1]]) + leaves[-1].length
+    numbers = [leaves[0].num_arrays(rank) for rank in range(len(leaves[0].counts))]
+    bytes_of_one = elements * ITEM_BYTES[leaves[0].travelling]
+    return bytes_of_one * sum(numbers) <= ALONE_BYTES
+
+
+def prepare_windows(
+    emit: Emit, leaves: Sequence[ReducedLeaf], group: ProcessGroup, devices: tuple[Device, ...]
+) -> Windows:
+    """The program of this rank, which has to know what everybody puts into windows, and where."""
+    assert group.shared is not None
+    is_small = bool(leaves) and are_small(leaves)
+    return Windows(emit(is_small=is_small, seen_by=None), group.shared, devices)
+
+
+class InPlace(NamedTuple):
+    """Arrays that ranks have in shared memory, so that nobody need copy them to or from a window."""
+
+    inputs: Sequence[Flat | None]
+    """By rank; None for those that are in private memory."""
+    outputs: Sequence[Flat] | None = None
+    """The outputs of all ranks; None if any of them is in private memory."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing goes through windows."""
+        return self.outputs is not None and all(array is not None for array in self.inputs)
+
+
+class _Combined(NamedTuple):
+    """An own task of a round: its inputs, which are views of windows or own ranges, and where results go."""
+
+    task: Task
+    inputs: Sequence[Flat | Ref]
+    outputs: Sequence[Ref]
+    made: Flat | None
+
+
+class _Steps(NamedTuple):
+    """What one rank does in one round, with the windows of one parity."""
+
+    brought: Sequence[tuple[Ref, Flat]]
+    partials: Sequence[tuple[Task, Flat]]
+    combined: Sequence[_Combined]
+    collected: Sequence[tuple[Flat, Ref]]
+
+
+class Windows:
+    """The tasks of one rank, run in shared memory.
+
+    The bits are those of any other transport: an element is made of the same contributions, in the order of
+    ranks, by the same kernel.
+    """
+
+    def __init__(self, plan: TaskPlan, shared: SharedMemory, devices: tuple[Device, ...] = ()) -> None:
+        """`devices` are those of this process, for the record of what ran."""
+        self.shared, self.plan = shared, plan
+        shared.steps.meet = compiled_meeting()
+        rounds = rounds_of(plan, WINDOW_BYTES)
+        self._rounds = [(self._steps(each, 0), self._steps(each, 1)) for each in rounds]
+        self._recipe = plan.results[0].recipe if plan.results else COPYING
+        self._is_alone = plan.are_combined_by_all
+        self._own = [task for task in plan.results if task.worker == shared.rank]
+        self._is_lone = not self._is_alone and _has_one_array_each(plan)
+        self._nothing_in_place = InPlace([None] * plan.size)
+        made_bytes = sum(
+            ref.num_bytes for task in plan.results for ref in task.outputs if ref.buffer.rank == shared.rank
+        )
+        self._is_streamed = made_bytes * plan.size >= STREAMED_BYTES
+        self._work = Work("reduce", "through shared memory", devices, plan.bytes_sent(shared.rank))
+
+    def explained(self) -> str:
+        """Human-readable description of what this rank does with arrays in private memory."""
+        steps = [each for each, _ in self._rounds]
+        num_bytes = sum(view.nbytes for each in steps for _, view in (*each.brought, *each.partials))
+        part = "everything" if self._is_alone else "its shard"
+        num_steps = len(steps) + (not self._is_alone)
+        return (
+            f"brings {self.plan.travelling} to shared memory, {num_bytes} bytes, and combines {part} there, "
+            f"in {num_steps} step{'' if num_steps == 1 else 's'}"
+        )
+
+    # ---------------------------------------------------------------- one call
+
+    def run(self, call: GroupCall, inputs: Inputs, results: Results, weights: Weights | None = None) -> None:
+        """Makes this rank's results, round by round."""
+        with recorded(self._work):
+            self._run(call, inputs, results, self._recipe.with_weights(weights))
+
+    def _run(self, call: GroupCall, inputs: Inputs, results: Results, recipe: Recipe) -> None:
+        arrays, steps = self.shared.arrays, self.shared.steps
+        found, place = self._nothing_in_place, NOWHERE
+        before: _Steps | None = None
+        if self._is_lone:
+            ((source,),), (targets,) = inputs.values(), results.values()
+            place = arrays.place_of(source)
+        for number, of_parities in enumerate(self._rounds):
+            now = of_parities[steps.parity]
+            if place == NOWHERE:
+                self._bring(now, inputs)
+            if self._is_lone and number == 0:
+                call.step([arrays.num_freed, *place, *arrays.place_of(targets[0])])
+                found = self._in_place(source, targets[0])
+                if found.is_complete:
+                    self._combine_in_place(found, recipe)
+                    break
+            else:
+                call.step()
+            if before is not None:
+                self._collect(before, results)
+            self._combine(now, inputs, results, found, recipe)
+            if found.outputs is None:
+                before = now
+        if self._is_alone:
+            return
+        call.step()
+        if before is not None:
+            self._collect(before, results)
+        elif found.outputs is not None:
+            for copy in targets[1:]:
+                copy[:] = targets[0]
+
+    def _bring(self, now: _Steps, inputs: Inputs) -> None:
+        for ref, view in now.brought:
+            view[:] = inputs[ref.buffer.leaf][ref.buffer.replica][ref.start : ref.stop]
+            self._tell_of(view)
+        if now.partials:
+            tasks = [(_own_inputs(inputs, maker), [view]) for maker, view in now.partials]
+            fused_batch(tasks, now.partials[0][0].recipe)
+            for _, view in now.partials:
+                self._tell_of(view)
+
+    def _combine(self, now: _Steps, inputs: Inputs, results: Results, found: InPlace, recipe: Recipe) -> None:
+        tasks = []
+        for task, sources, targets, made in now.combined:
+            arrays = [_own(inputs, source) if isinstance(source, Ref) else source for source in sources]
+            if found is not self._nothing_in_place:
+                start, stop = task.inputs[0][1:]
+                for peer, array in enumerate(found.inputs):
+                    if array is not None:
+                        arrays[peer] = array[start:stop]
+            if found.outputs is not None:
+                start, stop = task.outputs[0][1:]
+                outputs = [output[start:stop] for output in found.outputs]
+            else:
+                outputs = [array for ref in targets for array in _targets(results, ref)]
+                if made is not None:
+                    outputs.append(made)
+            tasks.append((arrays, outputs))
+        if len(tasks) == 1:
+            fused_pass(*tasks[0], recipe)
+        else:
+            fused_batch(tasks, recipe)
+        if found.outputs is None and self.shared.on_shown is not None:
+            for _, _, _, made in now.combined:
+                if made is not None:
+                    self.shared.on_shown(made)
+
+    def _collect(self, before: _Steps, results: Results) -> None:
+        tasks = [([view], _targets(results, ref)) for view, ref in before.collected]
+        fused_batch(tasks, COPYING, is_streamed=self._is_streamed)
+
+    def _tell_of(self, shown: Flat) -> None:
+        """Calls `on_shown`, if it is set, with what others are about to read."""
+        if self.shared.on_shown is not None:
+            self.shared.on_shown(shown)
+
+    # ---------------------------------------------------------------- arrays that are in shared memory
+
+    def _in_place(self, source: Flat, total: Flat) -> InPlace:
+        """After the first step: which arrays of all ranks are in shared memory."""
+        shared = self.shared
+        inputs: list[Flat | None] = []
+        outputs: list[Flat | None] = []
+        for rank in range(self.plan.size):
+            num_freed, *numbers = shared.steps.numbers_of(rank, 0, 1 + 2 * len(NOWHERE))
+            shared.arrays.note_freed(rank, num_freed)
+            ends = Place(*numbers[: len(NOWHERE)]), Place(*numbers[len(NOWHERE) :])
+            for arrays, place, own in zip((inputs, outputs), ends, (source, total), strict=True):
+                if place == NOWHERE or rank == shared.rank:
+                    arrays.append(None if place == NOWHERE else own)
+                else:
+                    arrays.append(shared.arrays.array_at(rank, place, own))
+        everywhere = [output for output in outputs if output is not None]
+        return InPlace(inputs, everywhere if len(everywhere) == len(outputs) else None)
+
+    def _combine_in_place(self, found: InPlace, recipe: Recipe) -> None:
+        """Combines the own shard straight from the inputs of all ranks to their outputs."""
+        assert found.outputs is not None
+        for task in self._own:
+            start, stop = task.inputs[0][1:]
+            inputs = [array[start:stop] for array in found.inputs if array is not None]
+            fused_pass(inputs, [output[start:stop] for output in found.outputs], recipe)
+
+    def small_arrays(self) -> SmallArrays | None:
+        """Memory for arrays of which every rank combines all, as they are; None if the plan is any other."""
+        if not self._is_alone or len(self._rounds) != 1 or all(task.is_copy for task in self._own):
+            return None
+        found = []
+        for now in self._rounds[0]:
+            views = dict(now.brought)
+            if len(now.combined) != 1 or now.partials:
+                return None
+            sources = now.combined[0].inputs
+            inputs = [views[source] if isinstance(source, Ref) else source for source in sources]
+            found.append((list(views.values()), inputs))
+        own, inputs_of_parities = zip(*found, strict=True)
+        return SmallArrays(own, inputs_of_parities, [], self.shared)
+
+    # ---------------------------------------------------------------- what is known before there are arrays
+
+    def _steps(self, now: Round, parity: int) -> _Steps:
+        rank, windows, made_windows = self.shared.rank, self.shared.brought[parity], self.shared.made[parity]
+
+        def view(window: Flat, start: int, ref: Ref) -> Flat:
+            return cast(Flat, window[start : start + ref.num_bytes].view(dtype_named(ref.buffer.dtype)))
+
+        views = {ref: view(windows[ref.buffer.rank], start, ref) for ref, start in now.brought.items()}
+        own = {ref: found for ref, found in views.items() if ref.buffer.rank == rank}
+        combined, collected = [], []
+        for number, task in enumerate(now.tasks):
+            targets = [ref for ref in task.outputs if ref.buffer.rank == rank]
+            made = None
+            if number in now.made:
+                made = view(made_windows[task.worker], now.made[number], task.outputs[0])
+            if task.worker == rank:
+                inputs = [
+                    ref if ref.buffer.rank == rank and ref.buffer.role == "input" else views[ref]
+                    for ref in task.inputs
+                ]
+                combined.append(_Combined(task, inputs, targets, made))
+            elif made is not None:
+                collected += [(made, ref) for ref in targets]
+        return _Steps(
+            [(ref, found) for ref, found in own.items() if ref.buffer.role == "input"],
+            [(self.plan.making(ref), found) for ref, found in own.items() if ref.buffer.role == "partial"],
+            combined,
+            collected,
+        )
+
+
+def _has_one_array_each(plan: TaskPlan) -> bool:
+    """Whether there is one leaf, of which each rank has one array that travels as it is."""
+    buffers = {ref.buffer for task in plan.tasks for ref in (*task.inputs, *task.outputs)}
+    return all(buffer.role != "partial" for buffer in buffers) and len(buffers) == 2 * plan.size
+
+
+def _own(inputs: Inputs, ref: Ref) -> Flat:
+    buffer, start, stop = ref
+    return cast(Flat, inputs[buffer.leaf][buffer.replica][start:stop])
+
+
+def _own_inputs(inputs: Inputs, task: Task) -> list[Flat]:
+    return [_own(inputs, ref) for ref in task.inputs]
+
+
+def _targets(results: Results, ref: Ref) -> list[Flat]:
+    buffer, start, stop = ref
+    return [array[start:stop] for array in results[buffer.leaf, buffer.replica]]

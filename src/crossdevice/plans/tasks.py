@@ -1,0 +1,342 @@
+"""What processes do for each other, as data: which ranges of whose arrays make which ranges of whose results.
+
+A layout emits the tasks of a collective, a transport runs them, and a ledger proves them before anything
+travels (`task_ledger.py`).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from crossdevice.errors import PlanError
+from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.recipe import COPYING, Recipe
+
+Role: TypeAlias = Literal["input", "partial", "result"]
+"""An array of a replica; one array that stands for all replicas of a rank; an array that is delivered."""
+
+MAX_REFS = 8
+"""More ranges of a task than this are counted, not listed."""
+
+LINE_ELEMENTS = 64
+"""As many elements fill one or more cache lines, whatever their dtype."""
+
+
+class Buffer(NamedTuple):
+    """An array of a rank, flat; of a partial, and of a result that all replicas share, the replica is 0."""
+
+    role: Role
+    rank: int
+    leaf: int
+    replica: int
+    dtype: str
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.rank}.{self.leaf}.{self.replica}"
+
+
+class Ref(NamedTuple):
+    """The elements `start` to `stop` of a buffer."""
+
+    buffer: Buffer
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of these elements."""
+        return (self.stop - self.start) * ITEM_BYTES[self.buffer.dtype]
+
+    @classmethod
+    def whole(cls, buffer: Buffer) -> Ref:
+        """All of a buffer."""
+        return cls(buffer, 0, buffer.length)
+
+    def narrowed(self, start: int, stop: int) -> Ref:
+        """Some of these elements, counted from the first of them."""
+        return Ref(self.buffer, self.start + start, self.start + stop)
+
+    def __str__(self) -> str:
+        return f"{self.buffer}[{self.start}:{self.stop}]"
+
+
+class Task(NamedTuple):
+    """One rank combines ranges of equal length, and the result goes to ranges of that length.
+
+    Stage 0 makes partials of the worker's own replicas; stage 1 makes results, of what all ranks have.
+    """
+
+    stage: int
+    worker: int
+    inputs: tuple[Ref, ...]
+    recipe: Recipe
+    outputs: tuple[Ref, ...]
+
+    @property
+    def length(self) -> int:
+        """Elements that it makes."""
+        start, stop = (self.outputs or self.inputs)[0][1:]
+        return stop - start
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether elements stay as they are: a fast sum of several has the same recipe."""
+        return self.recipe == COPYING and len(self.inputs) == 1
+
+    def narrowed(self, start: int, stop: int) -> Task:
+        """Some elements of it, counted from the first: how long ranges are cut into chunks."""
+        inputs, outputs = (
+            tuple([ref.narrowed(start, stop) for ref in refs]) for refs in (self.inputs, self.outputs)
+        )
+        return self._replace(inputs=inputs, outputs=outputs)
+
+    def __str__(self) -> str:
+        verb = "copies" if self.is_copy else f"{self.recipe.op.name.lower()}s"
+        sources, targets = map(_listed, (self.inputs, self.outputs))
+        return f"rank {self.worker} {verb} {sources} to {targets}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskPlan:
+    """The tasks of a collective between `size` ranks.
+
+    With `seen_by`, as that rank sees them: its own tasks as they are, and of the tasks of others those that
+    touch its arrays, with only these. All that a rank sends, receives, makes and gets is there; to emit
+    everybody's tasks on each of a thousand ranks would take seconds.
+    """
+
+    size: int
+    tasks: tuple[Task, ...]
+    seen_by: int | None = None
+    is_brought_to_all: bool = False
+    """Whether all ranks read the same of each rank, so that engines need send it to each host only once."""
+
+    @functools.cached_property
+    def partials(self) -> dict[Buffer, Task]:
+        """For each partial the task that makes it, as a whole."""
+        return {ref.buffer: task for task in self.tasks if task.stage == 0 for ref in task.outputs}
+
+    @functools.cached_property
+    def results(self) -> tuple[Task, ...]:
+        """The tasks that make results."""
+        return tuple([task for task in self.tasks if task.stage])
+
+    def making(self, ref: Ref) -> Task:
+        """The task that makes a range of a partial."""
+        return self.partials[ref.buffer].narrowed(ref.start, ref.stop)
+
+    @functools.cached_property
+    def are_combined_by_all(self) -> bool:
+        """Whether results stay with those who make them."""
+        return all(ref.buffer.rank == task.worker for task in self.results for ref in task.outputs)
+
+    def brought(self) -> dict[tuple[int, int], tuple[Ref, ...]]:
+        """One message per pair of ranks: what tasks of the second read of the first, each range once."""
+        found: dict[tuple[int, int], dict[Ref, None]] = collections.defaultdict(dict)
+        for task in self.results:
+            for ref in task.inputs:
+                if ref.buffer.rank != task.worker and ref.start < ref.stop:
+                    found[ref.buffer.rank, task.worker][ref] = None
+        return {pair: tuple(refs) for pair, refs in found.items()}
+
+    def delivered(self) -> dict[tuple[int, int], tuple[tuple[Task, Ref], ...]]:
+        """One message per pair of ranks: what the first makes for the second, one range for each task."""
+        found: dict[tuple[int, int], list[tuple[Task, Ref]]] = collections.defaultdict(list)
+        for task in self.results:
+            ranks = set()
+            for ref in task.outputs:
+                rank = ref.buffer.rank
+                if rank != task.worker and rank not in ranks and ref.start < ref.stop:
+                    ranks.add(rank)
+                    found[task.worker, rank].append((task, ref))
+        return {pair: tuple(each) for pair, each in found.items()}
+
+    @property
+    def travelling(self) -> str:
+        """What tasks read of other ranks, for people."""
+        dtypes = dict.fromkeys(buffer.dtype for buffer in self.partials)
+        return f"one partial result in {' or '.join(dtypes)}" if dtypes else "its arrays"
+
+    def rendered(self, worker: int, most: int) -> Iterator[str]:
+        """The first tasks of one rank, a line each."""
+        tasks = [task for task in self.tasks if task.worker == worker]
+        yield from map(str, tasks[:most])
+        if len(tasks) > most:
+            yield f"and {len(tasks) - most} more of rank {worker}"
+
+    def bytes_sent(self, rank: int, hosts: Sequence[Sequence[int]] | None = None) -> int:
+        """What a rank sends to all others, counted from the tasks; whoever passes bytes on is not counted.
+
+        With the ranks of each of several `hosts`, what leaves its own: the same goes to a host once.
+        """
+        far = [ranks for ranks in hosts or [(peer,) for peer in range(self.size)] if rank not in ranks]
+        host_of = {peer: number for number, ranks in enumerate(far) for peer in ranks}
+        sent: dict[Hashable, int] = {}
+        for (sender, worker), refs in self.brought().items():
+            if sender == rank and worker in host_of:
+                sent.update(((host_of[worker], ref), ref.num_bytes) for ref in refs)
+        for (maker, peer), each in self.delivered().items():
+            if maker == rank and peer in host_of:
+                sent.update(
+                    ((host_of[peer], ref._replace(buffer=task.outputs[0].buffer)), ref.num_bytes)
+                    for task, ref in each
+                )
+        return sum(sent.values())
+
+
+def _listed(refs: Sequence[Ref]) -> str:
+    more = f" and {len(refs) - MAX_REFS} more" if len(refs) > MAX_REFS else ""
+    return " ".join(map(str, refs[:MAX_REFS])) + more
+
+
+def shard_edges(num_elements: int, num_shards: int) -> list[int]:
+    """Where shards of nearly equal length begin and end, on whole cache lines of any dtype.
+
+    >>> shard_edges(200, 3)
+    [0, 128, 192, 200]
+    """
+    lines = -(-num_elements // LINE_ELEMENTS)
+    return [
+        min(-(-lines * shard // num_shards) * LINE_ELEMENTS, num_elements) for shard in range(num_shards + 1)
+    ]
+
+
+class Piece(NamedTuple):
+    """The elements `start` to `stop` of a leaf, which one rank combines."""
+
+    worker: int
+    leaf: int
+    start: int
+    stop: int
+
+
+def pieces_of(lengths: Sequence[int], workers: Sequence[int]) -> Iterator[Piece]:
+    """Leaves laid end to end, each from a cache line on, and cut into a shard for each worker.
+
+    >>> [tuple(piece) for piece in pieces_of([3, 130], [0, 1])]
+    [(0, 0, 0, 3), (0, 1, 0, 64), (1, 1, 64, 130)]
+    """
+    firsts = list(itertools.accumulate([aligned(length) for length in lengths], initial=0))
+    end = firsts[-2] + lengths[-1] if lengths else 0
+    leaf = 0
+    for worker, (low, high) in zip(workers, itertools.pairwise(shard_edges(end, len(workers))), strict=True):
+        while leaf < len(lengths) and firsts[leaf] < high:
+            start, stop = max(low - firsts[leaf], 0), min(high - firsts[leaf], lengths[leaf])
+            if start < stop:
+                yield Piece(worker, leaf, start, stop)
+            if firsts[leaf] + lengths[leaf] > high:
+                break
+            leaf += 1
+
+
+def aligned(num_elements: int) -> int:
+    """The same, up to the next whole line."""
+    return -(-num_elements // LINE_ELEMENTS) * LINE_ELEMENTS
+
+
+class Round(NamedTuple):
+    """Tasks whose ranges fit into windows at once, and where they are in these, in bytes.
+
+    Each rank has a window for what it brings, by range, and one for what it makes for others, by task.
+    """
+
+    tasks: tuple[Task, ...]
+    brought: Mapping[Ref, int]
+    made: Mapping[int, int]
+
+
+def rounds_of(plan: TaskPlan, window_bytes: int, *, brings_own: bool = False) -> list[Round]:
+    """A plan cut into chunks that fit into windows: in every round all ranks have a share of the work.
+
+    Partials are brought by who makes them, also for own tasks; with `brings_own` so is everything.
+    """
+    tasks = plan.results
+
+    def is_brought(ref: Ref, worker: int) -> bool:
+        return brings_own or ref.buffer.rank != worker or ref.buffer.role == "partial"
+
+    reads = [[ref for ref in task.inputs if is_brought(ref, task.worker)] for task in tasks]
+    line_bytes = [_line_bytes(refs) for refs in reads]
+    made_bytes = [
+        ITEM_BYTES[task.outputs[0].buffer.dtype] * LINE_ELEMENTS
+        if brings_own or any(ref.buffer.rank != task.worker for ref in task.outputs)
+        else 0
+        for task in tasks
+    ]
+    share = _shares(plan.size, tasks, reads, window_bytes)
+    left = dict.fromkeys((number for number, task in enumerate(tasks) if task.length), 0)
+    rounds = []
+    while left:
+        room = dict.fromkeys(range(plan.size), window_bytes)
+        room_made = dict(room)
+        allowed: dict[tuple[int, int], int] = {}
+        chunks: list[Task] = []
+        brought: dict[Ref, int] = {}
+        made: dict[int, int] = {}
+        for number, done in list(left.items()):
+            task, worker = tasks[number], tasks[number].worker
+            lines = -(-(task.length - done) // LINE_ELEMENTS)
+            for rank, each in line_bytes[number].items():
+                lines = min(lines, allowed.get((worker, rank), share[rank]) // each)
+            if made_bytes[number]:
+                lines = min(lines, room_made[worker] // made_bytes[number])
+            stop = min(done + lines * LINE_ELEMENTS, task.length)
+            chunk = task.narrowed(done, stop)
+            new = [
+                ref for ref in dict.fromkeys(chunk.inputs) if is_brought(ref, worker) and ref not in brought
+            ]
+            needed = _line_bytes(new)
+            if not lines or any(room[rank] < lines * each for rank, each in needed.items()):
+                continue
+            for ref in new:
+                rank, size = ref.buffer.rank, lines * LINE_ELEMENTS * ITEM_BYTES[ref.buffer.dtype]
+                brought[ref] = window_bytes - room[rank]
+                room[rank] -= size
+            for rank, each in line_bytes[number].items():
+                allowed[worker, rank] = allowed.get((worker, rank), share[rank]) - lines * each
+            if made_bytes[number]:
+                made[len(chunks)] = window_bytes - room_made[worker]
+                room_made[worker] -= lines * made_bytes[number]
+            chunks.append(chunk)
+            left[number] = stop
+            if stop == task.length:
+                del left[number]
+        if not chunks:
+            raise PlanError(
+                f"a line of {tasks[next(iter(left))]} does not fit into windows of {window_bytes} bytes"
+            )
+        rounds.append(Round(tuple(chunks), brought, made))
+    return rounds
+
+
+def _line_bytes(refs: Iterable[Ref]) -> dict[int, int]:
+    """The bytes that a line of elements of these takes in the window of each rank."""
+    found: collections.Counter[int] = collections.Counter()
+    for ref in refs:
+        found[ref.buffer.rank] += LINE_ELEMENTS * ITEM_BYTES[ref.buffer.dtype]
+    return dict(found)
+
+
+def _shares(
+    size: int, tasks: Sequence[Task], reads: Sequence[Sequence[Ref]], window_bytes: int
+) -> dict[int, int]:
+    """How much of each rank's window one worker may fill in a round: less, if others want other ranges."""
+    wanted: collections.Counter[int] = collections.Counter()
+    readers: dict[int, set[int]] = collections.defaultdict(set)
+    for task, refs in zip(tasks, reads, strict=True):
+        for ref in refs:
+            wanted[ref.buffer.rank] += ref.num_bytes
+            readers[ref.buffer.rank].add(task.worker)
+    distinct: collections.Counter[int] = collections.Counter()
+    for ref in dict.fromkeys(ref for refs in reads for ref in refs):
+        distinct[ref.buffer.rank] += ref.num_bytes
+    return {
+        rank: min(window_bytes * wanted[rank] // max(distinct[rank] * len(readers[rank]), 1), window_bytes)
+        for rank in range(size)
+    }

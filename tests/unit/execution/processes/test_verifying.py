@@ -1,0 +1,147 @@
+"""`verify=True`: which flipped bits are seen, by bit and by place, and what is said of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import crossdevice as cd
+from crossdevice.errors import CorruptionError
+from crossdevice.execution.processes import verifying
+from crossdevice.execution.processes.transports import messages
+from crossdevice.testing import faults, run_ranks
+
+VERIFIED = cd.CommunicationOptions(verify=True, timeout_seconds=60)
+
+LENGTH = 40_000
+"""So many that each rank combines a shard, of which a part is computed again."""
+
+
+def flipped(memory, bit):
+    memory.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
+    return memory
+
+
+def arrays_of(rank, dtype):
+    random = np.random.default_rng(rank)
+    return {"w": random.integers(-100, 100, LENGTH).astype(dtype), "b": np.ones(3, dtype)}
+
+
+def in_message(number, bit):
+    """Flips a bit of the n-th message of more than a page."""
+    count = -1
+
+    def corrupt(sent):
+        nonlocal count
+        count += sent.size > 4096
+        return flipped(sent, bit) if count == number and sent.size > 4096 else sent
+
+    return corrupt
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int16", "float64"])
+def test_the_same_bits_come_out_and_nothing_is_found_where_all_is_well(dtype):
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+
+    def program(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        own = arrays_of(group.rank, dtype)
+        for op in ("sum", "mean", "max", "median"):
+            for precision in ("fast", "accurate", "exact"):
+                if op == "median" or (dtype == "int16" and precision != "fast"):
+                    continue
+                options = cd.CommunicationOptions(precision=precision)
+                plain = ops.reduce(op, own, "cpu:0", options)
+                checked = ops.reduce(op, own, "cpu:0", options.merge(VERIFIED))
+                assert cd.fingerprint(plain) == cd.fingerprint(checked)
+
+    run_ranks(3, program)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+@pytest.mark.parametrize("message", [0, 1])
+@pytest.mark.parametrize("bit", [0, 7, 22, 31, 8 * 4096 + 3, 8 * 9000 + 30])
+def test_every_bit_that_flips_in_a_message_is_seen(dtype, message, bit):
+    """The first message brings what another rank combines, the second what it gets of the result."""
+
+    def program(group):
+        ops = cd.CollectiveAllReduce(group=group, options=VERIFIED)
+        own = arrays_of(group.rank, dtype)
+        out = {"w": np.full_like(own["w"], 77), "b": np.full_like(own["b"], 77)}
+        right = ops.reduce("sum", own, "cpu:0")
+        flips = faults(group, rank=1, corrupt=in_message(message, bit), calls=[0])
+        with flips, pytest.raises(CorruptionError) as error:
+            ops.reduce("sum", own, "cpu:0", out=out)
+        assert (out["w"] == 77).all()
+        assert (out["b"] == 77).all()
+        again = ops.reduce("sum", own, "cpu:0", out=out)  # the call can be repeated
+        assert cd.fingerprint(again) == cd.fingerprint(right)
+        return str(error.value)
+
+    (said, other) = run_ranks(2, program)
+    assert said == other
+    expected = f"exchange {message + 1} of value['w']: what rank 1 sent is not what rank 0 has got"
+    assert expected.replace(f"exchange {message + 1}", "exchange") in _without_numbers(said)
+
+
+def _without_numbers(said):
+    words = said.split("exchange ")
+    return words[0] + "".join("exchange" + word.lstrip("0123456789") for word in words[1:])
+
+
+@pytest.mark.parametrize("bit", [0, 13, 31])
+def test_a_kernel_that_flips_a_bit_of_a_small_result_is_always_seen(monkeypatch, bit):
+    right = messages.fused_batch
+
+    def wrong(tasks, recipe, **options):
+        right(tasks, recipe, **options)
+        for _, outputs in tasks:
+            if outputs and outputs[0].size > 1000:
+                flipped(outputs[0], 32 * 500 + bit)
+
+    monkeypatch.setattr(messages, "fused_batch", wrong)
+    monkeypatch.setattr(verifying, "WHOLE_ELEMENTS", 1 << 20)
+
+    def program(group):
+        ops = cd.CollectiveAllReduce(group=group, options=VERIFIED)
+        with pytest.raises(CorruptionError) as error:
+            ops.reduce("sum", arrays_of(group.rank, "float32"), "cpu:0")
+        return str(error.value)
+
+    for said in run_ranks(2, program):
+        assert "element 500 of value['w'], combined by rank 0, is not what the reference kernel" in said
+
+
+def test_a_kernel_that_is_wrong_in_one_integer_is_always_seen(monkeypatch):
+    right = messages.fused_batch
+
+    def wrong(tasks, recipe, **options):
+        right(tasks, recipe, **options)
+        for _, outputs in tasks:
+            if outputs and outputs[0].size > 1000:
+                outputs[0][777] += 1
+
+    monkeypatch.setattr(messages, "fused_batch", wrong)
+
+    def program(group):
+        ops = cd.CollectiveAllReduce(group=group, options=VERIFIED)
+        for dtype in ("int8", "uint16", "int32", "int64"):
+            with pytest.raises(CorruptionError, match="is not the sum of what ranks have brought"):
+                ops.reduce("sum", arrays_of(group.rank, "int8")["w"].astype(dtype), "cpu:0")
+
+    run_ranks(2, program)
+
+
+def test_a_part_as_large_as_is_said_is_computed_again():
+    places = verifying._sampled(1 << 20, 1)
+    assert places.size >= (1 << 20) // verifying.SAMPLED
+    assert (verifying._sampled(1 << 20, 2) != places).any()
+    assert places.max() < 1 << 20
+
+
+def test_a_result_that_changes_in_the_memory_of_out_is_seen():
+    out, right = np.ones(5, np.float32), np.ones(5, np.float32)
+    verifying.check_written("value", [out], [right])
+    with pytest.raises(CorruptionError, match="value in `out` is not the result that was written to it"):
+        verifying.check_written("value", [flipped(out, 17)], [right])
