@@ -16,7 +16,6 @@ from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import BoundError, ContextError
 from crossdevice.execution.local.batch import CheckedBatch
 from crossdevice.execution.local.planning import Planner
-from crossdevice.execution.local.sparse import SparseReduction
 from crossdevice.execution.pending import THIS_PROCESS, Pending, finish_started, start
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.leaf_spec import Columns, Dense
@@ -132,8 +131,11 @@ def bind_batch(
     """
     backends = {leaf.spec.backend for leaf in batch.dense}
     side_streams = functools.partial(side_streams_of, batch)
-    is_fixed = not any(isinstance(leaf, SparseReduction) for leaf in batch.all_leaves)
-    if not is_fixed or any(backend.is_immutable for backend in backends):
+    if batch.holds_rows:
+        return BoundReduction(
+            lambda: answer_of(batch.checked_again().run(planner)), side_streams=side_streams
+        )
+    if any(backend.is_immutable for backend in backends):
         return BoundReduction(lambda: answer_of(batch.run(planner)), side_streams=side_streams)
     dense = [_with_arrays(leaf) for leaf in batch.dense]
     columns = [leaf.arrays for leaf in dense]
@@ -144,7 +146,7 @@ def bind_batch(
         made = [out or results for out, results in zip(made, new, strict=True)]
     outs = [out for out in made if out is not None]
     answer = answer_of(batch.wrapped(outs))
-    work, memory = prepared.bound(columns, outs, weights), _Memory(dense, outs)
+    work, memory = prepared.bind(columns, outs, weights), _Memory(dense, outs)
     is_on_gpus = all(leaf.spec.shared_gpu is not None for leaf in batch.dense)
 
     def run() -> Any:
@@ -167,7 +169,7 @@ def bind_between_processes(
     Other processes are not asked now. Each call is one of the group's, also if it is refused here.
     """
     prepared = between.prepared(batch)
-    if prepared is None or any(leaf.spec.backend.is_immutable for leaf in batch.dense):
+    if prepared is None or batch.holds_rows or any(leaf.spec.backend.is_immutable for leaf in batch.dense):
         return None
     outs = [
         between.empty_results(leaf.spec, dtype) if leaf.out is None else tuple(leaf.out)
@@ -175,7 +177,7 @@ def bind_between_processes(
     ]
     answer = answer_of(batch.wrapped(outs))
     dense = [_with_arrays(leaf) for leaf in batch.dense]
-    work, memory = prepared.bound([leaf.arrays for leaf in dense], outs), _Memory(dense, outs)
+    work, memory = prepared.bind([leaf.arrays for leaf in dense], outs), _Memory(dense, outs)
 
     def run() -> Any:
         finish_started(between.group)  # ranks make their calls in the order of their programs

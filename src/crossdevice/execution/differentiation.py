@@ -29,7 +29,7 @@ class RecordedLeaves:
 
     @property
     def places(self) -> tuple[Placement, ...]:
-        """Where each leaf comes from, and where its results go."""
+        """Sources and destinations of each leaf."""
         return tuple(Placement(self.placed[i][0].devices, self.placed[i][1]) for i, _ in self.picked)
 
     @property
@@ -48,7 +48,7 @@ class RecordedLeaves:
         kind: type[DistributedValues] = Mirrored,
         shapes: list[Any] | None = None,
     ) -> list[Any]:
-        """What `run` returns for all values, recorded as a linear map of the leaves.
+        """Calls `run` for all values and records it as a linear map of the leaves.
 
         The shapes of the results are appended to `shapes`.
         """

@@ -1,4 +1,4 @@
-"""What a reduction would do, as text."""
+"""Descriptions of reductions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from crossdevice.values.reduce_op import ReduceOp
 
 
 def explained(request: Request, op: ReduceOp, options: CommunicationOptions, planner: Planner) -> str:
-    """How each pack of the request would be reduced, and why; the plans are proved, as those that run are."""
+    """Describes how each pack would be reduced, and why; the plans are checked, as those that run."""
     devices, algorithm = request.value.devices, planner.algorithm
     lines = [f"{planner.name}: {op.name} of {len(devices)} replicas, precision {options.precision}"]
     reason = algorithm.fallback_reason(devices)
@@ -41,7 +41,7 @@ def explained(request: Request, op: ReduceOp, options: CommunicationOptions, pla
 
 
 def _on_one_gpu(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions) -> str:
-    """What becomes of a leaf that is on one GPU only."""
+    """Describes the reduction of a leaf that is on one GPU only."""
     where = f"all {spec.dtype} values are in the memory of {spec.shared_gpu}"
     reason = "lowering is off"
     if options.lowering == "auto":
@@ -54,7 +54,7 @@ def _on_one_gpu(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions) -> 
 
 
 def _in_one_pass(options: CommunicationOptions) -> str:
-    """How a fused pass relates to the plan that is shown."""
+    """Describes how a fused pass relates to the plan shown."""
     if options.precision == "fast":
         return "one fused pass adds in the order of the plan below"
     return "one fused pass adds in replica order what the plan below was proved to add"

@@ -2,100 +2,193 @@
 
 from __future__ import annotations
 
-import functools
+import operator
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 from types import NoneType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+import optree
 
-from crossdevice.backends.numpy_backend import NumpyBackend
 from crossdevice.backends.protocol import Array
-from crossdevice.backends.registry import backend_of_type
+from crossdevice.backends.registry import backend_named, backend_of_type
 from crossdevice.execution.local.batch import CheckedBatch
-from crossdevice.execution.local.prepared import PreparedReduction
-from crossdevice.execution.processes.dense_call import DenseCall
-from crossdevice.execution.reading.leaf_spec import Columns, Dense
-from crossdevice.execution.reading.outputs import check_outs, out_components
+from crossdevice.execution.local.host_passes import FlatPasses
+from crossdevice.execution.local.prepared import Prepared
+from crossdevice.execution.reading.leaf_spec import Dense
+from crossdevice.execution.reading.outputs import check_outs
 from crossdevice.execution.signature_cache import SignatureCache
-from crossdevice.kernels.host.fixed_arrays import compiled_are_alike
-from crossdevice.kernels.host.work_list import TUPLE_HEADER_BYTES
+from crossdevice.kernels.host.fixed_arrays import Separation, Signature
+from crossdevice.kernels.host.fused_pass import Pointers, place_of, selected_kernels
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored
+from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
-Prepared: TypeAlias = PreparedReduction | DenseCall
-"""Reduces dense arrays of the signatures it was made for."""
+MAX_ALIKE = 64
+"""Calls that are kept under one key: trees of one structure whose arrays have other shapes."""
+
+
+class Structure(NamedTuple):
+    """The structure of one pair's result."""
+
+    tree: Any
+    is_around: bool
+    """Whether its leaves are distributed values; else each replica has such a tree."""
+
+
+class Flattened(NamedTuple):
+    """The arrays of a call, leaf by leaf and replica by replica, and the key of calls like it."""
+
+    key: Hashable
+    leaves: tuple[Array, ...]
+    structures: Sequence[Structure | None]
+    """For each pair; None for one array per replica."""
+    outs: tuple[Array, ...] | None
+    """Leaf by leaf and destination by destination."""
 
 
 class KnownCall:
-    """A prepared batch of plain values: everything but the arrays."""
+    """A prepared batch of dense arrays: everything but the arrays."""
 
-    __slots__ = ("_are_flat", "_prepared", "_result_dtypes", "_specs")
+    def __init__(self, prepared: Prepared, batch: CheckedBatch, flattened: Flattened) -> None:
+        dense = batch.dense
+        self._prepared, self._result_dtypes = prepared, batch.result_dtypes
+        self._specs = [leaf.spec for leaf in dense]
+        self._num_leaves = [len(request.value.leaves) for request in batch.requests]
+        self._destinations = [request.destinations for request in batch.requests]
+        self._fits = _look_at(flattened.leaves)
+        self._outs_fit = None if flattened.outs is None else _look_at(flattened.outs, is_written=True)
+        self._has_scalars = any(isinstance(array, np.generic) for array in flattened.leaves)
+        self._paths = [leaf.path for leaf in dense]
+        self._flat: FlatPasses | None = None
+        self._separation: Separation | None = None
+        backends = {spec.backend for spec in self._specs}
+        if len(backends) == 1 and all(spec.shares_host_memory for spec in self._specs):
+            (backend,) = backends
+            if backend.are_flat((*self._as_arrays(flattened.leaves), *(flattened.outs or ()))):
+                self._flat = prepared.flat_passes()
+                self._separation = self._compiled_look_at_memory()
 
-    def __init__(self, prepared: Prepared, leaves: Sequence[Dense], dtypes: Sequence[str]) -> None:
-        self._prepared, self._result_dtypes = prepared, dtypes
-        self._specs = [leaf.spec for leaf in leaves]
-        self._are_flat = all(leaf.spec.backend.are_flat(leaf.arrays) for leaf in leaves)
-
-    def run(self, columns: Columns, outs: Sequence[Any], weights: Weights | None = None) -> list[Any]:
-        """Reduces arrays that have the signatures of those before; `outs` are checked as in a first call."""
-        if len(outs) == 1 and type(outs[0]) is np.ndarray and _is_apart(outs[0], columns[0]):
-            outs = [outs]  # one leaf with one destination: the list is its `out`
-        else:
-            for out in outs:
-                if out is not None:
-                    outs = self._checked(columns, outs)
-                    break
-        results = self._prepared.run(columns, outs, weights, are_flat=self._are_flat)
-        if len(results) == 1 == len(results[0]):  # before a comprehension, which is a call
-            return [*results[0]]
-        return [
-            result[0] if len(result) == 1 else Mirrored.of(result, spec.destinations)
-            for result, spec in zip(results, self._specs, strict=True)
+    def _compiled_look_at_memory(self) -> Separation | None:
+        if self._outs_fit is None or selected_kernels() != "numba":
+            return None
+        bytes_of_results = [
+            spec.num_elements * ITEM_BYTES[dtype]
+            for spec, dtype in zip(self._specs, self._result_dtypes, strict=True)
         ]
+        return Separation(
+            [
+                (len(spec.devices), spec.num_bytes, len(spec.destinations), num_bytes)
+                for spec, num_bytes in zip(self._specs, bytes_of_results, strict=True)
+            ]
+        )
 
-    def _checked(self, columns: Columns, outs: Sequence[Any]) -> list[Sequence[Array] | None]:
-        written = [
-            None if out is None else out_components(out, spec.destinations)
-            for out, spec in zip(outs, self._specs, strict=True)
+    def _as_arrays(self, leaves: tuple[Array, ...]) -> tuple[Array, ...]:
+        """NumPy's scalars, which have no memory of their own to be read, as arrays."""
+        if not self._has_scalars:
+            return leaves
+        return tuple([np.asarray(leaf) if isinstance(leaf, np.generic) else leaf for leaf in leaves])
+
+    def fits(self, flattened: Flattened) -> bool:
+        """True if these arrays have the signatures of those before."""
+        if not self._fits(flattened.leaves):
+            return False
+        if flattened.outs is None or self._outs_fit is None:
+            return (flattened.outs is None) == (self._outs_fit is None)
+        return self._outs_fit(flattened.outs)
+
+    def run(self, flattened: Flattened, weights: Weights | None = None) -> list[Any]:
+        """Reduces arrays that fit."""
+        _, leaves, structures, outs = flattened
+        if self._has_scalars:
+            leaves = self._as_arrays(leaves)
+        pointers = None if outs is None else self._check_apart(leaves, outs)
+        results = None if self._flat is None else self._flat.run(leaves, outs, weights, pointers)
+        if results is None:
+            columns = _columns(leaves, [len(spec.devices) for spec in self._specs])
+            numbers = [len(spec.destinations) for spec in self._specs]
+            written = [None] * len(numbers) if outs is None else _columns(outs, numbers)
+            results = tuple(chain.from_iterable(self._prepared.run(columns, written, weights)))
+        if len(structures) == 1 and structures[0] is None:
+            return [results[0] if len(results) == 1 else Mirrored.of(results, self._destinations[0])]
+        return self._wrapped(results, structures)
+
+    def _wrapped(self, results: tuple[Array, ...], structures: Sequence[Structure | None]) -> list[Any]:
+        wrapped: list[Any] = []
+        start = entry = 0
+        for structure in structures:
+            destinations = self._destinations[entry]
+            number = len(destinations)
+            if structure is None:
+                entry += 1
+                stop = start + number
+                wrapped.append(
+                    results[start] if number == 1 else Mirrored.of(results[start:stop], destinations)
+                )
+            elif structure.is_around:
+                leaves = []
+                for _ in range(structure.tree.num_leaves):
+                    stop = start + len(self._destinations[entry])
+                    own = results[start:stop]
+                    leaves.append(own[0] if len(own) == 1 else Mirrored.of(own, self._destinations[entry]))
+                    start, entry = stop, entry + 1
+                wrapped.append(optree.tree_unflatten(structure.tree, leaves))
+            else:
+                stop = start + number * self._num_leaves[entry]
+                entry += 1
+                trees = [
+                    optree.tree_unflatten(structure.tree, results[first:stop:number])
+                    for first in range(start, start + number)
+                ]
+                wrapped.append(trees[0] if number == 1 else Mirrored.of(tuple(trees), destinations))
+            start = stop
+        return wrapped
+
+    def _check_apart(
+        self, leaves: tuple[Array, ...], outs: tuple[Array, ...]
+    ) -> tuple[Pointers, Pointers] | None:
+        """Refuses memory that overlaps other memory; returns pointers to both if kernels can read them."""
+        if self._separation is not None:
+            backend = self._specs[0].backend
+            read, targets = backend.pointers_to(leaves), backend.pointers_to(outs)
+            if read is None or targets is None or not backend.may_be_written(outs):
+                pass  # an array that only its library can read, or one that is refused below
+            elif self._separation.holds(place_of(read), place_of(targets)):
+                return read, targets
+        # As in a first call, which says what is wrong.
+        columns = _columns(leaves, [len(spec.devices) for spec in self._specs])
+        written = _columns(outs, [len(spec.destinations) for spec in self._specs])
+        dense = [
+            Dense(arrays, spec, out, path=path)
+            for arrays, spec, out, path in zip(columns, self._specs, written, self._paths, strict=True)
         ]
-        check_outs(list(map(Dense, columns, self._specs, written)), self._result_dtypes)
-        return written
+        check_outs(dense, self._result_dtypes)
+        return None
 
 
-def _is_apart(out: NDArray[Any], arrays: Sequence[Array]) -> bool:
-    """Whether an ndarray of known signature can be the `out` of a lone replica."""
-    return (
-        len(arrays) == 1
-        and out.flags.writeable
-        and (out is arrays[0] or not np.may_share_memory(out, arrays[0]))
-    )
-
-
-Found: TypeAlias = "tuple[Hashable | None, KnownCall | None, Columns]"
-"""The key of a call (None: it is not kept), the known call (None: there is none), and its arrays."""
-
-NOT_KEPT: Found = (None, None, ())
-
-ITSELF = ("the value itself",)
-"""The destination of an all-reduce: its devices are in the key already, or follow from its arrays."""
+def _columns(arrays: tuple[Array, ...], numbers: Sequence[int]) -> list[tuple[Array, ...]]:
+    columns, start = [], 0
+    for number in numbers:
+        columns.append(arrays[start : start + number])
+        start += number
+    return columns
 
 
 class KnownCalls:
     """The calls of one algorithm by their signatures; `hits` counts those that were found again.
 
-    Only plain values are kept: dense arrays, read as they are. Numbers, variables, nested structures and
-    sparse rows are read in every call; what was prepared for them is kept all the same, by the planner.
+    Only dense arrays, bare or in trees, are kept, read as they are. Numbers, variables and sparse rows are
+    read in every call; what was prepared for them is kept all the same, by the planner.
     """
 
     def __init__(self, *, keeps: bool) -> None:
         """`keeps` is False for algorithms whose calls cannot be repeated: those with hooks of their own."""
         self._keeps = keeps
-        self._calls: SignatureCache[KnownCall] = SignatureCache()
+        self._calls: SignatureCache[list[KnownCall]] = SignatureCache()
         self.hits = 0
 
     def find(
@@ -103,68 +196,157 @@ class KnownCalls:
         op: Any,
         pairs: Sequence[tuple[Any, Any]],
         options: Any,
-        outs: Sequence[Any] = (),
+        outs: Sequence[Any],
         num_weights: int | None = None,
-    ) -> Found:
-        """Looks a call up by its signature; the values of its weights do not matter."""
+    ) -> tuple[Flattened | None, KnownCall | None]:
+        """Looks a call up by its signature.
+
+        Returns None twice for a call that cannot be kept, and its arrays and None for a new one.
+        """
         if not (
             self._keeps
             and isinstance(op, (str, ReduceOp))
             and isinstance(options, (CommunicationOptions, NoneType))
         ):
-            return NOT_KEPT
-        columns: list[Sequence[Array]] = []
-        key: list[Hashable] = [op, options, num_weights]
-        for value, destinations in pairs:
-            if type(value) is np.ndarray and type(destinations) is str:
-                columns.append((value,))
-                key += (destinations, None, 1, NumpyBackend.signature(value))
-                continue
-            is_distributed = isinstance(value, DistributedValues)
-            values = value.values if is_distributed else (value,)  # a bare array is the only replica
-            kind = type(values[0]) if values else NoneType
-            backend = backend_of_type(kind)
-            where = ITSELF if destinations is value else _where(destinations)
-            if where is None or backend is None:
-                return NOT_KEPT
+            return None, None
+        try:
+            flattened = _flattened([op, options, num_weights], pairs, outs)
+            if flattened is None:
+                return None, None
+            for known in self._calls.get(flattened.key, ()):
+                if known.fits(flattened):
+                    self.hits += 1
+                    return flattened, known
+        # An array of another library among others, an array that is recorded, trees that differ, a tree that
+        # contains itself: the call is read, and refused if need be.
+        except (AttributeError, RuntimeError, ValueError, TypeError):
+            return None, None
+        return flattened, None
+
+    def keep(
+        self, flattened: Flattened, batch: CheckedBatch, prepared: Callable[[], Prepared | None]
+    ) -> None:
+        """Keeps what is prepared for a batch, unless something of it was not read as it is."""
+        arrays = tuple(chain.from_iterable(leaf.arrays for leaf in batch.dense))
+        outs = tuple(chain.from_iterable(leaf.out or () for leaf in batch.dense))
+        if len(batch.dense) < len(batch.all_leaves) or not (
+            _are_same(arrays, flattened.leaves) and _are_same(outs, flattened.outs or ())
+        ):
+            return
+        found = prepared()
+        if found is not None:
+            alike = self._calls.setdefault(flattened.key, [])
+            if len(alike) == MAX_ALIKE:
+                alike.clear()
+            alike.append(KnownCall(found, batch, flattened))
+
+
+def _are_same(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+ITSELF = ("the value itself",)
+"""The destination of an all-reduce: its devices are in the key already, or follow from its arrays."""
+
+
+def _flattened(
+    key: list[Hashable], pairs: Sequence[tuple[Any, Any]], outs: Sequence[Any]
+) -> Flattened | None:
+    """The arrays of a call, as they are; None if some value or destination is not of the kinds that are kept.
+
+    The key says everything but what an array looks like: that of the first stands for those of all.
+    """
+    columns: list[Sequence[Array]] = []
+    structures: list[Structure | None] = []
+    out_columns: list[Sequence[Array]] = []
+    for (value, destinations), out in zip(pairs, outs, strict=True):
+        is_distributed = isinstance(value, DistributedValues)
+        values = value._values if is_distributed else (value,)  # a bare array is the only replica
+        if not values:
+            return None  # refused where it is read
+        where: Hashable
+        if destinations is value:
+            where, number = ITSELF, len(values)
+        elif type(destinations) is str:
+            where, number = destinations, 1
+        elif isinstance(destinations, DistributedValues):
+            where = destinations.devices
+            number = len(where)
+        elif isinstance(destinations, Device):
+            where, number = destinations, 1
+        else:
+            return None
+        if _is_array_type(type(values[0])):
             columns.append(values)
-            key += (where, value.given_devices if is_distributed else None, len(values))
-            if kind is np.ndarray and self._are_alike(id(values) + TUPLE_HEADER_BYTES, len(values)):
-                key.append(backend.signature(values[0]))
-                continue
-            try:
-                key += map(backend.signature, values)
-            except (AttributeError, RuntimeError):  # not all are arrays of that library
-                return NOT_KEPT
-        # Memory of another dtype makes it another call; an ndarray that was not seen before is checked.
-        for out in outs:
+            structures.append(None)
+            key += (where, value._given_devices if is_distributed else None, len(values), out is None)
             if out is not None:
-                key.append(NumpyBackend.signature(out) if type(out) is np.ndarray else _dtype_of(out))
-        signature = tuple(key)
-        known = self._calls.get(signature)
-        if known is not None:
-            self.hits += 1
-        return signature, known, columns
+                out_columns.append(_components(out, number))
+            continue
+        first, tree = optree.tree_flatten(values[0])
+        if not is_distributed and first and isinstance(first[0], DistributedValues):
+            if out is not None:
+                return None
+            columns += [each._values for each in first]
+            structures.append(Structure(tree, is_around=True))
+            key += (where, tree, *[(each._given_devices, len(each._values)) for each in first])
+            continue
+        own = [first, *map(tree.flatten_up_to, values[1:])]
+        columns += zip(*own, strict=True)
+        structures.append(Structure(tree, is_around=False))
+        key += (where, value._given_devices if is_distributed else None, len(values), tree, out is None)
+        if out is not None:
+            written = list(map(tree.flatten_up_to, _components(out, number)))
+            out_columns += zip(*written, strict=True)
+    if not columns or not columns[0]:
+        return None
+    backend = backend_of_type(type(columns[0][0]))
+    if backend is None:
+        return None
+    key.append(backend.signature(columns[0][0]))
+    if out_columns and len(out_columns) != len(columns):
+        return None  # only some results have memory
+    return Flattened(
+        tuple(key),
+        tuple(columns[0]) if len(columns) == 1 else tuple(chain.from_iterable(columns)),
+        structures,
+        (tuple(out_columns[0]) if len(out_columns) == 1 else tuple(chain.from_iterable(out_columns)))
+        if out_columns
+        else None,
+    )
 
-    @functools.cached_property
-    def _are_alike(self) -> Callable[[int, int], bool]:
-        return compiled_are_alike() or (lambda _place, _number: False)
 
-    def keep(self, key: Hashable, batch: CheckedBatch, prepared: Prepared) -> None:
-        """Keeps what was prepared for a batch of plain values."""
-        self._calls[key] = KnownCall(prepared, batch.dense, batch.result_dtypes)
+def _is_array_type(kind: type[Any]) -> bool:
+    return kind is np.ndarray or (
+        backend_of_type(kind) is not None and not issubclass(kind, (list, tuple, dict))
+    )
 
 
-def _dtype_of(out: Any) -> Any:
+def _components(out: Any, number: int) -> Sequence[Any]:
     if isinstance(out, DistributedValues):
-        out = out.values
-    if isinstance(out, (list, tuple)) and out:
-        out = out[0]
-    return getattr(out, "dtype", None)
+        found: Sequence[Any] = out._values
+    else:
+        found = out if number > 1 and isinstance(out, (list, tuple)) else (out,)
+    if len(found) != number:
+        raise ValueError
+    return found
 
 
-def _where(destinations: Any) -> Hashable | None:
-    """The destinations in a form that can be compared; None for all that calls are not kept for."""
-    if isinstance(destinations, DistributedValues):
-        return destinations.devices
-    return destinations if isinstance(destinations, (str, Device)) else None
+Look: TypeAlias = "Callable[[tuple[Any, ...]], bool]"
+
+
+def _look_at(arrays: tuple[Any, ...], *, is_written: bool = False) -> Look:
+    """Tells whether other arrays have the signatures of these, one by one."""
+    kinds = {type(array) for array in arrays}
+    numpy = backend_named("numpy")
+    if selected_kernels() == "numba" and all(backend_of_type(kind) is numpy for kind in kinds):
+        return Signature(arrays, is_written=is_written).fits
+    backends = [backend_of_type(kind) for kind in kinds]
+    known: Any
+    if len(backends) == 1 and backends[0] is not None:
+        signature = backends[0].signature
+        known = list(map(signature, arrays))
+        return lambda found: list(map(signature, found)) == known
+    readers = [backend_of_type(type(array)).signature for array in arrays]  # type: ignore[union-attr]
+    known = [read(array) for read, array in zip(readers, arrays, strict=True)]
+    return lambda found: [read(array) for read, array in zip(readers, found, strict=True)] == known

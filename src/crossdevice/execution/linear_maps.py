@@ -23,6 +23,7 @@ class Calls(NamedTuple):
 
     batch_reduce: Callable[..., list[Any]]
     gather: Callable[..., Any]
+    reduce_scatter: Callable[..., Any]
     rank: int | None = None
     """Which of several processes this is; None if there is only one."""
 
@@ -32,7 +33,7 @@ Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Placement(NamedTuple):
-    """Where one leaf comes from, and where its results go."""
+    """Sources and destinations of one leaf."""
 
     sources: tuple[Device, ...]
     targets: tuple[Device, ...]
@@ -97,17 +98,28 @@ class Concatenation:
 
     def transposed(self) -> SumsOfSlices:
         """Every source gets its own slice of the sum over all targets."""
-        return SumsOfSlices(self, tuple(map(self._slices, self.shapes)))
+        return SumsOfSlices(self, tuple(map(self._slices, self.places, self.shapes)))
 
-    def _slices(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, tuple[int, ...]]:
-        """Which slice is the first of this process, and the lengths of all slices of all processes."""
+    def _slices(self, place: Placement, shapes: Sequence[tuple[int, ...]]) -> Slices:
         rank, own = self.calls.rank, tuple(shape[self.axis] for shape in shapes)
         if rank is None:
-            return 0, own
+            return Slices(0, own, is_all_gather=False)
+        is_all_gather = place.sources == place.targets
         rows = self.calls.gather(
-            np.array([(rank, length) for length in own]), host_device(0), options=self.options
+            np.array([(rank, length, is_all_gather) for length in own]), host_device(0), options=self.options
         )
-        return int((rows[:, 0] < rank).sum()), tuple(int(length) for length in rows[:, 1])
+        lengths = tuple(int(length) for length in rows[:, 1])
+        return Slices(int((rows[:, 0] < rank).sum()), lengths, bool(rows[:, 2].all()))
+
+
+class Slices(NamedTuple):
+    """The slices of one column of a concatenation, over all processes."""
+
+    first: int
+    """The first of this process."""
+    lengths: tuple[int, ...]
+    is_all_gather: bool
+    """Whether, between processes, each source is a target too, and there are no others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,26 +127,41 @@ class SumsOfSlices:
     """The transpose of a concatenation: a reduce-scatter."""
 
     concatenation: Concatenation
-    slices: tuple[tuple[int, tuple[int, ...]], ...]
+    slices: tuple[Slices, ...]
 
     def __call__(self, arrays: Sequence[Array]) -> list[Array]:
-        """One batch; between processes all slices are summed everywhere, and those of others dropped."""
+        """Reduce-scatters what was gathered everywhere, and sums the rest in one batch.
+
+        A gather to some devices has no reduce-scatter: between processes all of its slices are summed
+        everywhere, and those of others dropped.
+        """
         whole = self.concatenation
         columns = _split(arrays, [len(place.targets) for place in whole.places])
         pairs: list[tuple[PerReplica, Device]] = []
+        found: list[Array | None] = []
         own: list[int] = []
-        for column, place, (first, lengths) in zip(columns, whole.places, self.slices, strict=True):
+        for column, place, (first, lengths, is_all_gather) in zip(
+            columns, whole.places, self.slices, strict=True
+        ):
+            if is_all_gather:
+                value = PerReplica.of(column, place.targets)
+                found += components_of(
+                    whole.calls.reduce_scatter(whole.op, value, whole.axis, whole.options, sizes=lengths)
+                )
+                continue
             start = 0
             for number, length in enumerate(lengths):
                 replica = number - first
                 is_own = 0 <= replica < len(place.sources)
                 if is_own:
                     own.append(len(pairs))
+                    found.append(None)
                 parts = tuple(_slice(array, whole.axis, start, start + length) for array in column)
                 pairs.append((PerReplica.of(parts, place.targets), place.sources[replica if is_own else 0]))
                 start += length
-        sums = whole.calls.batch_reduce(whole.op, pairs, whole.options)
-        return [sums[number] for number in own]
+        sums = whole.calls.batch_reduce(whole.op, pairs, whole.options) if pairs else []
+        summed = iter([sums[number] for number in own])
+        return [next(summed) if array is None else array for array in found]
 
     def transposed(self) -> Concatenation:
         """The concatenation."""

@@ -38,7 +38,7 @@ class Pending(abc.ABC):
 
     @abc.abstractmethod
     def done(self) -> bool:
-        """Whether the reduction has ended, well or not; `wait` will not block then."""
+        """True once the reduction has ended, with a result or an error; `wait` does not block then."""
 
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> Any:
@@ -60,7 +60,7 @@ class _OnThread(Pending):
         self._call = call
 
     def done(self) -> bool:
-        """Whether the thread has ended it."""
+        """True once the thread has ended it."""
         return self._call.wait(0)
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -91,7 +91,7 @@ class _OnStreams(Pending):
             self._side.join()
 
     def done(self) -> bool:
-        """Whether the GPUs have ended it."""
+        """True once the GPUs have ended it."""
         return self._side.are_done()
 
     def wait(self, timeout: float | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""What ran, when, on which devices: a bounded flight recorder that is always on, and traces for Perfetto."""
+"""Records of runs: a bounded flight recorder that is always on, and traces for Perfetto."""
 
 from __future__ import annotations
 
@@ -64,12 +64,45 @@ Event: TypeAlias = "tuple[Work | Step, float, float, int]"
 now = time.perf_counter
 
 
+class _Traced(collections.deque[Event]):
+    """Takes the place of the recorder's events while there are traces, which get each event as well."""
+
+    def __init__(self, kept: collections.deque[Event], traces: Iterable[collections.deque[Event]]) -> None:
+        super().__init__(maxlen=0)
+        self._all = (kept, *traces)
+
+    def append(self, event: Event, /) -> None:
+        """Appends to all."""
+        for events in self._all:
+            events.append(event)
+
+
 class FlightRecorder:
     """The last events; `events` is appended to wherever work is done, at the cost of two clock readings."""
 
     def __init__(self) -> None:
-        self.events: collections.deque[Event] = collections.deque(maxlen=MAX_RECORDED)
+        self.kept: collections.deque[Event] = collections.deque(maxlen=MAX_RECORDED)
+        self.events = self.kept
+        self._traces: dict[int, collections.deque[Event]] = {}
         self._num_dumps = itertools.count()
+
+    def start_trace(self, events: collections.deque[Event]) -> None:
+        """Appends what is done from now on to `events` as well."""
+        self._traces[id(events)] = events
+        self._follow()
+
+    def end_trace(self, events: collections.deque[Event]) -> None:
+        """Appends no more to `events`; nothing happens if that was never begun."""
+        self._traces.pop(id(events), None)
+        self._follow()
+
+    def _follow(self) -> None:
+        # Without a lock, which an interrupt might leave held: whoever changes the traces looks again.
+        traces = None
+        while traces != [*self._traces]:
+            traces = [*self._traces]
+            found = [*self._traces.copy().values()]
+            self.events = _Traced(self.kept, found) if found else self.kept
 
     def dump_after(self, error: BaseException) -> None:
         """Writes the record to the folder named by CROSSDEVICE_FLIGHT_RECORDER; adds a note to the error."""
@@ -81,7 +114,7 @@ class FlightRecorder:
         path = Path(folder) / f"crossdevice-{os.getpid()}-{next(self._num_dumps)}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_trace(path, list(self.events))
+            write_trace(path, list(self.kept))
             note = f"crossdevice wrote what ran before to {path}"
         except OSError as failure:  # must not take the place of the error itself
             note = f"crossdevice could not write what ran before to {path}: {failure.strerror}"
@@ -116,13 +149,14 @@ def flight_record() -> list[Record]:
     >>> cd.flight_record()[-1].phase
     'reduce'
     """
-    return [_record(*event) for event in list(flight_recorder.events)]
+    return [_record(*event) for event in list(flight_recorder.kept)]
 
 
 @contextlib.contextmanager
 def trace(path: str | Path) -> Iterator[None]:
     """Writes what runs inside the block to a file that opens in https://ui.perfetto.dev.
 
+    Blocks may overlap, in several threads too: each gets all that runs in the process meanwhile.
     It has one row per device, the phases queue, pack, reduce, copy and unpack, an arrow for every copy, and
     the forward and backward passes of PyTorch modules on several devices.
     The file is also written if the block raises.
@@ -135,19 +169,16 @@ def trace(path: str | Path) -> Iterator[None]:
     True
     """
     Path(path).touch()  # what cannot be written is refused before the work, not after it
-    outer = flight_recorder.events
-    inner: collections.deque[Event] = collections.deque()
+    events: collections.deque[Event] = collections.deque()
     try:
         try:
-            flight_recorder.events = inner
+            flight_recorder.start_trace(events)
             yield
         finally:
-            flight_recorder.events = outer
+            flight_recorder.end_trace(events)
     finally:
-        flight_recorder.events = outer  # again, if Ctrl-C came before the first time
-        events = list(inner)
-        outer.extend(events)
-        write_trace(path, events)
+        flight_recorder.end_trace(events)  # again, if Ctrl-C came before the first time
+        write_trace(path, list(events))
 
 
 def write_trace(path: str | Path, events: Iterable[Event]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.errors import ConversionError, LibraryMismatchError, OutError, ShapeMismatchError
-from crossdevice.process_groups.thread_group import run_ranks
+from crossdevice.process_groups.engines.thread_engine import run_ranks
 from crossdevice.values.distributed import components_of
 
 torch = pytest.importorskip("torch")
@@ -264,3 +264,26 @@ def test_between_processes_gradients_are_those_of_the_sum_of_all_losses():
         own = [gradient for half, both in halves for gradient in both[part * half : (part + 1) * half]]
         for left, right in zip(own, expected, strict=True):
             torch.testing.assert_close(torch.tensor(left), torch.tensor(right))
+
+
+def test_between_processes_the_backward_pass_of_an_all_gather_sums_the_own_slice_only():
+    def program(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        own = [torch.full((k + group.rank, 2), 3.0, dtype=torch.float64).requires_grad_() for k in range(2)]
+        whole = ops.all_gather(cd.PerReplica(own))
+
+        def refused(*_, **__):
+            raise AssertionError("slices of others are summed here")
+
+        ops.batch_reduce = refused
+        loss = (group.rank + 1) * sum(copy.square().sum() for copy in whole.values)
+        (first, second) = torch.autograd.grad(loss, own, create_graph=True)
+        again = torch.autograd.grad(first.square().sum() + second.square().sum(), own)
+        return [gradient.unique().tolist() for gradient in (first, second, *again)]
+
+    # Six copies are squared: two with each of the weights 1, 2 and 3.
+    slope = 2 * (1 + 2 + 3) * 2 * 3.0
+    empty, full = [], [slope]
+    found = run_ranks(3, program)
+    assert [each[:2] for each in found] == [[empty, full], [full, full], [full, full]]
+    assert [len(each[2]) for each in found] == [0, 1, 1]

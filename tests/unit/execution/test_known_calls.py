@@ -11,10 +11,9 @@ import crossdevice as cd
 from crossdevice.errors import MismatchError, OutError, ShapeMismatchError
 from crossdevice.execution.local import batch as batch_module
 from crossdevice.kernels.host import fused_pass as fused_pass_module
-from crossdevice.kernels.host.fixed_arrays import compiled_are_alike
-from crossdevice.kernels.host.fused_pass import SmallPass, fused_pass
-from crossdevice.kernels.host.work_list import TUPLE_HEADER_BYTES
-from crossdevice.process_groups.thread_group import run_ranks
+from crossdevice.kernels.host.fixed_arrays import Separation, Signature
+from crossdevice.kernels.host.fused_pass import RepeatedPasses, SmallPass, fused_pass, place_of
+from crossdevice.process_groups.engines.thread_engine import run_ranks
 
 torch = pytest.importorskip("torch")
 torch_backend = pytest.importorskip("crossdevice.backends.torch_backend")
@@ -134,20 +133,111 @@ def test_memory_for_results_is_looked_at_after_calls_in_which_it_was_good(make):
             ops.reduce("sum", value, "cpu:0", out=out)
 
 
-def test_numbers_structures_and_slices_are_read_every_time(make):
+def test_numbers_variables_and_slices_are_read_every_time(make):
     ops = cd.DirectAllReduce()
     slices = cd.IndexedSlices(make(np.ones((1, 2), np.float32)), make(np.array([1])), (3, 2))
     variables = [cd.Variable(make(np.ones(2, np.float32)), device=f"cpu:{k}") for k in range(2)]
     for value in (
         cd.PerReplica([1.0, 2.0]),
         cd.PerReplica(variables),
-        cd.PerReplica([{"a": make(np.ones(2, np.float32))}] * 2),
+        cd.PerReplica([{"a": 1.0}] * 2),
+        cd.PerReplica([{"a": variables[0]}, {"a": variables[1]}]),
         cd.PerReplica([slices, slices]),
-        cd.PerReplica([{}, {}]),
     ):
         for _ in range(2):
             assert len(ops.batch_reduce("sum", to_itself([*batch(make), value, *batch(make)]))) == 7
     assert hits(ops) == 0
+
+
+def trees_of(make, start=1, count=2, size=2):
+    return [
+        {"w": make(np.full((3, size), start + k, np.float32)), "b": [make(np.float64(start + k)), (), None]}
+        for k in range(count)
+    ]
+
+
+def numbers_of(tree):
+    assert (list(tree), tree["b"][1:]) == (["w", "b"], [(), None])
+    return [*numbers(tree["w"]), *numbers(tree["b"][0])]
+
+
+def test_trees_are_known_by_their_structure_and_their_arrays(make):
+    ops = cd.DirectAllReduce()
+    for number, (size, expected) in enumerate(((2, 0), (2, 1), (5, 1), (2, 2), (5, 3))):
+        value = cd.PerReplica(trees_of(make, number, size=size))
+        result = ops.reduce("sum", value, value)
+        assert isinstance(result, cd.Mirrored)
+        for tree in result.values:
+            assert numbers_of(tree) == [2 * number + 1] * (3 * size + 1)
+            assert tree["b"][0].dtype == value.values[0]["b"][0].dtype
+        assert hits(ops) == expected
+    for target in ("cpu:0", "cpu:1"):
+        for _ in range(2):
+            assert numbers_of(ops.reduce("mean", value, target)) == [4.5] * 16
+    assert hits(ops) == 5
+
+
+def test_the_structure_of_a_known_tree_is_that_of_the_call(make):
+    ops, array = cd.DirectAllReduce(), make(np.ones(2, np.float32))
+    for keys in ("ab", "ba"):
+        value = cd.PerReplica([dict.fromkeys(keys, array)] * 2)
+        assert list(ops.reduce("sum", value, "cpu:0")) == list(keys)
+    assert hits(ops) == 1
+
+
+def test_structures_of_distributed_values_are_known(make):
+    ops = cd.DirectAllReduce()
+    for start in range(3):
+        first, second, third = batch(make, start=start)
+        value = {"a": first, "b": [second, third]}
+        result = ops.reduce("sum", value, value)
+        assert first_numbers([result["a"], *result["b"]]) == [[2 * start + 1] * 2] * 3
+        assert first_numbers(ops.reduce("sum", value, "cpu:0")["b"]) == [[2 * start + 1]] * 2
+    assert hits(ops) == 4
+
+
+def test_trees_are_written_into_trees(make):
+    ops, outs = cd.DirectAllReduce(), trees_of(make, 9)
+    for start in range(3):
+        value = cd.PerReplica(trees_of(make, start))
+        result = ops.reduce("sum", value, value, out=outs)
+        for tree, out in zip(result.values, outs, strict=True):
+            assert (tree["w"] is out["w"], tree["b"][0] is out["b"][0]) == (True, True)
+            assert numbers_of(tree) == [2 * start + 1] * 7
+    assert hits(ops) == 2
+    value = cd.PerReplica(trees_of(make))
+    ops.reduce("sum", value, value, out=value)
+    assert numbers_of(value.values[1]) == [3] * 7
+    assert hits(ops) == 3
+
+
+def test_trees_that_differ_from_known_ones_are_refused(make):
+    ops, good = cd.DirectAllReduce(), trees_of(make)
+    for _ in range(2):
+        ops.reduce("sum", cd.PerReplica(good), "cpu:0", out=trees_of(make)[0])
+    wrong = make(np.ones((2, 3), np.float32))
+    for other, error, message in (
+        ({**good[1], "w": wrong}, ShapeMismatchError, r"replica 1 .* \(2, 3\) at value\['w'\]"),
+        ({**good[1], "v": wrong}, MismatchError, "structure"),
+        ({**good[1], "w": {"x": wrong}}, MismatchError, "structure"),
+    ):
+        with pytest.raises(error, match=message):
+            ops.reduce("sum", cd.PerReplica([good[0], other]), "cpu:0")
+    for out, message in (
+        ({**good[0], "w": wrong}, r"out\[0\] .* at value\['w'\] has shape"),
+        ({"w": good[0]["w"]}, "another structure"),
+        ({**good[0], "b": [good[0]["w"], (), None]}, "has shape"),
+        (
+            {**good[0], "b": [trees_of(make)[0]["b"][0], (), None], "w": good[1]["w"][:3]},
+            "overlaps|in memory",
+        ),
+    ):
+        if message == "overlaps|in memory":
+            whole = make(np.zeros((4, 2), np.float32))
+            good = [{**good[0], "w": whole[:3]}, good[1]]
+            out = {**out, "w": whole[1:]}
+        with pytest.raises(OutError, match=message):
+            ops.reduce("sum", cd.PerReplica(good), "cpu:0", out=out)
 
 
 def test_settings_that_change_make_an_object_forget(make):
@@ -235,9 +325,12 @@ def test_a_first_call_reads_its_value_once(monkeypatch):
     assert len(read) == 1
 
 
+ENTRIES = fused_pass, SmallPass.__call__, RepeatedPasses.__call__
+
+
 def frames_to_the_kernels(call):
     """How many Python functions a call enters, one inside the other, up to the entry of the kernels."""
-    depths, entries = [], {fused_pass.__code__, SmallPass.__call__.__code__}
+    depths, entries = [], {function.__code__ for function in ENTRIES}
 
     def profile(frame, event, argument):
         if event == "call" and frame.f_code in entries:
@@ -261,6 +354,57 @@ def test_it_is_a_short_walk_to_the_kernels():
     ops = cd.DirectAllReduce()
     ops.reduce("sum", value, value)
     assert frames_to_the_kernels(lambda: ops.reduce("sum", value, value)) <= 5
+
+
+def functions_entered(call):
+    """How many Python functions a call enters."""
+    entered = []
+
+    def profile(frame, event, argument):
+        if event == "call":
+            entered.append(frame.f_code.co_qualname)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(entered)
+
+
+@pytest.mark.parametrize("num_leaves", [2, 161])
+def test_the_first_example_of_the_readme_enters_few_functions_the_second_time(num_leaves):
+    more = {str(leaf): np.float32([leaf]) for leaf in range(num_leaves - 2)}
+    gradients = [
+        {"w": np.float32([1, 2]), "b": np.float32(0.5), **more},
+        {"w": np.float32([3, 4]), "b": np.float32(1.5), **more},
+    ]
+    means = cd.all_reduce(gradients, "mean")
+    assert functions_entered(lambda: cd.all_reduce(gradients, "mean")) <= 45
+    assert functions_entered(lambda: cd.all_reduce(gradients, "mean", out=means)) > 0
+    assert functions_entered(lambda: cd.all_reduce(gradients, "mean", out=means)) <= 55
+    again = cd.all_reduce(gradients, "mean")
+    assert again[1]["w"].tolist() == [2, 3]
+    assert float(again[0]["b"]) == 1
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0), (0, 3, 0, 4)])
+def test_arrays_without_elements_are_known_too(make, sizes):
+    ops = cd.DirectAllReduce()
+    for _ in range(2):
+        results = ops.batch_reduce("sum", to_itself(batch(make, sizes=sizes)))
+        assert [numbers(result.values[1]) for result in results] == [[3] * size for size in sizes]
+    assert hits(ops) == 1
+
+
+def test_results_of_one_call_have_memory_of_their_own(make):
+    trees = trees_of(make, count=3)
+    for _ in range(2):
+        results = cd.all_reduce(trees, "sum")
+        arrays = [array for tree in results for array in (tree["w"], tree["b"][0])]
+        for number, array in enumerate(arrays):
+            array[...] = number
+        assert [float(array.reshape(-1)[0]) for array in arrays] == list(range(6))
 
 
 def test_between_processes_the_walk_is_hardly_longer():
@@ -309,11 +453,49 @@ UNLIKE = {
 
 
 def test_arrays_are_alike_if_checks_see_no_difference():
-    are_alike = compiled_are_alike()
     first, equal = np.ones((2, 3), np.float32), np.zeros((4, 3), np.float32)[1:3]
+    signature = Signature((first, first))
     for name, other in {"nothing": equal, **UNLIKE}.items():
-        items = (first, equal, other)
-        assert are_alike(id(items) + TUPLE_HEADER_BYTES, 3) is (name == "nothing"), name
+        assert signature.fits((first, other)) is (name == "nothing"), name
+        if isinstance(other, np.ndarray) or name == "a number":
+            assert Signature((first, other)).fits((first, other)), name
+            assert Signature((first, other)).fits((first, equal)) is (name == "nothing"), name
+    assert not signature.fits((first,))
+    equal.flags.writeable = False
+    assert signature.fits((first, equal))
+    assert not Signature((first, first), is_written=True).fits((first, equal))
+
+
+def test_outputs_are_apart_unless_they_overlap():
+    chosen = np.random.default_rng(5)
+    memory = np.zeros(400, np.int8)
+    for _ in range(300):
+        leaves, inputs, outputs = [], [], []
+        for _ in range(chosen.integers(1, 5)):
+            size = int(chosen.integers(0, 9))
+            own = [[int(start) for start in chosen.integers(0, 390, chosen.integers(1, 4))] for _ in range(2)]
+            if chosen.random() < 0.5:
+                own[1] = own[0][:1]
+            leaves.append((size, *own))
+            inputs += [memory[start : start + size] for start in own[0]]
+            outputs += [memory[start : start + size] for start in own[1]]
+        are_apart = True
+        for leaf, (size, _, written) in enumerate(leaves):
+            for place, start in enumerate(written):
+                for other, (length, read, also_written) in enumerate(leaves):
+                    overlaps = [
+                        begin for number, begin in enumerate(also_written) if (other, number) != (leaf, place)
+                    ]
+                    overlaps += [begin for begin in read if (other, begin) != (leaf, start)]
+                    are_apart &= not any(
+                        size and length and begin < start + size and start < begin + length
+                        for begin in overlaps
+                    )
+        table = [(len(read), size, len(written), size) for size, read, written in leaves]
+        places = place_of(tuple(inputs)), place_of(tuple(outputs))
+        kept = tuple(inputs), tuple(outputs)
+        places = place_of(kept[0]), place_of(kept[1])
+        assert Separation(table).holds(*places) is are_apart
 
 
 @pytest.mark.parametrize("name", ["byte order", "order of axes", "gaps", "type"])

@@ -1,5 +1,6 @@
 """What is recorded always, and what a trace file holds."""
 
+import concurrent.futures
 import json
 import os
 import shutil
@@ -183,7 +184,7 @@ def test_the_recorder_is_always_on_and_bounded():
 
 def recorded_by(call):
     """What a call adds to the record."""
-    tracing.flight_recorder.events.clear()
+    tracing.flight_recorder.kept.clear()
     call()
     return cd.flight_record()
 
@@ -346,3 +347,38 @@ def test_perfetto_reads_every_event_of_a_trace(tmp_path):
     assert sorted(slices) == sorted(written)
     assert len(flows) == sum(event["ph"] == "s" for event in events)
     assert all(source == target for source, target in flows), "an arrow joins the two slices of one copy"
+
+
+def test_traces_that_overlap_each_get_what_runs_and_leave_the_record_bounded(tmp_path):
+    first, second = cd.trace(tmp_path / "first.json"), cd.trace(tmp_path / "second.json")
+    value = value_on(2)
+    first.__enter__()
+    cd.reduce(value)
+    second.__enter__()
+    cd.gather(value)
+    first.__exit__(None, None, None)
+    cd.broadcast(value.values[0], ["cpu:0", "cpu:1"])
+    second.__exit__(None, None, None)
+    names = []
+    for name in ("first", "second"):
+        events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
+        names.append({event["name"] for event in events if event["ph"] == "X"})
+    assert "gather" in names[0] & names[1]
+    assert ("broadcast" in names[0], "broadcast" in names[1]) == (False, True)
+    assert ("DirectAllReduce SUM" in names[0], "DirectAllReduce SUM" in names[1]) == (True, False)
+    assert tracing.flight_recorder.events.maxlen == tracing.MAX_RECORDED
+    assert cd.flight_record()[-1].what == "broadcast"
+
+
+def test_traces_of_several_threads_end_in_any_order(tmp_path):
+    def work(number):
+        for turn in range(20):
+            path = tmp_path / f"{number}.json"
+            with cd.trace(path):
+                cd.reduce([np.ones(3), np.ones(3)])
+            assert "DirectAllReduce SUM" in path.read_text(), turn
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    assert tracing.flight_recorder.events is tracing.flight_recorder.kept
+    assert tracing.flight_recorder.events.maxlen == tracing.MAX_RECORDED

@@ -12,10 +12,10 @@ from crossdevice.execution.reading.leaf_spec import Dense
 from crossdevice.execution.reading.outputs import check_out, delivered
 from crossdevice.execution.reading.values import backend_of
 from crossdevice.execution.tracing import Work, recorded
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import check_reducible, result_dtype
 from crossdevice.values.options import Precision
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 RESULT = "accumulation_fn's result"
@@ -28,7 +28,7 @@ def accumulated(
     op: ReduceOp,
     precision: Precision,
 ) -> list[tuple[Array, ...]]:
-    """What `function` makes of copies on one device; a mean divides what it returned, whatever that is.
+    """Calls `function` with copies on one device; a mean divides what it returned, whatever that is.
 
     `out` is written to when all results are known to fit.
     """

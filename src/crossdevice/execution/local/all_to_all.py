@@ -50,7 +50,7 @@ class AllToAll(NamedTuple):
         return wrapped(delivered, self.value.structure, devices, PerReplica)
 
     def _gatherings_of_replicas(self, leaf: int) -> list[Gathering]:
-        """What each replica gets of a leaf."""
+        """Returns the parts of a leaf for each replica."""
         arrays, backend, axis = self.gatherings[leaf]
         parts: list[list[Array]] = []
         for array, sizes, device in zip(arrays, self.sizes, self.value.devices, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,7 +11,13 @@ from crossdevice.errors import OutError
 from crossdevice.execution.local.accumulation import accumulated
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import PreparedReduction
-from crossdevice.execution.local.sparse import SparseReduction, check_sparse, densified
+from crossdevice.execution.local.sparse import (
+    RowsBesideDense,
+    SparseReduction,
+    check_sparse,
+    densified,
+    has_repeated_rows,
+)
 from crossdevice.execution.reading.axis_orders import in_memory_order, shared_axis_order
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.leaf_spec import Dense, Out
@@ -21,12 +26,13 @@ from crossdevice.execution.reading.structures import spread_pairs
 from crossdevice.execution.reading.values import Leaf, Value, checked_spec, read_value, widened
 from crossdevice.execution.tracing import READING, flight_recorder, now
 from crossdevice.values.device import Device
+from crossdevice.values.dtypes import INTEGERS
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights, check_number, weights_for
 
-CheckedLeaf: TypeAlias = "Dense | SparseReduction"
+CheckedLeaf: TypeAlias = "Dense | SparseReduction | RowsBesideDense"
 
 
 class Request(NamedTuple):
@@ -82,13 +88,14 @@ class CheckedBatch:
         self.result_dtypes = [leaf.spec.result_dtype(op, self.is_weighted) for leaf in self.dense]
         if self.options.precision == "fast" and any(leaf.spec.into for leaf in self.dense):
             self.options = dataclasses.replace(self.options, precision="accurate")
-        if any(leaf.out is not None for leaf in self.dense):
-            check_outs(self.dense, self.result_dtypes)
+        written = self.dense + [leaf.dense for leaf in self.all_leaves if isinstance(leaf, RowsBesideDense)]
+        if any(leaf.out is not None for leaf in written):
+            check_outs(written, [leaf.spec.result_dtype(op, self.is_weighted) for leaf in written])
         flight_recorder.events.append((READING, started, now(), 1))
 
     @property
     def is_weighted(self) -> bool:
-        """Whether replicas have weights."""
+        """True if replicas have weights."""
         return self.factors is not None
 
     @functools.cached_property
@@ -97,11 +104,14 @@ class CheckedBatch:
         return None if self.factors is None else weights_for(self.factors, self.op)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether every value is one array per replica, read as it is."""
-        return len(self.dense) == len(self.requests) > 0 and all(
-            request.value.structure is None and all(map(operator.is_, leaf.arrays, request.value.components))
-            for request, leaf in zip(self.requests, self.dense, strict=True)
+    def holds_rows(self) -> bool:
+        """True if some replica holds sparse rows, whose number may differ from run to run."""
+        return any(leaf.is_sparse for request in self.requests for leaf in request.value.leaves)
+
+    def checked_again(self) -> CheckedBatch:
+        """The same requests, with what their arrays hold now."""
+        return CheckedBatch(
+            self.requests, self.op, self.options, in_any_order=self._in_any_order, factors=self.factors
         )
 
     def prepared(self, planner: Planner) -> PreparedReduction:
@@ -129,10 +139,15 @@ class CheckedBatch:
                 for leaf, results in zip(self.dense, made, strict=True)
             ]
         remaining = iter(reduced)
-        return self.wrapped(
-            next(remaining) if isinstance(leaf, Dense) else leaf.with_weights(weights).run(via)
-            for leaf in self.all_leaves
-        )
+
+        def results_of(leaf: CheckedLeaf) -> Sequence[Any]:
+            if isinstance(leaf, Dense):
+                return next(remaining)
+            if isinstance(leaf, RowsBesideDense) and function is not None:
+                return accumulated([leaf.dense], function, via, self.op, self.options.precision)[0]
+            return leaf.with_weights(weights).run(via)
+
+        return self.wrapped(map(results_of, self.all_leaves))
 
     def wrapped(self, results: Iterable[Sequence[Any]]) -> list[Any]:
         """The results of all leaves, each on its destinations, as one value for each request."""
@@ -166,7 +181,23 @@ class CheckedBatch:
                         f"out cannot hold IndexedSlices{leaf.at_path}: their number of rows is not known"
                     )
                 return check_sparse(leaf, devices, destinations, self.op, self.options.precision)
-            leaf = densified(leaf, devices, self.op, self.options.precision)
+            return self._checked_mixed(leaf, devices, destinations, out)
+        return self._checked_dense(leaf, devices, destinations, out)
+
+    def _checked_mixed(
+        self, leaf: Leaf, devices: tuple[Device, ...], destinations: tuple[Device, ...], out: Out
+    ) -> Dense | RowsBesideDense:
+        """Rows of some replicas beside dense arrays of others."""
+        made = densified(leaf, devices, self.op, self.options.precision)
+        dense = self._checked_dense(made, devices, destinations, out)
+        is_rounded = self.options.precision == "exact" and dense.spec.dtype not in INTEGERS
+        if not is_rounded or not has_repeated_rows(leaf):
+            return dense
+        return RowsBesideDense(leaf, dense, self.op)
+
+    def _checked_dense(
+        self, leaf: Leaf, devices: tuple[Device, ...], destinations: tuple[Device, ...], out: Out
+    ) -> Dense:
         if self.options.widen_inputs:
             leaf = widened(leaf)
         order = shared_axis_order(leaf.arrays, out) if self._in_any_order else None

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend, dtype_named
 from crossdevice.kernels.host.fused_pass import fused_pass
 from crossdevice.kernels.host.reference.rounding import two_sum, with_errors
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import COMPLEXES, INTEGERS, PARTS, SHORT_FLOATS
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -36,7 +36,7 @@ def combine_with_array_functions(
     if source in COMPLEXES and recipe.op is ReduceOp.SUM:
         parts = [backend.parts_of(array) for array in arrays]
         return backend.from_parts(combine_with_array_functions(backend, parts, recipe, PARTS[source], device))
-    if _needs_host(recipe, source):
+    if needs_host(recipe, source):
         made = _on_host(backend, list(map(backend.to_host, arrays)), recipe, dtype, device)
         return backend.copy(made, device)
     functions = {ReduceOp.MIN: xp.minimum, ReduceOp.MAX: xp.maximum, ReduceOp.PROD: xp.multiply}
@@ -58,7 +58,7 @@ def combine_with_array_functions(
     if recipe.precision == "fast":
         return _divided(backend, functools.reduce(function, arrays), recipe.divisor)
     widened = [backend.cast(array, "float64") for array in arrays]
-    if recipe.op is ReduceOp.SUM and source == "float64":  # without weights: see _needs_host
+    if recipe.op is ReduceOp.SUM and source == "float64":  # without weights: see needs_host
         return backend.round_once(_compensated(xp, widened, recipe.divisor), dtype)
     divisor: float | None = recipe.divisor
     if recipe.weights is not None:
@@ -75,18 +75,22 @@ def _on_host(
     return backend.from_host(output, output.shape, device)
 
 
-def _needs_host(recipe: Recipe, source: str) -> bool:
-    """Whether the host computes it, because the library's functions cannot, or not with the same bits.
+_WEIGHTED_ON_HOST = ("float64", "int32", "uint32", "int64", "uint64")
 
-    Left to the host are sorting, 8-bit floats, true sums, means of 64-bit integers, weights times 64-bit
-    numbers, whose products would be rounded, and products of complex numbers, whose steps may be fused.
+
+def needs_host(recipe: Recipe, source: str) -> bool:
+    """True if the host computes it, because the library cannot, or only with other bits.
+
+    Left to the host are sorting, 8-bit floats, true sums, means of 64-bit integers, weights times what has
+    results of 64 bits, whose products would be rounded, and products of complex numbers, whose steps may be
+    fused.
     """
     if recipe.op.is_order_statistic or source in SHORT_FLOATS:
         return True
     if recipe.op in (ReduceOp.MIN, ReduceOp.MAX):
         return False
     if recipe.weights is not None:
-        return recipe.precision == "exact" or source in ("float64", "int64", "uint64")
+        return recipe.precision == "exact" or source in _WEIGHTED_ON_HOST
     if source in INTEGERS:
         return recipe.divisor is not None and recipe.precision != "fast" and source in ("int64", "uint64")
     return recipe.precision == "exact" or (recipe.precision == "accurate" and source in COMPLEXES)

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias, assert_never
 from crossdevice.backends.protocol import Array, Backend, Streams
 from crossdevice.execution.local.combining import combine
 from crossdevice.execution.tracing import flight_recorder, now
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans import steps
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.steps import Buffer, Step, sources_of, targets_of
 from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 MIN_OVERLAPPED_BYTES = 1 << 20
@@ -47,7 +47,7 @@ def execute(plan: Plan, inputs: Sequence[Array], backend: Backend, recipe: Recip
 
 
 class _Run:
-    """What the buffers of a plan hold while it is run."""
+    """Contents of a plan's buffers during a run."""
 
     def __init__(
         self, inputs: Sequence[Array], plan: Plan, backend: Backend, recipe: Recipe, dtype: str

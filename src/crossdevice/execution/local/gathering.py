@@ -26,9 +26,9 @@ from crossdevice.execution.reading.values import Leaf, check_agreement, one_back
 from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded, transfer
 from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.resources.pool import result_pool
-from crossdevice.kernels.recipe import COPYING
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.recipe import COPYING
 
 Placed: TypeAlias = tuple[Any, tuple[Device, ...], Any]
 """A value to be gathered, its destinations, and the `out` of the result."""

@@ -16,9 +16,9 @@ from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
 from crossdevice.kernels.cuda.families import MAX_ARRAYS, MAX_EXACT_ARRAYS, arranged, parts_in
 from crossdevice.kernels.cuda.task import AddressOffset, KernelTask
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.weights import Weights
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 def why_stepped(spec: LeafSpec, recipe: Recipe, dtype: str) -> str | None:
-    """Why a leaf on one GPU is reduced step by step; None if a fused pass does it."""
+    """Reason a leaf on one GPU is reduced step by step; None if a fused pass does it."""
     if not spec.backend.shares_gpu_arrays:
         return f"arrays of {spec.backend.name} do not reach the kernels of the GPU"
     most = MAX_EXACT_ARRAYS if recipe.precision == "exact" else MAX_ARRAYS
@@ -42,10 +42,10 @@ def why_stepped(spec: LeafSpec, recipe: Recipe, dtype: str) -> str | None:
 
 
 def _bits_of(weights: Weights | None) -> list[int]:
-    """The bits of the weights and of their divisor, as whole numbers."""
+    """The bits of the weights, of their divisor and of what that lacks, as whole numbers."""
     if weights is None:
         return []
-    return array("q", array("d", [*weights.factors, weights.divisor]).tobytes()).tolist()
+    return array("q", array("d", [*weights.factors, weights.divisor, weights.rest]).tobytes()).tolist()
 
 
 class _Prepared(NamedTuple):
@@ -172,7 +172,7 @@ class GpuPasses(Passes):
         """The pass for leaves of which some are given tensors to write to.
 
         Addresses come in this order: of the inputs, of the tensors given, of the blocks. Before them are the
-        bits of the weights, if there are any, and of their divisor.
+        bits of the weights, if there are any, of their divisor and of what that lacks.
         """
         positions = itertools.count(len(self._weights))
 
@@ -198,11 +198,11 @@ class GpuPasses(Passes):
 
     @functools.cached_property
     def _weights(self) -> tuple[AddressOffset, ...]:
-        """Where the weights and their divisor are among the addresses; all leaves have as many replicas."""
+        """Returns the places of the weights and their divisor; all leaves have as many replicas."""
         if all(recipe.weights is None for recipe in self._passes):
             return ()
         spec = next(iter(self._specs.values()))
-        return tuple(map(AddressOffset, range(len(spec.devices) + 1)))
+        return tuple(map(AddressOffset, range(len(spec.devices) + 2)))
 
     def _wanted(self, number: int) -> Wanted:
         spec = self._specs[number]

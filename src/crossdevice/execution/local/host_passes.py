@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,21 @@ from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.execution.local.passes import LeafRange, Passes, Results, in_sequence
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Out, Outs
 from crossdevice.execution.tracing import Work, flight_recorder, now
-from crossdevice.kernels.host.fused_pass import bound_batch, fused_batch, fused_pass, repeated_pass
-from crossdevice.kernels.host.resources.pool import SMALLEST_POOLED_BYTES, result_pool
+from crossdevice.kernels.host.fused_pass import (
+    PassLayout,
+    Pointers,
+    RepeatedPasses,
+    bound_batch,
+    fused_batch,
+    fused_pass,
+)
+from crossdevice.kernels.host.resources.pool import (
+    SMALLEST_POOLED_BYTES,
+    SMALLEST_SHARING_BYTES,
+    result_pool,
+)
+from crossdevice.values.device import host_device
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.weights import Weights
 
 
@@ -36,7 +50,6 @@ class HostPasses(Passes):
         self._packing = Work("pack", "views of inputs, memory for results", devices)
         self._reducing = Work("reduce", "fused passes", devices)
         self._unpacking = Work("unpack", "results as arrays", devices)
-        self._small_pass: Callable[[Any, Any], None] | None = None
 
     def run(self, columns: Columns, outs: Outs, weights: Weights | None = None) -> Results:
         """The results of each leaf, in new memory or in `outs`.
@@ -61,41 +74,36 @@ class HostPasses(Passes):
             record((self._unpacking, reduced, now(), 1))
         return adopted
 
+    def flat_passes(self, work: Work) -> FlatPasses | None:
+        """The same passes over arrays that kernels read where they are; None where that cannot be."""
+        backends = {spec.backend for spec in self._specs.values()}
+        if len(backends) != 1 or self._read_twice or any(self._shares.values()):
+            return None
+        specs = [self._specs[number] for number in range(len(self._specs))]
+        try:
+            return FlatPasses(backends.pop(), specs, self._dtypes, self._passes, work)
+        except LookupError:  # no kernels
+            return None
+
     @property
     def is_alone(self) -> bool:
-        """Whether there is a single leaf in a single pass."""
+        """True for a single leaf in a single pass."""
         return len(self._specs) == 1 and [len(tasks) for tasks in self._passes.values()] == [1]
 
-    def run_alone(
-        self, arrays: Sequence[Array], out: Out, weights: Weights | None, *, are_flat: bool
-    ) -> tuple[Array, ...]:
-        """The short way for a single leaf in a single pass, where small calls spend their time."""
-        if are_flat and out is None and weights is None and self._small_results is not None:
-            results = tuple(map(np.empty, *self._small_results))
-            if self._small_pass is None:
-                self._small_pass = repeated_pass(arrays, results, next(iter(self._passes)))
-            self._small_pass(arrays, results)
-            return results
+    def run_alone(self, arrays: Sequence[Array], out: Out, weights: Weights | None) -> tuple[Array, ...]:
+        """The short way for a single leaf in a single pass."""
         ((recipe, (task,)),) = self._passes.items()
         size, spec, dtype = task.stop, self._specs[0], self._dtypes[0]
-        views = arrays if are_flat else list(map(spec.backend.host_view, arrays))
+        views = list(map(spec.backend.host_view, arrays))
         if out is None:
             num_results = 1 if self._shares[0] else len(spec.destinations)
             # A library that adopts memory does so only where that starts on a line.
             flats = result_pool.empty_batch([(size, dtype)] * num_results, on_lines=spec.backend.is_immutable)
         else:
             # In place, the inputs' views are the outputs': no second look at each array.
-            flats = list(views) if out is arrays else list(map(spec.backend.host_view, out))
+            flats = views if out is arrays else list(map(spec.backend.host_view, out))
         fused_pass(views, flats, recipe.with_weights(weights))
         return self._adopted(0, flats, out)
-
-    @functools.cached_property
-    def _small_results(self) -> tuple[list[tuple[int, ...]], list[np.dtype[Any]]] | None:
-        """The shapes and dtypes of a single leaf's results, if each has small memory of its own."""
-        spec, dtype, number = self._specs[0], self._dtypes[0], len(self._specs[0].destinations)
-        if self._shares[0] or spec.num_elements * dtype.itemsize * number >= SMALLEST_POOLED_BYTES:
-            return None
-        return [spec.shape] * number, [dtype] * number
 
     def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], Any]:
         """A function that reduces these arrays into those of `outs` whenever it is called."""
@@ -157,8 +165,98 @@ class HostPasses(Passes):
         return spec.adopted(flats, is_shared=self._shares[number])
 
 
+class FlatPasses:
+    """Passes over all leaves of a batch, laid out once for arrays that kernels read where they are.
+
+    Arrays come in one tuple, leaf by leaf, with one for each replica; outputs and results likewise.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        specs: Sequence[LeafSpec],
+        dtypes: Mapping[int, np.dtype[Any]],
+        passes: Mapping[Recipe, Sequence[LeafRange]],
+        work: Work,
+    ) -> None:
+        """Raises LookupError if no kernel does one of the passes."""
+        self._backend, self._work = backend, work
+        first_input = [0, *itertools.accumulate(len(spec.devices) for spec in specs)]
+        first_output = [0, *itertools.accumulate(len(spec.destinations) for spec in specs)]
+        groups: dict[tuple[Recipe, np.dtype[Any], np.dtype[Any]], list[PassLayout]] = {}
+        for recipe, tasks in passes.items():
+            for leaf, start, stop, positions in tasks:
+                layout = PassLayout(
+                    range(first_input[leaf], first_input[leaf + 1]),
+                    [first_output[leaf] + position for position in positions],
+                    start,
+                    stop,
+                )
+                key = recipe, dtype_named(specs[leaf].dtype), dtypes[leaf]
+                groups.setdefault(key, []).append(layout)
+        self._passes = [
+            RepeatedPasses(layouts, recipe, dtype, into) for (recipe, dtype, into), layouts in groups.items()
+        ]
+        wanted = [(spec, dtypes[leaf]) for leaf, spec in enumerate(specs) for _ in spec.destinations]
+        self._shapes, self._dtypes = [spec.shape for spec, _ in wanted], [dtype for _, dtype in wanted]
+        self._sizes = [(spec.num_elements, dtype) for spec, dtype in wanted]
+        lengths = [size * dtype.itemsize for size, dtype in self._sizes]
+        self._are_small = sum(lengths) < SMALLEST_POOLED_BYTES or max(lengths) < SMALLEST_SHARING_BYTES
+
+    def run(
+        self,
+        inputs: tuple[Array, ...],
+        outs: tuple[Array, ...] | None,
+        weights: Weights | None,
+        pointers: tuple[Pointers, Pointers] | None = None,
+    ) -> tuple[Array, ...] | None:
+        """The results of all leaves, in new memory or in `outs`; None if kernels cannot read some array.
+
+        `pointers` are those to inputs and `outs`, if they are known already.
+        """
+        started = now()
+        backend = self._backend
+        read = backend.pointers_to(inputs) if pointers is None else pointers[0]
+        written: Pointers | None
+        if outs is None:
+            if self._are_small:
+                memory = tuple(map(np.empty, self._shapes, self._dtypes))
+            else:
+                flats = result_pool.empty_batch(self._sizes)
+                memory = tuple(map(np.ndarray.reshape, flats, self._shapes))
+            written, results = memory, backend.adopted(memory)
+        else:
+            written = backend.pointers_to(outs) if pointers is None else pointers[1]
+            results = outs
+        if read is None or written is None:
+            return None
+        packed = now()
+        try:
+            for passes in self._passes:
+                passes(read, written, weights, backend, inputs, results)
+            if outs is not None and backend.counts_writes:
+                backend.mark_written(outs)
+        except Exception as error:
+            flight_recorder.events.append((self._work, started, now(), 1))
+            flight_recorder.dump_after(error)
+            raise
+        stopped = now()
+        if len(inputs) > MANY_ARRAYS:
+            flight_recorder.events.append((_MEMORY, started, packed, 1))
+            flight_recorder.events.append((_REDUCING, packed, stopped, 1))
+        flight_recorder.events.append((self._work, started, stopped, 1))
+        return results
+
+
+MANY_ARRAYS = 64
+"""Above this, a trace shows what a call spends on memory, and what on its passes."""
+
+_MEMORY = Work("pack", "memory for results", (host_device(0),))
+_REDUCING = Work("reduce", "fused passes", (host_device(0),))
+
+
 def _is_view_of(view: NDArray[Any], array: Array, backend: Backend) -> bool:
-    """Whether a host view is the array's own memory, not a copy."""
+    """True if a host view is the array's own memory, not a copy."""
     start, end = backend.address_range(array)
     return start <= address_range(view)[0] < end or start == end
 

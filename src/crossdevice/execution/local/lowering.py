@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple, assert_never
 
-from crossdevice.kernels.recipe import Order
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.steps import Add, Copy, EngineAllReduce, Finish, Join, Split, sources_of, targets_of
+from crossdevice.values.recipe import Order
 
 
 class Piece(NamedTuple):

@@ -1,4 +1,4 @@
-"""What passes over one memory have in common: plans lowered to ranges of leaves, each in one pass."""
+"""Base of passes over one memory: plans lowered to ranges of leaves, each in one pass."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.local.lowering import lower
 from crossdevice.execution.reading.leaf_spec import LeafSpec
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans.packing import Pack
 from crossdevice.plans.plan import Plan
+from crossdevice.values.recipe import Recipe
 
 
 def in_sequence(works: Sequence[Callable[[], Any]]) -> Callable[[], Any]:

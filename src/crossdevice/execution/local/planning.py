@@ -24,7 +24,7 @@ PlanKey: TypeAlias = tuple[tuple[Device, ...], tuple[Device, ...], int, int, boo
 
 
 class PlanningAlgorithm(SumPlanner, Protocol):
-    """What execution needs to know of an algorithm."""
+    """An algorithm as execution sees it."""
 
     packing: Packing
     reduce_to_device: Device | None
@@ -32,10 +32,10 @@ class PlanningAlgorithm(SumPlanner, Protocol):
 
     @property
     def uses_engine(self) -> bool:
-        """Whether it leaves whole collectives to a library such as NCCL."""
+        """True if it leaves whole collectives to a library such as NCCL."""
 
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:
-        """Why the algorithm's own means cannot be used on these devices; None if they can."""
+        """Reason the algorithm cannot run on these devices; None if it can."""
 
 
 class Planner:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.execution.local.gpu_passes import GpuPasses, why_stepped
-from crossdevice.execution.local.host_passes import HostPasses
+from crossdevice.execution.local.host_passes import FlatPasses, HostPasses
 from crossdevice.execution.local.passes import Results, in_sequence
 from crossdevice.execution.local.stepped_packs import SteppedPacks
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs, items_of
 from crossdevice.execution.tracing import Work, flight_recorder, now
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import Device
 from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import UNKNOWN_WEIGHTS, Weights
 
@@ -24,6 +24,19 @@ if TYPE_CHECKING:
 MAX_PROVED_PACKS = 32
 """Packs whose plans are proved for a fused pass, which is the same for any number of packs. Algorithms whose
 plans vary by pack (roots that take turns) repeat themselves long before."""
+
+
+class Prepared(Protocol):
+    """A call that was read, checked, planned and proved: all of it but its arrays."""
+
+    def run(self, columns: Columns, outs: Outs, weights: Weights | None = None) -> list[tuple[Array, ...]]:
+        """For each leaf its result on each destination, written to `outs` where given."""
+
+    def bind(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], None]:
+        """A function that makes the call with these arrays, and writes to `outs`, whenever it is called."""
+
+    def flat_passes(self) -> FlatPasses | None:
+        """The same for arrays that kernels read themselves; None unless all is done in the host's memory."""
 
 
 class PreparedReduction:
@@ -70,18 +83,13 @@ class PreparedReduction:
         self._alone = only if isinstance(only, HostPasses) and only.is_alone else None
         self._work = _work(planner.name, specs, op, options, num_fused=len(fused))
 
-    def run(
-        self, columns: Columns, outs: Outs, weights: Weights | None = None, *, are_flat: bool = False
-    ) -> list[tuple[Array, ...]]:
-        """For each leaf its result on each destination, written to `outs` where given.
-
-        `are_flat` says that `Backend.are_flat` holds for all columns.
-        """
+    def run(self, columns: Columns, outs: Outs, weights: Weights | None = None) -> list[tuple[Array, ...]]:
+        """For each leaf its result on each destination, written to `outs` where given."""
         # Not `with recorded(...)`: small calls spend their time here.
         started = now()
         try:
             if self._alone is not None:
-                results = [self._alone.run_alone(columns[0], outs[0], weights, are_flat=are_flat)]
+                results = [self._alone.run_alone(columns[0], outs[0], weights)]
             else:
                 results = self._run(columns, outs, weights)
         except Exception as error:
@@ -91,13 +99,18 @@ class PreparedReduction:
         flight_recorder.events.append((self._work, started, now(), 1))
         return results
 
+    def flat_passes(self) -> FlatPasses | None:
+        """The same for arrays that kernels read themselves; None unless all is done in the host's memory."""
+        part = self._parts[0] if len(self._parts) == 1 else None
+        return part.flat_passes(self._work) if isinstance(part, HostPasses) else None
+
     def _run(self, columns: Columns, outs: Outs, weights: Weights | None) -> list[tuple[Array, ...]]:
         results: Results = {}
         for part in self._parts:
             results.update(part.run(columns, outs, weights))
         return [results[number] for number in range(self._num_leaves)]
 
-    def bound(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], None]:
+    def bind(self, columns: Columns, outs: Columns, weights: Weights | None = None) -> Callable[[], None]:
         """A function that reduces these arrays into those of `outs` whenever it is called."""
         return in_sequence([part.bound(columns, outs, weights) for part in self._parts])
 
@@ -133,7 +146,7 @@ def _fused_passes(
 def recipe_for(
     op: ReduceOp, options: CommunicationOptions, num_replicas: int, is_weighted: bool = False
 ) -> Recipe:
-    """What to compute for this many replicas; the order of a plan and weights are filled in later."""
+    """Returns the recipe for this many replicas; the order of a plan and weights are filled in later."""
     if op.is_order_statistic:
         op.sorted_range(num_replicas)  # raises if there are too few
     if is_weighted:

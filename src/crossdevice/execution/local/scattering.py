@@ -35,7 +35,7 @@ class Scatter(NamedTuple):
 
     @property
     def outs(self) -> Sequence[Any]:
-        """What `out` has for each replica."""
+        """Memory in `out` for each replica."""
         devices = self.value.devices
         return [None] * len(devices) if self.out is None else out_components(self.out, devices)
 
@@ -83,5 +83,5 @@ def read_scatter(
 
 
 def per_replica(components: Sequence[Any], devices: tuple[Device, ...]) -> Any:
-    """What each replica gets: a PerReplica, or the bare component of a lone replica."""
+    """Wraps the parts as a PerReplica, or returns the bare component of a lone replica."""
     return components[0] if len(devices) == 1 else PerReplica.of(tuple(components), devices)

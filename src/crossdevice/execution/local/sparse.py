@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend
+from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend, dtype_named
 from crossdevice.errors import (
     ConversionError,
     DtypeMismatchError,
@@ -19,15 +19,23 @@ from crossdevice.errors import (
     ShapeMismatchError,
 )
 from crossdevice.execution.local.combining import combine
-from crossdevice.execution.reading.leaf_spec import bytes_of
-from crossdevice.execution.reading.values import Leaf, at, check_agreement, one_backend, replica_at
+from crossdevice.execution.reading.leaf_spec import Dense, bytes_of
+from crossdevice.execution.reading.outputs import delivered
+from crossdevice.execution.reading.values import (
+    Leaf,
+    at,
+    backend_of,
+    check_agreement,
+    one_backend,
+    replica_at,
+)
 from crossdevice.execution.tracing import Work, recorded, transfer
 from crossdevice.kernels.host.fused_pass import fused_pass
-from crossdevice.kernels.recipe import Recipe
-from crossdevice.values.device import Device
+from crossdevice.values.device import Device, host_device
 from crossdevice.values.dtypes import INTEGERS, check_reducible, result_dtype
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import Precision
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
@@ -141,6 +149,94 @@ def densified(leaf: Leaf, devices: Sequence[Device], op: ReduceOp, precision: Pr
         else:
             arrays.append(array)
     return Leaf(tuple(arrays), leaf.path)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsBesideDense:
+    """A checked leaf of repeated rows and dense arrays, whose sums are not rounded before they are complete.
+
+    `dense` has the rows of each replica added up, and rounded: right wherever no row is repeated.
+    """
+
+    leaf: Leaf
+    dense: Dense
+    op: ReduceOp
+    weights: Weights | None = None
+
+    @property
+    def backend(self) -> Backend:
+        """The library of its arrays."""
+        return self.dense.backend
+
+    def with_weights(self, weights: Weights | None) -> RowsBesideDense:
+        """The same with weights of its replicas."""
+        return self if weights is None else dataclasses.replace(self, weights=weights)
+
+    def run(self, via: Device | None = None) -> list[Any]:  # noqa: ARG002 - all of it is done on the host
+        """The result on each destination, or in `out`."""
+        spec = self.dense.spec
+        num_bytes = spec.num_bytes * len(spec.devices)
+        with recorded(Work("reduce", "repeated rows", (*spec.devices, *spec.destinations), num_bytes)):
+            flat = self._summed()
+            results = [
+                self.backend.copy(self.backend.from_host(flat, spec.shape, host_device(0)), device)
+                for device in spec.destinations
+            ]
+            return list(delivered(results, self.dense.out, self.backend))
+
+    def _summed(self) -> NDArray[Any]:
+        spec, backend = self.dense.spec, self.backend
+        into = dtype_named(spec.result_dtype(self.op, is_weighted=self.weights is not None))
+        num_replicas = len(self.leaf.arrays)
+        weights = self.weights or Weights(
+            (1.0,) * num_replicas, (1.0,) * num_replicas if self.op is ReduceOp.MEAN else None
+        )
+        flats = [backend.to_host(array) for array in self.dense.arrays]
+        result = np.empty(flats[0].size, into)
+        fused_pass(flats, [result], Recipe(ReduceOp.SUM, "exact", weights=weights))
+        rows = [self._rows_of(replica, flat) for replica, flat in enumerate(flats)]
+        repeated = [numbers[1:][numbers[1:] == numbers[:-1]] for _, numbers in rows]
+        places = np.unique(np.concatenate(repeated))
+        firsts, counts = (
+            np.stack([np.searchsorted(numbers, places, side) for _, numbers in rows])
+            for side in ("left", "right")
+        )
+        counts -= firsts
+        lines = result.reshape(spec.shape[0], -1)
+        kinds, kind_of = np.unique(counts, axis=1, return_inverse=True)
+        for kind, numbers in enumerate(kinds.T.tolist()):
+            some = np.flatnonzero(kind_of.reshape(-1) == kind)
+            terms, factors = [], []
+            for (values, _), first, number, factor in zip(
+                rows, firsts, numbers, weights.factors, strict=True
+            ):
+                terms += [values[first[some] + each].reshape(-1) for each in range(number)]
+                factors += [factor] * number
+            total = np.empty(terms[0].size, into)
+            recipe = Recipe(ReduceOp.SUM, "exact", weights=Weights(tuple(factors), weights.all_factors))
+            fused_pass(terms, [total], recipe)
+            lines[places[some]] = total.reshape(some.size, -1) + into.type(0)  # zeros elsewhere are positive
+        return result
+
+    def _rows_of(self, replica: int, flat: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """A replica's rows in the order of their numbers, and these; all rows of a dense one."""
+        array, spec = self.leaf.arrays[replica], self.dense.spec
+        if not isinstance(array, IndexedSlices):
+            return flat.reshape(spec.shape[0], -1), np.arange(spec.shape[0])
+        numbers = self.backend.to_host(array.indices).reshape(-1).astype(np.int64)
+        order = np.argsort(numbers, kind="stable")
+        rows = self.backend.to_host(array.values).reshape(numbers.size, flat.size // spec.shape[0])
+        return rows[order], numbers[order]
+
+
+def has_repeated_rows(leaf: Leaf) -> bool:
+    """True if a replica holds several rows of one number."""
+    for array in leaf.arrays:
+        if isinstance(array, IndexedSlices):
+            numbers = backend_of(array.indices, 0).to_host(array.indices)
+            if np.unique(numbers).size < numbers.size:
+                return True
+    return False
 
 
 def _check_op(op: ReduceOp, leaf: Leaf) -> None:

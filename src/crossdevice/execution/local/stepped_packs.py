@@ -13,10 +13,10 @@ from crossdevice.execution.local.passes import Results
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Out, Outs
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.tracing import Work, flight_recorder, now
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans.packing import Pack
 from crossdevice.plans.plan import Plan
 from crossdevice.values.device import Device
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.weights import Weights
 
 

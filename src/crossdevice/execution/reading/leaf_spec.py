@@ -64,13 +64,13 @@ class LeafSpec:
 
     @functools.cached_property
     def shares_host_memory(self) -> bool:
-        """Whether everything happens in the host's memory."""
+        """True if everything happens in the host's memory."""
         memories = {self.backend.memory_of(device) for device in (*self.devices, *self.destinations)}
         return memories == {HOST_MEMORY}
 
     @property
     def shares_memory(self) -> bool:
-        """Whether everything happens in one memory."""
+        """True if everything happens in one memory."""
         return self.shares_host_memory or self.shared_gpu is not None
 
     @functools.cached_property

@@ -16,7 +16,7 @@ from crossdevice.execution.reading.overlaps import check_overlaps
 from crossdevice.execution.reading.values import Value, at
 from crossdevice.values.device import Device, misplaced
 from crossdevice.values.distributed import DistributedValues, Mirrored
-from crossdevice.values.nesting import flatten, unflatten
+from crossdevice.values.nesting import flatten, spelled_structure, unflatten
 
 
 def wrapped(
@@ -42,13 +42,15 @@ def read_out(out: Any, value: Value, destinations: tuple[Device, ...]) -> list[t
     for component, device in zip(components, destinations, strict=True):
         leaves, structure = flatten(component)
         if structure != value.structure:
-            raise OutError(f"out for {device} has another structure than the value: {structure}")
+            raise OutError(
+                f"out for {device} has another structure than the value: {spelled_structure(structure)}"
+            )
         columns.append(leaves)
     return list(zip(*columns, strict=True))
 
 
 class Expected(NamedTuple):
-    """What the arrays of `out` must be for one leaf: the library, the dtype, and a shape for each."""
+    """Requirements on the arrays of `out` for one leaf: the library, the dtype, and a shape for each."""
 
     backend: Backend
     dtype: str
@@ -102,7 +104,7 @@ def dtype_of_out(components: Sequence[Any]) -> str | None:
 
 
 def out_components(out: Any, destinations: tuple[Device, ...]) -> Sequence[Any]:
-    """What `out` has for each destination."""
+    """Returns the memory in `out` for each destination."""
     if isinstance(out, DistributedValues):
         components: Sequence[Any] = out.values
     elif len(destinations) > 1 and isinstance(out, (list, tuple)):
@@ -134,7 +136,7 @@ def check_outs(leaves: Sequence[Dense], dtypes: Sequence[str]) -> None:
 
 
 def _is_in_place(leaf: Dense, dtype: str) -> bool:
-    """Whether results replace their inputs, which have passed every check but that they can be written to."""
+    """True if results replace their inputs, for which only writability is left to check."""
     spec = leaf.spec
     return (
         spec.devices == spec.destinations
@@ -181,7 +183,7 @@ def _problem_of(array: Any, spec: LeafSpec, dtype: str, device: Device) -> str |
 
 
 def _why_not_writable(array: Any) -> str:
-    """What keeps results from being written to a host array; each library has only some of these."""
+    """Says why results cannot be written to a host array; each library knows only some of these reasons."""
 
     def says(question: str, default: bool = False) -> bool:
         return bool(getattr(array, question, lambda: default)())

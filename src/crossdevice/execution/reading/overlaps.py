@@ -45,7 +45,7 @@ def check_overlaps(leaves: Sequence[Dense]) -> None:
 
 
 def are_apart(leaves: Sequence[Dense]) -> bool:
-    """Whether nothing that is written to is read, not even in place."""
+    """True if no memory is both read and written, not even in place."""
     ends = {True: 0, False: 0}  # of what was written, and what was read, further to the front
     ranges = [
         (*leaf.spec.backend.address_range(array), is_written)

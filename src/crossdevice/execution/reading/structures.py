@@ -7,7 +7,7 @@ from typing import Any
 
 from crossdevice.errors import ConversionError, OutError
 from crossdevice.values.distributed import DistributedValues
-from crossdevice.values.nesting import flatten, is_number_list, unflatten
+from crossdevice.values.nesting import flatten, is_number_list, spelled_structure, unflatten
 
 
 def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
@@ -36,12 +36,12 @@ def checked_outs(outs: Any, num_pairs: int) -> list[Any]:
 
 
 def is_placed(value: Any) -> bool:
-    """Whether it is one array or distributed, as a whole or in parts, not a structure of arrays."""
+    """True for one array and for distributed values, also in parts; False for a structure of arrays."""
     return isinstance(value, DistributedValues) or hasattr(value, "dtype") or _is_distributed_structure(value)
 
 
 def _is_distributed_structure(value: Any) -> bool:
-    """Whether it is a structure with distributed values in it, as opposed to one value."""
+    """True for a structure that contains distributed values."""
     if isinstance(value, DistributedValues) or hasattr(value, "dtype"):
         return False
     return any(isinstance(leaf, DistributedValues) for leaf in flatten(value, _is_value)[0])
@@ -72,7 +72,7 @@ def spread_pairs(
         spread += [(part, targets[i] if same else destinations) for i, part in enumerate(parts)]
         found, out_structure = ([None] * len(parts), structure) if out is None else flatten(out, _is_value)
         if out_structure != structure:
-            raise OutError(f"out has another structure than the value: {out_structure}")
+            raise OutError(f"out has another structure than the value: {spelled_structure(out_structure)}")
         spread_outs += found
         shapes.append((len(parts), structure))
 

@@ -25,7 +25,15 @@ from crossdevice.values.disagreement import disagreement
 from crossdevice.values.distributed import DistributedValues, as_distributed
 from crossdevice.values.dtypes import INTEGERS, check_reducible, widest_float
 from crossdevice.values.indexed_slices import IndexedSlices
-from crossdevice.values.nesting import NUMBERS, first_leaf, flatten, is_number, is_number_list, leaf_paths
+from crossdevice.values.nesting import (
+    NUMBERS,
+    first_leaf,
+    flatten,
+    is_number,
+    is_number_list,
+    leaf_paths,
+    spelled_structure,
+)
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.variable import PlacedArray
 
@@ -46,7 +54,7 @@ class Leaf(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether some replica holds `IndexedSlices` here."""
+        """True if some replica holds `IndexedSlices` here."""
         return any(isinstance(array, IndexedSlices) for array in self.arrays)
 
 
@@ -79,9 +87,9 @@ def read_value(value: Any, what: str = "value") -> Value:
     for replica, component in enumerate(components):
         if component is None:
             raise ConversionError(f"replica {replica} of the {what} is None; expected an array")
-    if all(_is_leaf(component) for component in components):
+    if all(is_leaf(component) for component in components):
         return Value(devices, [_read_leaf(components, devices, "", what)], None, components)
-    flattened = [flatten(component, _is_leaf) for component in components]
+    flattened = [flatten(component, is_leaf) for component in components]
     structures = [structure for _, structure in flattened]
     check_agreement(
         structures,
@@ -201,7 +209,7 @@ def check_agreement(
 
 
 def replica_at(replica: int, device: Device, path: str = "") -> str:
-    """How an error names what one replica holds."""
+    """Names a replica's value in errors."""
     return f"replica {replica} ({device}){at(path)}"
 
 
@@ -210,7 +218,8 @@ def at(path: str) -> str:
     return f" at {path}" if path else ""
 
 
-def _is_leaf(node: Any) -> bool:
+def is_leaf(node: Any) -> bool:
+    """True if a node of a structure is a value, not a container of values."""
     return (
         isinstance(node, (IndexedSlices, PlacedArray, DistributedValues, *NUMBERS))
         or hasattr(node, "dtype")
@@ -257,7 +266,7 @@ PyTorch's sparse tensors are of the same type as others, but say what they are.
 
 def _described(structure: Any, structures: Sequence[Any], what: str) -> str:
     """All of a small structure; of a large one (a model's) what it has and others lack, or lacks."""
-    text = str(structure)
+    text = spelled_structure(structure)
     if len(text) <= MAX_CHARACTERS:
         return text
     paths = leaf_paths(structure, what)

@@ -11,9 +11,9 @@ from crossdevice.backends.protocol import dtype_named
 from crossdevice.backends.registry import backend_named
 from crossdevice.execution.local.combining import combine_with_array_functions
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import host_device
 from crossdevice.values.dtypes import COMPLEXES, result_dtype
+from crossdevice.values.recipe import Recipe
 
 DTYPES = (
     "float16",
@@ -50,7 +50,13 @@ def bits(array):
     )
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax", "tensorflow", "array_api_strict"])
+@pytest.mark.parametrize(
+    "library",
+    [
+        *("numpy", "torch", "array_api_strict"),
+        *(pytest.param(library, marks=pytest.mark.more(library)) for library in PREPARE),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_array_functions_give_the_bits_of_the_host_pass(library, dtype):
     if (library, dtype) == ("numpy", "bfloat16"):

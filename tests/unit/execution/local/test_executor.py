@@ -11,9 +11,9 @@ from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.cuda_streams import CudaStreams, SideStreams
 from crossdevice.backends.numpy_backend import NumpyBackend
 from crossdevice.execution.local import executor
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.values.device import host_device
+from crossdevice.values.recipe import Recipe
 
 
 class Late:
