@@ -22,7 +22,7 @@ import numpy as np
 from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass, selected_kernels
 from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.host.resources.threads import num_threads, run_together, set_num_threads
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 REPLICAS = 8

@@ -7,11 +7,16 @@ memory: every replica's arrays become the mean (in place). "of the limit" compar
 bytes. With --gpu the rows of one GPU are measured, by wall time, each call with the wait for the GPU. Beside
 them: that wait after a kernel that does nothing, which nobody can be faster than, and bound calls one after
 the other, waited for once: a reduction is ordered by the stream, and a program need not wait for it.
+
+The rows of plain calls compare calls that make new results with a loop of the arrays' own library that does,
+and calls with `out=` with the same loop: "x of the loop" is how many times as long a call takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -133,6 +138,59 @@ def host_rows(rounds: int) -> Iterator[Row]:
         yield Row(f"host, {text}", in_turns(calls, rounds))
 
 
+class PlainRow(NamedTuple):
+    """What plain calls took, in microseconds, and as multiples of the library's own loop."""
+
+    text: str
+    microseconds: dict[str, float]
+
+    def __str__(self) -> str:
+        loop = self.microseconds["loop"]
+        parts = [f"{name} {found:.4g} us ({found / loop:.2f}x)" for name, found in self.microseconds.items()]
+        return f"{self.text:<44} {', '.join(parts)}"
+
+
+def loop_with_new_results(replicas: Replicas) -> list[list[Any]]:
+    """Array by array; every replica gets a mean in its own memory."""
+    results = []
+    for first, second, *others in zip(*replicas, strict=True):
+        total = first + second
+        for other in others:
+            total += other
+        total /= len(replicas)
+        copy = total.copy if isinstance(total, np.ndarray) else total.clone
+        results.append([total, *(copy() for _ in replicas[1:])])
+    return results
+
+
+def plain_rows(rounds: int) -> Iterator[PlainRow]:
+    import torch
+
+    ops = cd.DirectAllReduce()
+    for library, num_replicas, num_arrays in itertools.product(("NumPy", "PyTorch"), (4, 8), (1, 20, 161)):
+        arrays = [numpy_replicas([(256,)] * num_arrays)[:num_replicas] for _ in range(2)]
+        if library == "PyTorch":
+            arrays = [[list(map(torch.from_numpy, one)) for one in replicas] for replicas in arrays]
+        replicas, written = arrays
+        trees, outs = ([{str(k): x for k, x in enumerate(one)} for one in these] for these in arrays)
+        values = [cd.PerReplica(column) for column in zip(*replicas, strict=True)]
+        targets = [cd.PerReplica(column) for column in zip(*written, strict=True)]
+        pairs = [(value, value) for value in values]
+        calls: dict[str, Call] = {
+            "loop": functools.partial(loop_with_new_results, replicas),
+            "all_reduce": functools.partial(cd.all_reduce, trees, "mean"),
+            "all_reduce(out=)": functools.partial(cd.all_reduce, trees, "mean", out=outs),
+            "batch_reduce": functools.partial(ops.batch_reduce, "mean", pairs),
+            "batch_reduce(out=)": functools.partial(ops.batch_reduce, "mean", pairs, out=targets),
+        }
+        if num_arrays == 1:
+            of_one = [replica[0] for replica in replicas]
+            calls["ops.reduce"] = functools.partial(ops.reduce, "mean", values[0], "cpu:0")
+            calls["cd.reduce"] = functools.partial(cd.reduce, of_one, "mean")
+        text = f"{library}, {num_arrays} of 1 KiB x {num_replicas}"
+        yield PlainRow(f"plain, {text}", in_turns(calls, rounds))
+
+
 def gpu_rows(rounds: int) -> Iterator[Row]:
     import torch
 
@@ -162,8 +220,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="of which the median counts (15)")
     parser.add_argument("--gpu", action="store_true", help="measure one GPU instead of the host")
     arguments = parser.parse_args()
-    for row in (gpu_rows if arguments.gpu else host_rows)(arguments.rounds):
-        print(row, flush=True)
+    for rows in [gpu_rows] if arguments.gpu else [plain_rows, host_rows]:
+        for row in rows(arguments.rounds):
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

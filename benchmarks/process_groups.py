@@ -86,7 +86,7 @@ class OursOnGloo(OurRank):
     def __init__(self, setup: PeerSetup) -> None:
         import torch.distributed as dist
 
-        from crossdevice.process_groups.torch_group import form_group
+        from crossdevice.process_groups.engines.torch_engine import form_group
 
         store = dist.FileStore(f"{setup.folder}/store", setup.num_processes)
         super().__init__(form_group(setup.rank, setup.num_processes, store=store))
@@ -105,7 +105,7 @@ class OursOnMpi(OurRank):
     name = "crossdevice on MPI"
 
     def __init__(self, setup: PeerSetup) -> None:  # noqa: ARG002
-        from crossdevice.process_groups.mpi_group import form_group
+        from crossdevice.process_groups.engines.mpi_engine import form_group
 
         super().__init__(form_group())
 

@@ -142,11 +142,11 @@ class CudaStreams(abc.ABC):
 
     @abc.abstractmethod
     def has_happened(self, event: Any) -> bool:
-        """Whether all that was on the stream when the event was made is done."""
+        """True once everything queued on the stream before the event is done."""
 
     @abc.abstractmethod
     def make_wait(self, stream: Any, event: Any) -> None:
-        """What comes next on the stream waits for the event."""
+        """Makes later work on the stream wait for the event."""
 
     @abc.abstractmethod
     def keep_for(self, stream: Any, array: Array) -> None:
@@ -171,11 +171,11 @@ class SideStreams:
         self._done = self._streams.turn_back()
 
     def are_done(self) -> bool:
-        """Whether the GPUs have done what was put on the side streams."""
+        """True once the GPUs have finished the work on the side streams."""
         return all(map(self._streams.has_happened, self._done.values()))
 
     def join(self) -> None:
-        """What is put on the current streams from now on comes after what was put on the side streams."""
+        """Makes later work on the current streams wait for the side streams."""
         for device, event in self._done.items():
             self._streams.make_wait(self._streams.current_stream(device), event)
 

@@ -37,7 +37,7 @@ class CupyBackend(NcclBackend):
         return cupy_device(device)
 
     def thread_state(self, devices: Sequence[Device]) -> ThreadState | None:
-        """What a replica makes is on its GPU."""
+        """Makes a replica's new arrays live on its GPU."""
         return self.working_on if devices and not any(device.is_host for device in devices) else None
 
     def signature(self, array: Any) -> Hashable:

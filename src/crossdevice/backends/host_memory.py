@@ -12,7 +12,7 @@ from crossdevice.values.device import Device
 
 
 def address_range(array: NDArray[Any]) -> tuple[int, int]:
-    """Where an ndarray's memory starts and ends; from end to end for one with strides."""
+    """Returns the first and the last address of an ndarray, gaps between strides included."""
     start: int = array.__array_interface__["data"][0]
     if array.flags.c_contiguous:
         return start, start + array.nbytes

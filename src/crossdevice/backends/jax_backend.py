@@ -40,7 +40,7 @@ class JaxBackend(Backend):
         return jnp
 
     def thread_state(self, devices: Sequence[Device]) -> ThreadState:
-        """What a replica makes is on its device, if JAX has all of them, under the caller's settings."""
+        """Makes new arrays of a replica live on its device, if JAX has it, under the caller's settings."""
         inherited = {name: _setting(name) for name in _SETTINGS}
         is_placed = devices and _devices().keys() >= set(devices)
 

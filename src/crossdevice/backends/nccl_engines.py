@@ -227,7 +227,7 @@ class NcclBackend(Backend):
         return name_of_engine(self.name)
 
     def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
-        """Why NCCL cannot do this, or only with other bits; None if it can."""
+        """Reason NCCL cannot do this, or only with other bits; None if it can."""
         engine = engine_for(self.name)
         if engine is None:
             takes = ", ".join(name for name, kind in NCCL_ENGINES.items() if self.name in kind.libraries)

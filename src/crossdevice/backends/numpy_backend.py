@@ -20,7 +20,11 @@ _NUMBER_DTYPES = {"b": "bool", "i": "int32", "u": "int32", "f": "float32", "c": 
 
 
 class NumpyBackend(Backend):
-    """Also the home of plain Python numbers and of lists of them."""
+    """Also the home of plain Python numbers and of lists of them.
+
+    Arrays of a subclass of ndarray are taken as the ndarrays they are underneath: `np.matrix`, for one, keeps
+    two axes whatever is done with it.
+    """
 
     name = "numpy"
 
@@ -52,10 +56,22 @@ class NumpyBackend(Backend):
         return array if is_flat and array.dtype.isnative else native(np.asarray(array))
 
     def are_flat(self, arrays: Sequence[NDArray[Any]]) -> bool:
-        """What a signature says of each: an ndarray, native, its elements one after the other."""
+        """True if each is an ndarray in native byte order and C-contiguous."""
         return all(
             type(own) is np.ndarray and own.flags.c_contiguous and own.dtype.isnative for own in arrays
         )
+
+    def is_contiguous(self, array: NDArray[Any]) -> bool:
+        """In the order of its indices, and this machine's byte order."""
+        return array.flags.c_contiguous and array.dtype.isnative
+
+    def pointers_to(self, arrays: tuple[NDArray[Any], ...]) -> tuple[NDArray[Any], ...]:
+        """Kernels read the C structs of ndarrays."""
+        return arrays
+
+    def adopted(self, memory: tuple[NDArray[Any], ...]) -> tuple[NDArray[Any], ...]:
+        """They are NumPy's own."""
+        return memory
 
     def address_range(self, array: NDArray[Any]) -> tuple[int, int]:
         """The array's own."""
@@ -83,9 +99,17 @@ class NumpyBackend(Backend):
         """New memory; every host device has the same."""
         return np.array(array, copy=True, order="C")
 
+    def flat(self, array: NDArray[Any]) -> NDArray[Any]:
+        """A view if the elements are contiguous."""
+        return np.asarray(array).reshape(-1)
+
+    def concat(self, arrays: Sequence[NDArray[Any]], axis: int, device: Device) -> NDArray[Any]:  # noqa: ARG002
+        """New memory; every host device has the same."""
+        return np.concatenate(list(map(np.asarray, arrays)), axis=axis)
+
     def cast(self, array: NDArray[Any], dtype: str) -> NDArray[Any]:
         """The values in another dtype, bfloat16 included."""
-        return array.astype(dtype_named(dtype))
+        return np.asarray(array).astype(dtype_named(dtype))
 
     def from_parts(self, parts: NDArray[Any]) -> NDArray[Any]:
         """The same memory, seen as complex."""
@@ -94,7 +118,7 @@ class NumpyBackend(Backend):
     def scatter_rows(self, rows: NDArray[Any], indices: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
         """Repeated indices add up."""
         dense = np.zeros(shape, rows.dtype)
-        np.add.at(dense, indices, rows)
+        np.add.at(dense, np.asarray(indices), np.asarray(rows))
         return dense
 
 

@@ -1,4 +1,4 @@
-"""What crossdevice asks of an array library."""
+"""The interface between crossdevice and an array library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.errors import DtypeError
-from crossdevice.values.device import Device, Track
+from crossdevice.values.device import Device, Track, host_device
 from crossdevice.values.dtypes import SHORT_FLOATS
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.reduce_op import ReduceOp
@@ -68,7 +68,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def address_range(self, array: Array) -> tuple[int, int]:
-        """Where an array's memory starts and ends, gaps between its elements included."""
+        """Returns the first and the last address of an array, gaps between its elements included."""
 
     @abc.abstractmethod
     def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Array:
@@ -111,8 +111,27 @@ class Backend(abc.ABC):
         return tuple(array.shape)
 
     def are_flat(self, arrays: Sequence[Array]) -> bool:  # noqa: ARG002
-        """Whether kernels can read these arrays themselves, and any others with equal signatures."""
+        """True if kernels can read these arrays, and all others with equal signatures, without a copy."""
         return False
+
+    def is_contiguous(self, array: Array) -> bool:  # noqa: ARG002
+        """Whether `host_view` of a host array is a view: its elements are one after the other."""
+        return True
+
+    def may_be_written(self, arrays: tuple[Array, ...]) -> bool:  # noqa: ARG002
+        """Whether known arrays, with signatures of arrays that were written to, may be written to now."""
+        return True
+
+    def pointers_to(self, arrays: tuple[Array, ...]) -> tuple[Array, ...] | NDArray[np.int64] | None:  # noqa: ARG002
+        """Where kernels find the addresses of arrays for which `are_flat` holds; None if they cannot.
+
+        That is a tuple of ndarrays, or the addresses of what looks like one in memory.
+        """
+        return None
+
+    def adopted(self, memory: tuple[NDArray[Any], ...]) -> tuple[Array, ...]:
+        """Host arrays of the same memory and shapes."""
+        return tuple(self.from_host(array.reshape(-1), array.shape, host_device(0)) for array in memory)
 
     def axis_order(self, array: Array) -> tuple[int, ...] | None:  # noqa: ARG002
         """The axes from the slowest to the fastest: the order in which a permuted array is contiguous.
@@ -122,7 +141,7 @@ class Backend(abc.ABC):
         return None
 
     def addresses_of(self, arrays: Sequence[Array]) -> list[int]:
-        """Where each array's memory starts."""
+        """Returns the address of each array's first element."""
         return [self.address_range(array)[0] for array in arrays]
 
     def as_indexed_slices(self, array: Array) -> IndexedSlices | None:  # noqa: ARG002
@@ -169,7 +188,7 @@ class Backend(abc.ABC):
         return nullcontext()
 
     def thread_state(self, devices: Sequence[Device]) -> ThreadState | None:  # noqa: ARG002
-        """What the library keeps per thread and replicas inherit or have of their own; None for nothing.
+        """Returns the library's settings per thread that replicas inherit or own; None if there are none.
 
         Args:
             devices: where replicas are to work; none if nobody has said.
@@ -218,7 +237,7 @@ class Backend(abc.ABC):
         return None
 
     def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:  # noqa: ARG002
-        """Why no engine can do this on so many devices with the bits one may expect; None if one can."""
+        """Reason no engine can reproduce this result on that many devices; None if one can."""
         return f"{self.name} arrays have no collective engine"
 
     def engine_all_reduce(self, arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
@@ -262,10 +281,10 @@ class Autograd(Protocol):
     """Automatic differentiation by a library that records what is computed from arrays."""
 
     def is_recording(self) -> bool:
-        """Whether what this thread computes is recorded."""
+        """True if the library records what this thread computes."""
 
     def is_recorded(self, array: Any) -> bool:
-        """Whether what this thread computes from an array is recorded; False for other libraries' arrays."""
+        """True if the library records what this thread computes from an array, which must be its own."""
 
     def unrecorded(self, array: Any) -> Any:
         """The same elements, apart from all that was recorded."""
@@ -300,7 +319,7 @@ class Streams(Protocol):
         """All that is on these tracks by now."""
 
     def wait(self, tracks: Sequence[Track], mark: Any) -> None:
-        """What comes next on these tracks comes after what was marked."""
+        """Makes later work on these tracks wait for the mark."""
 
     def keep(self, array: Array, tracks: Sequence[Track]) -> None:
         """The array's memory must not be used for another before these tracks have come this far."""

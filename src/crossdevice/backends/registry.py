@@ -1,4 +1,4 @@
-"""Which backend an array belongs to, by the module its type comes from."""
+"""The backend of an array, found by the module that defines its type."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class TensorflowBackend(Backend):
         return tf.device(device.canonical)
 
     def thread_state(self, devices: Sequence[Device]) -> ThreadState | None:
-        """What a replica makes is on its device, if TensorFlow has all of them."""
+        """Makes a replica's new tensors live on its device, if TensorFlow has all of them."""
         return self.working_on if devices and _devices().keys() >= set(devices) else None
 
     def check_array(self, array: Any, where: str) -> None:

@@ -16,14 +16,14 @@ from crossdevice.values.replica_scope import replica_scope
 
 
 class TorchAutograd:
-    """What PyTorch's automatic differentiation needs to know of a call."""
+    """A call as a function of PyTorch's automatic differentiation."""
 
     def is_recording(self) -> bool:
         """Grad mode, which each thread has its own of."""
         return torch.is_grad_enabled()
 
     def is_recorded(self, array: Any) -> bool:
-        """Whether it is a tensor that requires a gradient, in grad mode."""
+        """True for a tensor that requires a gradient, in grad mode."""
         return getattr(array, "requires_grad", False) and torch.is_grad_enabled()
 
     def unrecorded(self, array: Any) -> Any:

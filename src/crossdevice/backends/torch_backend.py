@@ -27,6 +27,12 @@ _CARRIERS = {"bfloat16": "int16", **dict.fromkeys(SHORT_FLOATS, "uint8")}
 _LACKING = {getattr(torch, name): name for name in _CARRIERS}
 
 
+_PLAIN = {np.dtype(name) for name in ("float32", "float64", "int32", "int64", "complex64", "complex128")}
+"""Dtypes of which `torch.from_numpy` makes the same."""
+
+WORD_BYTES, OBJECT_HEADER_BYTES = 8, object.__basicsize__
+
+
 class _Memory:
     """A contiguous tensor as NumPy reads it; `Tensor.numpy` would forbid for ever to resize its storage."""
 
@@ -88,6 +94,32 @@ class TorchBackend(NcclBackend):
         strides = None if array.is_contiguous() else array.stride()
         return type(array), array.dtype, array.shape, array.device, array.layout, strides
 
+    def are_flat(self, arrays: Sequence[torch.Tensor]) -> bool:
+        """What a signature says of each: contiguous, on the host."""
+        return all(array.layout == torch.strided and array.is_contiguous() for array in arrays)
+
+    def may_be_written(self, arrays: tuple[torch.Tensor, ...]) -> bool:
+        """What was made for inference, which no signature says, is written in inference mode only."""
+        return not any(map(torch.Tensor.is_inference, arrays)) or torch.is_inference_mode_enabled()
+
+    def pointers_to(self, arrays: tuple[torch.Tensor, ...]) -> NDArray[np.int64] | None:
+        """Their addresses in memory laid out as an ndarray's; views that conjugate or negate have none."""
+        if any(map(torch.Tensor.is_neg, arrays)) or any(map(torch.Tensor.is_conj, arrays)):
+            return None
+        number = len(arrays)
+        words = np.empty(2 * number, np.int64)
+        words[:number] = list(map(torch.Tensor.data_ptr, arrays))
+        first: int = words.__array_interface__["data"][0]
+        words[number:] = np.arange(first, first + number * WORD_BYTES, WORD_BYTES)
+        words[number:] -= OBJECT_HEADER_BYTES
+        return words[number:]
+
+    def adopted(self, memory: tuple[NDArray[Any], ...]) -> tuple[torch.Tensor, ...]:
+        """Plain dtypes without a look at each; those that NumPy lacks as any result."""
+        if {array.dtype for array in memory} <= _PLAIN:
+            return tuple(map(torch.from_numpy, memory))
+        return super().adopted(memory)
+
     def axis_order(self, array: torch.Tensor) -> tuple[int, ...] | None:
         """By strides: `channels_last`, transposes, and other permutations of dense tensors."""
         if array.layout != torch.strided or array.is_nested or array.is_contiguous():
@@ -95,6 +127,10 @@ class TorchBackend(NcclBackend):
         strides = array.stride()
         axes = tuple(sorted(range(array.ndim), key=lambda axis: -strides[axis]))
         return axes if array.permute(axes).is_contiguous() else None
+
+    def is_contiguous(self, array: torch.Tensor) -> bool:
+        """In the order of its indices, with nothing left to work out."""
+        return array.is_contiguous() and not array.is_conj() and not array.is_neg()
 
     def check_device(self, device: Device) -> None:
         """Host devices are logical; others must be there."""
@@ -223,7 +259,7 @@ class TorchBackend(NcclBackend):
 
 
 class _SparseRows(IndexedSlices):
-    """What was a `torch.sparse_coo` tensor."""
+    """The rows of a former `torch.sparse_coo` tensor."""
 
     __slots__ = ()
 

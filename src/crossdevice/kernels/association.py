@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from crossdevice.kernels.recipe import Order
+from crossdevice.values.recipe import Order
 
 START, WITH_INPUT, WITH_LEVEL = range(3)
 """What is done to a level: start it with an input, combine it with one, or with the level above it."""

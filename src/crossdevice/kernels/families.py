@@ -1,4 +1,4 @@
-"""Which family of arithmetic has the bits that a recipe asks for: one answer for the host and for GPUs.
+"""The family of arithmetic that gives the bits a recipe asks for: one answer for the host and for GPUs.
 
 | family | what it does |
 | --- | --- |
@@ -16,8 +16,8 @@
 
 from __future__ import annotations
 
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.dtypes import FLOATS, INTEGERS, ITEM_BYTES, result_dtype
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 ORDERED_FAMILIES = ("native", "rounded")

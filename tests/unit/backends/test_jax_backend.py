@@ -13,6 +13,8 @@ from crossdevice.kernels.host.resources.pool import SMALLEST_POOLED_BYTES, resul
 
 jax = pytest.importorskip("jax")
 sparse = pytest.importorskip("jax.experimental.sparse")
+
+pytestmark = pytest.mark.more("JAX")
 LARGE = SMALLEST_POOLED_BYTES // 4
 
 

@@ -14,6 +14,8 @@ from crossdevice.kernels.host.resources.pool import SMALLEST_POOLED_BYTES, resul
 tf = pytest.importorskip("tensorflow")
 from crossdevice.backends import tensorflow_backend  # noqa: E402 - imports TensorFlow
 
+pytestmark = pytest.mark.more("TensorFlow")
+
 LARGE = SMALLEST_POOLED_BYTES // 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import crossdevice as cd
@@ -212,3 +213,47 @@ def test_what_was_made_for_inference_is_written_in_inference_mode_only():
             cd.reduce(values, "sum", "cpu:0", out=out)
     assert out.tolist() == [4, 4]
     assert cd.reduce([out, out], "sum").tolist() == [8, 8]
+
+
+def _for_inference(dtype):
+    with torch.inference_mode():
+        return torch.zeros(2, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "made", "problem"),
+    [
+        (torch.float32, _for_inference, "made for inference"),
+        (torch.float32, lambda dtype: torch.zeros(2, dtype=dtype, requires_grad=True), "requires a gradient"),
+        (torch.float32, lambda dtype: torch.zeros(1, dtype=dtype).expand(2), "not contiguous"),
+        (torch.complex64, lambda dtype: torch.zeros(2, dtype=dtype).conj(), "conjugates or negates"),
+        (
+            torch.float32,
+            lambda dtype: torch._neg_view(torch.zeros(2, dtype=dtype)),
+            "conjugates or negates",
+        ),
+    ],
+)
+def test_a_call_like_those_before_refuses_what_a_first_one_refuses(dtype, made, problem):
+    values = [torch.ones(2, dtype=dtype), torch.ones(2, dtype=dtype)]
+    for _ in range(3):
+        cd.reduce(values, "sum", "cpu:0", out=torch.empty(2, dtype=dtype))
+    out = made(dtype)
+    with pytest.raises(OutError, match=problem):
+        cd.reduce(values, "sum", "cpu:0", out=out)
+    assert out.tolist() == [0, 0]
+    with pytest.raises(OutError, match=problem):
+        cd.all_reduce(values, "sum", out=[values[0], out])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_call_like_those_before_refuses_read_only_ndarrays(frozen):
+    values = [np.ones(2, np.float32), np.ones(2, np.float32)]
+    for _ in range(3):
+        cd.reduce(values, "sum", "cpu:0", out=np.empty(2, np.float32))
+    out = np.zeros(2, np.float32)
+    out.flags.writeable = not frozen
+    if not frozen:
+        out = np.broadcast_to(out[:1], 2)
+    with pytest.raises(OutError, match="read-only"):
+        cd.reduce(values, "sum", "cpu:0", out=out)

@@ -80,7 +80,7 @@ class AddressTable:
         return _Sent(addresses, stream, table, starts)
 
     def numbers_for(self, addresses: Sequence[int]) -> NDArray[np.int64]:
-        """What the table holds: for every task where its inputs start, then where its outputs do."""
+        """Computes the table: for every task the addresses of its inputs, then of its outputs."""
         return np.array(addresses, np.int64)[self._positions] + self._offsets
 
     def _pinned(self, addresses: Sequence[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whether the kernels of the GPU can be used in this process, and if not, why."""
+"""Availability of the GPU kernels in this process, with the reason if they cannot be used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OLDEST_CAPABILITY = (8, 0)
 
 @functools.cache
 def kernels_missing() -> str | None:
-    """Why the kernels cannot be used; None if they can."""
+    """Reason the kernels cannot be used; None if they can."""
     if "tensorflow" in sys.modules and "triton" not in sys.modules:
         # Both bring an LLVM; loaded in this order, the second one ends the process.
         return "its kernels need Triton, which must be imported before TensorFlow"
@@ -31,7 +31,7 @@ def kernels_missing() -> str | None:
 
 @functools.cache
 def gpu_unfit(index: int) -> str | None:
-    """Why the GPU of this number cannot run the kernels; None if it can. PyTorch must be there to ask."""
+    """Reason the GPU of this number cannot run the kernels; None if it can. Needs PyTorch."""
     import torch
 
     if torch.version.hip is not None:

@@ -1,4 +1,4 @@
-"""Which arithmetic of the GPU repeats the bits of the host's reference, as a small hashable value."""
+"""The GPU arithmetic that repeats the bits of the host's reference, as a small hashable value."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from crossdevice.kernels.association import positions_of, program_of
 from crossdevice.kernels.families import ORDERED_FAMILIES, family_of
 from crossdevice.kernels.host.fused_pass import divisor_for
 from crossdevice.kernels.host.reference.rounding import BFLOAT16
-from crossdevice.kernels.recipe import Order, Recipe
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, ITEM_BYTES, PARTS, SHORT_FLOATS
+from crossdevice.values.recipe import Order, Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 BLOCK_BYTES = 4096
@@ -42,7 +42,7 @@ COMPILED_FAMILIES = (
 
 
 class Arithmetic(NamedTuple):
-    """What N inputs go through to become a result; all of it is compiled into a kernel.
+    """The steps from N inputs to a result; all of them are compiled into a kernel.
 
     `element` and `result` name dtypes, no complex ones: those are twice as many of their parts.
     """
@@ -57,7 +57,7 @@ class Arithmetic(NamedTuple):
 
     @property
     def numbers_per_input(self) -> int:
-        """2 if the addresses of all inputs are followed by the bits of their weights and of the divisor."""
+        """2 if the addresses of inputs are followed by the bits of their weights and two more numbers."""
         return 2 if self.family.startswith("weighted") else 1
 
 
@@ -69,7 +69,7 @@ class Arrangement(NamedTuple):
 
 
 def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
-    """How the kernels do what `numpy_pass` does; why not, if they cannot.
+    """Returns the arrangement of kernels that repeats `numpy_pass`, or the reason there is none.
 
     >>> arranged(Recipe(ReduceOp.SUM, "accurate", 3), "bfloat16", "bfloat16").arithmetic[:4]
     ('wide', 'SUM', 'bfloat16', 'bfloat16')
@@ -106,7 +106,7 @@ def block_elements(arithmetic: Arithmetic) -> int:
 
 
 def parts_in(dtype: str) -> int:
-    """How many elements of the kernels one element of a dtype is."""
+    """Number of kernel elements in one element of a dtype."""
     return 2 if dtype in PARTS else 1
 
 

@@ -65,13 +65,13 @@ def exported(address: int) -> Exported:
 
 
 class Mapped:
-    """What one other process has exported, mapped into this one, the latest kept."""
+    """Memory exported by one other process and mapped into this one; the latest is kept."""
 
     def __init__(self) -> None:
         self._bases: dict[bytes, int] = {}
 
     def address_of(self, place: Exported) -> int:
-        """Where this process finds it, on the current device."""
+        """Returns its address in this process, on the current device."""
         base = self._bases.pop(place.handle, None)
         if base is None:
             base = _opened(place.handle)
@@ -79,7 +79,7 @@ class Mapped:
         return base + place.offset
 
     def forget_old(self) -> bool:
-        """Whether something was let go that has not been used for long; nothing may be at work on it."""
+        """Unmaps idle memory that was not used for long; returns whether there was any."""
         is_full = len(self._bases) > MAX_MAPPED
         while len(self._bases) > MAX_MAPPED:
             _closed(self._bases.pop(next(iter(self._bases))))
@@ -93,7 +93,7 @@ class Mapped:
 
 
 class Found(NamedTuple):
-    """What another process has told of its probe."""
+    """The record of another process's probe."""
 
     token: bytes
     place: Exported
@@ -123,7 +123,7 @@ class Probe:
 
     @staticmethod
     def finds(found: Found, mapped: Mapped) -> bool:
-        """Whether another process's bytes are where its record says."""
+        """True if another process's bytes are where its record says."""
         read = ctypes.create_string_buffer(TOKEN_BYTES)
         address = mapped.address_of(found.place)
         call("cuMemcpyDtoH_v2", read, ctypes.c_uint64(address), ctypes.c_size_t(TOKEN_BYTES))

@@ -60,7 +60,7 @@ class _Stack(NamedTuple):
 
 
 class ResultBlocks:
-    """Where each result goes, decided before there is memory.
+    """Places of results, decided before memory is allocated.
 
     Results that are alike but for their first axis lie next to each other, whichever value they are of: one
     call of PyTorch's then makes tensors of all of them. What is too large for a block with others has memory
@@ -98,7 +98,7 @@ class ResultBlocks:
         self._order = [made.index(number) for number in range(len(wanted))]
 
     def places_of(self, number: int) -> tuple[AddressOffset, ...]:
-        """Where the results of one of the wanted go; positions count blocks."""
+        """Returns the places of one wanted result; positions count blocks."""
         return self._places[number]
 
     def blocks(self) -> list[torch.Tensor]:

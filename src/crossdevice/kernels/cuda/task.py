@@ -18,7 +18,7 @@ Launch = Callable[[Sequence[int]], Start]
 
 
 class AddressOffset(NamedTuple):
-    """Where an array starts: so many bytes after the address at this position of a list of addresses."""
+    """An array's start: an offset in bytes from the address at a position of a list of addresses."""
 
     position: int
     offset: int = 0

@@ -33,7 +33,7 @@ def tensors_of(arrays: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the elements are in memory as they are, one after the other."""
+    """True if the elements are contiguous in memory, without lazy conjugation or negation."""
     # By maps of PyTorch's own methods: hundreds of tensors are asked in every call.
     kind = torch.Tensor
     return (
@@ -59,6 +59,11 @@ def empty(shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Ten
     return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, contiguous, as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def copy(target: torch.Tensor, source: int, stream: int) -> None:
     """Puts a copy from an address on a stream; on the host, where tests have it, it is made at once."""
     if target.is_cuda and target.nbytes:
@@ -79,7 +84,7 @@ def stream_of(device: torch.device) -> int:
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether PyTorch's current device is this one."""
+    """True if this is PyTorch's current device."""
     return device.type != "cuda" or _current_device() == device.index
 
 

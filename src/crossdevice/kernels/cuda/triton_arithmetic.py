@@ -1,4 +1,4 @@
-"""How elements are widened, combined and rounded, in Triton: the bits of the host's arithmetic.
+"""Widening, combining and rounding of elements in Triton, with the bits of the host's arithmetic.
 
 bfloat16 is read and written as 16-bit integers, and MIN and MAX of floats work on integers: no
 compiler and no interpreter can then round or order them in a way of its own.
@@ -108,7 +108,7 @@ def combined(total, element, SPEC: tl.constexpr):
 
 @triton.jit
 def error_of(total, element, grown):
-    """What rounding took from total + element (Knuth)."""
+    """Returns the rounding error of total + element (Knuth)."""
     of_element = grown - total
     return (total - (grown - of_element)) + (element - of_element)
 
@@ -121,7 +121,7 @@ def number_of(bits):
 
 @triton.jit
 def error_of_product(left, right, product):
-    """What rounding took from left * right, where that is known; as the reference's `two_product`."""
+    """Returns the rounding error of left * right where it is known; as the reference's `two_product`."""
     size = tl.abs(product)
     is_known = (size >= _SMALLEST_PRODUCT) & (size <= _LARGEST_PRODUCT) & (tl.abs(left) <= _LARGEST_PRODUCT)
     upper, first = _upper_half(left), _upper_half(right)
@@ -131,7 +131,7 @@ def error_of_product(left, right, product):
 
 
 @triton.jit
-def weighted_mean(total, errors, divisor):
+def weighted_mean(total, errors, divisor, divisor_rest):
     """A sum with its errors added back, divided by the sum of the weights; as in the host's reference."""
     infinity: tl.constexpr = float("inf")
     counts = (tl.abs(errors) > 0) & (tl.abs(errors) < infinity)
@@ -141,7 +141,7 @@ def weighted_mean(total, errors, divisor):
     first = near / divisor
     product = first * divisor
     remainder = (near - product) - error_of_product(first, divisor, product)
-    second = (remainder + rest) / divisor
+    second = ((remainder + rest) - first * divisor_rest) / divisor
     return tl.where(tl.abs(second) > 0, first + second, first)
 
 
@@ -219,7 +219,7 @@ def exact(parts, plain, infinite, SPEC: tl.constexpr):
 
 @triton.jit
 def finished(total, SPEC: tl.constexpr):
-    """What is written."""
+    """Rounds to the dtype of the result."""
     if SPEC.family == "true_mean":
         total = total.to(tl.float64)
     elif SPEC.family == "wrapping_mean":

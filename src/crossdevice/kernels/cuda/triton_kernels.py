@@ -33,7 +33,8 @@ _ROW_NUMBERS = tl.constexpr(3)
 def pass_by_arguments(inputs, outputs, num_elements, SPEC: tl.constexpr, BLOCK: tl.constexpr):
     """One array of every replica; `inputs` and `outputs` are tuples of addresses.
 
-    In a weighted sum the addresses of inputs are followed by the bits of their weights and of the divisor.
+    In a weighted sum the addresses of inputs are followed by the bits of their weights, of the divisor and of
+    what that lacks.
     """
     _do_block(inputs, outputs, tl.program_id(0).to(tl.int64) * BLOCK, num_elements, SPEC, BLOCK)
 
@@ -70,7 +71,7 @@ def _numbers_at(place, COUNT: tl.constexpr):
 @triton.jit
 def _do_block(inputs, outputs, start, num_elements, SPEC: tl.constexpr, BLOCK: tl.constexpr):
     mixed = inputs[0]
-    for number in tl.static_range(1, len(inputs) // SPEC.numbers_per_input):
+    for number in tl.static_range(1, (len(inputs) + 1 - SPEC.numbers_per_input) // SPEC.numbers_per_input):
         mixed = mixed | inputs[number]
     for number in tl.static_range(len(outputs)):
         mixed = mixed | outputs[number]
@@ -127,7 +128,7 @@ def _combination(inputs, start, left, SPEC: tl.constexpr, BLOCK: tl.constexpr, I
 
 @triton.jit
 def _weighted(inputs, element, start, left, SPEC: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
-    count: tl.constexpr = len(inputs) // 2
+    count: tl.constexpr = (len(inputs) - 1) // 2
     weight, divisor = number_of(inputs[count]), number_of(inputs[count + count])
     total = element * weight
     errors = tl.zeros_like(total)
@@ -143,7 +144,7 @@ def _weighted(inputs, element, start, left, SPEC: tl.constexpr, BLOCK: tl.conste
             errors += error_of_product(element, weight, product)
         total = grown
     if SPEC.family == "weighted_compensated":
-        total = weighted_mean(total, errors, divisor)
+        total = weighted_mean(total, errors, divisor, number_of(inputs[count + count + 1]))
     else:
         total = total / divisor
     return total

@@ -88,7 +88,7 @@ def _launch(
 
 
 def spare_arguments(compiled: Any, num_numbers: int) -> int | None:
-    """How many arguments of a kernel Triton leaves empty; None if only Triton knows how to launch it.
+    """Counts the arguments Triton leaves empty; None if only Triton can launch the kernel.
 
     By the driver a launch takes half as long as by Triton, which looks at every argument.
     """

@@ -1,4 +1,4 @@
-"""Many ndarrays at a glance: whether they stay as they are, and whether they are alike."""
+"""Many ndarrays at a glance: whether they stay as they are, fit a signature, and lie apart."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.kernels.host.fused_pass import selected_kernels
@@ -61,14 +62,56 @@ def _found(arrays: Arrays, is_written: Sequence[bool]) -> list[tuple[int, tuple[
     ]
 
 
-def compiled_are_alike() -> Callable[[int, int], bool] | None:
-    """A function of an address of pointers to objects, the first an ndarray, and of their number.
+class Signature:
+    """Types of objects, and dtypes, shapes and memory order of ndarrays, as compiled code compares them."""
 
-    It tells whether all have the type, dtype, shape and strides of the first, in a tenth of the time that
-    asking each takes. None without numba.
-    """
-    if selected_kernels() != "numba":
-        return None
-    from crossdevice.kernels.host.llvm import watching
+    def __init__(self, items: Sequence[Any], *, is_written: bool = False) -> None:
+        """From objects that fit, ndarrays and NumPy's scalars, which are not kept; it needs numba."""
+        from crossdevice.kernels.host.llvm import watching
 
-    return watching.compiled_are_alike()
+        words: list[int] = []
+        # Words have the addresses of types and dtypes, which are kept, so that no others can have them.
+        kept = self._kept = [(type(item), item.dtype) for item in items]
+        for item, (kind, dtype) in zip(items, kept, strict=True):
+            if not isinstance(item, np.ndarray):
+                words += (id(kind), 0, 0, 0, 0)
+                continue
+            has_strides = not item.flags.c_contiguous
+            flags = watching.WRITEABLE_FLAG * is_written + watching.CONTIGUOUS_FLAG * (not has_strides)
+            words += (id(kind), id(dtype), flags, has_strides, item.ndim, *item.shape, *item.strides)
+        self._words, self._number = array("q", words), len(items)
+        self._fit, self._place = watching.compiled_fit(), self._words.buffer_info()[0]
+
+    def fits(self, items: tuple[Any, ...]) -> bool:
+        """True if the same number of objects match one by one."""
+        number = self._number
+        return len(items) == number and self._fit(id(items) + TUPLE_HEADER_BYTES, number, self._place)
+
+
+class Separation:
+    """A compiled look at the memory of inputs and outputs of several leaves."""
+
+    def __init__(self, leaves: Sequence[tuple[int, int, int, int]]) -> None:
+        """For each leaf its number of inputs, the bytes of each, and the same of outputs; it needs numba."""
+        from crossdevice.kernels.host.llvm.watching import compiled_are_apart
+
+        self._are_apart = compiled_are_apart()
+        self._table = array("q", itertools.chain.from_iterable(leaves))
+        self._num_leaves = len(leaves)
+        self._scratch = bytes(16 * sum(leaf[0] + leaf[2] for leaf in leaves))
+
+    def holds(self, inputs: int, outputs: int) -> bool:
+        """True if no output overlaps another array, unless it is exactly an input of its own leaf.
+
+        Takes the addresses of pointers to all inputs, and to all outputs.
+        """
+        scratch = array("q", self._scratch)
+        return bool(
+            self._are_apart(
+                self._table.buffer_info()[0],
+                self._num_leaves,
+                inputs,
+                outputs,
+                scratch.buffer_info()[0],
+            )
+        )

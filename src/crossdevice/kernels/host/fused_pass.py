@@ -7,7 +7,7 @@ import os
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,25 +21,35 @@ from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.kernels.host.sorted_pass import sorted_pass
 from crossdevice.kernels.host.standby import STANDBY_BYTES, standby
 from crossdevice.kernels.host.work_list import (
+    HEADER_WORDS,
+    LEFTOVER_WORDS,
     MANY_INPUTS,
     NO_LEFTOVERS,
+    ROW_WORDS,
     SCRATCH_BYTES,
     TUPLE_HEADER_BYTES,
+    WORD_BYTES,
     Pieces,
     Task,
     WorkList,
     as_words,
+    limited_range_bytes,
     pieces_in,
+    ranges_of,
     traffic_bytes,
 )
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.dtypes import FLOATS, SHORT_FLOATS
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import Weights
 
 KERNELS_VARIABLE = "CROSSDEVICE_KERNELS"
 KERNELS = ("numba", "numpy")
 
 Arrays = Sequence[NDArray[Any]]
+
+Pointers: TypeAlias = "tuple[Any, ...] | NDArray[np.int64]"
+"""A tuple of ndarrays, or the addresses of what has the address of elements where ndarrays have it."""
 
 THREADED_BYTES = 6 << 20
 """Traffic (all that is read and written) from which a second thread is woken.
@@ -90,7 +100,7 @@ class PreparedPass(NamedTuple):
 
     @property
     def needs_views(self) -> bool:
-        """Whether arrays are not handed to the kernel as they come."""
+        """True if the kernel needs views of the arrays instead of the arrays themselves."""
         return self.part is not None or self.positions is not None
 
 
@@ -179,8 +189,20 @@ def select_kernels(name: str | None) -> None:
     _prepared = {}  # a new dict, not a cleared one: a SmallPass compares identities
 
 
+def are_kernels_selected() -> bool:
+    """Whether it is settled which kernels are in use, without settling it."""
+    return _kernels is not None
+
+
+def load_kernels(recipe: Recipe, dtype: np.dtype[Any]) -> None:
+    """Imports what compiled kernels need, and loads one, whatever is in use meanwhile."""
+    name = _checked_kernels(os.environ.get(KERNELS_VARIABLE) or None, KERNELS_VARIABLE)
+    if name == "numba":
+        _prepare(recipe, dtype, dtype)
+
+
 def selected_kernels() -> str:
-    """Which kernels are in use: "numba" or "numpy"."""
+    """Names the kernels in use: "numba" or "numpy"."""
     global _kernels
     if _kernels is None:
         # The other variables are needed for some sizes only, and must be refused before the first result is
@@ -243,11 +265,18 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> Prepa
     if family == "wrapping":  # which does not know signs, so one kernel does for both
         element = element.removeprefix("u")
     kernel: Any = numba_pass.compiled_kernel(f"{shape} {family} {recipe.op.name} {element}")
-    is_exact = family in ("exact", "enclosed", "weighted_exact", "weighted_exact_in_double")
+    is_exact = family in MAY_LEAVE_PIECES
     # The compiled function itself: numba's dispatcher would look at the type of every argument again.
     entry = kernel.get_overload(numba_pass.SIGNATURE)
     divisor, words = divisor_for(recipe, into), array("q", program or ())
     return PreparedPass(entry, divisor, is_exact, part, positions, words, address_of(kernel))
+
+
+EXACT_FAMILIES = {"float64": "enclosed", "float16": "exact_half", "bfloat16": "true_in_single"}
+"""Those of true sums that are faster for one dtype."""
+
+MAY_LEAVE_PIECES = ("exact", *EXACT_FAMILIES.values(), "weighted_exact", "weighted_exact_in_double")
+"""Families whose kernels are not certain of all results."""
 
 
 def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
@@ -256,8 +285,8 @@ def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
     is_accurate_sum = (recipe.op, recipe.precision) == (ReduceOp.SUM, "accurate")
     if dtype == into and dtype in SHORT_FLOATS and is_accurate_sum:
         return "wide" if recipe.weights is None else "weighted"
-    if family == "exact" and dtype == "float64":
-        return "enclosed"
+    if family == "exact":
+        return EXACT_FAMILIES.get(dtype, family)
     if family == "weighted_exact" and dtype != "float64":
         return "weighted_exact_in_double"
     # float32 holds sums of bfloat16 exactly where exponents lie close together, at half the cost.
@@ -274,7 +303,7 @@ def _with_weights(prepared: PreparedPass, recipe: Recipe) -> PreparedPass:
 
 
 def divisor_for(recipe: Recipe, into: np.dtype[Any]) -> float:
-    """What a kernel divides by: under "fast" the divisor as the result's dtype has it."""
+    """Returns the divisor of a kernel; under "fast" it is rounded to the result's dtype."""
     if recipe.divisor is None:
         return 1.0
     if recipe.precision != "fast" and into.name in (*FLOATS, *SHORT_FLOATS):
@@ -385,6 +414,151 @@ class SharedPasses:
 
     def _scratch(self) -> int:
         return _scratch.place() if self._has_many_inputs else 0
+
+
+class Viewer(Protocol):
+    """A backend as kernels use it: arrays seen as ndarrays."""
+
+    def host_view(self, array: Any) -> NDArray[Any]:
+        """A host array's elements as a flat, contiguous, native ndarray: a view, else a copy."""
+
+
+class PassLayout(NamedTuple):
+    """One pass of `RepeatedPasses`: the positions of its inputs and outputs among all, and its elements."""
+
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    start: int
+    stop: int
+
+
+class RepeatedPasses:
+    """Passes of one recipe and one pair of dtypes, laid out once, over any arrays of the same sizes.
+
+    Several threads may call it at once. Arrays are contiguous, native, and of any shape.
+    """
+
+    def __init__(
+        self, layouts: Sequence[PassLayout], recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]
+    ) -> None:
+        """Raises LookupError if no kernel does the passes."""
+        prepared = prepared_for(recipe, dtype, into)
+        if prepared is None or any(len(layout.inputs) > MAX_INPUTS for layout in layouts):
+            raise LookupError
+        # Without those that have no elements: a lone row reads the first pointers.
+        layouts = [layout for layout in layouts if layout.start < layout.stop]
+        self._layouts, self._recipe, self._prepared = layouts, recipe, prepared
+        self._made_for = _prepared
+        scale = 1 if prepared.part is None else 2  # a complex element is two
+        itemsize = dtype.itemsize
+        traffics = [
+            (layout.stop - layout.start) * itemsize * (len(layout.inputs) + len(layout.outputs))
+            for layout in layouts
+        ]
+        traffic = sum(traffics)
+        self._participants = (
+            1 if traffic < THREADED_BYTES else min(num_threads(), 2 * traffic // THREADED_BYTES)
+        )
+        range_bytes = limited_range_bytes(traffic // (RANGES_PER_THREAD * self._participants))
+        rows: list[list[int]] = []
+        self._layout_of_row: list[PassLayout] = []
+        order = prepared.positions
+        inputs: list[int] = []
+        outputs: list[int] = []
+        for layout, own in zip(layouts, traffics, strict=True):
+            places = [len(inputs) * WORD_BYTES, len(layout.inputs)]
+            places += [len(outputs) * WORD_BYTES, len(layout.outputs)]
+            inputs += layout.inputs if order is None else [layout.inputs[position] for position in order]
+            outputs += layout.outputs
+            size, first = (layout.stop - layout.start) * scale, layout.start * scale
+            for start, stop in ranges_of(size, own // range_bytes):
+                rows.append([*places, first + start, first + stop, traffic >= STREAMED_BYTES, 0])
+                self._layout_of_row.append(layout)
+        self._rows = rows
+        # None where a kernel takes all from the first on, one after the other.
+        self._input_positions = None if inputs == [*range(len(inputs))] else inputs
+        self._output_positions = None if outputs == [*range(len(outputs))] else outputs
+        self._words = as_words(rows, prepared.divisor, prepared.program, is_shared=self._participants > 1)
+        self._has_many_inputs = any(len(layout.inputs) >= MANY_INPUTS for layout in layouts)
+        self._kernel, self._place = prepared.kernel, self._words.buffer_info()[0]
+        self._is_simple = len(rows) == 1 == self._participants and not prepared.is_exact
+
+    def __call__(
+        self,
+        read: Pointers,
+        written: Pointers,
+        weights: Weights | None,
+        viewer: Viewer,
+        inputs: tuple[Any, ...],
+        outputs: tuple[Any, ...],
+    ) -> None:
+        """Does the passes. `viewer` makes ndarrays of arrays, for elements that a kernel leaves to NumPy."""
+        if self._made_for is not _prepared:  # other kernels have been selected
+            tasks = [
+                (
+                    [viewer.host_view(inputs[position])[start:stop] for position in own],
+                    [viewer.host_view(outputs[position])[start:stop] for position in targets],
+                )
+                for own, targets, start, stop in self._layouts
+            ]
+            fused_batch(tasks, self._recipe.with_weights(weights))
+            return
+        kernel = self._kernel
+        scratch = _scratch.place() if self._has_many_inputs else 0
+        # Both are kept here while a kernel reads pointers from them.
+        if self._input_positions is not None:
+            read = _selected(read, self._input_positions)
+        if self._output_positions is not None:
+            written = _selected(written, self._output_positions)
+        if self._is_simple and weights is None:
+            kernel(self._place, place_of(read), place_of(written), 0, scratch)
+            return
+        prepared, recipe, words = self._prepared, self._recipe, self._words[:]
+        if weights is not None and recipe.weights is not None:
+            recipe = recipe.with_weights(weights)
+            prepared = _with_weights(prepared, recipe)
+            words[:HEADER_WORDS] = as_words([], prepared.divisor, prepared.program, is_shared=bool(words[2]))
+            words[0] = len(self._rows)
+        table = np.frombuffer(words, np.int64, offset=HEADER_WORDS * WORD_BYTES).reshape(-1, ROW_WORDS)
+        table[:, 0] += place_of(read)
+        table[:, 2] += place_of(written)
+        leftovers = NO_LEFTOVERS * (len(self._rows) * prepared.is_exact)
+        if prepared.is_exact:
+            table[:, 7] = leftovers.buffer_info()[0] + np.arange(len(table)) * (LEFTOVER_WORDS * WORD_BYTES)
+        place = words.buffer_info()[0]
+        if self._participants == 1:
+            kernel(place, 0, 0, 0, scratch)
+        else:
+            run_together(
+                lambda: kernel(place, 0, 0, 0, _scratch.place() if self._has_many_inputs else 0),
+                self._participants,
+            )
+        for row, first in enumerate(range(0, len(leftovers), LEFTOVER_WORDS)):
+            if leftovers[first] or leftovers[first + 1] >= 0:
+                layout = self._layout_of_row[row]
+                _run_pieces(
+                    _as_read([viewer.host_view(inputs[position]) for position in layout.inputs], prepared),
+                    _as_written(
+                        [viewer.host_view(outputs[position]) for position in layout.outputs], prepared
+                    ),
+                    pieces_in(leftovers[first : first + LEFTOVER_WORDS], self._rows[row][5]),
+                    recipe,
+                )
+
+
+def place_of(pointers: Pointers | None) -> int:
+    """The address of the first pointer."""
+    if isinstance(pointers, tuple):
+        return id(pointers) + TUPLE_HEADER_BYTES
+    assert pointers is not None
+    address: int = pointers.__array_interface__["data"][0]
+    return address
+
+
+def _selected(pointers: Pointers, positions: list[int]) -> Pointers:
+    if isinstance(pointers, tuple):
+        return tuple([pointers[position] for position in positions])
+    return pointers[positions]
 
 
 def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe) -> None:

@@ -65,7 +65,7 @@ class RunningSum:
     def __init__(self, size: int, dtype: np.dtype[Any], precision: Precision) -> None:
         """An empty sum of `size` elements of a float dtype, or of integers, which are always kept exactly."""
         self.dtype = dtype
-        self.family = _family_of(dtype, precision)
+        self.family = sum_family(dtype, precision)
         self.size = size
         parts = [(size, np.dtype(np.float64))] * NUM_PARTS[self.family]
         self._parts: tuple[Floats, ...] = tuple(result_pool.empty_batch(parts))
@@ -188,7 +188,8 @@ class RunningSum:
                 self.specials[element] = self.specials.get(element, 0.0) + value * weight
 
 
-def _family_of(dtype: np.dtype[Any], precision: Precision) -> str:
+def sum_family(dtype: np.dtype[Any], precision: Precision) -> str:
+    """The family of arithmetic that sums of a dtype grow by."""
     if dtype.kind in "iub":
         return "expansion3"
     if precision == "exact":

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from crossdevice.kernels.host.reference.sorting import infinity_of, key_dtype, quiet_nan
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.recipe import Recipe
 
 Arrays = Sequence[NDArray[Any]]
 
@@ -27,7 +27,7 @@ THREADED_ELEMENTS = 1 << 17
 def sorted_pass(
     inputs: Arrays, outputs: Arrays, recipe: Recipe, combine: Callable[[Arrays, Arrays, Recipe], None]
 ) -> None:
-    """What `numpy_pass` does for MEDIAN and TRIMMED_MEAN, with a compiled sort; `combine` is a fused pass."""
+    """Computes MEDIAN and TRIMMED_MEAN with a compiled sort; `combine` is a fused pass."""
     from crossdevice.kernels.host.llvm.sorting import compiled_sort, network_of
 
     dtype, size, count = inputs[0].dtype, inputs[0].size, len(inputs)

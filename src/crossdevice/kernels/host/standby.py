@@ -78,7 +78,7 @@ class Standby:
         self._ended_ns = time.perf_counter_ns()
 
     def _is_ready(self) -> bool:
-        """Whether a worker is awake, or has been woken now, as passes follow each other closely."""
+        """Returns whether a worker is awake, and wakes one if passes follow each other closely."""
         if not self._has_processors or num_threads() == 1:
             return False
         if self._words[self._awake]:

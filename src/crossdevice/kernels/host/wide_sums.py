@@ -16,8 +16,8 @@ from crossdevice.kernels.host.fused_pass import (
     selected_kernels,
 )
 from crossdevice.kernels.host.work_list import Pieces, Task
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.dtypes import NARROW_FLOATS
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
@@ -85,7 +85,7 @@ def rounded_batch(
 
 
 def has_rounding_kernel(dtype: np.dtype[Any]) -> bool:
-    """Whether `rounded_batch` writes this dtype."""
+    """True if `rounded_batch` writes this dtype."""
     if selected_kernels() != "numba" or dtype.name not in (*NARROW_FLOATS, "float64"):
         return False
     from crossdevice.kernels.host.llvm import numba_pass

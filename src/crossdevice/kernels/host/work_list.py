@@ -50,7 +50,7 @@ RANGE_ELEMENTS = 256
 
 
 def traffic_bytes(inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]) -> int:
-    """What a pass reads and writes, an output of another dtype counted like an input."""
+    """Counts the bytes a pass reads and writes, an output of another dtype like an input."""
     return inputs[0].nbytes * (len(inputs) + len(outputs))
 
 
@@ -85,7 +85,7 @@ class WorkList:
         has_two_lists: bool = False,
     ) -> None:
         self._tasks, self._program, self._is_shared = tasks, program, is_shared
-        range_bytes = min(max(range_bytes, SMALLEST_RANGE_BYTES), LARGEST_RANGE_BYTES)
+        range_bytes = limited_range_bytes(range_bytes)
         rows: list[list[int]] = []
         for inputs, outputs in tasks:
             places = (
@@ -94,7 +94,7 @@ class WorkList:
                 id(outputs) + TUPLE_HEADER_BYTES,
                 len(outputs),
             )
-            for start, stop in _ranges(inputs[0].size, traffic_bytes(inputs, outputs) // range_bytes):
+            for start, stop in ranges_of(inputs[0].size, traffic_bytes(inputs, outputs) // range_bytes):
                 rows.append([*places, start, stop, is_streamed, 0])
         self.rows, self.num_rows = rows, len(rows)
         self._leftovers = NO_LEFTOVERS * (self.num_rows * may_leave_pieces)
@@ -112,7 +112,7 @@ class WorkList:
             self._leftovers[:] = NO_LEFTOVERS * self.num_rows
 
     def pieces_left(self) -> Iterator[tuple[Task, Pieces]]:
-        """What the kernel was not certain of, and did not write: inputs there are still what they were."""
+        """Yields the pieces a kernel did not write because it was not certain; inputs there are unchanged."""
         tasks = {id(inputs) + TUPLE_HEADER_BYTES: (inputs, outputs) for inputs, outputs in self._tasks}
         for number, left in enumerate(self._leftovers[::LEFTOVER_WORDS]):
             if left:
@@ -121,14 +121,19 @@ class WorkList:
                 yield tasks[inputs_place], pieces_in(leftovers, stop)
 
 
+def limited_range_bytes(traffic: int) -> int:
+    """The traffic of a row, which would be this much, within the bounds of what is worth taking."""
+    return min(max(traffic, SMALLEST_RANGE_BYTES), LARGEST_RANGE_BYTES)
+
+
 def pieces_in(leftovers: array[int], stop: int) -> Pieces:
-    """What a kernel that worked up to `stop` has left: some short pieces, and all behind where it gave up."""
+    """Returns what a kernel that stopped at `stop` left: some short pieces, and everything behind."""
     number, gave_up, *bounds = leftovers
     pieces = [(start, start + length) for start, length in zip(bounds[::2], bounds[1::2], strict=True)]
     return pieces[:number] + ([(gave_up, stop)] if gave_up >= 0 else [])
 
 
-def _ranges(size: int, number: int) -> Iterator[tuple[int, int]]:
+def ranges_of(size: int, number: int) -> Iterator[tuple[int, int]]:
     """About `number` parts of `size` elements, at least one unless there is nothing."""
     step = -(-size // (max(number, 1) * RANGE_ELEMENTS)) * RANGE_ELEMENTS
     return ((start, min(start + step, size)) for start in range(0, size, max(step, 1)))

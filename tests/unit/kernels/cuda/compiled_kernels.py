@@ -12,10 +12,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from crossdevice.kernels.cuda.families import arranged, block_elements
+from crossdevice.kernels.cuda.gpu_fingerprint import BLOCKS
+from crossdevice.kernels.cuda.gpu_fingerprint import NUM_WARPS as FINGERPRINT_WARPS
 from crossdevice.kernels.cuda.triton_arithmetic import kernel_spec
+from crossdevice.kernels.cuda.triton_fingerprint import sum_blocks
 from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
 from crossdevice.kernels.cuda.triton_launching import ANY_ADDRESS, NUM_WARPS, spare_arguments
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import UNKNOWN_WEIGHTS
 
@@ -60,9 +63,11 @@ def _absent_gpu(monkeypatch):
     monkeypatch.setattr(driver, "_active", _AbsentGpu())
     pass_by_arguments.device_caches.clear()
     pass_by_table.device_caches.clear()
+    sum_blocks.device_caches.clear()
     yield
     pass_by_arguments.device_caches.clear()
     pass_by_table.device_caches.clear()
+    sum_blocks.device_caches.clear()
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -72,7 +77,7 @@ def test_kernels_compile_with_wide_accesses_and_without_contraction(kind):
     arithmetic = arranged(*KINDS[kind]).arithmetic
     spec, block = kernel_spec(arithmetic), block_elements(arithmetic)
     options = {"grid": (1,), "num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    num_inputs = 3 if spec.numbers_per_input == 1 else 7
+    num_inputs = 3 if spec.numbers_per_input == 1 else 8
     inputs, outputs = (ANY_ADDRESS,) * num_inputs, (ANY_ADDRESS,) * 3
     by_arguments = pass_by_arguments.warmup(inputs, outputs, ANY_ADDRESS, spec, block, **options)
     by_table = pass_by_table.warmup(ANY_ADDRESS, ANY_ADDRESS, num_inputs, 3, spec, block, **options)
@@ -83,3 +88,13 @@ def test_kernels_compile_with_wide_accesses_and_without_contraction(kind):
         assert re.search(r"ld\.global\.v(4\.b32|2\.b64)", code)
         assert re.search(r"st\.global\.v(4\.b32|2\.b64)", code)
         assert not re.search(r"\bfma\.|\.ftz|div\.full|div\.approx", code)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.usefixtures("_absent_gpu")
+def test_fingerprints_read_16_bytes_at_a_time_and_multiply_32_bits():
+    numbers = (ANY_ADDRESS,) * 3, (1, 2)
+    compiled = sum_blocks.warmup(*numbers[0], *numbers[1], BLOCKS, grid=(1,), num_warps=FINGERPRINT_WARPS)
+    code = compiled.asm["ptx"]
+    assert re.search(r"ld\.global\.v4\.b32", code)
+    assert "mul.wide.u32" in code or "mad.wide.u32" in code

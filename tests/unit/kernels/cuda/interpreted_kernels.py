@@ -20,8 +20,8 @@ from crossdevice.kernels.cuda.families import (
 )
 from crossdevice.kernels.cuda.triton_launching import is_interpreted, launch_by_arguments, launch_by_table
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, SHORT_FLOATS, result_dtype
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import weights_for
 from unit.kernels.host.adversarial import adversarial, dtype_named, misaligned, same_bits
@@ -53,7 +53,7 @@ def bits_of_weights(recipe):
     return (
         ()
         if weights is None
-        else tuple(np.array([*weights.factors, weights.divisor]).view(np.int64).tolist())
+        else tuple(np.array([*weights.factors, weights.divisor, weights.rest]).view(np.int64).tolist())
     )
 
 

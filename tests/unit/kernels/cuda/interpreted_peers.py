@@ -14,17 +14,21 @@ import torch
 import crossdevice as cd
 from crossdevice.backends.registry import backend_named
 from crossdevice.execution.local.scattering import ScatteredLeaf
-from crossdevice.execution.processes import peer_addresses, peer_copies, peer_reduction
-from crossdevice.execution.processes.all_to_all import LeafRows, parts_of_all
+from crossdevice.execution.processes import copies, peer_addresses, peers
+from crossdevice.execution.processes.copies import Copies, LeafRows
 from crossdevice.execution.processes.peer_addresses import PeerAddresses
-from crossdevice.execution.processes.peer_reduction import PeerReduction, has_bits_of_the_host
 from crossdevice.execution.processes.peers import Peers
-from crossdevice.execution.processes.scattered_on_gpus import PeerReduceScatter
-from crossdevice.execution.processes.scattered_reduction import LeafParts
+from crossdevice.execution.processes.reduced_batch import LeafParts, ReducedBatch
+from crossdevice.execution.processes.transports import peer_memory as transport
+from crossdevice.execution.processes.transports.peer_memory import (
+    PeerReduceScatter,
+    PeerReduction,
+    host_bits_unavailable,
+)
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.kernels.cuda import peer_memory
-from crossdevice.process_groups.thread_group import run_ranks
+from crossdevice.process_groups.engines.thread_engine import run_ranks
 from crossdevice.values.device import host_device
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -59,7 +63,7 @@ def workers(request, monkeypatch):
             workers = [min(rank, group.size - 2) for rank in workers]
         return Peers(HOST, addresses, workers)
 
-    for module in (peer_reduction, peer_copies):
+    for module in (transport, peers, copies):
         monkeypatch.setattr(module, "known_peers", peers_of)
     return request.param
 
@@ -105,7 +109,8 @@ def reduced(group, counts, op, options, dtype, outs=None, repeats=1):
     backend = backend_named("torch")
     columns = columns_of(group.rank, counts, dtype)
     specs = [LeafSpec(backend, dtype, shape, (HOST,) * counts[group.rank], (HOST, HOST)) for shape in SHAPES]
-    reduction = PeerReduction(specs, ReduceOp(op), options, [tuple(counts)] * len(SHAPES), group)
+    batch = ReducedBatch(specs, ReduceOp(op), options, [tuple(counts)] * len(SHAPES), group, None)
+    reduction = PeerReduction(batch)
     given = [None] * len(SHAPES) if outs is None else outs(columns)
     for _ in range(repeats):
         with group.call("reduce", b"the same") as call:
@@ -124,16 +129,16 @@ def right(counts, op, options, dtype):
 
 @pytest.mark.parametrize(
     ("counts", "op", "dtype"),
-    [((1, 1), "mean", "float32"), ((1, 1, 1), "sum", "bfloat16"), ((2, 1, 2), "max", "int32")],
+    [((1, 1), "mean", "float32"), ((1, 1, 1), "sum", "bfloat16"), ((1, 1, 1), "max", "int32")],
 )
 @pytest.mark.usefixtures("workers")
 def test_ranks_get_the_bits_of_one_process(counts, op, dtype):
     options = cd.CommunicationOptions()
     expected = right(counts, op, options, dtype)
     for results in run_ranks(len(counts), lambda group: reduced(group, counts, op, options, dtype)):
-        for copies, total in zip(results, expected, strict=True):
-            assert copies[0].data_ptr() != copies[1].data_ptr() or not copies[0].numel()
-            assert all(torch.equal(copy, total) for copy in copies)
+        for made, total in zip(results, expected, strict=True):
+            assert made[0].data_ptr() != made[1].data_ptr() or not made[0].numel()
+            assert all(torch.equal(copy, total) for copy in made)
 
 
 @pytest.mark.usefixtures("workers")
@@ -179,7 +184,7 @@ def test_inputs_that_are_results_are_written_to_at_the_end():
 def test_where_bits_would_differ_the_host_does_it(precision, counts, is_same):
     spec = LeafSpec(backend_named("torch"), "float32", (4,), (HOST,), (HOST,))
     options = cd.CommunicationOptions(precision=precision)
-    assert has_bits_of_the_host(spec, ReduceOp.SUM, options, counts) is is_same
+    assert (host_bits_unavailable(spec, ReduceOp.SUM, options, counts) is None) is is_same
 
 
 @pytest.mark.usefixtures("workers")
@@ -187,7 +192,8 @@ def test_where_bits_would_differ_the_host_does_it(precision, counts, is_same):
 def test_bound_reductions_read_what_is_there_when_they_are_called(is_in_place):
     def program(group):
         specs = [LeafSpec(backend_named("torch"), "float32", (600,), (HOST,), (HOST,))]
-        reduction = PeerReduction(specs, ReduceOp.SUM, cd.CommunicationOptions(), [(1, 1)], group)
+        batch = ReducedBatch(specs, ReduceOp.SUM, cd.CommunicationOptions(), [(1, 1)], group, None)
+        reduction = PeerReduction(batch)
         array = torch.empty(600)
         out = array if is_in_place else torch.empty(600)
         run = reduction.bound([(array,)], [(out,)])
@@ -238,7 +244,10 @@ def test_ranks_get_their_own_parts(counts, op, dtype, into):
             outs = [None] * len(SCATTERED)
             pairs = zip(columns[0], expected[0], strict=True)
             outs[0] = tuple(array[len(array) - len(part) :] for array, part in pairs)
-        reduction = PeerReduceScatter(leaves, ReduceOp(op), cd.CommunicationOptions(), group)
+        specs, all_counts = [leaf.spec for leaf in leaves], [counts] * len(leaves)
+        options = cd.CommunicationOptions()
+        batch = ReducedBatch(specs, ReduceOp(op), options, all_counts, group, None, parts=leaves)
+        reduction = PeerReduceScatter(batch)
         with group.call("reduce_scatter", b"the same") as call:
             delivery = reduction.run(call, columns, outs)
         for found, right, out in zip(delivery(), expected, outs, strict=True):
@@ -265,24 +274,33 @@ def test_arrays_of_a_call_that_failed_are_kept_for_those_who_may_still_use_them(
     assert [len(arrays) for arrays in kept] == [2 * len(SHAPES)] * 2
 
 
-@pytest.mark.usefixtures("workers")
+@pytest.fixture
+def _offered(monkeypatch):
+    """Tensors on the host, offered as if they were on a GPU that all ranks reach."""
+    monkeypatch.setattr(copies, "offered_gpu", lambda arrays, group: HOST)
+    monkeypatch.setattr(peers, "find_peers", lambda call, gpu: None)
+
+
+@pytest.mark.usefixtures("workers", "_offered")
 def test_arrays_of_all_ranks_are_copied_from_where_they_are():
     def program(group):
-        own = [torch.arange(group.rank * 3), torch.full((5,), float(group.rank)), torch.zeros(0)]
-        lengths = [[rank * 3, 2, 0] for rank in range(group.size)]
-        with group.call("gather", b"the same") as call:
-            found = peer_copies.fetched(call, own, lengths)
-        for rank, (first, second, third) in enumerate(found):
-            assert torch.equal(first, torch.arange(rank * 3))
-            assert torch.equal(second, torch.full((2,), float(rank)))
+        copying = Copies(group)
+        for _ in range(2):
+            own = [torch.arange(group.rank * 3), torch.full((5, 2), float(group.rank)), torch.zeros(0)]
+            with group.call("gather", b"the same") as call:
+                first, second, third = copying.gathered(call, own)
+            assert first.tolist() == [element for rank in range(group.size) for element in range(rank * 3)]
+            assert torch.equal(second[:, 1], torch.arange(3.0).repeat_interleave(5))
             assert third.shape == (0,)
+            with group.call("broadcast", b"the same") as call:
+                (copy,) = copying.of_rank(call, [torch.full((3,), group.rank, dtype=torch.int16)], 1)
+            assert copy.tolist() == [1] * 3
 
     run_ranks(3, program)
 
 
-@pytest.mark.usefixtures("workers")
-def test_parts_for_other_ranks_are_copied_from_where_they_are(monkeypatch):
-    monkeypatch.setattr(peer_copies, "find_peers", lambda call, gpu: None)
+@pytest.mark.usefixtures("workers", "_offered")
+def test_parts_for_other_ranks_are_copied_from_where_they_are():
     counts = (1, 2, 1)
 
     def program(group):
@@ -298,10 +316,10 @@ def test_parts_for_other_ranks_are_copied_from_where_they_are(monkeypatch):
             leaves.append(LeafRows(rows, sizes, counts))
         lengths = [leaf.lengths() for leaf in leaves]
         with group.call("all_to_all", b"the same") as call:
-            found = parts_of_all(call, leaves, lengths, HOST)
+            found = Copies(group).exchanged(call, leaves, lengths, HOST)
         flat = [leaf._replace(replicas=[rows.float().numpy() for rows in leaf.replicas]) for leaf in leaves]
         with group.call("all_to_all", b"the same") as call:
-            rights = parts_of_all(call, flat, lengths)
+            rights = Copies(group).exchanged(call, flat, lengths)
         assert [buffers[0].dtype for buffers in found] == [torch.bfloat16, torch.int64]
         for buffers, expected in zip(found, rights, strict=True):
             assert [buffer.float().tolist() for buffer in buffers] == [each.tolist() for each in expected]

@@ -6,8 +6,8 @@ import pytest
 
 from crossdevice.kernels.association import START, WITH_INPUT
 from crossdevice.kernels.cuda.families import MAX_ARRAYS, Arrangement, arranged, parts_in
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.dtypes import COMPLEXES, INTEGERS, ITEM_BYTES, result_dtype
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 SUM, MEAN, MIN, PROD = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.PROD

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.more("Triton")
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
 
@@ -23,6 +25,7 @@ ROOT = HERE.parents[3]
 @pytest.mark.parametrize(
     ("part", "interprets"),
     [
+        ("interpreted_fingerprints.py", "1"),
         ("interpreted_kernels.py", "1"),
         ("interpreted_passes.py", "1"),
         ("interpreted_peers.py", "1"),

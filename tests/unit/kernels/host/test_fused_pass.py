@@ -16,8 +16,8 @@ from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass, select_
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.host.resources.threads import set_num_threads
 from crossdevice.kernels.host.work_list import RANGE_ELEMENTS, WorkList
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.dtypes import result_dtype
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from unit.kernels.host.adversarial import adversarial, dtype_named, misaligned, same_bits, spread_out
 
@@ -140,7 +140,7 @@ def test_a_missing_numba_means_numpy():
         "import sys, numpy as np\n"
         "sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
         "from crossdevice.kernels.host.fused_pass import fused_pass, selected_kernels\n"
-        "from crossdevice.kernels.recipe import Recipe\n"
+        "from crossdevice.values.recipe import Recipe\n"
         "from crossdevice.values.reduce_op import ReduceOp\n"
         "outputs = [np.empty(3)]\n"
         "fused_pass([np.ones(3)] * 2, outputs, Recipe(ReduceOp.SUM, 'accurate'))\n"

@@ -9,7 +9,7 @@ import crossdevice as cd
 from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.host.work_list import MANY_INPUTS, SCRATCH_BYTES
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import weights_for
 from unit.kernels.host.adversarial import adversarial, dtype_named, misaligned, same_bits

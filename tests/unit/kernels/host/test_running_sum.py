@@ -11,7 +11,7 @@ from conformance.oracle import rounded
 from crossdevice.kernels.host import running_sum
 from crossdevice.kernels.host.fused_pass import fused_pass, select_kernels
 from crossdevice.kernels.host.running_sum import RANGE_ELEMENTS, RunningSum
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from unit.kernels.host.adversarial import adversarial, bits_of, dtype_named, misaligned, spread_out
 

@@ -8,7 +8,7 @@ import pytest
 
 from crossdevice.kernels.host.fused_pass import fused_pass, select_kernels
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import weights_for
 

@@ -18,7 +18,7 @@ from crossdevice.kernels.host.fused_pass import bound_batch, select_kernels
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.host.resources.threads import set_num_threads
 from crossdevice.kernels.host.standby import FEWEST_PASSES, Standby
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -122,7 +122,7 @@ import numpy as np
 from crossdevice.kernels.host import standby as module
 from crossdevice.kernels.host.fused_pass import bound_batch
 from crossdevice.kernels.host.resources.threads import run_together, set_num_threads
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 module.STANDBY_SECONDS, module.granted_processors = 60.0, lambda: 2
 set_num_threads(2)
@@ -141,7 +141,7 @@ def loop():
 loop()
 child = os.fork()
 if child:
-    run_together(threading.Barrier(2, timeout=10).wait, 2)  # the only worker comes at once
+    run_together(threading.Barrier(2, timeout=120).wait, 2)  # the only worker comes at once
     assert os.waitpid(child, 0)[1] == 0
     print("done")
 else:
@@ -152,6 +152,6 @@ else:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_worker_that_is_awake_follows_other_calls_and_keeps_neither_a_child_nor_an_exit_waiting():
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LOOP], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-W", "ignore", "-c", LOOP], capture_output=True, text=True, timeout=240, check=False
     )
     assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass
+import crossdevice as cd
+from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass, select_kernels
 from crossdevice.kernels.host.llvm import numba_pass
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import weights_for
 from unit.kernels.host.adversarial import adversarial, dtype_named, same_bits
@@ -42,6 +44,51 @@ def test_compiled_kernels_have_the_bits_of_the_reference(dtype, precision):
         fused_pass(inputs, [found], recipe)
         numpy_pass(inputs, [expected], recipe)
         assert same_bits(found, expected), (op, factors)
+
+
+@pytest.mark.parametrize("kernels", ["numba", "numpy"])
+@pytest.mark.parametrize("dtype", ["float64", "complex128", "int32"])
+def test_accurate_means_of_64_bits_are_rounded_once(dtype, kernels, kernels_restored):
+    """Neither the sum of the weights nor the products are rounded on the way."""
+    select_kernels(kernels)
+    chosen = np.random.default_rng(7)
+    for _ in range(50):
+        factors = tuple(chosen.random(3).tolist())
+        columns = (chosen.standard_normal((3, 20)) * 1000).astype(dtype)
+        found = np.empty(20, "complex128" if dtype == "complex128" else "float64")
+        recipe = weighted(ReduceOp.MEAN, factors, "accurate")
+        fused_pass(list(columns), [found], recipe)
+        assert found.real.tolist() == [_mean(column, factors) for column in columns.real.T]
+        assert found.imag.tolist() == [_mean(column, factors) for column in columns.imag.T]
+        fused_pass([columns[0]] * 3, [found], recipe)
+        assert found.tolist() == columns[0].tolist()
+
+
+def _mean(column, factors):
+    total = sum(
+        Fraction(float(number)) * Fraction(factor) for number, factor in zip(column, factors, strict=True)
+    )
+    return float(total / sum(map(Fraction, factors)))
+
+
+@pytest.fixture
+def kernels_restored():
+    yield
+    select_kernels(None)
+
+
+def test_weights_of_others_may_be_finer_than_those_of_one():
+    """Sparse rows are weighted one replica at a time, and divided by the weights of all."""
+    for dtype, values in (("float64", [1e-300, 0.0]), ("float32", [np.nan, np.inf]), ("float32", [1.0, 3.0])):
+        rows = [cd.IndexedSlices(np.array([value], dtype), np.array([0]), (4,)) for value in values]
+        options = cd.CommunicationOptions(precision="exact")
+        found = cd.reduce(rows, "mean", weights=[1.0, 0.3], options=options).values
+        divisor = Fraction(1) + Fraction(0.3)
+        expected = [
+            value if not np.isfinite(value) else float(Fraction(value) * Fraction(weight) / divisor)
+            for value, weight in zip(values, [1.0, 0.3], strict=True)
+        ]
+        assert same_bits(found, np.array(expected, dtype))
 
 
 def test_one_kernel_serves_all_weights():

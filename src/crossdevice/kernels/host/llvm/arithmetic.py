@@ -1,4 +1,4 @@
-"""How elements are widened, combined and rounded, emitted as LLVM code: one class for each way."""
+"""Widening, combining and rounding of elements, emitted as LLVM code: one class for each way."""
 
 # ruff: noqa: D102, ARG002 - what a method does is said once, in Arithmetic; not each needs all it is given
 
@@ -20,7 +20,7 @@ from crossdevice.values.dtypes import ITEM_BYTES
 
 
 class Arithmetic:
-    """How elements of one dtype are widened, combined and rounded; here they are used as they are."""
+    """Arithmetic on elements of one dtype; this base class uses them as they are."""
 
     def __init__(self, op: str, dtype: str) -> None:
         self.op = op
@@ -58,7 +58,7 @@ class Arithmetic:
         return left * right if self.op == "PROD" else left + right
 
     def finished(self, state: State, divisor: Value) -> Vector:
-        """What is written, if it is certain to be right."""
+        """Rounds to the result's dtype, and says where that is certain to be right."""
         (total,) = state
         return total.divided(divisor)
 
@@ -66,8 +66,12 @@ class Arithmetic:
         """The lanes whose result is not certain to be right; None where all always are."""
         return None
 
+    def settled(self, state: State, divisor: Value, num_inputs: Value) -> tuple[Vector, Vector | None]:
+        """`finished` and `doubted`."""
+        return self.finished(state, divisor), self.doubted(state, divisor, num_inputs)
+
     def fallback(self) -> Arithmetic | None:
-        """What settles most doubts, at a higher price."""
+        """Slower arithmetic that settles most uncertain elements."""
         return None
 
 
@@ -115,7 +119,10 @@ class Compensated(Arithmetic):
         return total, errors + error
 
     def finished(self, state: State, divisor: Value) -> Vector:
-        """Divided as in `numpy_pass`, which says why."""
+        return self._divided(state, divisor)
+
+    def _divided(self, state: State, divisor: Value, divisor_rest: Vector | None = None) -> Vector:
+        """Divides as `with_errors` of the reference does, which says why."""
         total, errors = state
         lanes = total.lanes
         counts = errors.differs(0.0) & errors.is_finite()
@@ -126,10 +133,13 @@ class Compensated(Arithmetic):
             number = lanes.spread(divisor)
             first = near / number
             left = (counts & rest.is_finite()).select(rest, 0.0)
-            second = (self._remainder(near, first, number) + left) / number
+            left = self._remainder(near, first, number) + left
+            if divisor_rest is not None:
+                left = left - first * divisor_rest
+            second = left / number
             return (second.differs(0.0).select(first + second, first),)
 
-        (result,) = lanes.unless_one(divisor, (near,), quotient)
+        (result,) = lanes.unless_one(divisor, (near,), quotient, divisor_rest)
         return from_double(in_widened_order(result, self.result_dtype), self.result_dtype)
 
     def _remainder(self, dividend: Vector, quotient: Vector, number: Vector) -> Vector:

@@ -83,7 +83,7 @@ def combine_lanes(
 
 
 class _Work(NamedTuple):
-    """What `combine_lanes` is given, as values of the code it emits."""
+    """Arguments of `combine_lanes`, as values of the emitted code."""
 
     inputs: Value
     num_inputs: Value
@@ -101,28 +101,34 @@ class _Work(NamedTuple):
 
 def _finish(column: _Column, arithmetic: Arithmetic, state: State) -> Value:
     """Writes results unless they are in doubt; 1 if they are."""
-    lanes, work = column.lanes, column.work
-    builder, divisor = lanes.build, work.divisor
-    state = column.with_divisor(arithmetic, state)
-    result = arithmetic.finished(state, divisor)
-    doubted = arithmetic.doubted(state, divisor, work.num_inputs)
-    if doubted is None:
-        _write(arithmetic, result, work)
+    builder = column.lanes.build
+    result, doubt = _settled(column, arithmetic, state)
+    if doubt is None:
+        _write(arithmetic, result, column.work)
         return ir.Constant(INT64, 0)
-    place = cgutils.alloca_once_value(builder, result.value)
-    doubt = cgutils.alloca_once_value(builder, doubted.is_any())
-    second = arithmetic.fallback()
-    if second is not None:
-        with builder.if_then(builder.load(doubt), likely=False):
-            state = column.combined_in_order(second, ir.Constant(INT64, 0), work.num_inputs)
-            state = column.with_divisor(second, state)
-            builder.store(second.finished(state, divisor).value, place)
-            doubted = second.doubted(state, divisor, work.num_inputs)
-            is_any = ir.Constant(ir.IntType(1), 0) if doubted is None else doubted.is_any()
-            builder.store(is_any, doubt)
-    with builder.if_then(builder.not_(builder.load(doubt)), likely=True):
-        _write(arithmetic, Vector(lanes, builder.load(place)), work)
-    return builder.zext(builder.load(doubt), INT64)
+    with builder.if_then(builder.not_(doubt), likely=True):
+        _write(arithmetic, result, column.work)
+    return builder.zext(doubt, INT64)
+
+
+def _settled(column: _Column, arithmetic: Arithmetic, state: State) -> tuple[Vector, Value | None]:
+    """The results, by a fallback where they are in doubt, and whether any of them still is."""
+    lanes, work = column.lanes, column.work
+    builder = lanes.build
+    state = column.with_divisor(arithmetic, state)
+    result, doubted = arithmetic.settled(state, work.divisor, work.num_inputs)
+    if doubted is None:
+        return result, None
+    doubt, second = doubted.is_any(), arithmetic.fallback()
+    if second is None:
+        return result, doubt
+    place, is_open = (cgutils.alloca_once_value(builder, value) for value in (result.value, doubt))
+    with builder.if_then(doubt, likely=False):
+        state = column.combined_in_order(second, ir.Constant(INT64, 0), work.num_inputs)
+        settled, left = _settled(column, second, state)
+        builder.store(settled.value, place)
+        builder.store(ir.Constant(ir.IntType(1), 0) if left is None else left, is_open)
+    return Vector(lanes, builder.load(place)), builder.load(is_open)
 
 
 class _Column:
@@ -259,5 +265,5 @@ def _write(arithmetic: Arithmetic, result: Vector, work: _Work) -> None:
 
 
 def byte_offset(build: Builder, position: Value, dtype: str) -> Value:
-    """How far into an array of a dtype an element is."""
+    """Computes the byte offset of an element."""
     return build.mul(position, ir.Constant(INT64, ITEM_BYTES[dtype]))

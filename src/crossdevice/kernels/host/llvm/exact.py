@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from llvmlite import ir
 
 from crossdevice.kernels.host.llvm.arithmetic import Arithmetic, Wide
@@ -16,54 +14,48 @@ from crossdevice.kernels.host.llvm.conversions import (
     from_single,
     in_widened_order,
 )
-from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT16, INT64, Lanes, State, Value, Vector
+from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT16, INT64, SINGLE, STORED, State, Value, Vector
 from crossdevice.kernels.host.reference.long_accumulator import FORMATS
 from crossdevice.kernels.host.reference.rounding import two_sum
+from crossdevice.values.dtypes import ITEM_BYTES
 
 
 class Exact(Arithmetic):
-    """Sums of narrow floats in float64 that are exact, as nearly all are: 29 bits are to spare for a float32.
+    """Sums of narrow floats in float64 that are exact, or may be wrong by less than what rounds them.
 
-    They are exact wherever the exponents of a column lie close enough together.
+    They are exact wherever the exponents of a column lie close together: 29 bits are to spare for a float32.
+    Of the others the largest element bounds what rounding took, and nearly always all numbers within that
+    bound have one result. What is left lies near the middle of two.
     """
 
-    bytes_per_lane = 16
+    bytes_per_lane = 32
     total_bits = 53
 
     def started(self, element: Vector) -> State:
-        bits = element.bits()
-        magnitude = bits & ((1 << (bits.kind.width - 1)) - 1)
-        # One less, so that zeros, which make no sum longer, become larger than all others.
-        return self._as_term(element), magnitude, magnitude - 1
+        return self._as_term(element), *edges_of(element)
 
     def combined(self, state: State, element: Vector) -> State:
-        total, largest, smallest = state
-        term, magnitude, below = self.started(element)
-        return (
-            total + term,
-            (largest > magnitude).select(largest, magnitude),
-            (smallest < below).select(smallest, below),
-        )
+        return state[0] + self._as_term(element), *with_edges(state[1:], element)
 
     def finished(self, state: State, divisor: Value) -> Vector:
         total = state[0]
 
-        def quotient() -> State:
-            number = total.lanes.spread(divisor)
+        def quotient(number: Vector) -> Vector:
             near = total / number
             # The remainder is exact, and has the sign of quotient - near, as the divisor is positive.
-            return (near.rounded_to_odd((-near).times_plus(number, total)),)
+            return near.rounded_to_odd((-near).times_plus(number, total))
 
-        (result,) = total.lanes.unless_one(divisor, (total,), quotient)
-        return from_double(result, self.dtype)
+        return from_double(total.divided(divisor, quotient), self.dtype)
 
     def doubted(self, state: State, divisor: Value, num_inputs: Value) -> Vector | None:
-        _, largest, smallest = state
-        # With e the difference of exponents and p the precision, N < 2**n values have sums of e + p + n bits.
-        precision = FORMATS[self.dtype].precision
-        high, low = (edge >> precision - 1 for edge in (largest, smallest + 1))
-        allowed = _less_bits_of(high.lanes, self.total_bits - precision, num_inputs, high.kind)
-        return (high - low).compare(">", allowed, signed=True)
+        is_far = self._is_far_apart(state, num_inputs)
+        lanes = is_far.lanes
+        (doubt,) = lanes.unless(
+            lanes.build.not_(is_far.is_any()),
+            (is_far,),
+            lambda: (is_far & self._is_open(state, divisor, num_inputs),),
+        )
+        return doubt
 
     def fallback(self) -> Arithmetic | None:
         return Enclosed(self.op, self.dtype)
@@ -71,12 +63,62 @@ class Exact(Arithmetic):
     def _as_term(self, stored: Vector) -> Vector:
         return as_double(stored, self.dtype)
 
+    def _is_far_apart(self, state: State, num_inputs: Value) -> Vector:
+        """Where a column's exponents differ too much for a sum without rounding."""
+        # With e the difference of exponents and p the precision, N < 2**n values have sums of e + p + n bits.
+        return are_far_apart(state[1:], self.dtype, self.total_bits, num_inputs)
 
-def _less_bits_of(lanes: Lanes, number: int, num_inputs: Value, integer: Any) -> Vector:
-    """`number` less the bits of num_inputs, in all lanes."""
-    build = lanes.build
+    def _is_open(self, state: State, divisor: Value, num_inputs: Value) -> Vector:
+        """Where not all numbers that the sum may be have one result."""
+        total, largest, _ = state
+        lanes, build = total.lanes, total.lanes.build
+        # N additions of at most N times the largest element are wrong by half of 2**-52 each, and so are the
+        # division and what is done here; four times that is on the safe side.
+        number = build.uitofp(num_inputs, DOUBLE)
+        share = build.fadd(build.fmul(number, number), ir.Constant(DOUBLE, 8.0))
+        share = build.fdiv(build.fmul(share, ir.Constant(DOUBLE, 2.0**-51)), divisor)
+        margin = self._as_term(largest.converted("bitcast", STORED[self.dtype])) * lanes.spread(share)
+        quotient = total.divided(divisor)
+        bounds = quotient - margin, quotient + margin
+        if self.dtype == "float32":  # without a look for NaN
+            low, high = (bound.converted("fptrunc", SINGLE).bits() for bound in bounds)
+        else:
+            low, high = (from_double(bound, self.dtype).bits() for bound in bounds)
+        # Where an element is infinite or NaN, the sum is what it is in any order.
+        return (low != high) & (largest < infinity_bits(self.dtype))
+
+
+def edges_of(element: Vector) -> State:
+    """The magnitude as an integer, and one less: so zeros, which make no sum longer, become the largest."""
+    bits = element.bits()
+    magnitude = bits & ((1 << (bits.kind.width - 1)) - 1)
+    return magnitude, magnitude - 1
+
+
+def with_edges(edges: State, element: Vector) -> State:
+    """The largest and the smallest of `edges_of`, with one more element."""
+    (largest, smallest), (magnitude, below) = edges, edges_of(element)
+    return (
+        (largest > magnitude).select(largest, magnitude),
+        (smallest < below).select(smallest, below),
+    )
+
+
+def are_far_apart(edges: State, dtype: str, total_bits: int, num_inputs: Value) -> Vector:
+    """Where exponents differ by more than `total_bits` less the precision and the bits of num_inputs."""
+    largest, smallest = edges
+    lanes, build, precision = largest.lanes, largest.lanes.build, FORMATS[dtype].precision
     zeros = build.ctlz(num_inputs, ir.Constant(ir.IntType(1), 0))
-    return lanes.spread(build.trunc(build.add(zeros, ir.Constant(INT64, number - 64)), integer))
+    allowed = build.add(zeros, ir.Constant(INT64, total_bits - precision - 64))
+    # Exponents differ by no more than that if the integers do, as these have exponents in their upper bits.
+    allowed = build.trunc(build.shl(allowed, ir.Constant(INT64, precision - 1)), largest.kind)
+    return largest - smallest >= lanes.spread(allowed)
+
+
+def infinity_bits(dtype: str) -> int:
+    """The bits of infinity: the exponent above all others."""
+    precision = FORMATS[dtype].precision
+    return (1 << 8 * ITEM_BYTES[dtype] - 1) - (1 << precision - 1)
 
 
 class ExactInSingle(Exact):
@@ -94,18 +136,40 @@ class ExactInSingle(Exact):
         return total.lanes.unless_one(divisor, (from_single(total, self.dtype),), quotient)[0]
 
     def doubted(self, state: State, divisor: Value, num_inputs: Value) -> Vector | None:
-        doubted = super().doubted(state, divisor, num_inputs)
-        assert doubted is not None
         exponent = state[1] >> FORMATS[self.dtype].precision - 1
+        lanes, build = exponent.lanes, exponent.lanes.build
         # Above, a sum might leave the range of float32, and come back.
-        allowed = _less_bits_of(exponent.lanes, 254, num_inputs, INT16)
-        return exponent.compare(">", allowed, signed=True) | doubted
+        zeros = build.ctlz(num_inputs, ir.Constant(ir.IntType(1), 0))
+        allowed = lanes.spread(build.trunc(build.add(zeros, ir.Constant(INT64, 254 - 64)), INT16))
+        return exponent.compare(">", allowed, signed=True) | self._is_far_apart(state, num_inputs)
 
     def fallback(self) -> Arithmetic | None:
         return Wide(self.op, self.dtype)
 
     def _as_term(self, stored: Vector) -> Vector:
         return as_single(stored, self.dtype)
+
+
+class TrueInSingle(ExactInSingle):
+    """The same, and in float64 as `Exact` does it where float32 does not hold a sum."""
+
+    def fallback(self) -> Arithmetic | None:
+        return Exact(self.op, self.dtype)
+
+
+class ExactHalf(Wide):
+    """Sums of float16 in float64: numbers of 40 bits, of which thousands add up without any rounding."""
+
+    def doubted(self, state: State, divisor: Value, num_inputs: Value) -> Vector | None:
+        # A quotient by less than 2**12 that is not the middle of two results is too far from it to be rounded
+        # to it: both are multiples of 2**-25 over the divisor, and float64 rounds to 2**-37 at most.
+        build, most = state[0].lanes.build, 1 << 12
+        has_many = build.icmp_unsigned(">=", num_inputs, ir.Constant(INT64, most))
+        is_large = build.fcmp_ordered(">=", divisor, ir.Constant(DOUBLE, float(most)))
+        return state[0].lanes.spread(build.or_(has_many, is_large))
+
+    def fallback(self) -> Arithmetic | None:
+        return Enclosed(self.op, self.dtype)
 
 
 class Enclosed(Arithmetic):
@@ -126,8 +190,12 @@ class Enclosed(Arithmetic):
         errors, error = two_sum(errors, error)
         return total, errors, lost + abs(error)
 
-    def finished(self, state: State, divisor: Value) -> Vector:
-        near, rest, _ = self._enclosure(state, divisor)
+    def settled(self, state: State, divisor: Value, num_inputs: Value) -> tuple[Vector, Vector | None]:
+        enclosure = self._enclosure(state, divisor, num_inputs)
+        return self._rounded(enclosure), self._is_open(enclosure, state[0])
+
+    def _rounded(self, enclosure: State) -> Vector:
+        near, rest, _ = enclosure
         if self.result_dtype == "float64":
             return near
         odd = near.rounded_to_odd(rest)
@@ -135,8 +203,8 @@ class Enclosed(Arithmetic):
             odd = in_widened_order(odd, self.result_dtype)
         return from_double(odd, self.result_dtype)
 
-    def doubted(self, state: State, divisor: Value, num_inputs: Value) -> Vector | None:
-        near, rest, doubt = self._enclosure(state, divisor)
+    def _is_open(self, enclosure: State, total: Vector) -> Vector:
+        near, rest, doubt = enclosure
         # Twice the doubt, as adding it up has lost some, and more than what rounding rest +- margin may lose.
         margin = doubt * 4.0 + abs(rest) * 2.0**-51
         is_settled = (near + (rest + margin) == near) & (near + (rest - margin) == near)
@@ -145,14 +213,14 @@ class Enclosed(Arithmetic):
             is_settled &= abs(rest) > margin
         is_open = ~(is_settled | (doubt == 0.0))
         # An infinite total may be an overflow on the way to a finite sum.
-        return is_open | ~near.is_finite() if self._may_overflow else is_open & state[0].is_finite()
+        return is_open | ~near.is_finite() if self._may_overflow else is_open & total.is_finite()
 
     @property
     def _may_overflow(self) -> bool:
         """Whether a sum of finite elements may leave the range of float64."""
         return self.dtype == "float64"
 
-    def _enclosure(self, state: State, divisor: Value) -> State:
+    def _enclosure(self, state: State, divisor: Value, num_inputs: Value) -> State:
         total, errors, lost = state
         near, rest = two_sum_keeping_zero(total, errors)
 

@@ -12,7 +12,13 @@ from crossdevice.kernels.host.llvm.arithmetic import (
     Wrapping,
     WrappingMean,
 )
-from crossdevice.kernels.host.llvm.exact import Enclosed, Exact, ExactInSingle
+from crossdevice.kernels.host.llvm.exact import (
+    Enclosed,
+    Exact,
+    ExactHalf,
+    ExactInSingle,
+    TrueInSingle,
+)
 from crossdevice.kernels.host.llvm.weighted import (
     Parts,
     Weighted,
@@ -32,6 +38,8 @@ FAMILIES: dict[str, type[Arithmetic]] = {
     "true_mean": TrueMean,
     "exact": Exact,
     "exact_in_single": ExactInSingle,
+    "true_in_single": TrueInSingle,
+    "exact_half": ExactHalf,
     "enclosed": Enclosed,
     "parts": Parts,
     "weighted": Weighted,

@@ -49,9 +49,15 @@ class Lanes:
         loaded.align = 1
         return Vector(self, loaded)
 
-    def unless_one(self, divisor: Value, values: State, quotients: Callable[[], State]) -> State:
-        """`values` if the divisor, a scalar, is 1, else the quotients."""
+    def unless_one(
+        self, divisor: Value, values: State, quotients: Callable[[], State], rest: Vector | None = None
+    ) -> State:
+        """`values` if the divisor, a scalar, is 1 and its rest (in any lane) is 0, else the quotients."""
         is_one = self.build.fcmp_unordered("==", divisor, ir.Constant(divisor.type, 1.0))
+        if rest is not None:
+            lacking = self.build.extract_element(rest.value, ir.Constant(INT32, 0))
+            lacks_nothing = self.build.fcmp_unordered("==", lacking, ir.Constant(lacking.type, 0.0))
+            is_one = self.build.and_(is_one, lacks_nothing)
         return self.unless(is_one, values, quotients)
 
     def unless(self, condition: Value, values: State, others: Callable[[], State]) -> State:
@@ -91,7 +97,7 @@ class Vector:
         return (other if isinstance(other, Vector) else self.lanes.constant(self.kind, other)).value
 
     def compare(self, relation: str, other: Operand, *, signed: bool = False) -> Vector:
-        """Where a relation holds; with NaN no other does than `!=`."""
+        """Compares lanes; with NaN only `!=` holds."""
         if isinstance(self.kind, ir.IntType):
             kind = "icmp_signed" if signed else "icmp_unsigned"
         else:
@@ -99,7 +105,7 @@ class Vector:
         return Vector(self.lanes, getattr(self.lanes.build, kind)(relation, self.value, self._like(other)))
 
     def differs(self, other: Operand) -> Vector:
-        """Where both are numbers, and not the same."""
+        """Masks lanes in which both are numbers and differ."""
         return Vector(self.lanes, self.lanes.build.fcmp_ordered("!=", self.value, self._like(other)))
 
     __add__, __sub__, __mul__ = _operator("add"), _operator("sub"), _operator("mul")
@@ -166,25 +172,32 @@ class Vector:
         return (self != self).select(float("nan"), self)
 
     def is_any(self) -> Value:
-        """Whether a mask is set in any lane."""
+        """Tests whether a mask is set in any lane."""
         build, count = self.lanes.build, self.lanes.count
         if count == 1:
             return build.extract_element(self.value, ir.Constant(INT32, 0))
         integer = build.bitcast(self.value, ir.IntType(count))
         return build.icmp_unsigned("!=", integer, ir.Constant(integer.type, 0))
 
-    def divided(self, divisor: Value) -> Vector:
-        """Over a float64, without a division, which is slow in cache, by 1 (a sum) and powers of two."""
+    def divided(self, divisor: Value, quotient_by: Callable[[Vector], Vector] | None = None) -> Vector:
+        """Over a float64, without a division, which is slow in cache, by 1 (a sum) and powers of two.
+
+        `quotient_by` takes the place of the plain division by any other number.
+        """
         lanes, build = self.lanes, self.lanes.build
         is_single = self.kind == SINGLE
         number = build.fptrunc(divisor, SINGLE) if is_single else divisor
+
+        def by_division() -> State:
+            divisors = lanes.spread(number)
+            return (self / divisors if quotient_by is None else quotient_by(divisors),)
 
         def quotient() -> State:
             bits = build.bitcast(number, INT32 if is_single else INT64)
             fraction = build.and_(bits, ir.Constant(bits.type, (1 << (23 if is_single else 52)) - 1))
             has_reciprocal = build.icmp_unsigned("==", fraction, ir.Constant(bits.type, 0))
             reciprocal = lanes.spread(build.fdiv(ir.Constant(number.type, 1.0), number))
-            return lanes.unless(has_reciprocal, (self * reciprocal,), lambda: (self / lanes.spread(number),))
+            return lanes.unless(has_reciprocal, (self * reciprocal,), by_division)
 
         return lanes.unless_one(number, (self,), quotient)[0]
 

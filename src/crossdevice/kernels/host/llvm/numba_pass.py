@@ -65,6 +65,7 @@ def compiled_sources() -> list[Path]:
     constants = (
         "host/work_list",
         "association",
+        "position_keys",
         "../values/dtypes",
         *map("host/reference/{}".format, REFERENCE),
     )
@@ -87,7 +88,7 @@ def _warn_once(text: str) -> None:
 
 @functools.cache
 def _keeps_kernels() -> bool:
-    """Whether compiled kernels are kept; the log says once where."""
+    """Returns whether compiled kernels are cached on disk; logs once where."""
     folder = cache_folder()
     if folder is None:
         logger.warning(
@@ -101,7 +102,7 @@ def _keeps_kernels() -> bool:
 
 @functools.cache
 def can_run_here() -> bool:
-    """Whether numba compiles, and objects lie in memory as in every CPython and NumPy so far."""
+    """Returns whether numba compiles and objects have the known layouts of CPython and NumPy."""
     if numba.config.DISABLE_JIT or sys.implementation.name != "cpython" or sys.maxsize < 1 << 32:
         return False
     array = np.empty(1)
@@ -113,7 +114,7 @@ def can_run_here() -> bool:
 
 @functools.cache
 def has_half_conversions() -> bool:
-    """Whether the machine converts float16; where it does not, LLVM would call functions not linked here."""
+    """Returns whether the processor converts float16; else LLVM would call functions not linked here."""
     if platform.machine().lower() in ("arm64", "aarch64"):
         return True
     return bool(llvmlite.binding.get_host_cpu_features().get("f16c", False))
@@ -155,7 +156,7 @@ def entry_of(function: Kernel, name: str, signature: str, *, nogil: bool = True)
 
 
 def lanes_of(name: str) -> int:
-    """How many elements are combined at a time: up to four lines of results, in at most half the registers.
+    """Chooses the number of elements per step: up to four lines of results, in at most half the registers.
 
     Four lines from one input and then four from the next measured best, and least sensitive to addresses
     that are nearly equal modulo 4096. Beyond 64 widened elements, conversions get in each other's way.

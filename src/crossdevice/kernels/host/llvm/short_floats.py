@@ -8,7 +8,7 @@ from crossdevice.kernels.host.llvm.lanes import INT8, INT32, SINGLE, Vector
 
 
 class ShortFormat(NamedTuple):
-    """How one of them is laid out, below its sign."""
+    """Bit layout of a short float, below its sign."""
 
     fraction_bits: int
     bias: int

@@ -1,4 +1,4 @@
-"""How a pass is shared with a worker thread that is awake, in less time than it takes to wake one."""
+"""Handing part of a pass to a worker thread that is awake, in less time than waking one takes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def compiled_standby() -> Kernel:
 
 
 def address_of(kernel: Any) -> int:
-    """Where the code of a compiled kernel is."""
+    """Returns the address of a compiled kernel."""
     (result,) = kernel.overloads.values()
     address: int = result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
     return address

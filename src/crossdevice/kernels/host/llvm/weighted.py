@@ -1,6 +1,6 @@
 """Sums of weights times values, emitted as LLVM code."""
 
-# ruff: noqa: D102 - what a method does is said once, in Arithmetic; not each needs all it is given
+# ruff: noqa: D102, ARG002 - what a method does is said once, in Arithmetic; not each needs all it is given
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llvmlite import ir
 from crossdevice.kernels.host.llvm.arithmetic import Arithmetic, Compensated, Wide
 from crossdevice.kernels.host.llvm.conversions import from_double
 from crossdevice.kernels.host.llvm.exact import Enclosed, two_sum_keeping_zero
-from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT32, State, Value, Vector
+from crossdevice.kernels.host.llvm.lanes import DOUBLE, State, Value, Vector
 from crossdevice.kernels.host.reference.rounding import two_sum
 
 
@@ -61,12 +61,16 @@ class WeightedExactInDouble(Weighted):
 class WeightedCompensated(Compensated):
     """float64 products and their sum, with the rounding errors of all of them added back at the end."""
 
-    is_weighted = True
+    is_weighted = uses_divisor_rest = True
 
     def with_term(self, state: State | None, element: Vector, weight: Vector) -> State:
         product, error, _ = element.two_product(weight)
         total, errors = self.started(product) if state is None else self.combined(state, product)
         return total, errors + error
+
+    def finished(self, state: State, divisor: Value) -> Vector:
+        total, errors, divisor_rest, _ = state
+        return self._divided((total, errors), divisor, divisor_rest)
 
     def _remainder(self, dividend: Vector, quotient: Vector, number: Vector) -> Vector:
         product, error, _ = quotient.two_product(number)
@@ -91,19 +95,16 @@ class WeightedExact(Enclosed):
     def _may_overflow(self) -> bool:
         return True
 
-    def _enclosure(self, state: State, divisor: Value) -> State:
+    def _enclosure(self, state: State, divisor: Value, num_inputs: Value) -> State:
         total, errors, lost, divisor_rest, divisor_doubt = state
         near, rest = two_sum_keeping_zero(total, errors)
-        lanes, build = total.lanes, total.lanes.build
+        lanes = total.lanes
 
         def quotient() -> State:
             number = lanes.spread(divisor)
             return self._weighted_quotient((near, rest, lost), number, divisor_rest, divisor_doubt)
 
-        first_rest = build.extract_element(divisor_rest.value, ir.Constant(INT32, 0))
-        has_rest = build.fcmp_ordered("!=", first_rest, ir.Constant(DOUBLE, 0.0))
-        divides = build.or_(has_rest, build.fcmp_ordered("!=", divisor, ir.Constant(DOUBLE, 1.0)))
-        return lanes.unless(build.not_(divides), (near, rest, lost), quotient)
+        return lanes.unless_one(divisor, (near, rest, lost), quotient, divisor_rest)
 
     def _weighted_quotient(
         self, dividend: State, number: Vector, divisor_rest: Vector, divisor_doubt: Vector
@@ -158,6 +159,6 @@ class WeightedNarrow(WeightedExact):
         total, lost = two_sum(total, product)
         return total, errors + (error + lost), sizes + (abs(error) + abs(lost))
 
-    def _enclosure(self, state: State, divisor: Value) -> State:
+    def _enclosure(self, state: State, divisor: Value, num_inputs: Value) -> State:
         total, errors, sizes, *divisor_parts = state
-        return super()._enclosure((total, errors, sizes * 2.0**-36, *divisor_parts), divisor)
+        return super()._enclosure((total, errors, sizes * 2.0**-36, *divisor_parts), divisor, num_inputs)

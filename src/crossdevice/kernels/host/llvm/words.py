@@ -37,12 +37,12 @@ def emitted(result: Any = types.void) -> Callable[[Callable[..., Value | None]],
 
 
 def loaded_word(build: Builder, address: Value, index: Value) -> Value:
-    """What `word_at` gives, for code that is emitted."""
+    """Emits the load of `word_at`."""
     return build.load(_pointer(build, address, index))
 
 
 def loaded_address(build: Builder, arrays: Value, index: Value) -> Value:
-    """What `data_of` gives, for code that is emitted."""
+    """Emits the load of `data_of`."""
     fields = build.add(loaded_word(build, arrays, index), ir.Constant(INT64, OBJECT_HEADER_BYTES))
     return loaded_word(build, fields, ir.Constant(INT64, 0))
 
@@ -97,7 +97,7 @@ def set_shared_word(build: Builder, address: Value, word: Value) -> None:
 
 @emitted(types.int64)
 def swapped(build: Builder, address: Value, old: Value, new: Value) -> Value:
-    """Whether a shared word was `old`; it is `new` then."""
+    """Compares a shared word with `old` and sets it to `new` if equal; returns whether it was."""
     found = build.cmpxchg(_pointer(build, address), old, new, "seq_cst", "seq_cst")
     return build.zext(build.extract_value(found, 1), INT64)
 

@@ -18,7 +18,7 @@ from crossdevice.kernels.host.reference.rounding import (
 )
 from crossdevice.kernels.host.reference.sorting import extreme, sorted_values
 from crossdevice.kernels.host.reference.weighted import weighted_combination
-from crossdevice.kernels.recipe import Order, Recipe
+from crossdevice.values.recipe import Order, Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 Block = NDArray[Any]

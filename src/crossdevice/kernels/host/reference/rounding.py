@@ -60,7 +60,7 @@ def two_product(left: Floats, right: float) -> tuple[Floats, Floats]:
 
 
 def is_error_known(left: Number, product: Number) -> Any:
-    """Where `two_product` gives the error of a rounded product of `left`."""
+    """Masks where `two_product` gives the error of a rounded product of `left`."""
     size = abs(product)
     return (size >= SMALLEST_PRODUCT) & (size <= LARGEST_PRODUCT) & (abs(left) <= LARGEST_PRODUCT)
 
@@ -98,8 +98,12 @@ def with_errors(
     divisor: float | None,
     remainder: Callable[[Number, Number, float], Number],
     xp: Any = np,
+    divisor_rest: float = 0.0,
 ) -> Number:
-    """A sum with its rounding errors added back, divided unless there is no divisor, by functions of `xp`."""
+    """A sum with its rounding errors added back, divided unless there is no divisor, by functions of `xp`.
+
+    `divisor_rest` is what float64 lacks of the divisor.
+    """
     # Errors that are 0 would turn -0 into +0. Those of infinities are NaN, and next to the largest numbers
     # two_sum overflows on the way to an error: neither counts.
     counts = (abs(errors) > 0) & xp.isfinite(errors)
@@ -107,10 +111,13 @@ def with_errors(
     near = xp.where(counts, near, total)
     if divisor is None:
         return near
-    # The quotient of near, and what is left of it and of the sum, divided too.
+    # The quotient of near, and what is left of it, of the sum and of the divisor, divided too.
     first = near / divisor
     rest = xp.where(counts & xp.isfinite(rest), rest, xp.zeros_like(rest))
-    second = (remainder(near, first, divisor) + rest) / divisor
+    left = remainder(near, first, divisor) + rest
+    if divisor_rest:
+        left = left - first * divisor_rest
+    second = left / divisor
     return xp.where(abs(second) > 0, first + second, first)
 
 

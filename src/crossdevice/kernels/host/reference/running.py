@@ -74,8 +74,8 @@ def _grown(state: list[Floats], element: Floats, weight: float, family: str, los
 
 
 def with_neutral_rests(parts: Sequence[Floats]) -> list[Floats]:
-    """The same sum, in which a first part of -0.0 stays what it is."""
-    return [parts[0], *map(neutral, parts[1:])]
+    """The same sum, in which a first part of -0.0 or infinity, whose error is NaN, stays what it is."""
+    return [parts[0], *(neutral(np.where(np.isfinite(part), part, 0.0)) for part in parts[1:])]
 
 
 def rounded_parts(
@@ -90,10 +90,10 @@ def rounded_parts(
         if family == "wide":
             return rounded(parts[0] / divisor.divisor, dtype), decided
         if family == "compensated":
-            number = None if divisor.divisor == 1 else divisor.divisor
-            is_whole = divisor.divisor.is_integer() and divisor.divisor <= 1 << 26
+            number = None if divisor.exact_divisor == 1 else divisor.divisor
+            is_whole = divisor.rest == 0 and divisor.divisor.is_integer() and divisor.divisor <= 1 << 26
             remainder = exact_remainder if is_whole else remainder_of  # as in one pass over all inputs
-            quotient = with_errors(parts[0], parts[1], number, remainder)
+            quotient = with_errors(parts[0], parts[1], number, remainder, divisor_rest=divisor.rest)
             return rounded(quotient, dtype), decided
         enclosure = enclosed_sum(with_neutral_rests(parts))
         if divisor.exact_divisor != 1:

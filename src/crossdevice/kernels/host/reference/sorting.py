@@ -28,7 +28,7 @@ def extreme(inputs: Sequence[NDArray[Any]], op: ReduceOp) -> NDArray[Any]:
 
 
 def _of_keys(inputs: Sequence[NDArray[Any]], picked: Callable[[NDArray[Any]], NDArray[Any]]) -> NDArray[Any]:
-    """What is picked of integers that sort like the inputs, as elements again."""
+    """Picks the middle values of integers that sort like the inputs, and converts them back."""
     dtype = inputs[0].dtype
     keys = np.stack([array.view(key_dtype(dtype)) for array in inputs])
     infinity = infinity_of(dtype)

@@ -43,8 +43,8 @@ def weighted_combination(
     wide = [array.astype(np.float64) for array in inputs]
     if precision == "exact":
         return _exact(wide, weights, dtype)
-    divisor = weights.divisor if weights.divisor != 1 else None
-    if inputs[0].dtype == np.float64:
+    divisor = None if weights.exact_divisor == 1 else weights.divisor
+    if inputs[0].dtype == np.float64 or (inputs[0].dtype.kind in "iu" and dtype == np.float64):
         return rounded(_compensated(wide, weights, divisor), dtype)
     products = (array * factor for array, factor in zip(wide, weights.factors, strict=True))
     total = functools.reduce(np.add, products)
@@ -59,7 +59,7 @@ def _compensated(inputs: Sequence[Floats], weights: Weights, divisor: float | No
         product, of_product = two_product(array, factor)
         total, error = two_sum(total, product)
         errors = (errors + error) + of_product
-    return with_errors(total, errors, divisor, remainder_of)
+    return with_errors(total, errors, divisor, remainder_of, divisor_rest=weights.rest)
 
 
 def _exact(inputs: Sequence[Floats], weights: Weights, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -103,16 +103,16 @@ def _by_integers(
     columns: NDArray[np.object_], exponents: Integers, weights: Weights, dtype: np.dtype[Any]
 ) -> NDArray[Any]:
     """The result for columns of integers * 2**exponents, in Python's integers."""
-    unit = max(Fraction(factor).denominator for factor in weights.factors)
+    # All are powers of two. The divisor's may be the largest: it has the weights of other replicas in it.
+    divisor = weights.exact_divisor
+    unit = max(divisor.denominator, *(Fraction(factor).denominator for factor in weights.factors))
     factors = [int(Fraction(factor) * unit) for factor in weights.factors]
-    divisor = weights.exact_divisor * unit
-    assert divisor.denominator == 1
     lowest = exponents.min(axis=0)
     shifted = columns << (exponents - lowest).astype(object)
     totals = sum(row * factor for row, factor in zip(shifted, factors, strict=True))
     quotients = np.empty(lowest.shape, object)
     places = np.empty(lowest.shape, np.int64)
     for element, total in enumerate(totals):
-        quotients[element], places[element] = quotient_bits(abs(total), divisor.numerator)
+        quotients[element], places[element] = quotient_bits(abs(total), int(divisor * unit))
     negative = np.array([total < 0 for total in totals], np.bool_)
     return rounded_integers(quotients, lowest + places, negative, dtype)

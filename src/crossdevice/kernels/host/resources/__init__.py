@@ -1,1 +1,1 @@
-"""What kernels work with: worker threads and memory for results."""
+"""Worker threads and memory for the results of kernels."""

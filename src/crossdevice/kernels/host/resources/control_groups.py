@@ -1,4 +1,4 @@
-"""What control groups, by which containers are confined, grant to this process."""
+"""Limits on this process set by control groups, which containers use."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ ARENA_BYTES = 32 << 20
 
 
 class Statistics(NamedTuple):
-    """What a pool holds, and how often it could help; threads at work at once may miscount the latter."""
+    """Bytes in a pool and its hits; concurrent threads may miscount the hits."""
 
     idle_bytes: int
     leased_bytes: int
@@ -54,7 +54,7 @@ class Statistics(NamedTuple):
 
 
 class _Lease:
-    """What arrays in a block have as their base, so that it lives exactly as long as they do."""
+    """Base object of the arrays in a block, which returns the block when the last of them dies."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_memory")
 
@@ -149,7 +149,7 @@ class Pool:
 
     @property
     def limit_bytes(self) -> int:
-        """How much idle memory is kept at most."""
+        """Upper bound on idle memory."""
         if self._limit_bytes is None:
             self._limit_bytes = _default_limit()
         return self._limit_bytes
@@ -164,7 +164,7 @@ class Pool:
         self._keep_within_limit()
 
     def statistics(self) -> Statistics:
-        """What is idle and leased now, and how often a block could be used again."""
+        """Returns the idle and leased bytes and the number of reused blocks."""
         self._keep_within_limit()
         blocks = list(self._blocks.values())
         idle = sum(block.num_bytes for block in _idle_among(blocks))
@@ -219,7 +219,7 @@ class Pool:
         return _idle_among(list(self._blocks.values()))
 
     def _dropped(self, block: _Block) -> int:
-        """How many bytes the pool has less; 0 if somebody else was faster."""
+        """Drops a block and returns its bytes; 0 if another thread was faster."""
         return 0 if self._blocks.pop(block.key, None) is None else block.num_bytes
 
 
@@ -251,7 +251,7 @@ def set_pool_bytes(limit_bytes: int | None) -> None:
 
 
 def pool_bytes() -> int:
-    """How much memory may wait for the next results."""
+    """Returns the number of bytes the pool may keep idle."""
     return result_pool.limit_bytes
 
 
@@ -275,7 +275,7 @@ def _size_class(num_bytes: int) -> int:
 
 
 def _arenas(lengths: Sequence[int]) -> list[list[slice]]:
-    """Where neighbours lie in blocks of about ARENA_BYTES; what is larger has one of its own."""
+    """Groups neighbours into blocks of about ARENA_BYTES; a larger array has a block of its own."""
     arenas: list[list[slice]] = []
     end = ARENA_BYTES
     for length in lengths:
@@ -299,7 +299,7 @@ def _default_limit() -> int:
 
 
 def _memory_bytes() -> int:
-    """What the machine has, or what control groups leave of it."""
+    """Returns the machine's memory, or what control groups leave of it."""
     try:
         limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     except (AttributeError, ValueError, OSError):

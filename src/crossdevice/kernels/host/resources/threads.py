@@ -18,7 +18,7 @@ _num_threads: int | None = None
 
 
 def num_threads() -> int:
-    """How many threads a large pass may use, the calling one included.
+    """Returns the number of threads of a large pass, the calling one included.
 
     What `set_num_threads` set; else what the variable CROSSDEVICE_NUM_THREADS says; else the processors
     this process may run on, shared evenly with the other processes that the launcher started here.

@@ -14,7 +14,7 @@ import pytest
 
 import crossdevice
 from crossdevice.kernels.host import fused_pass as entry
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 pytest.importorskip("numba")

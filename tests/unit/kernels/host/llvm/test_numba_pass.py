@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from conformance.oracle import rounded
 from crossdevice.kernels.association import MAX_DEPTH, positions_of, program_of
 from crossdevice.kernels.host import fused_pass as module
 from crossdevice.kernels.host.fused_pass import fused_pass, select_kernels, selected_kernels
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, result_dtype
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from unit.kernels.host.adversarial import (
     BFLOAT16,
@@ -147,6 +151,54 @@ def test_what_no_kernel_can_decide_is_not_written_before_it_is_decided():
         assert all((array == 1 + 2.0**-23).all() for array in inputs)
 
 
+@pytest.mark.parametrize("divisor", [None, 8, 7])
+@pytest.mark.parametrize("name", FLOATS)
+def test_magnitudes_far_apart_are_decided_by_the_kernel(name, divisor, random, monkeypatch):
+    monkeypatch.setattr(module, "numpy_pass", None)
+    dtype = dtype_named(name)
+    for num_inputs in (2, 8, 32):
+        with np.errstate(over="ignore"):
+            inputs = [
+                (random.standard_normal(3000) * 10.0 ** random.integers(-6, 6, 3000)).astype(dtype)
+                for _ in range(num_inputs)
+            ]
+        outputs = [np.empty(3000, dtype)]
+        fused_pass(inputs, outputs, Recipe(SUM, "exact", divisor))
+        expected = np.empty(3000, dtype)
+        numpy_pass(inputs, [expected], Recipe(SUM, "exact", divisor))
+        assert same_bits(outputs[0], expected)
+
+
+@given(
+    st.sampled_from(FLOATS),
+    st.lists(st.tuples(st.integers(-(2**12), 2**12), st.integers(-45, 45)), min_size=1, max_size=12),
+    st.sampled_from([None, 1, 2, 3, 8, 10, 5000]),
+)
+def test_sums_near_the_middle_of_two_results_fall_to_the_right_side(name, terms, divisor):
+    """Few bits, far apart: where a sum in float64 is rounded, and what it lost breaks a tie."""
+    dtype = dtype_named(name)
+    with np.errstate(all="ignore"):
+        column = [np.array(number * 2.0**exponent).astype(dtype) for number, exponent in terms]
+    column = [each for each in column if np.isfinite(each.astype(float))] or [np.zeros((), dtype)]
+    inputs = [np.full(70, each, dtype) for each in column]
+    outputs = [np.empty(70, dtype)]
+    fused_pass(inputs, outputs, Recipe(SUM, "exact", divisor))
+    total = sum(Fraction(float(each)) for each in column) / (divisor or 1)
+    right = float(rounded(total, name))
+    assert {*outputs[0].astype(float).tolist()} == {right}
+
+
+def test_thousands_of_halves_have_their_true_mean():
+    # 5000 is more than an exact sum in float64 is sure to be divided by without rounding twice.
+    inputs = [np.float16([1, 65504, 2.0**-24])] * 4999 + [np.float16([1 + 2.0**-9, -65504, 2.0**-23])]
+    outputs = [np.empty(3, np.float16)]
+    for divisor in (None, 5000, 4096):
+        fused_pass(inputs, outputs, Recipe(SUM, "exact", divisor))
+        columns = np.array(inputs, float).T
+        totals = [sum(map(Fraction, column)) / (divisor or 1) for column in columns]
+        assert outputs[0].astype(float).tolist() == [float(rounded(total, "float16")) for total in totals]
+
+
 @pytest.mark.parametrize("divisor", [None, 3, 8])
 def test_exact_float64_ties_are_decided_by_the_kernel(divisor, random, monkeypatch):
     monkeypatch.setattr(module, "numpy_pass", None)
@@ -234,7 +286,7 @@ PROBE = """
 import numpy as np
 from crossdevice.kernels.host import fused_pass as module
 from crossdevice.kernels.host.llvm import numba_pass
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 made, compiled = [], numba_pass.compiled
 numba_pass.compiled = lambda *call: made.append(compiled(*call)) or made[-1]

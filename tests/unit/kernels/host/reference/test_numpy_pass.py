@@ -11,8 +11,8 @@ from crossdevice.backends.registry import backend_named
 from crossdevice.execution.local.combining import combine_with_array_functions
 from crossdevice.kernels.host.fused_pass import fused_pass
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.device import host_device
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from unit.kernels.host.adversarial import same_bits
 

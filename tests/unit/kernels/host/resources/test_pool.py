@@ -235,7 +235,7 @@ def test_a_thread_gives_memory_back_and_ends(monkeypatch):
     pool = Pool()
     pool.empty(LARGE, np.float32)
     keeper = pool._keeper
-    keeper.join(60)
+    keeper.join(120)
     assert not keeper.is_alive()
     assert not pool._blocks
     pool.empty(LARGE, np.float32)
@@ -319,7 +319,11 @@ print("done")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_child_has_a_working_pool():
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-W", "ignore", "-c", FORKED],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
     )
     assert done.stdout == "done\n"
 

@@ -115,19 +115,19 @@ def test_a_caller_does_not_wait_for_workers_that_have_not_begun():
     blocked = threading.Thread(target=run_together, args=(block, 2))
     blocked.start()
     for _ in range(2):
-        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=120)
     calls = []
     # Every worker is busy, perhaps more of them than this call would need.
     with_all = [threading.Thread(target=run_together, args=(block, 2)) for _ in range(3)]
     for thread in with_all:
         thread.start()
     for _ in range(3):
-        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=120)
     run_together(lambda: calls.append(threading.current_thread()), 2)
     assert threading.current_thread() in calls
     release.set()
     for thread in (blocked, *with_all):
-        thread.join(60)
+        thread.join(120)
         assert not thread.is_alive()
 
 
@@ -163,7 +163,7 @@ FORKED = """
 import os, sys, threading
 from crossdevice.kernels.host.resources.threads import run_together
 def meet(number):
-    barrier = threading.Barrier(number, timeout=30)
+    barrier = threading.Barrier(number, timeout=120)
     run_together(barrier.wait, number)
 meet(3)
 child = os.fork()
@@ -179,7 +179,11 @@ print("done")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_child_has_workers_of_its_own_and_sleeping_workers_do_not_keep_a_process():
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-W", "ignore", "-c", FORKED],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
     )
     assert done.stdout == "done\n"
 

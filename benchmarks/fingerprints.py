@@ -1,0 +1,101 @@
+"""How fast fingerprints are, beside a pass that only reads the same memory, and beside SHA-256 and CRC-32.
+
+`python benchmarks/fingerprints.py` prints one line per size, and fails where that of contiguous arrays
+reaches less than FLOOR of the speed of reading. Arrays are taken in turn from as many as do not fit into a
+cache, by the same threads on both sides, and rounds of both alternate: only the ratio is to be trusted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+import crossdevice as cd
+from crossdevice.kernels.host.resources.threads import run_together
+
+FLOOR, STRIDED_FLOOR = 0.8, 0.3
+SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
+BEYOND_CACHE = 256 << 20
+PIECE_WORDS = 64 << 10
+
+Array = NDArray[Any]
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def folded(words: NDArray[np.int64]) -> np.int64:
+    """Reads every word, and does as little with it as may be."""
+    found = np.int64(0)
+    for word in words:
+        found ^= word
+    return found
+
+
+def read(array: Array) -> None:
+    """Reads memory with as many threads as a fingerprint."""
+    words = array.reshape(-1, order="A").view(np.int64)
+    starts = itertools.count(0, PIECE_WORDS)
+
+    def take() -> None:
+        while (start := next(starts)) < words.size:
+            folded(words[start : start + PIECE_WORDS])
+
+    run_together(take, cd.num_threads())
+
+
+def seconds(call: Callable[[Array], object], arrays: Sequence[Array]) -> float:
+    """Of one array, on average over all of them."""
+    start = time.perf_counter()
+    for array in arrays:
+        call(array)
+    return (time.perf_counter() - start) / len(arrays)
+
+
+def compare(name: str, num_bytes: int, rounds: int, arrays: Sequence[Array], floor: float) -> bool:
+    """Prints a line; whether the fingerprint is as fast as it should be."""
+    calls: dict[str, Callable[[Array], object]] = {"read": read, "fingerprint": cd.fingerprint}
+    times: dict[str, list[float]] = {each: [] for each in calls}
+    for _ in range(rounds + 1):
+        for each, call in calls.items():
+            times[each].append(seconds(call, arrays))
+    ratios = [a / b for a, b in zip(times["read"][1:], times["fingerprint"][1:], strict=True)]
+    ratio, fastest = statistics.median(ratios), min(times["fingerprint"])
+    print(
+        f"{num_bytes >> 20:4} MiB {name:12} {num_bytes / fastest / 1e9:6.1f} GB/s"
+        f"  {ratio:5.2f} of reading (floor {floor})"
+    )
+    return ratio >= floor
+
+
+def main() -> None:
+    """Compares all sizes; exits with 1 below a floor."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args().rounds
+    are_fast = []
+    for num_bytes in SIZES:
+        side = int((num_bytes // 4) ** 0.5)
+        arrays = [np.ones((side, side), np.float32) for _ in range(max(1, BEYOND_CACHE // num_bytes))]
+        num_bytes = arrays[0].nbytes
+        are_fast.append(compare("contiguous", num_bytes, rounds, arrays, FLOOR))
+        turned = [array.T for array in arrays]
+        are_fast.append(compare("transposed", num_bytes, rounds, turned, STRIDED_FLOOR))
+    memory = np.ones(16 << 20, np.uint8)
+    others: dict[str, Callable[[Any], object]] = {"SHA-256": hashlib.sha256, "CRC-32": zlib.crc32}
+    for name, call in others.items():
+        print(f"  16 MiB {name:12} {memory.size / seconds(call, [memory]) / 1e9:6.1f} GB/s")
+    sys.exit(0 if all(are_fast) else 1)
+
+
+if __name__ == "__main__":
+    main()

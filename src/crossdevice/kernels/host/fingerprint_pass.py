@@ -1,0 +1,122 @@
+"""The sums of fingerprints of arrays in host memory: each byte is read once, by as many threads as help."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdevice.kernels.host.fused_pass import selected_kernels
+from crossdevice.kernels.host.resources.threads import num_threads, run_together
+from crossdevice.kernels.position_keys import (
+    BLOCK_BYTES,
+    BLOCK_ROWS,
+    NUM_SUMS,
+    ROW_BYTES,
+    Words,
+    sums_of_blocks,
+)
+
+PIECE_BYTES = 512 << 10
+"""What a thread takes at a time: a copy of so much is still in its cache when it is read."""
+
+THREADED_BYTES = 2 << 20
+"""From here a second thread is woken."""
+
+Bytes = NDArray[np.uint8]
+
+
+class Piece(NamedTuple):
+    """A range of an array: which array, how many bytes come before it, and how its elements are read."""
+
+    array: int
+    offset: int
+    num_bytes: int
+    read: Callable[[], NDArray[Any]]
+    """Gives the elements as a contiguous, native ndarray."""
+
+
+def pieces_of(number: int, flat: NDArray[Any], offset: int = 0) -> Iterator[Piece]:
+    """A contiguous array as pieces that several threads may take."""
+    memory: Bytes = flat.reshape(-1).view(np.uint8)
+    for start in range(0, memory.size, PIECE_BYTES):
+        part = memory[start : start + PIECE_BYTES]
+        yield Piece(number, offset + start, part.size, lambda part=part: part)  # type: ignore[misc]
+
+
+def sums_of(pieces: Iterable[Piece], num_arrays: int) -> Words:
+    """The sums of each array, a line of `NUM_SUMS` for each; pieces may come in any order.
+
+    >>> memory = np.arange(9, dtype=np.float32)
+    >>> whole = sums_of(pieces_of(0, memory), 1)
+    >>> parts = sums_of([*pieces_of(0, memory[5:], offset=20), *pieces_of(0, memory[:5])], 1)
+    >>> bool((whole == parts).all())
+    True
+    """
+    work = list(pieces)
+    add_rows = _add_rows_compiled() if _is_compiled() else _add_rows
+    numbers = itertools.count()  # whose `next` is one step, also between threads
+    found: list[Words] = []
+
+    def take_pieces() -> None:
+        own = np.zeros((num_arrays, NUM_SUMS), np.uint64)
+        while (number := next(numbers)) < len(work):
+            piece = work[number]
+            _add(piece.read().reshape(-1).view(np.uint8), piece.offset, own[piece.array], add_rows)
+        found.append(own)
+
+    is_large = len(work) > 1 and sum(piece.num_bytes for piece in work) >= THREADED_BYTES
+    run_together(take_pieces, min(num_threads(), len(work)) if is_large else 1)
+    total = found[0]
+    for other in found[1:]:
+        total = total + other
+    return total
+
+
+AddRows = Callable[[Bytes, int, Words], None]
+"""Adds the sums of whole rows, the first of which has this number."""
+
+
+def _add(memory: Bytes, offset: int, sums: Words, add_rows: AddRows) -> None:
+    """Adds the sums of bytes that begin so many bytes after the array; rows that are not whole are padded."""
+    head = min(-offset % ROW_BYTES, memory.size)
+    whole = (memory.size - head) // ROW_BYTES * ROW_BYTES
+    if head:
+        add_rows(_row_with(memory[:head], offset % ROW_BYTES), offset // ROW_BYTES, sums)
+    if whole:
+        add_rows(memory[head : head + whole], (offset + head) // ROW_BYTES, sums)
+    if head + whole < memory.size:
+        add_rows(_row_with(memory[head + whole :], 0), (offset + head + whole) // ROW_BYTES, sums)
+
+
+def _row_with(part: Bytes, start: int) -> Bytes:
+    row = np.zeros(ROW_BYTES, np.uint8)
+    row[start : start + part.size] = part
+    return row
+
+
+def _add_rows(rows: Bytes, first: int, sums: Words) -> None:
+    block, place = divmod(first, BLOCK_ROWS)
+    start = place * ROW_BYTES
+    padded = np.zeros(-(-(start + rows.size) // BLOCK_BYTES) * BLOCK_BYTES, np.uint8)
+    padded[start : start + rows.size] = rows
+    sums += sums_of_blocks(padded.view("<u4"), block)
+
+
+def _is_compiled() -> bool:
+    return sys.byteorder == "little" and selected_kernels() == "numba"
+
+
+def _add_rows_compiled() -> AddRows:
+    from crossdevice.kernels.host.llvm.fingerprinting import compiled_sums, spread_keys
+
+    kernel, keys = compiled_sums(), spread_keys().ctypes.data
+
+    def add_rows(rows: Bytes, first: int, sums: Words) -> None:
+        kernel(rows.ctypes.data, first, rows.size // ROW_BYTES, keys, sums.ctypes.data)
+
+    return add_rows
