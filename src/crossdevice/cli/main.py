@@ -14,9 +14,12 @@ from crossdevice.errors import CrossDeviceError
 COMMANDS = {
     "average": "write the mean of models in files, such as safetensors, through a few MiB of memory",
     "bench": "measure collectives in the format of nccl-tests, and compare other libraries",
+    "bits": "say where two recorded runs part, and whether before a call or in it",
     "demo": "train a classifier of handwritten digits on logical CPU devices",
+    "determinism": "show what changes the bits of sums: sizes, orders, algorithms, launches",
     "doctor": "report devices, libraries, links and threads, the chosen algorithm, and what is missing",
     "explain": "show the steps of an algorithm on a machine and their predicted cost",
+    "run": "start a program as several processes of this host that form a group",
 }
 """Each command is a folder of this package with a `command.py`: `add_arguments(parser)`, `run(arguments)`."""
 

@@ -1,4 +1,4 @@
-"""What commands show: tables and a progress bar, with rich on a terminal that has it, plain elsewhere."""
+"""Tables and a progress bar for commands: with rich on a terminal that has it, plain elsewhere."""
 
 from __future__ import annotations
 

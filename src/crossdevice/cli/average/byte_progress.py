@@ -43,7 +43,7 @@ class ByteProgress:
 
 
 def bar_text(done: int, total: int, seconds: float) -> str:
-    """How far, how much and how fast.
+    """Formats the share, the bytes and the speed.
 
     >>> bar_text(1_500_000_000, 2_000_000_000, 1.0)
     '[##################      ]  75 %  1.50 of 2.00 GB  1.50 GB/s'

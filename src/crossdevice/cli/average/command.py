@@ -13,7 +13,7 @@ from crossdevice.values.dtypes import FLOATS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which files, and how."""
+    """Adds the files to average and the options."""
     add = parser.add_argument
     add(
         "files",
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="refuse files with different tensors; average each over those that have it; leave out what not "
         "all have (strict)",
     )
+    add("--verify", action="store_true", help="compare each file with the SHA-256 beside it, in FILE.sha256")
     add("--exact", action="store_true", help="round the true mean once: the order of files does not matter")
 
 
@@ -53,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             integers=arguments.integers,
             keys=arguments.keys,
             progress=progress.update,
+            verify=arguments.verify,
         )
     return 0
 

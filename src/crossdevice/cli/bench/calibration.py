@@ -110,7 +110,7 @@ def _quantiles(
 
 
 def spread_of(calls: Mapping[int, Sequence[Sequence[float]]]) -> float:
-    """How many times as long as the lower quartile the upper quartile of a size's calls takes, at worst."""
+    """Returns the largest ratio of upper to lower quartile over all sizes."""
     low, high = (_quantiles(calls, quantile, slice(1, None)) for quantile in (QUANTILE, 1 - QUANTILE))
     return max(high[size] / low[size] for size in calls)
 

@@ -33,7 +33,7 @@ Read = Callable[[Any], Sequence[data.Arrays]]
 
 
 class Inspection(NamedTuple):
-    """What one call's results look like; `wrong` is None if nobody counted."""
+    """Findings about one call's results; `wrong` is None if elements were not counted."""
 
     memory: Memory
     wrong: int | None
@@ -44,7 +44,7 @@ class Measurable(Protocol):
 
     @property
     def places(self) -> tuple[ResultPlace, ...]:
-        """Where results can go."""
+        """Returns the places for results that a competitor supports."""
 
     def turn(self, place: ResultPlace, repeats: int) -> float:
         """Seconds per call, of `repeats` calls."""
@@ -141,7 +141,7 @@ class Calls:
 
     @property
     def places(self) -> tuple[ResultPlace, ...]:
-        """Where results can go."""
+        """Returns the places for results that a competitor supports."""
         return tuple(self.calls)
 
     def turn(self, place: ResultPlace, repeats: int) -> float:

@@ -47,7 +47,7 @@ def all_arrays(work: Workload) -> list[Arrays]:
 
 
 def num_wrong(work: Workload, results: Sequence[Arrays], *, rounds_once: bool) -> int:
-    """How many elements of all destinations' flat arrays are not what they should be.
+    """Counts wrong elements in the flat arrays of all destinations.
 
     Integers, minima, maxima and copies must be equal. Sums, means and products of floats are compared
     with a wide computation: within half a unit for a competitor that rounds once, otherwise within what

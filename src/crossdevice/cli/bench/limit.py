@@ -1,4 +1,4 @@
-"""How fast this machine copies: the most that anything which reads and writes memory can reach.
+"""The copy speed of this machine: an upper bound for everything that reads and writes memory.
 
 Two ways of copying are tried, each with as many threads as a pass may use: the C library's, and
 non-temporal stores, which do not read what they are about to overwrite. The faster one is the limit.
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from crossdevice.cli.bench.workload import GIGABYTE
 from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
-from crossdevice.kernels.recipe import Recipe
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 LIMIT_BYTES = 128 << 20
@@ -42,7 +42,7 @@ class CopyLimit(NamedTuple):
 
 
 def seconds_of(copy: Copy) -> float:
-    """How long one copy takes."""
+    """Measures the seconds of one copy."""
     begin = time.perf_counter()
     copy()
     return time.perf_counter() - begin

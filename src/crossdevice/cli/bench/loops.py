@@ -1,4 +1,4 @@
-"""What people write by hand: a loop over the replicas in NumPy or PyTorch, in this process."""
+"""Hand-written loops over the replicas in NumPy or PyTorch, in this process."""
 
 from __future__ import annotations
 

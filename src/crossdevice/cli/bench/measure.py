@@ -55,12 +55,12 @@ class Row(NamedTuple):
 
     @property
     def main(self) -> Figure:
-        """What is compared and drawn: out of place if there is one."""
+        """The figure to compare and draw: out of place if there is one."""
         return self.figures[0]
 
 
 class Schedule(NamedTuple):
-    """How often, and what besides the time."""
+    """Iterations and checks."""
 
     iterations: int = 20
     warm_up: int = 5

@@ -16,7 +16,7 @@ Runs = Literal["here", "process", "processes", "mpirun"]
 
 
 class PeerSetup(NamedTuple):
-    """What a peer in another process is told when it is made."""
+    """Settings of a peer in another process."""
 
     num_devices: int
     num_processes: int
@@ -59,7 +59,7 @@ PEERS: Mapping[str, Peer] = {
 
 
 def lacking(name: str) -> str | None:
-    """What a peer needs and this machine does not have; None if it can run."""
+    """Names what a peer needs and this machine lacks; None if it can run."""
     peer = PEERS[name]
     if importlib.util.find_spec(peer.needs) is None:
         return f"{peer.needs} not installed"

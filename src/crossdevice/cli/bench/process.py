@@ -148,10 +148,10 @@ def _environment(token: str) -> dict[str, str]:
     package_parent = str(Path(crossdevice.__file__).parents[1])
     paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {TOKEN_VARIABLE: token, "PYTHONPATH": os.pathsep.join(paths)}
-    return {**os.environ, **own, **_MPI_ENVIRONMENT}
+    return {**os.environ, **own, **MPI_ENVIRONMENT}
 
 
-_MPI_ENVIRONMENT = {
+MPI_ENVIRONMENT = {
     # More ranks than cores are allowed (Open MPI 4, then 5), and then yield to each other while they wait.
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",

@@ -19,7 +19,7 @@ from crossdevice.values.device import host_device
 
 
 class Rank(Competitor):
-    """What gloo and MPI share: a collective is done array by array, and a mean is a sum that is divided."""
+    """A rank of gloo or MPI: collectives run array by array, and a mean is a sum, divided."""
 
     rank: int
     places: Mapping[str, Sequence[ResultPlace]]

@@ -1,4 +1,4 @@
-"""What a run says: facts about the machine, the table as it grows, the footer, and the files."""
+"""The output of a run: facts about the machine, the growing table, the footer, and the files."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def footer_lines(rows: Sequence[Row], ours: Sequence[str]) -> list[str]:
 
 
 def comparison_lines(rows: Sequence[Row]) -> list[str]:
-    """How many times as long as the first competitor each of the others takes, size by size."""
+    """Compares each competitor's time with the first one's, size by size."""
     names = list(dict.fromkeys(row.competitor for row in rows))
     if len(names) < 2:
         return []

@@ -46,7 +46,7 @@ class TensorflowReductionToOneDevice(Competitor):
         return Calls(work, {"fresh": lambda: function(columns)}, read=self._read)
 
     def _all_reduce(self, work: Workload) -> Callable[[Columns], Columns]:
-        """What becomes a tf.function."""
+        """Returns the function that becomes a tf.function."""
         ops = self._ops()
         op = self._tf.distribute.ReduceOp(work.op)
         per_replica = importlib.import_module(f"{self._distribute}.values").PerReplica

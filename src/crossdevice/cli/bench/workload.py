@@ -1,4 +1,4 @@
-"""What is measured: one collective on a number of devices, with the bytes and factors of nccl-tests."""
+"""The measured work: one collective on a number of devices, with the bytes and factors of nccl-tests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Workload:
 
     @property
     def reduces(self) -> bool:
-        """Whether replicas are combined, not only copied."""
+        """True if replicas are combined, not only copied."""
         return self.collective in ("all_reduce", "reduce")
 
     @property
@@ -75,12 +75,12 @@ class Workload:
 
     @property
     def num_inputs(self) -> int:
-        """How many replicas bring something."""
+        """Number of replicas with an input."""
         return 1 if self.collective == "broadcast" else self.num_devices
 
     @property
     def num_results(self) -> int:
-        """How many destinations there are."""
+        """Number of destinations."""
         return 1 if self.collective in ("reduce", "gather") else self.num_devices
 
     @property

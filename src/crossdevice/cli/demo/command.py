@@ -43,7 +43,7 @@ class Digits(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What one training run left behind."""
+    """Results of one training run."""
 
     losses: list[float]
     accuracies: list[float]

@@ -26,7 +26,7 @@ MOMENTUM = 0.9
 
 
 class Network(Protocol):
-    """What the demo asks of a network on several devices."""
+    """A network on several devices, as the demo needs it."""
 
     def train(self, images: Any, labels: Any, batch_size: int) -> float:
         """One step on a distributed batch; returns the batch's mean loss."""

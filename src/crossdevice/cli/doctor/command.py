@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 
 import crossdevice
 from crossdevice.cli.doctor.diagnosis import diagnosis
-from crossdevice.cli.doctor.verification import verification
+from crossdevice.cli.doctor.verification import SECONDS, verification
 from crossdevice.cli.terminal import Section, show
 
 SELF_TEST = "self-test"
+
+INCOMPLETE = 3
+"""The exit status if no result is wrong, but not all were reached."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,15 +25,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--verify",
         action="store_true",
         help="also reduce every dtype in every precision, on the host, on GPUs and between the processes of "
-        "a launch, compare all results with exact arithmetic, and exit with 1 if any is wrong; takes up to "
-        "a minute",
+        "a launch, compare all results with exact arithmetic, and exit with 1 if any is wrong, with 3 if not "
+        "all were reached in time",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_positive,
+        default=SECONDS,
+        help="how long --verify may take in this process (%(default)g)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints all findings, and what one could do about them; 1 if a result is wrong."""
-    found = diagnosis({SELF_TEST: verification} if arguments.verify else {})
-    code = 0 if all(finding.is_well for finding in found.get(SELF_TEST, ())) else 1
+    """Prints all findings, and what one could do about them; the status says whether all was verified."""
+    test = functools.partial(verification, seconds=arguments.seconds)
+    found = diagnosis({SELF_TEST: test} if arguments.verify else {})
+    tested = found.get(SELF_TEST, [])
+    if all(finding.is_well for finding in tested):
+        code = 0 if all(finding.is_complete for finding in tested) else INCOMPLETE
+    else:
+        code = 1
     here = {
         "crossdevice": crossdevice.__version__,
         "python": platform.python_version(),
@@ -40,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({**here, "sections": sections}, indent=2))
         return code
     tables = [
-        Section(title, ("", "", ""), [("" if well else "!", what, said) for what, said, well, _ in findings])
+        Section(title, ("", "", ""), [("" if well else "!", what, said) for what, said, well, *_ in findings])
         for title, findings in found.items()
     ]
     advice = [finding for findings in found.values() for finding in findings if finding.advice]
@@ -51,3 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     headline = " ".join(f"{name} {said}" for name, said in here.items())
     show([headline], tables, "what one could do", list(lines))
     return code
+
+
+def _positive(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"expected more than 0 seconds, got {text}")
+    return seconds

@@ -1,4 +1,4 @@
-"""What `crossdevice doctor` finds, as data: what is here, what is chosen, and what is missing for more."""
+"""Findings of `crossdevice doctor`: what is installed, what is chosen, and what is missing for more."""
 
 from __future__ import annotations
 
@@ -22,19 +22,25 @@ from crossdevice.kernels.host.resources import threads
 from crossdevice.kernels.host.resources.control_groups import words_of_groups
 from crossdevice.plans.rendering import size_text
 from crossdevice.process_groups.cluster import cluster_from_env
-from crossdevice.process_groups.host_agreement import HOST_VARIABLE
-from crossdevice.process_groups.shared_memory import SHARED_MEMORY_VARIABLE, is_wanted, unavailable_reason
+from crossdevice.process_groups.shared.host_agreement import HOST_VARIABLE
+from crossdevice.process_groups.shared.shared_memory import (
+    SHARED_MEMORY_VARIABLE,
+    is_wanted,
+    unavailable_reason,
+)
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.libraries import INSTALLED_BY
 
 
 class Finding(NamedTuple):
-    """What was looked at, what was found, whether that is as it should be, and what one could do."""
+    """One finding: its subject, the result, whether it is as it should be, and a hint."""
 
     what: str
     found: str
     is_well: bool = True
     advice: str = ""
+    is_complete: bool = True
+    """Whether all was looked at that should have been."""
 
 
 class Library(NamedTuple):
@@ -47,7 +53,7 @@ class Library(NamedTuple):
 
 
 class Gpus(NamedTuple):
-    """What the management library says, or why it does not, and how many GPUs each array library can use."""
+    """Facts from the management library, or why there are none, and the GPUs each array library can use."""
 
     managed: Managed | str
     seen: dict[str, int | str]
@@ -60,7 +66,7 @@ class Gpus(NamedTuple):
 
     @property
     def may_exist(self) -> bool:
-        """Whether there is any sign of one."""
+        """True if there is any sign of a GPU."""
         managed = isinstance(self.managed, Managed) and bool(self.managed.gpus)
         return managed or bool(self.usable) or Path("/dev/nvidiactl").exists()
 
@@ -223,7 +229,7 @@ def _threads(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
 
 
 def _kernels(gpus: Gpus) -> Iterator[Finding]:
-    """Which GPUs fuse, and where numba keeps kernels."""
+    """Finds GPUs with fused kernels, and numba's cache of kernels."""
     for device in gpus.usable:
         missing = kernels_missing()
         reason = missing or gpu_unfit(device.index)

@@ -1,4 +1,4 @@
-"""What is known of GPUs: by NVIDIA's management library, without waking them, and by the array libraries."""
+"""Facts about GPUs from NVIDIA's management library, without waking them, and from the array libraries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Managed(NamedTuple):
 
 
 def managed() -> Managed | str:
-    """What the management library says, or why it does not."""
+    """Asks the management library; returns the reason if it cannot answer."""
     if importlib.util.find_spec("pynvml") is None:
         return "nvidia-ml-py is not installed"
     nvml: Any = importlib.import_module("pynvml")

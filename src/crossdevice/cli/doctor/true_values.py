@@ -1,4 +1,4 @@
-"""What a reduction must give, by Python's own integers and fractions: no kernel and no array arithmetic."""
+"""True results of reductions, by Python's integers and fractions: no kernel and no array arithmetic."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ Range: TypeAlias = "tuple[Any, Any]"
 
 
 def right_ranges(op: ReduceOp, replicas: Sequence[NDArray[Any]], precision: Precision) -> list[Range]:
-    """What each element of the result must be; complex numbers by their parts, but for products."""
+    """Computes the range of each element; complex numbers by their parts, except for products."""
     dtype = replicas[0].dtype.name
     if dtype in PARTS and op is ReduceOp.PROD:
         return [(math.prod(each),) * 2 for each in zip(*(array.tolist() for array in replicas), strict=True)]

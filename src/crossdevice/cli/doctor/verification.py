@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ WIDE_UNSIGNED = ("uint16", "uint32", "uint64")
 
 
 class Place(NamedTuple):
-    """Where arrays of a library are reduced."""
+    """A library and a device on which its arrays are reduced."""
 
     name: str
     backend: Backend
@@ -56,13 +56,31 @@ class Place(NamedTuple):
 
 
 def verification(gpus: Gpus, seconds: float = SECONDS) -> Iterator[Finding]:
-    """One finding for each place and dtype, and one for the processes of a launch."""
+    """One finding for each place and dtype, one for the processes of a launch, and last a summary."""
     end = time.monotonic() + seconds
+    counts: dict[str, tuple[int, int]] = {}
     for place in _places(gpus):
+        found = []
         for dtype in place.dtypes:
-            yield _of_dtype(place, dtype, end)
+            found.append(_of_dtype(place, dtype, end))
+            yield found[-1]
+        counts[place.name] = sum(each.is_well and each.is_complete for each in found), len(found)
         yield _of_large_arrays(place)
     yield _of_processes()
+    yield _summary(counts, seconds)
+
+
+def _summary(counts: Mapping[str, tuple[int, int]], seconds: float) -> Finding:
+    """Counts the dtypes verified from end to end, in each place."""
+    parts = [
+        f"{verified} of {number} dtypes verified on {name}" for name, (verified, number) in counts.items()
+    ]
+    is_complete = all(verified == number for verified, number in counts.values())
+    advice = (
+        f"not all was reached in {seconds:g} seconds: run it again, since kernels that were compiled "
+        "meanwhile are kept, or give it more --seconds"
+    )
+    return Finding("summary", "; ".join(parts), True, "" if is_complete else advice, is_complete)
 
 
 def _places(gpus: Gpus) -> Iterator[Place]:
@@ -150,7 +168,7 @@ def _of_large_arrays(place: Place) -> Finding:
 
 
 def _of_processes() -> Finding:
-    """What all processes of the launch reduce together; each of them knows what each brings."""
+    """Verifies a reduction by all processes of the launch; each knows the inputs of all."""
     cluster = cluster_from_env()
     if cluster.size == 1:
         return Finding("processes", "one; under a launcher its processes are verified together")
@@ -162,7 +180,7 @@ def _of_processes() -> Finding:
     except Exception as failure:
         return Finding("processes", f"{type(failure).__name__}: {failure}", False)
     if total and not wrong:
-        wrong = [f"{total} results of other processes"]
+        wrong = ["a result of another process" if total == 1 else f"{total} results of other processes"]
     return _finding(f"{group.size} processes on {group.engine_name}", "all dtypes", tried, wrong)
 
 
@@ -187,8 +205,14 @@ def _finding(where: str, what: str, tried: int, wrong: Sequence[str], *, is_whol
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         advice = "do not trust results of this machine; please report this with all that doctor prints"
-        return Finding(name, f"{len(wrong)} of {tried} reductions are WRONG: {wrong[0]}{more}", False, advice)
+        are_wrong = f"{len(wrong)} of {_reductions(tried)} {'is' if len(wrong) == 1 else 'are'} WRONG"
+        return Finding(name, f"{are_wrong}: {wrong[0]}{more}", False, advice)
+    are_right = f"{_reductions(tried)} {'is' if tried == 1 else 'are'} right"
     if not is_whole:
-        found = f"{tried} reductions are right, others were not reached" if tried else "not reached"
-        return Finding(name, found, True, "run it again: kernels that were compiled meanwhile are kept")
-    return Finding(name, f"{tried} reductions are right")
+        found = f"{are_right}, others were not reached" if tried else "not reached"
+        return Finding(name, found, is_complete=False)
+    return Finding(name, are_right)
+
+
+def _reductions(number: int) -> str:
+    return f"{number} reduction{'' if number == 1 else 's'}"

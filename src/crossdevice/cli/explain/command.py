@@ -25,7 +25,7 @@ _ALIASES = {"hierarchical": "hierarchical_copy"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What, where and how much."""
+    """Adds the operation, the devices and the sizes."""
     add = parser.add_argument
     add("--algorithm", "--ops", default="direct", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (direct)")
     add("--devices", type=int, metavar="N", help="number of devices (one full node)")

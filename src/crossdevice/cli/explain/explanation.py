@@ -1,4 +1,4 @@
-"""What `crossdevice explain` says, as data: steps, bytes per link, memory, predicted time, and the others."""
+"""The content of `crossdevice explain`: steps, bytes per link, memory, predicted time, alternatives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Explanation(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why one would choose it here, or would not."""
+        """Reason to choose the algorithm here, or not to."""
         # Engines sum in their own way: they are listed, but not held against what keeps every bit.
         engines = list(filter(is_engine, self.others))
         rivals = [(name, duration) for name, duration in self.others.items() if name not in engines]

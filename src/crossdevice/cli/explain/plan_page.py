@@ -61,7 +61,7 @@ def _wires(topology: Topology) -> list[list[int]]:
 
 
 def _frames(plan: Plan, spans: tuple[Span, ...]) -> list[dict[str, Any]]:
-    """What is seen one after the other: all steps that begin together, and what devices hold after them."""
+    """Returns the frames of the animation: steps that begin together, and what devices hold after them."""
     places = places_of(plan)
     edges = sorted(
         {edge for step in plan.steps for buffer in targets_of(step) for edge in (buffer.start, buffer.stop)}

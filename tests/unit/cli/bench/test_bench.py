@@ -102,6 +102,7 @@ def in_a_fresh_interpreter(program):
     return ended.stdout, "".join(ended.stderr.splitlines()[-1:]), ended.returncode
 
 
+@pytest.mark.more("JAX or TensorFlow")
 @pytest.mark.parametrize("backend", ["jax", "tensorflow"])
 def test_libraries_that_fix_their_devices_when_they_start_get_as_many_as_asked_for(backend):
     pytest.importorskip(backend)
@@ -113,6 +114,7 @@ def test_libraries_that_fix_their_devices_when_they_start_get_as_many_as_asked_f
     assert "# Out of bounds values : 0 OK" in out
 
 
+@pytest.mark.more("JAX")
 def test_a_library_that_has_started_with_too_few_devices_is_refused_in_one_line():
     pytest.importorskip("jax")
     out, complaint, code = in_a_fresh_interpreter(
@@ -312,6 +314,7 @@ def test_the_chart_has_a_line_per_competitor_and_the_limit(tmp_path):
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
 
 
+@pytest.mark.more("rich")
 def test_on_a_terminal_there_is_a_progress_bar(monkeypatch):
     pytest.importorskip("rich")
 

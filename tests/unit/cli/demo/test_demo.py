@@ -15,6 +15,7 @@ def accuracies_in(text):
     }
 
 
+@pytest.mark.more("scikit-learn")
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
 def test_four_devices_learn_what_one_device_learns(backend, tmp_path, capsys):
     picture = tmp_path / "curves.svg"
@@ -32,6 +33,7 @@ def test_four_devices_learn_what_one_device_learns(backend, tmp_path, capsys):
     assert len(drawn.findall(".//{http://www.w3.org/2000/svg}polyline")) == 6
 
 
+@pytest.mark.more("scikit-learn")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_trains_an_odd_number_of_devices(name, tmp_path, capsys):
     assert (
@@ -55,6 +57,7 @@ def test_every_algorithm_trains_an_odd_number_of_devices(name, tmp_path, capsys)
     assert abs(found["3 devices"] - found["1 device"]) <= 0.01
 
 
+@pytest.mark.more("scikit-learn")
 def test_one_device_is_compared_with_nothing(tmp_path, capsys):
     picture = tmp_path / "curves.svg"
     assert main(["demo", "--devices", "1", "--epochs", "1", "--picture", str(picture)]) == 0

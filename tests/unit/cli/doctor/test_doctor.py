@@ -101,7 +101,7 @@ def test_json_has_the_same_findings(capsys):
     for found in answer["sections"].values():
         assert found
         for each in found:
-            assert set(each) == {"what", "found", "is_well", "advice"}
+            assert set(each) == {"what", "found", "is_well", "advice", "is_complete"}
     assert "could not be looked at" not in json.dumps(answer)
 
 
@@ -115,6 +115,7 @@ def test_the_launcher_is_told_and_what_it_left_out(capsys, monkeypatch):
     assert findings(capsys)["processes"]["launcher"]["found"].startswith("environment: rank 1 of 2")
 
 
+@pytest.mark.more("rich")
 def test_a_terminal_with_rich_gets_tables(capsys, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
@@ -168,6 +169,7 @@ def test_where_there_is_no_gpu_nothing_is_recommended_for_one(machine, capsys, m
         "found": "not installed",
         "is_well": True,
         "advice": "",
+        "is_complete": True,
     }
     assert found["libraries"]["torch"]["advice"].startswith("pip install 'crossdevice[torch]': ")
     assert not found["libraries"]["numpy"]["is_well"]

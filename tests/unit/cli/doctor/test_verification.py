@@ -49,7 +49,8 @@ def test_every_dtype_is_right_on_this_machine():
     names = {each.what for each in found}
     assert {f"{dtype} on the host" for dtype in DTYPES} < names
     assert "processes" in names
-    assert all(each.found.endswith("reductions are right") for each in found[:-1])
+    assert all(each.found.endswith("reductions are right") for each in found[:-2])
+    assert found[-1] == Finding("summary", "15 of 15 dtypes verified on the host")
 
 
 def test_tensors_go_the_way_of_those_on_gpus():
@@ -98,6 +99,29 @@ def test_what_is_not_reached_in_time_is_not_said_to_be_right():
     found = list(verification.verification(NO_GPUS, seconds=0.0))
     assert found[0].found == "not reached"
     assert found[0].is_well
+    assert found[-1].found == "0 of 2 dtypes verified on the host"
+    assert [each.what for each in found if each.advice] == ["summary"]
+
+
+@pytest.mark.usefixtures("two_dtypes")
+def test_the_exit_status_tells_whether_all_was_reached(capsys):
+    assert main(["doctor", "--verify", "--seconds", "1e-6"]) == command.INCOMPLETE
+    said = capsys.readouterr().out
+    assert "0 of 2 dtypes verified on the host" in said
+    assert said.count("run it again") == 1
+    assert main(["doctor", "--verify", "--seconds", "300"]) == 0
+    assert "2 of 2 dtypes verified on the host" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["doctor", "--verify", "--seconds", "0"])
+    assert "expected more than 0 seconds" in capsys.readouterr().err
+
+
+def test_one_is_not_spoken_of_as_several():
+    assert verification._finding("x", "y", 1, []).found == "1 reduction is right"
+    assert verification._finding("x", "y", 1, ["z"]).found == "1 of 1 reduction is WRONG: z"
+    assert (
+        verification._finding("x", "y", 3, ["z", "w"]).found == "2 of 3 reductions are WRONG: z (and 1 more)"
+    )
 
 
 def test_ranks_verify_together():
@@ -129,8 +153,8 @@ def test_all_processes_tell_of_one_that_is_wrong(monkeypatch):
     monkeypatch.setattr(verification, "_reduced_together", lambda group: (200, list(wrong_rank[group.rank])))
     for other, own in [run_ranks(2, program)]:
         assert not other.is_well
-        assert "1 results of other processes" in other.found
-        assert "1 of 200 reductions are WRONG: MEAN of float16" in own.found
+        assert "a result of another process" in other.found
+        assert "1 of 200 reductions is WRONG: MEAN of float16" in own.found
     monkeypatch.setattr(verification, "cluster_from_env", lambda: cd.Cluster(0, 2, address="127.0.0.1"))
     monkeypatch.setattr(cd.Cluster, "form_group", lambda *_, **__: 1 / 0)
     assert verification._of_processes() == Finding("processes", "ZeroDivisionError: division by zero", False)

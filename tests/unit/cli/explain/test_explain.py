@@ -90,6 +90,7 @@ def test_what_makes_no_sense_is_one_line(capsys, words, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.more("rich")
 def test_a_terminal_with_rich_gets_tables(capsys, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)

@@ -1,0 +1,1 @@
+"""`crossdevice bits`."""

@@ -1,0 +1,1 @@
+"""`crossdevice determinism`: what changes the bits of sums, for several libraries."""

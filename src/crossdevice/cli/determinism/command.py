@@ -1,0 +1,220 @@
+"""`crossdevice determinism`: what share of elements other sizes, orders, algorithms and launches change."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import crossdevice
+from crossdevice.cli.bench.peers import launcher
+from crossdevice.cli.bench.process import MPI_ENVIRONMENT
+from crossdevice.cli.determinism.sums import (
+    BASE,
+    CHANGES,
+    Array,
+    Fold,
+    Ring,
+    Sizes,
+    Sums,
+    changed_shares,
+    share_of,
+    sums_in_all_ways,
+)
+from crossdevice.cli.output_file import output_file
+from crossdevice.cli.terminal import Section, show
+from crossdevice.errors import CrossDeviceError, FileError, OptionError
+
+LOCAL: dict[str, type[Fold]] = {"ring": Ring, "fold": Fold}
+"""What needs no processes."""
+
+LAUNCHED = ("gloo", "mpi", "crossdevice")
+LAUNCH = "launch"
+LAUNCH_SECONDS = 600.0
+PACKAGES = ("crossdevice", "torch", "mpi4py", "numpy")
+
+
+class LaunchError(CrossDeviceError, RuntimeError):
+    """Processes of a library that did not sum."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "--backends",
+        default="ring,fold,gloo,crossdevice",
+        metavar="NAMES",
+        help="some of ring (float32, as a ring adds), fold (float32, in the order of ranks), gloo, mpi and "
+        "crossdevice (on torch.distributed); default: %(default)s",
+    )
+    parser.add_argument("-n", "--processes", type=int, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--elements", type=int, default=1664 * 64, metavar="N", help="float32 values; default: %(default)s"
+    )
+    parser.add_argument("--save", type=output_file, metavar="FILE", help="write what was found, as JSON")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="say what differs from what was saved, before an upgrade for example; exit code 1 if anything",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the table, and whether it is that of an earlier run."""
+    names = list(dict.fromkeys(arguments.backends.split(",")))
+    unknown = [name for name in names if name not in (*LOCAL, *LAUNCHED)]
+    if unknown:
+        raise OptionError(
+            f"unknown backend {unknown[0]!r}; expected some of {', '.join((*LOCAL, *LAUNCHED))}"
+        )
+    if arguments.processes < 2 or arguments.elements < arguments.processes:
+        raise OptionError(
+            f"expected 2 or more processes, and as many elements; got {arguments.processes} and "
+            f"{arguments.elements}"
+        )
+    sizes = Sizes(arguments.processes, arguments.elements)
+    before = None if arguments.compare is None else _read(arguments.compare)
+    rows = {row: facts for name in names for row, facts in _examined(name, sizes).items()}
+    found = {"sizes": list(sizes), "versions": _versions(), "rows": rows}
+    _show(found, sizes)
+    if arguments.save is not None:
+        arguments.save.write_text(json.dumps(found, indent=2) + "\n")
+    if before is None:
+        return 0
+    differences = _differences(before, found)
+    print(f"\ncompared to {arguments.compare}:", *(differences or ["nothing differs"]), sep="\n  ")
+    return 1 if differences else 0
+
+
+def _examined(name: str, sizes: Sizes) -> dict[str, dict[str, Any]]:
+    """For each row of a library: the shares that changes change, and a digest of the sum without one."""
+    if name in LOCAL:
+        sums: Sums = LOCAL[name](sizes.ranks)
+        return {name: _facts(sums_in_all_ways(sums, sizes), None)}
+    first, second = _launched(name, sizes), _launched(name, sizes)
+    return {row: _facts(found, second[row][BASE][0]) for row, found in first.items()}
+
+
+def _facts(found: Mapping[str, list[Array]], again: Array | None) -> dict[str, Any]:
+    (base,) = found[BASE]
+    launch = None if again is None else share_of(base, [again])
+    return {
+        "shares": {**changed_shares(found), LAUNCH: launch},
+        "digest": hashlib.blake2b(base.tobytes(), digest_size=16).hexdigest(),
+    }
+
+
+def _launched(name: str, sizes: Sizes) -> dict[str, dict[str, list[Array]]]:
+    """The results of one launch, by row and change."""
+    if name == "mpi":
+        starter, program = launcher(), [sys.executable, "-m"]
+        if starter is None:
+            raise OptionError(
+                "mpi needs an mpirun or mpiexec on the path; found none: leave mpi out of --backends"
+            )
+        command = [str(starter), "-n", str(sizes.ranks), *program]
+    else:
+        command = [sys.executable, "-m", "crossdevice", "run", "-n", str(sizes.ranks), "-m"]
+    paths = [str(Path(crossdevice.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, **MPI_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+    with tempfile.TemporaryDirectory(prefix="crossdevice-determinism-") as folder:
+        path = Path(folder) / "results.npz"
+        command += ["crossdevice.cli.determinism.rank", name, *map(str, sizes), str(path)]
+        try:
+            ended = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=LAUNCH_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"{name} has not ended in {LAUNCH_SECONDS:g} seconds") from None
+        if ended.returncode or not path.exists():
+            said = [line for line in ended.stderr.splitlines() if line.strip()]
+            raise LaunchError(f"{name} failed: {said[-1] if said else 'it said nothing'}")
+        rows: dict[str, dict[str, list[Array]]] = {}
+        with np.load(path) as results:
+            for key in results.files:
+                row, change, _ = key.split("/")
+                rows.setdefault(row, {}).setdefault(change, []).append(results[key])
+    for results_of in rows.values():
+        for change in CHANGES:
+            results_of.setdefault(change, [])
+    return rows
+
+
+def _show(found: Mapping[str, Any], sizes: Sizes) -> None:
+    changes = (*CHANGES, LAUNCH)
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    headline = [
+        f"share of elements whose bits change: sums of {sizes.elements} float32 values on {sizes.ranks} "
+        "processes",
+        versions,
+    ]
+    table = [
+        [row, *(_percent(facts["shares"][change]) for change in changes)]
+        for row, facts in found["rows"].items()
+    ]
+    show(headline, [Section("by what is changed", ("", *changes), table)])
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "-"
+    return f"{100 * share:.2f} %" if share else "0"
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        if set(found) != {"sizes", "versions", "rows"}:
+            raise ValueError("other keys")
+    except (OSError, ValueError, TypeError) as error:
+        raise FileError(f"{path} is not what `crossdevice determinism --save` writes: {error}") from error
+    return found
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What is not as it was, in words; versions are named beside it."""
+    if before["sizes"] != now["sizes"]:
+        raise OptionError(
+            f"the file has {before['sizes'][1]} elements on {before['sizes'][0]} processes, and this run "
+            f"{now['sizes'][1]} on {now['sizes'][0]}: give the same -n and --elements"
+        )
+    lines = []
+    for row, facts in now["rows"].items():
+        earlier = before["rows"].get(row)
+        if earlier is None:
+            continue
+        if facts["digest"] != earlier["digest"]:
+            lines.append(f"{row}: the sum itself has other bits")
+        lines += [
+            f"{row}: {change} changed {_percent(was)} of the elements, and now {_percent(share)}"
+            for change, share in facts["shares"].items()
+            if share != (was := earlier["shares"].get(change))
+        ]
+    if lines:
+        lines += [
+            f"{package} was {before['versions'].get(package)}, and is {version}"
+            for package, version in now["versions"].items()
+            if before["versions"].get(package) != version
+        ]
+    return lines

@@ -1,0 +1,122 @@
+"""One sum, made in several ways that should not matter; and which of its elements they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+ValuesOf = Callable[[int], Array]
+"""The addend of each rank."""
+
+BASE = "base"
+SEED = 57
+CHANGES = ("message size", "bucket size", "permutation", "algorithm")
+"""What is changed within one launch."""
+
+
+class Sizes(NamedTuple):
+    """How many ranks there are, and how many elements are added in each way."""
+
+    ranks: int
+    elements: int
+
+    @property
+    def longer(self) -> int:
+        """The length of the message in which the same elements are sent together with others."""
+        return self.elements * 16 // 13  # 1664 rows of a matrix, and 2048
+
+    @property
+    def bucket(self) -> int:
+        """The length of a bucket: what is left is shorter."""
+        return max(self.elements * 3 // 10, 1)
+
+
+class Sums(Protocol):
+    """What is looked at: adds float32 arrays of all ranks."""
+
+    def all_reduce(self, values_of: ValuesOf) -> Array:
+        """The sum."""
+
+    def otherwise(self, values_of: ValuesOf) -> list[Array]:
+        """The same sum by other algorithms."""
+
+
+def values(rank: int, length: int) -> Array:
+    """The addend of one rank; a shorter one is the beginning of a longer one."""
+    return np.random.default_rng([SEED, rank]).standard_normal(length, np.float32)
+
+
+def sums_in_all_ways(sums: Sums, sizes: Sizes) -> dict[str, list[Array]]:
+    """The results of each change, those without one under `BASE`."""
+    num_ranks, length, longer, bucket = sizes.ranks, sizes.elements, sizes.longer, sizes.bucket
+    everything = [values(rank, longer) for rank in range(num_ranks)]
+
+    def part(start: int, end: int) -> ValuesOf:
+        return lambda rank: everything[rank][start:end]
+
+    def permuted(order: Sequence[int]) -> Array:
+        return sums.all_reduce(lambda rank: everything[order[rank]][:length])
+
+    ranks = list(range(num_ranks))
+    buckets = [
+        sums.all_reduce(part(start, min(start + bucket, length))) for start in range(0, length, bucket)
+    ]
+    return {
+        BASE: [sums.all_reduce(part(0, length))],
+        "message size": [sums.all_reduce(part(0, longer))[:length]],
+        "bucket size": [np.concatenate(buckets)],
+        "permutation": [permuted(ranks[::-1]), permuted([*ranks[1:], 0])],
+        "algorithm": sums.otherwise(part(0, length)),
+    }
+
+
+def changed_shares(found: Mapping[str, Sequence[Array]]) -> dict[str, float | None]:
+    """The share of elements with other bits, for each change; None where a library has no other way."""
+    (base,) = found[BASE]
+    return {change: share_of(base, found[change]) for change in CHANGES}
+
+
+def share_of(base: Array, others: Sequence[Array]) -> float | None:
+    """The share of elements that are not the same in all."""
+    if not others:
+        return None
+    differs = np.zeros(base.shape, bool)
+    for other in others:
+        differs |= base.view(np.uint32) != other.view(np.uint32)
+    return float(differs.mean())
+
+
+class Fold:
+    """Adds in float32 in the order of ranks, without processes."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def all_reduce(self, values_of: ValuesOf) -> Array:
+        """The sum."""
+        return self._folded([values_of(rank) for rank in range(self._num_ranks)])
+
+    def otherwise(self, values_of: ValuesOf) -> list[Array]:  # noqa: ARG002
+        """There is no other way."""
+        return []
+
+    def _folded(self, parts: Sequence[Array]) -> Array:
+        total = parts[0].copy()
+        for each in parts[1:]:
+            total += each
+        return total
+
+
+class Ring(Fold):
+    """Adds in float32 as a ring does: each rank's part of the message begins with another rank."""
+
+    def _folded(self, parts: Sequence[Array]) -> Array:
+        total = np.empty_like(parts[0])
+        for chunk, places in enumerate(np.array_split(np.arange(total.size), self._num_ranks)):
+            order = [*parts[chunk + 1 :], *parts[: chunk + 1]]
+            total[places] = super()._folded([each[places] for each in order])
+        return total

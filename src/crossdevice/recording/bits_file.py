@@ -1,0 +1,135 @@
+"""Files of fingerprints: events that are appended whole, so that a killed process leaves all but the last."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from crossdevice.errors import FileError
+
+MAGIC = b"crossdevice bits 1\n"
+
+DIGEST_BYTES = 8
+"""Kept of each fingerprint: enough to tell apart what two runs hold at one place."""
+
+_FRAME = struct.Struct("<II")
+_NUMBER = struct.Struct("<I")
+
+HEADER, DEFINITION, EVENT = b"H", b"D", b"E"
+
+
+class Kind(NamedTuple):
+    """What events of one kind have in common: written once, and named by its number from then on."""
+
+    name: str
+    rank: int
+    is_call: bool
+    inputs: tuple[tuple[str, int], ...]
+    """The path to each leaf, and how many replicas have it."""
+    results: tuple[tuple[str, int], ...]
+
+
+class Event(NamedTuple):
+    """One call or mark: a digest for each leaf and replica, those of the inputs first."""
+
+    kind: Kind
+    digests: tuple[bytes, ...]
+
+
+class Header(NamedTuple):
+    """The process that wrote a file."""
+
+    rank: int
+    size: int
+
+
+class BitsWriter:
+    """Appends events to a new file; each is one `write`, which needs no closing to be there."""
+
+    def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
+        self.path = Path(path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | getattr(os, "O_BINARY", 0)
+        try:
+            self._descriptor = os.open(self.path, flags, 0o666)
+        except OSError as error:
+            raise FileError(f"{self.path} cannot be written: {error.strerror}") from None
+        self._kinds: dict[Kind, int] = {}
+        os.write(self._descriptor, MAGIC + _framed(HEADER + json.dumps(header._asdict()).encode()))
+
+    def append(self, event: Event) -> None:
+        """Writes one event, and before it its kind if that is new."""
+        text = b""
+        number = self._kinds.get(event.kind)
+        if number is None:
+            number = self._kinds[event.kind] = len(self._kinds)
+            text = _framed(DEFINITION + json.dumps(event.kind).encode())
+        text += _framed(EVENT + _NUMBER.pack(number) + b"".join(event.digests))
+        os.write(self._descriptor, text)
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._descriptor)
+
+
+class BitsFile(NamedTuple):
+    """What a file holds."""
+
+    path: Path
+    header: Header
+    events: list[Event]
+    is_cut: bool
+    """Whether its end is missing, as after a kill."""
+
+
+def read_bits(path: str | os.PathLike[str]) -> BitsFile:
+    """Reads all whole events of a file."""
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror}") from None
+    if not text.startswith(MAGIC):
+        raise FileError(f"{path} is not a file of crossdevice.record_bits; it begins with {text[:18]!r}")
+    header, kinds, events, end = Header(0, 1), [], [], len(MAGIC)
+    try:
+        for payload in _frames(text, len(MAGIC)):
+            end += _FRAME.size + len(payload)
+            tag, rest = payload[:1], payload[1:]
+            if tag == HEADER:
+                header = Header(**json.loads(rest))
+            elif tag == DEFINITION:
+                kinds.append(_kind_of(json.loads(rest)))
+            else:
+                (number,) = _NUMBER.unpack_from(rest)
+                body = rest[_NUMBER.size :]
+                digests = [body[at : at + DIGEST_BYTES] for at in range(0, len(body), DIGEST_BYTES)]
+                events.append(Event(kinds[number], tuple(digests)))
+    except (ValueError, TypeError, LookupError, struct.error) as error:
+        raise FileError(f"{path} is damaged after {end} of its {len(text)} bytes: {error}") from None
+    return BitsFile(Path(path), header, events, end < len(text))
+
+
+def _framed(payload: bytes) -> bytes:
+    return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _frames(text: bytes, start: int) -> Iterator[bytes]:
+    """Each payload, up to the first that is cut off or was not written whole."""
+    while start + _FRAME.size <= len(text):
+        length, check = _FRAME.unpack_from(text, start)
+        begin = start + _FRAME.size
+        payload = text[begin : begin + length]
+        if len(payload) < length or zlib.crc32(payload) != check:
+            return
+        start = begin + length
+        yield payload
+
+
+def _kind_of(fields: Sequence[Any]) -> Kind:
+    name, rank, is_call, inputs, results = fields
+    leaves = [tuple((str(path), int(count)) for path, count in group) for group in (inputs, results)]
+    return Kind(str(name), int(rank), bool(is_call), *leaves)

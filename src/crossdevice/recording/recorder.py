@@ -1,0 +1,350 @@
+"""Recording which bits go into calls and come out of them; nothing of it is in their way otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.execution.bound import BoundReduction
+from crossdevice.execution.fingerprints import fingerprint
+from crossdevice.execution.pending import Pending
+from crossdevice.process_groups.background import is_background_thread
+from crossdevice.process_groups.cluster import cluster_from_env
+from crossdevice.recording.bits_file import DIGEST_BYTES, BitsWriter, Event, Header, Kind
+from crossdevice.values.nesting import flatten
+
+VARIABLE = "CROSSDEVICE_RECORD_BITS"
+"""Names a file: the whole process is recorded in it."""
+
+CALLS = (
+    "reduce",
+    "batch_reduce",
+    "gather",
+    "broadcast",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "value_of_rank",
+)
+"""Methods of CrossDeviceOps that are recorded, with what they are given and what they return."""
+
+VALUES = ("per_replica_value", "value", "tensor", "value_destination_pairs")
+"""How those methods name what they are given."""
+
+COMPONENT = re.compile(r"\.values\[\d+\]")
+"""In a path: one component of a distributed value."""
+
+logger = logging.getLogger("crossdevice")
+
+Leaves = dict[str, list[str]]
+"""The digests of all replicas, by the path to a leaf."""
+
+
+@contextlib.contextmanager
+def record_bits(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Writes which bits every call of crossdevice in the block gets and gives, as fingerprints of each leaf.
+
+    `crossdevice bits run_a.bits run_b.bits` says where two such runs part. In a launch of several processes
+    each writes a file of its own, such as `run_a.rank0.bits`. Events are appended as they happen, 8 bytes for
+    each leaf and replica, and are there if the process is killed. `mark_bits` adds what is in between. The
+    variable CROSSDEVICE_RECORD_BITS, set to a path, records a whole process.
+
+    >>> import pathlib, tempfile, numpy as np, crossdevice as cd
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "run.bits")
+    >>> with cd.record_bits(path):
+    ...     _ = cd.all_reduce([np.ones(4), np.ones(4)])
+    >>> path.stat().st_size < 200
+    True
+    """
+    global _recorder
+    outer, recorder = _recorder, _Recorder(path)
+    try:
+        _recorder = recorder
+        if outer is None:
+            _instrument()
+        yield
+    finally:
+        _recorder = outer
+        if outer is None:
+            _restore()
+        recorder.close()
+
+
+def record_from_environment() -> None:
+    """Records this process from now on, if the variable names a file."""
+    global _recorder
+    path = os.environ.get(VARIABLE)
+    if path and _recorder is None:
+        _recorder = _Recorder(path)
+        _instrument()
+
+
+def is_recording() -> bool:
+    """Whether `mark_bits` writes anything."""
+    return _recorder is not None
+
+
+def mark_bits(name: str, tree: Any, *, inputs: Any = None) -> None:
+    """Adds fingerprints of a structure of arrays to the record, under a name; does nothing without one.
+
+    A name may be used again: a comparison counts how often it was. `inputs` are what the values were made
+    from, where that is known: if they are equal in two runs and `tree` is not, what made it is at fault.
+
+    >>> import numpy as np, crossdevice as cd
+    >>> cd.mark_bits("after forward", {"loss": np.float32(0.5)})
+    """
+    if _recorder is not None:
+        write_mark(name, digests_of(inputs), digests_of(tree))
+
+
+def write_mark(name: str, inputs: Leaves, results: Leaves) -> None:
+    """The same for what was digested before."""
+    recorder = _recorder
+    if recorder is not None:
+        recorder.write(name, recorder.rank, False, inputs, results)
+
+
+class _Recorder:
+    """Writes the events of this process; a process forked from it has none."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        cluster = cluster_from_env()
+        self.rank = cluster.rank
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        own = Path(path) if cluster.size == 1 else path_of_rank(Path(path), cluster.rank)
+        self._file: BitsWriter | None = BitsWriter(own, Header(cluster.rank, cluster.size))
+
+    def write(self, name: str, rank: int, is_call: bool, inputs: Leaves, results: Leaves) -> None:
+        """Appends an event."""
+        counts = [tuple((path, len(found)) for path, found in part.items()) for part in (inputs, results)]
+        digests = [digest for part in (inputs, results) for found in part.values() for digest in found]
+        kind = Kind(name, rank, is_call, counts[0], counts[1])
+        event = Event(kind, tuple(bytes.fromhex(digest[: 2 * DIGEST_BYTES]) for digest in digests))
+        with self._lock:
+            if self._file is not None and os.getpid() == self._process:
+                self._file.append(event)
+
+    def close(self) -> None:
+        """Ends the record."""
+        with self._lock:
+            file, self._file = self._file, None
+            if file is not None:
+                file.close()
+
+
+def path_of_rank(path: Path, rank: int) -> Path:
+    """The file of one of several processes: `run.rank3.bits` for `run.bits`."""
+    return path.with_suffix(f".rank{rank}{path.suffix}")
+
+
+_recorder: _Recorder | None = None
+
+_originals: list[tuple[type, str, Any]] = []
+"""The methods that recording ones have taken the place of."""
+
+_bound: weakref.WeakKeyDictionary[BoundReduction, tuple[str, int, Any]] = weakref.WeakKeyDictionary()
+"""The values of bound reductions: what they are called, and the rank that bound them."""
+
+_started: weakref.WeakKeyDictionary[Pending, tuple[str, int, Leaves]] = weakref.WeakKeyDictionary()
+
+
+class _Inside(threading.local):
+    """Whether this thread is in a call that is recorded: calls that it makes are part of it."""
+
+    is_inside = False
+
+
+_inside = _Inside()
+
+
+def _instrument() -> None:
+    for kind in [*CrossDeviceOps.__mro__[1:-1], *_with_subclasses(CrossDeviceOps)]:
+        for name in (*CALLS, "bind", "start_reduce"):
+            if name in vars(kind):
+                _replace(kind, name, _RECORDING.get(name, _recorded_call))
+    _replace(BoundReduction, "__call__", _recorded_bound)
+    _replace(BoundReduction, "start", _recorded_start)
+    for kind in _with_subclasses(Pending)[1:]:
+        _replace(kind, "wait", _recorded_wait)
+
+
+def _replace(kind: type, name: str, recorded: Callable[[str, Any], Any]) -> None:
+    method = vars(kind)[name]
+    _originals.append((kind, name, method))
+    setattr(kind, name, functools.wraps(method)(recorded(name, method)))
+
+
+def _restore() -> None:
+    while _originals:
+        kind, name, method = _originals.pop()
+        setattr(kind, name, method)
+
+
+def _with_subclasses(kind: type) -> list[type]:
+    found: list[type] = [kind]
+    for each in found:  # which grows meanwhile
+        children: list[type] = each.__subclasses__()
+        found += [child for child in children if child not in found]
+    return found
+
+
+def _is_seen() -> bool:
+    """Whether a call of this thread is to be recorded: one of the program's own, not a part of another."""
+    return _recorder is not None and not _inside.is_inside and not is_background_thread()
+
+
+@contextlib.contextmanager
+def _as_one_call() -> Iterator[None]:
+    _inside.is_inside = True
+    try:
+        yield
+    finally:
+        _inside.is_inside = False
+
+
+def _recorded_call(name: str, method: Any) -> Any:
+    signature = inspect.signature(method)
+
+    def call(self: CrossDeviceOps, *args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder
+        if recorder is None or not _is_seen():
+            return method(self, *args, **kwargs)
+        value, what, args, kwargs = _given(signature, name, self, args, kwargs)
+        before = digests_of(value)
+        with _as_one_call():
+            result = method(self, *args, **kwargs)
+        recorder.write(what, _rank_of(self, recorder), True, before, digests_of(result))
+        return result
+
+    return call
+
+
+def _recorded_bind(name: str, method: Any) -> Any:
+    signature = inspect.signature(method)
+
+    def bind(self: CrossDeviceOps, *args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder
+        if recorder is None or not _is_seen():
+            return method(self, *args, **kwargs)
+        value, what, args, kwargs = _given(signature, name, self, args, kwargs)
+        with _as_one_call():
+            bound = method(self, *args, **kwargs)
+        _bound[bound] = what.replace("bind", "bound reduce"), _rank_of(self, recorder), value
+        return bound
+
+    return bind
+
+
+def _recorded_start_reduce(name: str, method: Any) -> Any:
+    signature = inspect.signature(method)
+
+    def start(self: CrossDeviceOps, *args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder
+        if recorder is None or not _is_seen():
+            return method(self, *args, **kwargs)
+        value, what, args, kwargs = _given(signature, name, self, args, kwargs)
+        before = digests_of(value)
+        with _as_one_call():
+            pending = method(self, *args, **kwargs)
+        _started[pending] = what, _rank_of(self, recorder), before
+        return pending
+
+    return start
+
+
+_RECORDING = {"bind": _recorded_bind, "start_reduce": _recorded_start_reduce}
+
+
+def _recorded_bound(_name: str, method: Any) -> Any:
+    def call(self: BoundReduction) -> Any:
+        recorder = _recorder
+        if recorder is None or not _is_seen():
+            return method(self)
+        what, rank, value = _bound.get(self, ("bound reduce", recorder.rank, None))
+        before = digests_of(value)
+        with _as_one_call():
+            result = method(self)
+        recorder.write(what, rank, True, before, digests_of(result))
+        return result
+
+    return call
+
+
+def _recorded_start(_name: str, method: Any) -> Any:
+    def start(self: BoundReduction) -> Any:
+        recorder = _recorder
+        if recorder is None or not _is_seen():
+            return method(self)
+        what, rank, value = _bound.get(self, ("bound reduce", recorder.rank, None))
+        before = digests_of(value)
+        pending = method(self)
+        _started[pending] = what, rank, before
+        return pending
+
+    return start
+
+
+def _recorded_wait(_name: str, method: Any) -> Any:
+    def wait(self: Pending, timeout: float | None = None) -> Any:
+        result = method(self, timeout)
+        recorder, known = _recorder, _started.pop(self, None)
+        if recorder is not None and known is not None:
+            what, rank, before = known
+            recorder.write(what, rank, True, before, digests_of(result))
+        return result
+
+    return wait
+
+
+def _given(
+    signature: inspect.Signature, name: str, ops: CrossDeviceOps, args: Any, kwargs: Any
+) -> tuple[Any, str, Any, Any]:
+    """The value that a call is given, the call in words, and its arguments, which it may read once more."""
+    try:
+        found = signature.bind(ops, *args, **kwargs)
+    except TypeError:  # which the method itself says better
+        return None, name, args, kwargs
+    given = found.arguments
+    which = next(each for each in VALUES if each in given)
+    value = given[which]
+    if which == "value_destination_pairs" or (name in _RECORDING and given.get("destinations") is None):
+        value = given[which] = list(value)  # it may be an iterator
+        value = [pair[0] if isinstance(pair, tuple) and pair else pair for pair in value]
+    op = given.get("reduce_op", given.get("op"))
+    what = name if op is None else f"{name} {getattr(op, 'name', str(op).upper())}"
+    return value, what, found.args[1:], found.kwargs
+
+
+def _rank_of(ops: CrossDeviceOps, recorder: _Recorder) -> int:
+    group = getattr(ops, "group", None)
+    return recorder.rank if group is None else int(group.rank)
+
+
+def digests_of(tree: Any) -> Leaves:
+    """The digests of a structure; what is no array in it is left out."""
+    if tree is None:
+        return {}
+    try:
+        leaves = fingerprint(tree).leaves
+    except Exception as error:
+        try:
+            kept = [leaf for leaf in flatten(tree)[0] if hasattr(leaf, "dtype") and hasattr(leaf, "shape")]
+            leaves = fingerprint(kept).leaves
+        except Exception:
+            logger.warning("a value was not recorded: %s: %s", type(error).__name__, error)
+            return {}
+    grouped: Leaves = {}
+    for path, digest in leaves.items():
+        grouped.setdefault(COMPONENT.sub("", path), []).append(digest)
+    return grouped

@@ -1,0 +1,73 @@
+"""Marks of PyTorch modules: the submodule that is not reproducible is named, not those that follow."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import crossdevice as cd  # noqa: E402
+from crossdevice.integrations.torch import ModuleBits  # noqa: E402
+from crossdevice.recording.bits_file import read_bits  # noqa: E402
+from crossdevice.recording.comparison import compare, read_run  # noqa: E402
+
+
+class Noisy(torch.nn.Module):
+    def __init__(self, noise, gradient_noise):
+        super().__init__()
+        self.noise, self.gradient_noise = noise, gradient_noise
+
+    def forward(self, value):
+        value.register_hook(lambda gradient: gradient + self.gradient_noise)
+        return value + self.noise
+
+
+def run(path, noise=0.0, gradient_noise=0.0, shift=0.0):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(3, 4), torch.nn.ReLU(inplace=True), Noisy(noise, gradient_noise)]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(4, 2))
+    with cd.record_bits(path), ModuleBits(model) as marks:
+        model(torch.full((5, 3), 1.0 + shift)).sum().backward()
+    assert marks._handles == []
+    model(torch.ones(5, 3)).sum().backward()  # nobody listens any more
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "cause"),
+    [
+        ({"noise": 1e-3}, "model.2 forward", "result"),
+        ({"shift": 1e-3}, "model.0 forward", "inputs"),
+        ({"gradient_noise": 1e-3}, "model.0 gradient of output", "value"),
+    ],
+)
+def test_the_first_module_that_differs_is_named(tmp_path, changes, name, cause):
+    found = compare(read_run(run(tmp_path / "a")), read_run(run(tmp_path / "b", **changes))).parting
+    assert (found.name, found.cause) == (name, cause)
+
+
+def test_runs_that_are_the_same_have_marks_of_everything(tmp_path):
+    first, second = run(tmp_path / "a"), run(tmp_path / "b")
+    assert compare(read_run(first), read_run(second)).parting is None
+    names = [event.kind.name for event in read_bits(first).events]
+    assert names[:5] == [f"model.{layer} forward" for layer in range(4)] + ["model forward"]
+    assert {"model.0.weight.grad", "model.0.bias.grad", "model.3.weight.grad", "model.3.bias.grad"} <= {
+        *names
+    }
+    assert read_bits(first).events[0].kind.inputs == (
+        ("value['inputs'][0]", 1),
+        ("value['own']['bias']", 1),
+        ("value['own']['weight']", 1),
+    )
+
+
+def test_a_module_that_raised_leaves_nothing_behind(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(3, 4))
+    with cd.record_bits(tmp_path / "a"), ModuleBits(model):
+        with pytest.raises(RuntimeError):
+            model(torch.ones(5, 3))
+        model[0](torch.ones(5, 3))
+        model[1](torch.ones(5, 3))
+    assert [event.kind.inputs[0] for event in read_bits(tmp_path / "a").events] == [
+        ("value['inputs'][0]", 1)
+    ] * 3
