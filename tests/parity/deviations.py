@@ -11,6 +11,7 @@ _NOT_COLLAPSED = (
     "Arrays and numbers are one for each replica, whoever made them: TensorFlow collapses those that "
     "are one object, so that sums depend on it."
 )
+_SCALARS = "Scalars have no axis to be cut along, which is a ValueError with a message, not an IndexError."
 _REFUSALS = "What is refused is a ValueError with a message, not a bare assertion."
 
 DEVIATIONS = {
@@ -19,6 +20,9 @@ DEVIATIONS = {
     "variables: wrong shape/assign_add/*": _BROADCAST,
     "variables: wrong shape/assign_sub/*": _BROADCAST,
     "variables: trainable on read": "Copies that differ have no common gradient, so this is refused.",
+    "variables: scatter/an array/*": "What is given as the wrong kind of value is a ValueError.",
+    "variables: update of a copy each/AUTO": "A PerReplica would make copies differ that are to be the same.",
+    "reductions: own class": "What an overridden hook returns is checked: a component for each destination.",
     "reductions: count/HierarchicalCopyAllReduce/3/*": "Every replica counts; there the last does not.",
     "reductions: wrong operation/sum": "Operations may be given by name everywhere.",
     "reductions: wrong operation/MEAN": "Operations may be given by name everywhere.",
@@ -41,6 +45,10 @@ DEVIATIONS = {
     "strategies: broadcast_to/None": _REFUSALS,
     "strategies: update of a plain variable": _REFUSALS,
     "strategies: dataset/uneven": "Parts differ by one example at most; TensorFlow's last part may be empty.",
+    "strategies: scalars/from a function/4 for 3": "Nothing is dropped: TensorFlow leaves the fourth out.",
+    "strategies: scalars/dataset/4 for *": _SCALARS,
+    "strategies: scalars/dataset/6 for 3": _SCALARS,
+    "strategies: reduce alike/*/SUM": _REFUSALS,
     "strategies: duplicates": "Several replicas may sit on one device.",
 }
 """Patterns of names of programs, and the reason."""

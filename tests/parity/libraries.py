@@ -56,6 +56,8 @@ def crossdevice() -> Any:
         on_device=lambda array, number: cd.Variable(array, device=f"cpu:{number}"),
         devices_of=lambda value: [str(device) for device in value.devices],
         dataset=lambda rows, size: [rows[k : k + size] for k in range(0, len(rows), size)],
+        scalars=lambda numbers: [np.float32(number) for number in numbers],
+        full_name=lambda device: device.canonical,
         plain=_plain_crossdevice,
     )
 
@@ -103,6 +105,8 @@ def tensorflow() -> Any:
         on_device=variable_on,
         devices_of=lambda value: [array.device.rpartition("device:")[2].lower() for array in value.values],
         dataset=lambda rows, size: tf.data.Dataset.from_tensor_slices(rows).batch(size),
+        scalars=lambda numbers: tf.data.Dataset.from_tensor_slices(tf.constant(numbers, "float32")),
+        full_name=str,
         plain=_plain_tensorflow,
     )
 

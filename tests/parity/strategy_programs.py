@@ -281,6 +281,111 @@ def default_strategy(call: str, d: Any) -> Any:
     return calls[call]()
 
 
+def run_in_a_merge_call(d: Any) -> Any:
+    strategy = two_replicas(d)
+
+    def merge(strategy: Any, x: Any) -> Any:
+        total = strategy.reduce("SUM", x, axis=None)
+        return strategy.run(lambda own, total: own * 10.0 + total + own_number(d), args=(x, total))
+
+    return strategy.run(
+        lambda: d.get_replica_context().merge_call(merge, args=(d.array([1.0 + own_number(d)]),))
+    )
+
+
+def default_scope(d: Any) -> Any:
+    strategy = d.get_strategy()
+
+    def answers() -> list[Any]:
+        return [d.has_strategy(), d.in_cross_replica_context(), d.get_replica_context() is None]
+
+    with strategy.scope() as entered, strategy.scope():
+        inside, in_run = answers(), strategy.run(answers)
+        variable = d.Variable(1.0)
+    merged = d.get_replica_context().merge_call(lambda s: [*answers(), s.run(answers)])
+    return inside, in_run, merged, entered is strategy, variable
+
+
+def default_in_another(call: str, d: Any) -> Any:
+    default = d.get_strategy()
+    with two_replicas(d).scope():
+        if call == "run":
+            return default.run(lambda: 1)
+        with default.scope():
+            return 1
+
+
+def another_in_default(call: str, d: Any) -> Any:
+    strategy = two_replicas(d)
+    with d.get_strategy().scope():
+        if call == "run":
+            return strategy.run(lambda: d.array([own_number(d) + 0.0]))
+        with strategy.scope():
+            return d.has_strategy()
+
+
+def default_values(d: Any) -> Any:
+    strategy = d.get_strategy()
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: d.array([context.replica_id_in_sync_group + 1.0, context.num_replicas_in_sync + 1.0])
+    )
+    return value, strategy.run(lambda x: x * 2.0, args=(value,)), strategy.reduce("SUM", value, axis=None)
+
+
+def reduced_alike(kind: str, op: str, d: Any) -> Any:
+    strategy = two_replicas(d)
+    with strategy.scope():
+        variable = d.Variable(d.array([4.0]), aggregation=d.VariableAggregation.MEAN)
+    value = variable if kind == "variable" else d.mirrored([d.array([4.0])] * 2)
+    return strategy.reduce(op, value, axis=None)
+
+
+def value_of_one_device(d: Any) -> Any:
+    strategy = d.OneDeviceStrategy("/cpu:1")
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: d.array([context.replica_id_in_sync_group + 3.0, context.num_replicas_in_sync + 0.0])
+    )
+
+
+def scalars(call: str, number: int, replicas: int, d: Any) -> Any:
+    strategy = d.MirroredStrategy([f"/cpu:{k}" for k in range(replicas)])
+    numbers = d.scalars([float(k) for k in range(number)])
+    if call == "from a function":
+        batches = strategy.distribute_datasets_from_function(lambda context: numbers)
+    else:
+        batches = strategy.experimental_distribute_dataset(numbers)
+    return [strategy.experimental_local_results(batch) for batch in batches]
+
+
+def gather_slices(replicas: int, d: Any) -> Any:
+    slices = d.IndexedSlices(d.array([[2.0]]), d.array([1], "int32"), d.array([3, 1], "int32"))
+    strategy = d.MirroredStrategy([f"/cpu:{k}" for k in range(replicas)]) if replicas else d.get_strategy()
+    return strategy.gather(slices, axis=0)
+
+
+def names_of_devices(d: Any) -> Any:
+    extended = two_replicas(d).extended
+    return [
+        "/job:localhost/replica:0/task:0/device:CPU:1" in extended.worker_devices,
+        [d.full_name(device) for device in extended.parameter_devices],
+        extended.worker_devices[0] == "/job:localhost/replica:0/task:0/device:CPU:0",
+    ]
+
+
+def attributes(kind: str, d: Any) -> Any:
+    strategy = {
+        "mirrored": lambda: two_replicas(d),
+        "one device": lambda: d.OneDeviceStrategy("/cpu:0"),
+    }[kind]()
+    names = (
+        "experimental_between_graph",
+        "experimental_should_init",
+        "should_checkpoint",
+        "should_save_summary",
+    )
+    return strategy.cluster_resolver, [getattr(strategy.extended, name) for name in names]
+
+
 PROGRAMS = {
     "run": run,
     "run of components": run_of_components,
@@ -345,6 +450,29 @@ PROGRAMS = {
         for each in (["nowhere"], ["/cpu:0:1"])
     },
     "one device": one_device,
+    "run in a merge_call": run_in_a_merge_call,
+    "default scope": default_scope,
+    **{
+        f"default in another/{call}": functools.partial(default_in_another, call) for call in ("run", "scope")
+    },
+    **{
+        f"another in default/{call}": functools.partial(another_in_default, call) for call in ("run", "scope")
+    },
+    "default values": default_values,
+    **{
+        f"scalars/{call}/{number} for {replicas}": functools.partial(scalars, call, number, replicas)
+        for call, (number, replicas) in itertools.product(
+            ("from a function", "dataset"), ((3, 1), (4, 2), (6, 3), (4, 3))
+        )
+    },
+    **{f"gather slices/{replicas}": functools.partial(gather_slices, replicas) for replicas in (0, 1, 2)},
+    **{
+        f"reduce alike/{kind}/{op}": functools.partial(reduced_alike, kind, op)
+        for kind, op in itertools.product(("mirrored", "variable"), ("SUM", "MEAN"))
+    },
+    "value of one device": value_of_one_device,
+    "names of devices": names_of_devices,
+    **{f"attributes/{kind}": functools.partial(attributes, kind) for kind in ("mirrored", "one device")},
     **{
         f"in a replica/{call}": functools.partial(in_a_replica, call)
         for call in ("reduce_to", "batch_reduce_to", "broadcast_to", "gather", "scope")

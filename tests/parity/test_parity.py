@@ -12,6 +12,8 @@ from parity.deviations import DEVIATIONS
 
 tf = pytest.importorskip("tensorflow")
 
+pytestmark = pytest.mark.more("TensorFlow")
+
 PROGRAMS = {
     f"{subject}: {name}": program
     for subject, programs in (

@@ -15,6 +15,8 @@ from parity import libraries
 
 tf = pytest.importorskip("tensorflow")
 
+pytestmark = pytest.mark.more("TensorFlow")
+
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
 

@@ -12,6 +12,8 @@ from parity import libraries
 
 tf = pytest.importorskip("tensorflow")
 
+pytestmark = pytest.mark.more("TensorFlow")
+
 
 @pytest.fixture(scope="module")
 def theirs():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from typing import Any
 
 SYNCHRONIZATIONS = ("AUTO", "ON_WRITE", "ON_READ")
 AGGREGATIONS = ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA")
+SCATTERS = ("add", "sub", "mul", "div", "min", "max", "update")
 WRITES = ("assign", "assign_add", "assign_sub")
 NUMBERS = {"integers": [3, 4], "floats": [1.5, 2.5], "complex": [1 + 2j, 0]}
 WRONG_SHAPES = {"shorter": [1.0], "number": 1.0, "more axes": [[1.0, 2.0]]}
@@ -123,6 +125,124 @@ def wrong_shape(method: str, value: Any, d: Any) -> Any:
     return getattr(variable, method)(value)
 
 
+def settings_of_a_write(kind: str, method: str, read_value: bool, d: Any) -> Any:
+    strategy, value = two_replicas(d), d.array([1.0, 2.0])
+    variable = d.Variable(value) if kind == "plain" else made(d, strategy, value, kind, "SUM")
+    are_none = []
+
+    def write() -> None:
+        delta = d.array([1.0, 2.0])
+        written = getattr(variable, method)(delta, use_locking=True, name="x", read_value=read_value)
+        are_none.append(written is None)
+
+    if kind != "ON_READ":
+        write()
+    if kind != "plain":
+        strategy.run(write)
+    return are_none, variable
+
+
+def keyword_of_a_write(kind: str, method: str, keyword: str, d: Any) -> Any:
+    value = d.array([1.0, 2.0])
+    variable = d.Variable(value) if kind == "plain" else made(d, two_replicas(d), value, "AUTO", "NONE")
+    getattr(variable, method)(**{keyword: value})
+    return variable
+
+
+def rows(d: Any) -> Any:
+    return d.IndexedSlices(
+        d.array([[2.0], [4.0], [8.0]]), d.array([1, 0, 1], "int32"), d.array([3, 1], "int32")
+    )
+
+
+def scatter(kind: str, aggregation: str, method: str, place: str, d: Any) -> Any:
+    strategy, value = two_replicas(d), d.array([[1.0], [3.0], [5.0]])
+    variable = d.Variable(value) if kind == "plain" else made(d, strategy, value, kind, aggregation)
+
+    def write() -> None:
+        slices = rows(d)
+        if method == "update":
+            slices = d.IndexedSlices(slices.values[:2], slices.indices[:2], slices.dense_shape)
+        getattr(variable, f"scatter_{method}")(slices, use_locking=False, name="x")
+
+    strategy.run(write) if place == "replica" else write()
+    return variable
+
+
+def scatter_of_an_array(kind: str, d: Any) -> Any:
+    value = d.array([[1.0], [3.0]])
+    variable = d.Variable(value) if kind == "plain" else made(d, two_replicas(d), value, "AUTO", "NONE")
+    return variable.scatter_add(value)
+
+
+def copied(synchronization: str, where: str, d: Any) -> Any:
+    strategy, other = two_replicas(d), two_replicas(d)
+    variable = made(d, strategy, d.array([1.0, 2.0]), synchronization, "SUM")
+    if where == "outside":
+        twin = copy.deepcopy(variable)
+    else:
+        with (strategy if where == "scope" else other).scope():
+            twin = copy.deepcopy(variable)
+    twin.assign(d.array([6.0, 8.0]))
+    return variable, twin, twin.aggregation.name
+
+
+def update_of_a_copy_each(synchronization: str, d: Any) -> Any:
+    strategy = two_replicas(d)
+    variable = made(d, strategy, d.array([1.0]), synchronization, "SUM")
+    own = d.per_replica([d.array([5.0]), d.array([7.0])])
+    strategy.extended.update(variable, lambda v, x: v.assign(x), args=(own,))
+    return variable.values
+
+
+def update_in_replicas(synchronization: str, d: Any) -> Any:
+    strategy = two_replicas(d)
+    variable = made(d, strategy, d.array([1.0]), synchronization, "SUM")
+
+    def step() -> None:
+        own = d.array([5.0 + own_number(d)])
+        strategy.extended.update(variable, lambda v, x: v.assign_add(x), args=(own,))
+
+    strategy.run(step)
+    return variable.values
+
+
+def own_names(d: Any) -> Any:
+    def step() -> None:
+        made_here.append(d.Variable(1.0 + own_number(d), name=f"foo_{own_number(d)}"))
+
+    made_here: list[Any] = []
+    two_replicas(d).run(step)
+    return made_here, [variable.name.partition(":")[0] for variable in made_here[0].values]
+
+
+def device_and_reference(d: Any) -> Any:
+    strategy = two_replicas(d)
+    variable, other = (made(d, strategy, d.array([1.0]), "AUTO", "NONE") for _ in range(2))
+    plain = d.Variable(1.0)
+    inside = strategy.run(lambda: d.full_name(variable.device))
+    known = {variable.ref(): 1, plain.ref(): 2, other.ref(): 3}
+    return (
+        [d.full_name(each.device) for each in (variable, *variable.values, plain)],
+        strategy.experimental_local_results(inside),
+        [known[each.ref()] for each in (variable, plain, other)],
+        variable.ref() == variable.ref(),
+        variable.ref() == other.ref(),
+        variable.ref().deref() is variable,
+    )
+
+
+def read_var(synchronization: str, d: Any) -> Any:
+    strategy = two_replicas(d)
+    variable = made(d, strategy, d.array([2.0]), synchronization, "SUM")
+    return strategy.extended.read_var(variable)
+
+
+def shape_of_slices(d: Any) -> Any:
+    without = d.IndexedSlices(d.array([[2.0]]), d.array([1], "int32"))
+    return list(rows(d).shape), getattr(without.shape, "rank", None)
+
+
 PROGRAMS = {
     **{
         "/".join(("write", *row)): functools.partial(write, *row)
@@ -143,6 +263,44 @@ PROGRAMS = {
         f"wrong shape/{method}/{kind}": functools.partial(wrong_shape, method, value)
         for method, (kind, value) in itertools.product(WRITES, WRONG_SHAPES.items())
     },
+    **{
+        f"settings/{kind}/{method}/{read}": functools.partial(settings_of_a_write, kind, method, read)
+        for kind, method, read in itertools.product(("plain", "AUTO", "ON_READ"), WRITES, (True, False))
+    },
+    **{
+        f"keyword/{kind}/{method}/{keyword}": functools.partial(keyword_of_a_write, kind, method, keyword)
+        for kind, method, keyword in itertools.product(("plain", "mirrored"), WRITES, ("value", "delta"))
+    },
+    **{
+        f"scatter/plain/{method}": functools.partial(scatter, "plain", "NONE", method, "cross")
+        for method in SCATTERS
+    },
+    **{
+        f"scatter/{place}/{aggregation}/{method}": functools.partial(
+            scatter, "AUTO", aggregation, method, place
+        )
+        for place, aggregation, method in itertools.product(("cross", "replica"), AGGREGATIONS, SCATTERS)
+    },
+    "scatter/on read": functools.partial(scatter, "ON_READ", "SUM", "add", "replica"),
+    **{
+        f"scatter/an array/{kind}": functools.partial(scatter_of_an_array, kind) for kind in ("plain", "AUTO")
+    },
+    **{
+        f"copied/{synchronization}/{where}": functools.partial(copied, synchronization, where)
+        for synchronization, where in itertools.product(("AUTO", "ON_READ"), ("outside", "scope", "another"))
+    },
+    **{
+        f"update of a copy each/{each}": functools.partial(update_of_a_copy_each, each)
+        for each in ("AUTO", "ON_READ")
+    },
+    **{
+        f"update in replicas/{each}": functools.partial(update_in_replicas, each)
+        for each in ("AUTO", "ON_READ")
+    },
+    "own names": own_names,
+    "device and reference": device_and_reference,
+    **{f"read_var/{each}": functools.partial(read_var, each) for each in SYNCHRONIZATIONS},
+    "shape of slices": shape_of_slices,
     "made in replicas": made_in_replicas,
     "arguments": arguments,
     "of a function": of_a_function,

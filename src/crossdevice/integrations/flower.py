@@ -32,7 +32,7 @@ NUMPY_BYTES = "numpy.ndarray"
 
 
 class _Combining:
-    """What our strategies do with the arrays of the replies; all else is Flower's."""
+    """Combination of the replies' arrays; everything else is Flower's."""
 
     def __init__(
         self, *arguments: Any, precision: Precision = "exact", integers: Integers = "mean", **keywords: Any
@@ -131,7 +131,7 @@ def state_dict_of(record: ArrayRecord) -> dict[str, Any]:
 
 
 def _npy_bytes(flat: NDArray[Any], shape: tuple[int, ...]) -> bytes:
-    """What `numpy.save` writes, made with one copy instead of three."""
+    """Makes the bytes of `numpy.save` with one copy instead of three."""
     # NumPy's format has neither bfloat16 nor floats of 8 bits; the record says which they are.
     dtype = flat.dtype if flat.dtype.isbuiltin == 1 else np.dtype(f"V{flat.itemsize}")
     header = io.BytesIO()
@@ -154,7 +154,7 @@ def _view_of(array: Array, name: str) -> NDArray[Any]:
 
 
 def _header_at_start_of(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """What `npy_header` says, and where the elements start."""
+    """Reads a `.npy` header and the offset of the elements."""
     length_bytes = 2 if data[6:7] == b"\x01" else 4  # the first version of the format has short headers only
     return _parsed_header(data[: 8 + length_bytes + int.from_bytes(data[8 : 8 + length_bytes], "little")])
 

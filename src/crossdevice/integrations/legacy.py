@@ -1,17 +1,16 @@
-"""The names of TensorFlow 1.9 to 1.12 and 2.2: CrossTowerOps, PerDevice, CollectiveHints.
+"""The names of TensorFlow 1.9 to 1.14 and 2.2: CrossTowerOps, PerDevice, CollectiveHints.
 
-They translate and then call today's algorithms. Differences kept from that time: the operation is a
-`VariableAggregation`, results are always Mirrored, and destinations may be a list of device strings
-or None, which means "where the value is".
+They translate and then call today's algorithms. Differences kept from that time: the operation of a tower
+class is a `VariableAggregation`, results are always Mirrored, and destinations may be a list of device
+strings or None, which means "where the value is".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
-from crossdevice.algorithms.all_reduce_cross_device_ops import AllReduceCrossDeviceOps
+from crossdevice.algorithms import all_reduce_cross_device_ops as today
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.errors import ConversionError, OptionError
@@ -25,7 +24,7 @@ from crossdevice.values.distributed import (
     destinations_on,
 )
 from crossdevice.values.nesting import first_leaf
-from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.options import CollectiveHints as CollectiveHints
 from crossdevice.values.reduce_op import ReduceOp, VariableAggregation
 
 
@@ -46,21 +45,19 @@ class PerDevice(PerReplica):
         super().__init__(index.values(), list(index))
 
 
-def CollectiveHints(  # noqa: N802 - TensorFlow's name
-    bytes_per_pack: int = 0, timeout_seconds: float | timedelta | None = None
-) -> CommunicationOptions:
-    """What `experimental_hints` took in TensorFlow 2.2: today's options under their old name."""
-    return CommunicationOptions(bytes_per_pack, timeout_seconds)
-
-
 class CrossTowerOps:
     """The base class of TensorFlow 1.12; subclasses say which of today's algorithms they are."""
 
-    _ops: CrossDeviceOps = CrossDeviceOps()
+    _ops: CrossDeviceOps | None = None
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
         """Today's algorithm; `MirroredStrategy` takes it from here."""
+        if self._ops is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no algorithm; use ReductionToOneDeviceCrossTowerOps or "
+                "AllReduceCrossTowerOps"
+            )
         return self._ops
 
     def reduce(
@@ -73,14 +70,26 @@ class CrossTowerOps:
         ... ).devices
         (Device('cpu:1'),)
         """
-        value = _per_device(per_device_value)
-        return _mirrored(self._ops.reduce, _operation(aggregation), value, _placed(destinations, value))
+        return self._reduced(_operation(aggregation), per_device_value, destinations)
 
     def batch_reduce(
         self, aggregation: VariableAggregation | str, value_destination_pairs: Sequence[tuple[Any, Any]]
     ) -> list[Mirrored]:
         """Combines a list or tuple of (PerDevice, destinations) tuples."""
-        operation = _operation(aggregation)
+        return self._batch_reduced(_operation(aggregation), value_destination_pairs)
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
+        """Copies a value to each destination."""
+        ops = self._ops or CrossDeviceOps()  # which copies, whatever the algorithm
+        return _mirrored(ops.broadcast, tensor, _placed(destinations, _per_device(tensor)))
+
+    def _reduced(self, operation: ReduceOp, per_device_value: Any, destinations: Any) -> Mirrored:
+        value = _per_device(per_device_value)
+        return _mirrored(self.cross_device_ops.reduce, operation, value, _placed(destinations, value))
+
+    def _batch_reduced(
+        self, operation: ReduceOp, value_destination_pairs: Sequence[tuple[Any, Any]]
+    ) -> list[Mirrored]:
         if not isinstance(value_destination_pairs, (list, tuple)) or not all(
             isinstance(pair, tuple) and len(pair) == 2 for pair in value_destination_pairs
         ):
@@ -92,12 +101,8 @@ class CrossTowerOps:
             _placed(destinations, value)
             for value, (_, destinations) in zip(values, value_destination_pairs, strict=True)
         ]
-        results = self._ops.batch_reduce(operation, list(zip(values, targets, strict=True)))
+        results = self.cross_device_ops.batch_reduce(operation, list(zip(values, targets, strict=True)))
         return [_always_mirrored(result, target) for result, target in zip(results, targets, strict=True)]
-
-    def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
-        """Copies a value to each destination."""
-        return _mirrored(self._ops.broadcast, tensor, _placed(destinations, _per_device(tensor)))
 
 
 class ReductionToOneDeviceCrossTowerOps(CrossTowerOps):
@@ -121,9 +126,30 @@ class AllReduceCrossTowerOps(CrossTowerOps):
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
     ) -> None:
-        self._ops = AllReduceCrossDeviceOps(
+        self._ops = today.AllReduceCrossDeviceOps(
             all_reduce_alg, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group
         )
+
+
+class AllReduceCrossDeviceOps(AllReduceCrossTowerOps):
+    """That of TensorFlow 1.13 and 1.14: the operation is a ReduceOp already, all else is as with towers.
+
+    >>> value = PerDevice({"/cpu:0": 1.0, "/cpu:1": 3.0})
+    >>> AllReduceCrossDeviceOps("hierarchical_copy").reduce(ReduceOp.MEAN, value, ["/cpu:1"]).devices
+    (Device('cpu:1'),)
+    """
+
+    def reduce(  # type: ignore[override]  # other names, as they were
+        self, reduce_op: ReduceOp | str, per_replica_value: Any, destinations: Any
+    ) -> Mirrored:
+        """Combines a PerReplica (or an array that knows its device) and puts the result on `destinations`."""
+        return self._reduced(ReduceOp(reduce_op), per_replica_value, destinations)
+
+    def batch_reduce(  # type: ignore[override]
+        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]]
+    ) -> list[Mirrored]:
+        """Combines a list or tuple of (PerReplica, destinations) tuples."""
+        return self._batch_reduced(ReduceOp(reduce_op), value_destination_pairs)
 
 
 def MirroredStrategy(  # noqa: N802 - TensorFlow's name

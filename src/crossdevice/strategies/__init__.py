@@ -1,1 +1,1 @@
-"""What users hold: a strategy runs one function on several devices and keeps variables in step."""
+"""Strategies: each runs one function on several devices and keeps variables in step."""

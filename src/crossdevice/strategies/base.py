@@ -1,4 +1,4 @@
-"""What all strategies offer; each says in its own file how replicas are run."""
+"""Base of all strategies; each says in its own file how replicas are run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from crossdevice.errors import OptionError
+from crossdevice.process_groups.cluster import Cluster
 from crossdevice.strategies.data import input as datasets
 from crossdevice.strategies.data import regrouping
 from crossdevice.strategies.data.along_axis import reduce_along_axis
@@ -16,7 +17,7 @@ from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running.place import scope_of
 from crossdevice.strategies.variables.variables import MirroredVariable, SyncOnReadVariable, create_variable
 from crossdevice.values.device import host_device
-from crossdevice.values.distributed import DistributedValues, PerReplica
+from crossdevice.values.distributed import DelegatingValues, DistributedValues, PerReplica
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from crossdevice.values.replica_scope import check_cross_replica
@@ -61,8 +62,13 @@ class Strategy(abc.ABC):
         return self._extended
 
     @property
+    def cluster_resolver(self) -> Cluster | None:
+        """This process's place in the cluster; None in a single process."""
+        return None
+
+    @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas run together, in all processes."""
+        """Number of replicas that run together, in all processes."""
         return self._extended.num_replicas
 
     def scope(self) -> AbstractContextManager[Strategy]:
@@ -81,7 +87,8 @@ class Strategy(abc.ABC):
         """
         op = ReduceOp(reduce_op)
         if axis is None:
-            return self._extended.reduce_to(op, value, host_device(0), weights=weights)
+            result = self._extended.reduce_to(op, value, host_device(0), weights=weights)
+            return result if isinstance(value, PerReplica) else regrouping.map_structure(_bare, result)
         if weights is not None:
             raise OptionError("weights with an axis: every element counts once there; reduce with axis=None")
         check_cross_replica("reduce")
@@ -100,6 +107,8 @@ class Strategy(abc.ABC):
         """Concatenates the arrays of all replicas along `axis`, on `cpu:0`; sizes along `axis` may differ."""
         check_cross_replica("gather")
         value = regrouping.in_our_classes(value)
+        if regrouping.is_sparse(value):
+            raise NotImplementedError("gather of IndexedSlices is not defined; reduce them instead")
         if not regrouping.distributed_leaves(value):
             return value
         return self._extended.cross_device_ops.gather(value, host_device(0), axis)
@@ -180,3 +189,7 @@ class Strategy(abc.ABC):
     @property
     def _placement(self) -> ReplicaPlacement:
         return ReplicaPlacement(self._extended.worker_devices, self.first_replica, self.num_replicas_in_sync)
+
+
+def _bare(leaf: Any) -> Any:
+    return leaf.current() if isinstance(leaf, DelegatingValues) else leaf

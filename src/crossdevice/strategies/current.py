@@ -29,7 +29,7 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Whether the code runs inside a strategy's `scope` or `run`.
+    """Returns whether the code runs inside a strategy's `scope` or `run`.
 
     >>> from crossdevice import MirroredStrategy
     >>> with MirroredStrategy(["cpu:0", "cpu:1"]).scope():
@@ -76,7 +76,7 @@ def get_replica_context() -> ReplicaContext | Any:  # with None, each call in a 
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the code runs once for all replicas: in a strategy's scope and in merge functions.
+    """Returns whether the code runs once for all replicas: in a strategy's scope and in merge functions.
 
     >>> from crossdevice import MirroredStrategy
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])

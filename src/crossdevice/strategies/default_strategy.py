@@ -1,19 +1,22 @@
-"""What code without a strategy gets: one replica, which meets nobody."""
+"""Single-replica default strategy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.errors import ConversionError, OptionError
 from crossdevice.strategies.base import Strategy
+from crossdevice.strategies.data.input import ValueContext
 from crossdevice.strategies.extended import StrategyExtended
-from crossdevice.strategies.running.place import outside_of_replicas
+from crossdevice.strategies.running.place import check_same, outside_of_replicas
 from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.values.device import host_device
 from crossdevice.values.options import CommunicationOptions, as_options, either
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.replica_scope import RunningCode, running_as
 
 
 class DefaultExtended(StrategyExtended):
@@ -79,7 +82,18 @@ class DefaultStrategy(Strategy):
         """Calls the function."""
         if not isinstance(args, (list, tuple)):
             raise ConversionError(f"args must be a list or tuple, got a {type(args).__name__}")
-        return fn(*args, **(kwargs or {}))
+        check_same(self, "run")
+        with running_as(RunningCode()):  # as without a strategy, in a merge function too
+            return fn(*args, **(kwargs or {}))
+
+    def scope(self) -> AbstractContextManager[Strategy]:
+        """A block in which nothing changes; refused inside the scope of another strategy."""
+        check_same(self, "scope")
+        return nullcontext(self)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Returns `value_fn(ValueContext())`: the one replica's value is bare."""
+        return value_fn(ValueContext())
 
     def __repr__(self) -> str:
         return "the default strategy"

@@ -18,6 +18,7 @@ from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.structures import checked_pairs
 from crossdevice.strategies.data.regrouping import in_our_classes, is_array, map_structure, regroup, spread
+from crossdevice.strategies.running.place import current_context
 from crossdevice.strategies.variables.distributed import (
     DistributedVariable,
     ReplicaVariable,
@@ -28,7 +29,7 @@ from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.nesting import NUMBERS
 from crossdevice.values.options import CommunicationOptions, either
-from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.reduce_op import ReduceOp, VariableSynchronization
 from crossdevice.values.replica_scope import check_cross_replica
 from crossdevice.values.variable import PlacedArray
 
@@ -71,9 +72,26 @@ class StrategyExtended:
     experimental_require_static_shapes = False
     """TensorFlow's name; shapes are those of arrays, so they are always known."""
 
+    experimental_should_init = True
+    """TensorFlow's name; variables are made with their values in every process."""
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """TensorFlow's name: whether there are replicas in other processes."""
+        return self._num_replicas > len(self._devices)
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """True in the process that saves, which has the first replica."""
+        strategy = None if self._owner is None else self._owner()
+        return strategy is None or strategy.first_replica == 0
+
+    should_save_summary = should_checkpoint
+    """The same for logs."""
+
     @property
     def num_replicas(self) -> int:
-        """How many replicas there are, in all processes."""
+        """Number of replicas in all processes."""
         return self._num_replicas
 
     parameter_devices = worker_devices
@@ -153,17 +171,31 @@ class StrategyExtended:
     ) -> Any:
         """Calls `fn(copy, ...)` for each copy of a variable, on its device, with its components of arguments.
 
-        A PerReplica argument would make the copies differ: reduce it first. `group=False` gives the
-        tuple of all results; otherwise arrays come back as Mirrored and anything else as None.
+        A PerReplica argument would make the copies differ, so only variables synchronized ON_READ take it.
+        `group=False` gives the tuple of all results; otherwise arrays come back as Mirrored and anything
+        else as None. In a replica function all replicas meet, and each updates its copy with its arguments.
         """
-        check_cross_replica("update")
+        arguments = (tuple(args), dict(kwargs or {}))
+        context = current_context()
+        if context is not None:
+            return context.merge_call(
+                lambda _, *args, **kwargs: self._updated(var, fn, (args, kwargs), group), *arguments
+            )
+        if (
+            isinstance(var, DistributedVariable)
+            and var.synchronization is not VariableSynchronization.ON_READ  # whose copies are there to differ
+        ):
+            refuse_per_replica("update", var.name, arguments)
+        return self._updated(var, fn, arguments, group)
+
+    def _updated(
+        self, var: Any, fn: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]], group: bool
+    ) -> Any:
         if not isinstance(var, DistributedVariable):
             raise ConversionError(
                 f"update takes a variable of this strategy, got a {type(var).__name__}; "
                 "make one with strategy.create_variable"
             )
-        arguments = (tuple(args), dict(kwargs or {}))
-        refuse_per_replica("update", var.name, arguments)
         enter = backend_of_variable(var.values[0].operand()).thread_state(var.devices)
         enter = enter or contextlib.nullcontext
         results = []
@@ -187,11 +219,15 @@ class StrategyExtended:
         return _grouped([fn(*own_args, **own_kwargs) for own_args, own_kwargs in spread_out], devices, group)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[Device, ...]:  # noqa: ARG002
-        """Where an optimizer keeps what belongs to no variable: on every device."""
+        """Devices of optimizer state that belongs to no variable: all of them."""
         return self._devices
 
+    def read_var(self, v: Any) -> Any:
+        """The value of a variable, as `read_value()` gives it."""
+        return v.read_value()
+
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Whether a variable is one of this strategy."""
+        """Returns whether a variable belongs to this strategy."""
         return isinstance(v, DistributedVariable) and v.distribute_strategy.extended is self
 
     @contextlib.contextmanager

@@ -124,7 +124,7 @@ class MirroredStrategy(Strategy):
         return contextlib.closing(RandomStreams(self._devices, self.first_replica))
 
     def explain(self) -> str:
-        """Which devices there are, how values are reduced over them, and why so.
+        """Describes the devices, how values are reduced over them, and why.
 
         >>> print(MirroredStrategy(["cpu:0"]).explain())
         MirroredStrategy over 1 replica: cpu:0

@@ -88,7 +88,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the process that speaks for all: rank 0."""
+        """True on rank 0, the process that speaks for all."""
         return self._group.rank == 0
 
     def run(
@@ -139,7 +139,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         return DealtDataset(batches_of(dataset_fn(context), None), self._placement, of_all_processes)
 
     def explain(self) -> str:
-        """Which process this is, on which engine, with which devices, and how values are reduced.
+        """Describes this process, its engine and devices, and how values are reduced.
 
         >>> print(MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]).explain())
         MultiWorkerMirroredStrategy: rank 0 of 1 on threads, replicas 0 to 1 of 2: cpu:0, cpu:1

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from crossdevice.strategies.data.input import ValueContext
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.values.device import Device
 
@@ -16,6 +20,10 @@ class OneDeviceStrategy(MirroredStrategy):
 
     def __init__(self, device: Device | str) -> None:
         super().__init__([device])
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Returns `value_fn(ValueContext())`: the one replica's value is bare."""
+        return value_fn(ValueContext())
 
     def __repr__(self) -> str:
         return f"OneDeviceStrategy('{self._devices[0]}')"

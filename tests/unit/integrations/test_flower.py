@@ -28,6 +28,8 @@ from crossdevice.integrations.flower import (
     state_dict_of,
 )
 
+pytestmark = pytest.mark.more("Flower")
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 EXAMPLES = {1: 20, 2: 50, 3: 35, 4: 80, 5: 10}
 """By node."""

@@ -20,6 +20,8 @@ from flwr.simulation import run_simulation
 
 from crossdevice.integrations.flower import FedAvg, arrays_of, record_of
 
+pytestmark = pytest.mark.more("Flower")
+
 EXAMPLES = [20, 50, 35, 80]
 """Of each client."""
 

@@ -13,7 +13,7 @@ import torch
 import crossdevice as cd
 from crossdevice.errors import ContextError, ConversionError, OptionError
 from crossdevice.integrations.torch import MirroredModule
-from crossdevice.process_groups.thread_group import run_ranks
+from crossdevice.process_groups.engines.thread_engine import run_ranks
 
 
 class Network(torch.nn.Module):

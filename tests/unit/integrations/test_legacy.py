@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from datetime import timedelta
 
 import numpy as np
@@ -199,3 +200,44 @@ def test_strategies_take_tower_objects_and_the_arguments_of_that_time(make):
         legacy.MirroredStrategy(["/cpu:0"], num_gpus=1)
     with pytest.raises(cd.errors.DeviceError, match="cuda:"):
         legacy.MirroredStrategy(num_gpus=99)
+
+
+def test_the_all_reduce_of_tensorflow_1_14_takes_lists_of_devices_and_always_gives_mirrored():
+    ops = legacy.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=0, agg_small_grads_max_bytes=64)
+    check_mirrored(ops.reduce(cd.ReduceOp.SUM, per_device(), ["/cpu:1"]), [4, 6], 1)
+    check_mirrored(ops.reduce(cd.ReduceOp.MEAN, per_device(), ["/cpu:0", "/cpu:1"]), [2, 3], 0, 1)
+    first, second = ops.batch_reduce(
+        reduce_op=cd.ReduceOp.SUM, value_destination_pairs=[(per_device(), "/cpu:3"), (per_device(), None)]
+    )
+    check_mirrored(first, [4, 6], 3)
+    check_mirrored(second, [4, 6], 0, 1)
+    check_mirrored(ops.broadcast(np.float32([5]), destinations=["/cpu:2"]), [5], 2)
+    with pytest.raises(ReduceOpError):
+        ops.reduce("mode", per_device(), "/cpu:0")
+    strategy = cd.MirroredStrategy(["/cpu:0", "/cpu:1"], cross_device_ops=ops)
+    assert isinstance(strategy.extended.cross_device_ops, cd.AllReduceCrossDeviceOps)
+
+
+def test_a_base_class_without_an_algorithm_names_itself():
+    for call in (
+        lambda ops: ops.reduce(SUM, per_device(), "/cpu:0"),
+        lambda ops: ops.batch_reduce(SUM, [(per_device(), "/cpu:0")]),
+    ):
+        with pytest.raises(NotImplementedError, match=r"^CrossTowerOps has no algorithm; use Reduction"):
+            call(CrossTowerOps())
+    check_mirrored(CrossTowerOps().broadcast(np.float32([5]), ["/cpu:2", "/cpu:1"]), [5], 2, 1)
+
+
+def test_hints_are_a_class():
+    hints = cd.CollectiveHints(bytes_per_pack=64, timeout_seconds=3)
+    assert legacy.CollectiveHints is cd.CollectiveHints
+    assert isinstance(hints, cd.CollectiveHints)
+    assert isinstance(hints, cd.CommunicationOptions)
+    assert not isinstance(cd.CommunicationOptions(), cd.CollectiveHints)
+    again = pickle.loads(pickle.dumps(hints))
+    assert type(again) is cd.CollectiveHints
+    assert again == hints
+    merged = hints.merge(cd.CommunicationOptions(precision="fast"))
+    assert merged == cd.CommunicationOptions(64, 3, precision="fast")
+    with pytest.raises(TypeError, match="precision"):
+        cd.CollectiveHints(precision="fast")

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 from crossdevice import MirroredStrategy, MultiWorkerMirroredStrategy, PerReplica, get_strategy
 from crossdevice.errors import ConversionError, DeviceError, MismatchError, OptionError
 from crossdevice.integrations.torch import DataParallel, MirroredModule
-from crossdevice.process_groups.thread_group import run_ranks
+from crossdevice.process_groups.engines.thread_engine import run_ranks
 from integrations.by_mirrored_module import by_mirrored_module
 
 

@@ -6,12 +6,14 @@ import pytest
 import crossdevice as cd
 from conformance import array_libraries
 from conformance.rows import ALGORITHM_ROWS, OnlyReduces
-from crossdevice.errors import ConversionError, OptionError, ReduceOpError, ShapeMismatchError
+from crossdevice.errors import OptionError, ReduceOpError, ShapeMismatchError
 
 tf = pytest.importorskip("tensorflow")
 from tensorflow.python.distribute.values import PerReplica  # noqa: E402 - TensorFlow does not export it
 
 from crossdevice.integrations.tensorflow import as_tensorflow  # noqa: E402 - imports TensorFlow
+
+pytestmark = pytest.mark.more("TensorFlow")
 
 ROWS = [row for row in ALGORITHM_ROWS if row.name != "users_own"]
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -152,16 +154,165 @@ def test_an_adapter_says_what_it_adapts():
     assert repr(as_tensorflow(cd.RingAllReduce())) == "as_tensorflow(RingAllReduce())"
 
 
-def test_what_a_graph_cannot_do_is_refused():
+def placed(arrays):
+    tensors = []
+    for number, array in enumerate(arrays):
+        with tf.device(f"/cpu:{number}"):
+            tensors.append(tf.identity(tf.convert_to_tensor(array)))
+    return tensors
+
+
+@each_mode
+@pytest.mark.parametrize(
+    ("op", "dtype", "precision", "right"),
+    [
+        ("MEAN", np.int64, "accurate", [2**62 / 3, 2.0]),
+        ("MEAN", np.uint64, "exact", [2**62 / 3, 2.0]),
+        ("SUM", np.float32, "exact", [1, 6]),
+        ("MEAN", np.float64, "exact", [1 / 3, 2]),
+        ("SUM", np.complex64, "exact", [1, 6]),
+        ("MEDIAN", np.float32, "accurate", [1, 2]),
+    ],
+)
+def test_what_only_the_host_computes_is_computed_in_graphs_too(mode, op, dtype, precision, right):
+    large = 2.0**60 if np.dtype(dtype).kind != "u" and np.dtype(dtype).kind != "i" else None
+    first = [[large, 1], [1, 2], [-large, 3]] if large else [[2**61, 1], [2**61, 2], [0, 3]]
+    if op == "MEDIAN":
+        first = [[large, 1], [1, 2], [-large, 3]]
+    ops = as_tensorflow(cd.RingAllReduce(), cd.CommunicationOptions(precision=precision))
+
+    def reduce():
+        value = PerReplica(placed([np.array(part, dtype) for part in first]))
+        return ops.batch_reduce_implementation(
+            op, [(value, value)], tf.distribute.experimental.CommunicationOptions()
+        )[0].values
+
+    results = run(mode, reduce)
+    for number, tensor in enumerate(results):
+        assert np.asarray(tensor).tolist() == right
+        assert mode == "graph" or tensor.device.endswith(f"CPU:{number}")
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "precision"),
+    [
+        ("SUM", "float32", "accurate"),
+        ("MEAN", "float32", "exact"),
+        ("MEAN", "float16", "accurate"),
+        ("SUM", "bfloat16", "fast"),
+        ("MEAN", "float64", "accurate"),
+        ("MEAN", "complex64", "accurate"),
+    ],
+)
+def test_tapes_differentiate_reductions_eagerly_and_in_graphs_as_tensorflows_own(op, dtype, precision):
+    arrays = [[1, 2], [3, 4], [4, 6]]
+
+    op = tf.distribute.ReduceOp(op)
+
+    def gradients(ops):
+        tensors = placed([tf.cast(tf.constant(array), dtype) for array in arrays])
+        with tf.GradientTape(persistent=True) as outer:
+            outer.watch(tensors)
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(tensors)
+                value = PerReplica(tensors)
+                (everywhere,) = ops.batch_reduce(op, [(value, value)])
+                one = ops.reduce(op, value, "/cpu:1")
+                cubes = sum(tf.reduce_sum(part**3) * k for k, part in enumerate(everywhere.values, 1))
+                cube = tf.reduce_sum(one**3)
+            first = tape.gradient(cubes, tensors), tape.gradient(cube, tensors)
+        return [*first, outer.gradient(first[1], tensors)]
+
+    own = as_tensorflow(cd.RingAllReduce(), cd.CommunicationOptions(precision=precision))
+    right = gradients(tf.distribute.ReductionToOneDevice())
+    for mode in ("eager", "graph"):
+        for found, expected in zip(run(mode, lambda: gradients(own)), right, strict=True):
+            for replica, (a, b) in enumerate(zip(found, expected, strict=True)):
+                assert a is not None, f"replica {replica} has no gradient"
+                np.testing.assert_allclose(tf.cast(a, tf.complex128), tf.cast(b, tf.complex128), rtol=1e-2)
+                assert mode == "graph" or a.device.endswith(f"CPU:{replica}")
+
+
+def test_a_batch_of_integers_and_floats_has_the_gradients_of_its_floats():
+    ops = as_tensorflow(cd.HierarchicalCopyAllReduce())
+    floats, integers = placed(np.float32([[1], [2]])), placed(np.int64([[1], [2]]))
+    with tf.GradientTape() as tape:
+        tape.watch(floats)
+        pairs = [(PerReplica(integers), PerReplica(integers)), (PerReplica(floats), PerReplica(floats))]
+        _, total = ops.batch_reduce("SUM", pairs)
+        weighted = total.values[0] * 2
+    assert [float(grad[0]) for grad in tape.gradient(weighted, floats)] == [2, 2]
+
+
+def test_the_gradient_of_another_operation_is_refused_and_not_none():
+    ops, tensors = as_tensorflow(cd.RingAllReduce()), placed(np.float32([[1], [2]]))
+    with tf.GradientTape() as tape:
+        tape.watch(tensors)
+        (largest,) = ops.batch_reduce("MAX", [(PerReplica(tensors), PerReplica(tensors))])
+    with pytest.raises(ReduceOpError, match="MAX has no gradient"):
+        tape.gradient(largest.values[0], tensors)
+
+
+@pytest.mark.parametrize("function", [tf.add_n, tf.math.accumulate_n, lambda parts: sum(parts) * 2])
+@pytest.mark.parametrize("signature", [[2], [None]], ids=["known", "unknown"])
+@each_mode
+def test_accumulation_functions_of_tensorflow_are_used_as_tensorflow_uses_them(mode, signature, function):
+    ours = as_tensorflow(cd.ReductionToOneDevice("cpu:1", accumulation_fn=function))
+    theirs = tf.distribute.ReductionToOneDevice("/cpu:1", function)
+
+    def reduce(ops, *arrays):
+        value = PerReplica(list(arrays))
+        rows = PerReplica(
+            [tf.IndexedSlices(array[:1], tf.constant([1]), tf.constant([2])) for array in arrays]
+        )
+        found = []
+        for op in ("SUM", "MEAN"):
+            named = tf.distribute.ReduceOp(op)
+            found += [ops.reduce(named, value, "/cpu:2"), *ops.batch_reduce(named, [(value, "/cpu:0")])]
+            found += [tf.convert_to_tensor(ops.reduce(named, rows, "/cpu:0"))]
+        return found
+
+    arrays = placed(np.float32([[1, 2], [3, 5], [7, 8]]))
+    outcomes = []
+    for ops in (ours, theirs):
+        traced = tf.function(
+            lambda *arrays, ops=ops: reduce(ops, *arrays),
+            input_signature=[tf.TensorSpec(signature)] * 3,
+            autograph=False,
+        )
+        outcomes.append(
+            [np.asarray(r).tolist() for r in (traced(*arrays) if mode == "graph" else reduce(ops, *arrays))]
+        )
+    assert outcomes[0] == outcomes[1]
+
+
+@each_row
+def test_arguments_of_a_function_stay_where_tensorflow_puts_them(row):
+    ops = as_tensorflow(row.make())
+
+    def reduce(*tensors):
+        value = PerReplica(list(tensors))
+        return [result.values for result in ops.batch_reduce("MEAN", [(value, value)])]
+
+    specs = [tf.TensorSpec([2]), tf.TensorSpec([2]), tf.TensorSpec([2])]
+    graph = tf.function(reduce, autograph=False).get_concrete_function(*specs).graph
+    via = {""} if row.name != "one_other_device" else {"", row.make().reduce_to_device}
+    assert {operation.device for operation in graph.get_operations()} == via
+
+    def in_a_cluster(*tensors):
+        with tf.device("/job:worker/task:1"):
+            tensors = [tf.identity(tensor) for tensor in tensors]
+        return reduce(*tensors)
+
+    graph = tf.function(in_a_cluster, autograph=False).get_concrete_function(*specs).graph
+    assert {operation.device for operation in graph.get_operations()} <= {*via, "/job:worker/task:1"}
+
+
+def test_mistakes_are_refused_with_the_replica():
     with pytest.raises(OptionError, match="OnlyReduces overrides reduce_implementation"):
         as_tensorflow(OnlyReduces())
-    value = [tf.constant([1.0]), tf.constant([2.0])]
-    exact = as_tensorflow(cd.RingAllReduce(), cd.CommunicationOptions(precision="exact"))
-    with pytest.raises(ConversionError, match="cannot reach"):
-        tf.function(lambda: exact.reduce("SUM", PerReplica(value), "/cpu:0"), autograph=False)()
-    assert np.asarray(exact.reduce("SUM", PerReplica(value), "/cpu:0")).tolist() == [3]
     plain = as_tensorflow(cd.RingAllReduce())
     with pytest.raises(ShapeMismatchError, match="replica 1"):
         plain.reduce("SUM", PerReplica([tf.zeros(2), tf.zeros(3)]), "/cpu:0")
     with pytest.raises(ReduceOpError):
-        plain.reduce("mode", PerReplica(value), "/cpu:0")
+        plain.reduce("mode", PerReplica([tf.constant([1.0]), tf.constant([2.0])]), "/cpu:0")

@@ -19,7 +19,7 @@ from crossdevice.integrations.torch import (
     ReproducibleMean,
     reproducible_hook,
 )
-from crossdevice.process_groups.thread_group import run_ranks
+from crossdevice.process_groups.engines.thread_engine import run_ranks
 from unit.integrations.small_networks import batch, network, sgd
 
 

@@ -38,6 +38,15 @@ def test_gradients_that_are_asked_for_leave_those_held_alone():
     assert_same_after(model, plain, x)
 
 
+def test_a_deep_copy_holds_what_the_original_holds_and_both_go_their_own_way():
+    model, plain, x = held_and_plain()
+    copied, plain_copy = copy.deepcopy(model), copy.deepcopy(plain)
+    for own, parameter in zip(plain_copy.parameters(), plain.parameters(), strict=True):
+        own.grad = parameter.grad.clone()  # which PyTorch leaves out of copies of parameters
+    assert_same_after(model, plain, x)
+    assert_same_after(copied, plain_copy, x)
+
+
 def test_a_backward_pass_for_some_inputs_leaves_the_others_held():
     model, plain, x = held_and_plain()
     for each, module in ((model, model.module), (plain, plain)):

@@ -113,16 +113,29 @@ def test_batches_keep_their_order_and_mix_what_is_distributed_with_what_is_not(e
 
 
 def test_in_a_replica_everything_is_refused(strategy, extended):
-    variable = strategy.create_variable(1.0)
     for call in (
         lambda: extended.reduce_to("mean", 1.0, "cpu:0"),
         lambda: extended.batch_reduce_to("mean", [(1.0, "cpu:0")]),
         lambda: extended.broadcast_to(1.0, "cpu:0"),
-        lambda: extended.update(variable, print),
         lambda: strategy.reduce("mean", 1.0, axis=0),
     ):
         with pytest.raises(RuntimeError, match="inside replica"):
             strategy.run(call)
+
+
+def test_update_in_a_replica_updates_its_copy_with_its_arguments(strategy, extended):
+    variable = strategy.create_variable([1.0])
+
+    def step():
+        number = cd.get_replica_context().replica_id_in_sync_group
+        return extended.update(
+            variable, lambda copy, x: copy.assign_add(x), (np.float32([number]),), group=False
+        )
+
+    strategy.run(step)
+    assert [copy.numpy().tolist() for copy in variable.values] == [
+        [1.0 + k] for k in range(len(variable.values))
+    ]
 
 
 def test_broadcast_copies_arrays_and_leaves_plain_numbers_alone(strategy, extended):

@@ -176,7 +176,7 @@ def test_replicas_run_at_once_each_in_its_own_thread(strategy):
     everybody = threading.Barrier(3)
 
     def meet_outside_of_crossdevice():
-        everybody.wait(timeout=10)  # one after another, this would break
+        everybody.wait(timeout=120)  # one after another, this would break
         return threading.current_thread().name
 
     assert strategy.run(meet_outside_of_crossdevice).values == (
@@ -186,13 +186,14 @@ def test_replicas_run_at_once_each_in_its_own_thread(strategy):
     )
 
 
-def test_a_nested_run_is_refused_in_replicas_and_in_merge_functions(strategy):
+def test_a_nested_run_is_refused_in_replicas_and_of_other_strategies(strategy):
     with pytest.raises(RuntimeError, match="run was called inside ReplicaContext"):
         strategy.run(lambda: strategy.run(own_replica))
-    with pytest.raises(RuntimeError, match="in a merge function"):
-        strategy.run(lambda: cd.get_replica_context().merge_call(lambda s: s.run(own_replica)))
+    other = cd.MirroredStrategy(["cpu:0"])
     with pytest.raises(RuntimeError, match="do not nest"):
-        strategy.run(lambda: cd.MirroredStrategy(["cpu:0"]).run(own_replica))
+        strategy.run(lambda: cd.get_replica_context().merge_call(lambda _: other.run(own_replica)))
+    with pytest.raises(RuntimeError, match="do not nest"):
+        strategy.run(lambda: other.run(own_replica))
 
 
 def test_two_threads_may_run_the_same_strategy_at_once(strategy):
@@ -200,7 +201,7 @@ def test_two_threads_may_run_the_same_strategy_at_once(strategy):
     results = []
 
     def step():
-        everybody.wait(timeout=10)
+        everybody.wait(timeout=120)
         return float(cd.get_replica_context().all_reduce("sum", 1.0))
 
     callers = [threading.Thread(target=lambda: results.append(strategy.run(step))) for _ in range(2)]
@@ -246,3 +247,47 @@ def test_run_refuses_options_of_another_kind(strategy):
         strategy.run(own_replica, options="fast")
     with pytest.raises(ConversionError):
         strategy.experimental_distribute_dataset(3)
+
+
+def test_merge_functions_run_replicas_of_their_own_and_a_failure_there_ends_the_outer_run():
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    variable = strategy.create_variable(np.float32([0]), aggregation="sum")
+
+    def inner(own, bad=None):
+        number = cd.get_replica_context().replica_id_in_sync_group
+        if number == bad:
+            raise KeyError("inside")
+        variable.assign_add(np.float32([number]))
+        return own * 10 + number
+
+    def step(bad=None):
+        context = cd.get_replica_context()
+        own = np.float32([context.replica_id_in_sync_group])
+        merged = context.merge_call(lambda inside, x: inside.run(inner, args=(x, bad)), args=(own,))
+        return merged, float(context.all_reduce("sum", own)[0])
+
+    merged, totals = strategy.run(step)
+    assert [part.tolist() for part in merged.values] == [[0], [11], [22]]
+    assert totals.values == (3.0, 3.0, 3.0)
+    assert variable.numpy().tolist() == [3]
+    with pytest.raises(KeyError, match="inside") as failure:
+        strategy.run(step, args=(1,))
+    assert any("raised by replica 1" in note for note in failure.value.__notes__)
+    assert strategy.run(step)[1].values == (3.0, 3.0, 3.0)
+
+
+def test_datasets_may_hold_scalars():
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    alone = cd.MirroredStrategy(["cpu:0"])
+    dealt = strategy.distribute_datasets_from_function(lambda context: range(4))
+    assert [[int(part) for part in batch.values] for batch in dealt] == [[0, 1], [2, 3]]
+    assert [int(x) for x in alone.distribute_datasets_from_function(lambda context: range(3))] == [0, 1, 2]
+    assert [int(x) for x in alone.experimental_distribute_dataset(range(3))] == [0, 1, 2]
+    with pytest.raises(ConversionError, match="scalars have no empty part"):
+        list(strategy.distribute_datasets_from_function(lambda context: range(3)))
+
+
+def test_structures_are_named_without_the_words_of_the_library_that_reads_them(strategy):
+    with pytest.raises(StructureMismatchError) as refusal:
+        strategy.run(lambda: [1.0] if own_replica() else {"a": (1.0, None)})
+    assert str(refusal.value) == "replica 0 (cpu:0) has structure {'a': (*, *)}; the other 2 have [*]"

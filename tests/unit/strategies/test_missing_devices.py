@@ -9,6 +9,8 @@ import crossdevice as cd
 from conformance import array_libraries
 from crossdevice.errors import DeviceError
 
+pytestmark = pytest.mark.more("JAX or TensorFlow")
+
 ARRAYS = {"jax": array_libraries.jax_array, "tensorflow": array_libraries.tensorflow_tensor}
 
 

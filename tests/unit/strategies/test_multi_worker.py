@@ -18,7 +18,7 @@ from crossdevice.errors import (
     ReduceOpError,
 )
 from crossdevice.process_groups import cluster
-from crossdevice.process_groups.thread_group import run_ranks
+from crossdevice.process_groups.engines.thread_engine import run_ranks
 from multiprocess.strategy_laws import LAWS, bits, local, numbers, replica_id
 
 GRIDS = [(8,), (4, 4), (2, 2, 2, 2), (1,) * 8, (1, 5, 2), (3, 1, 4)]
@@ -296,5 +296,5 @@ def test_strategies_leave_no_thread_of_a_replica_behind():
     on_grid((2, 2), lambda strategy: strategy.run(replica_id).values)
     left = [t for t in threading.enumerate() if t.name.startswith("replica ") and t.ident not in before]
     for thread in left:
-        thread.join(10)
+        thread.join(120)
     assert not any(thread.is_alive() for thread in left)

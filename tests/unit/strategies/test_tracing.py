@@ -6,6 +6,8 @@ import pytest
 import crossdevice as cd
 from crossdevice.errors import ContextError
 
+pytestmark = pytest.mark.more("JAX")
+
 
 def test_calls_inside_jit_are_refused_and_do_not_wait_for_ever():
     jax = pytest.importorskip("jax")

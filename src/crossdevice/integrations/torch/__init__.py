@@ -11,14 +11,18 @@ try:
     from crossdevice.integrations.torch.communication_hook import ReproducibleMean, reproducible_hook
     from crossdevice.integrations.torch.containers import register_container
     from crossdevice.integrations.torch.data_parallel import DataParallel
+    from crossdevice.integrations.torch.distributed import BackendOptions
     from crossdevice.integrations.torch.mirrored_module import MirroredModule
+    from crossdevice.integrations.torch.module_bits import ModuleBits
     from crossdevice.integrations.torch.sharded_gradients import ReproducibleReduceScatter
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{__name__} needs {missing_library(error)}", name=error.name) from None
 
 __all__ = [
+    "BackendOptions",
     "DataParallel",
     "MirroredModule",
+    "ModuleBits",
     "ReproducibleMean",
     "ReproducibleReduceScatter",
     "register_container",

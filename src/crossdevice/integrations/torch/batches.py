@@ -77,7 +77,7 @@ def _batch_size(sizes: Mapping[str, int], dim: int) -> int:
 
 
 def joined(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
-    """What all replicas returned as one result, on one device."""
+    """Joins the replicas' outputs into one result on one device."""
 
     def join(column: Sequence[Any], path: str) -> Any:
         for replica, part in enumerate(column):
@@ -113,7 +113,7 @@ def _joined_tensors(column: Sequence[torch.Tensor], path: str, dim: int) -> torc
 
 
 def _common_value(column: Sequence[Any], path: str) -> Any:
-    """What is not a tensor and the same for all replicas."""
+    """Returns a value that is not a tensor and must be the same for all replicas."""
     first, *others = column
     if others and isinstance(first, (numbers.Number, torch.Size)) and not isinstance(first, bool):
         raise ConversionError(
@@ -155,7 +155,7 @@ def _has_axis(tensor: torch.Tensor, dim: int) -> bool:
 
 
 def _is_named(path: str, names: Collection[str]) -> bool:
-    """Whether an argument, or a key or attribute on the way to this leaf of it, has one of the names."""
+    """True if an argument, or a key or attribute on the way to this leaf, has one of the names."""
     return any(word in names for word in re.findall(r"\w+", path))
 
 

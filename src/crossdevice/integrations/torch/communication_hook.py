@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.errors import OptionError
 from crossdevice.process_groups.background import BackgroundThread
+from crossdevice.process_groups.engines.torch_engine import form_group
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.torch_group import form_group
 from crossdevice.values.options import CommunicationOptions, Precision
 from crossdevice.values.reduce_op import ReduceOp
 

@@ -45,7 +45,7 @@ _DEPTH = 5
 
 
 class Contents(NamedTuple):
-    """What a container holds; `names` are written as Python would after the container."""
+    """Items of a container; `names` are written as Python would after the container."""
 
     names: list[str]
     values: list[Any]
@@ -70,7 +70,7 @@ def register_container(
 
 
 def contents(value: Any) -> Contents | None:
-    """What a known container holds; None if it is not one."""
+    """Returns the items of a known container; None if it is not one."""
     if type(value) in _REGISTERED:
         values_of, rebuild = _REGISTERED[type(value)]
         return _numbered(list(values_of(value)), lambda values: rebuild(value, values))
@@ -94,7 +94,7 @@ def contents(value: Any) -> Contents | None:
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What a structure holds that is not a known container, and where."""
+    """Yields the leaves of a structure, each with its place."""
     inside = contents(value)
     if inside is None:
         yield path, value
@@ -132,7 +132,7 @@ def merged(values: Sequence[Any], function: Callable[[Sequence[Any], str], Any],
 
 
 def holds_tensors(value: Any, depth: int = _DEPTH) -> bool:
-    """Whether tensors can be reached through containers and attributes."""
+    """True if tensors can be reached through containers and attributes."""
     if isinstance(value, torch.Tensor):
         return True
     if depth == 0 or value is None or isinstance(value, _OPAQUE):
@@ -166,7 +166,7 @@ def _attributes(value: Any) -> list[str] | None:
 
 
 def _describes(part: Any) -> bool:
-    """Whether it is a table of flags or sizes, one for each state of a layer."""
+    """True for a table of flags or sizes, one for each state of a layer."""
     return type(part) is dict and bool(part) and not holds_tensors(part)
 
 

@@ -143,7 +143,7 @@ class DataParallel(torch.nn.Module):
         return super().train(mode)
 
     def _run(self, shares: Sequence[Share]) -> list[Any]:
-        """What each replica returns for its share."""
+        """Runs each replica on its share and returns the outputs."""
         is_training = any(part.training for part in self.module.modules())
         replicas = self._replicas(len(shares), is_training=is_training)
         outputs: list[Any] = [None] * len(shares)

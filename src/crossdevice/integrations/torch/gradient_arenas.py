@@ -38,7 +38,7 @@ ALIGNMENT_BYTES = 64
 
 
 class Slot(NamedTuple):
-    """Where a parameter's gradient lies: elements of the flat tensor of a dtype."""
+    """Place of a parameter's gradient: elements of the flat tensor of a dtype."""
 
     dtype: torch.dtype
     start: int
@@ -83,7 +83,7 @@ class Arena:
         return flat[slot.start : slot.stop].view(parameter.shape)
 
     def fits(self) -> bool:
-        """Whether the trainable parameters are those that this was made for."""
+        """True if the trainable parameters are those this was made for."""
         now = _dense_parameters(self._module)
         return now.keys() == self.parameters.keys() and all(
             parameter is self.parameters[name] and parameter.dtype == self.slots[name].dtype
@@ -172,7 +172,7 @@ class GradientArenas:
     def reduce_as_replica(
         self, context: ReplicaContext, op: ReduceOp, options: CommunicationOptions | None
     ) -> None:
-        """What `reduce_gradients` does in each replica, after its backward pass."""
+        """Does the work of `reduce_gradients` in each replica, after its backward pass."""
         self._check(op, options)
         replica = context.local_replica
         if not self.arenas[replica].fits():
@@ -184,7 +184,7 @@ class GradientArenas:
         gradients.take_over(context.meet("reduce_gradients", (op.name,), gradients.brought(), merge, chosen))
 
     def _rearrange(self, replicas: Sequence[None]) -> Sequence[None]:
-        """Where replicas meet, after their backward passes."""
+        """Joins the replicas after their backward passes and rearranges buckets."""
         if self._num_started:
             raise ContextError(
                 f"trainable parameters have changed since the last step, and {self._num_started} buckets of "
@@ -297,7 +297,7 @@ def _dense_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill a range of memory, in whichever order."""
+    """True if its elements fill a range of memory, in any order."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() == reach + 1
 

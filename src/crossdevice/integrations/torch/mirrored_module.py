@@ -223,7 +223,7 @@ class MirroredModule(torch.nn.Module):
         return torch_device(self.strategy.extended.worker_devices[number])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MirroredModule:
-        """What a module around this one calls to cast or move it."""
+        """Casts or moves the module; called by a module around this one."""
         for replica in self._meant():
             device = self._device_of(replica)
             # A function does not say where it moves tensors to, so it is tried on an empty one.

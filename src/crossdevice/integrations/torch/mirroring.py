@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -87,7 +88,7 @@ class MirroredTensors(torch.autograd.Function):
 
 
 def _is_added_to_grad(node: Any) -> bool:
-    """Whether the backward pass under way adds to a leaf's `grad`, as `torch.autograd.grad` does not."""
+    """True if the current backward pass adds to a leaf's `grad`, as `torch.autograd.grad` does not."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # its answer for leaves in `torch.autograd.grad`
@@ -134,7 +135,7 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        """What each sum gets, for every replica."""
+        """Returns the gradient of each sum, for every replica."""
         given = [gradient for gradient in gradients if gradient is not None]
         copies = iter(MirroredTensors.apply(ctx.ops, ctx.devices, None, False, *given) if given else ())
         everywhere = [
@@ -171,7 +172,7 @@ class HeldGradients:
 
     @property
     def has_kept(self) -> bool:
-        """Whether there are gradients that are not summed yet."""
+        """True if there are gradients that are not summed yet."""
         return bool(self._kept)
 
     def hold(
@@ -215,8 +216,15 @@ class HeldGradients:
         """Drops what is kept."""
         self._kept.clear()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeldGradients:
+        """Copies what is kept too, for the copies of the tensors."""
+        copied = HeldGradients(*copy.deepcopy((self._ops, self._devices), memo))
+        for leaf, kept in copy.deepcopy(list(self._kept.values()), memo):
+            copied._kept[id(leaf)] = leaf, kept
+        return copied
+
     def __reduce__(self) -> Any:
-        """Copied and saved as an empty one."""
+        """Saved as an empty one, as parameters are saved without their gradients."""
         return HeldGradients, (self._ops, self._devices)
 
 

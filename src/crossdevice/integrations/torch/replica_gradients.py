@@ -47,7 +47,7 @@ class ReplicaGradients:
             self._marks = torch.tensor(marks, device=device)
 
     def brought(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """What is to be reduced: one structure for all replicas."""
+        """Collects the gradients to reduce: one structure for all replicas."""
         return self._own, self._marks
 
     def take_over(self, reduced: tuple[Mapping[str, Any], torch.Tensor]) -> None:

@@ -83,7 +83,7 @@ class ReproducibleReduceScatter:
         return replace
 
     def _ops_of(self, group: dist.ProcessGroup) -> CollectiveAllReduce:
-        """What works on the processes of a group, formed when all of them first need it."""
+        """Returns the algorithm on a group's processes, formed when all of them first need it."""
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._ops:
             formed = formed_group(list(ranks), "sharded gradients")
@@ -92,7 +92,7 @@ class ReproducibleReduceScatter:
 
 
 class _Done(dist.Work):
-    """What has been done already."""
+    """A work handle that is complete from the start."""
 
     def is_completed(self) -> bool:
         """It is."""

@@ -11,7 +11,7 @@ from crossdevice.strategies.current import get_replica_context
 
 
 class ReplicaSyncBatchNorm(torch.nn.SyncBatchNorm):
-    """What `torch.nn.SyncBatchNorm` is in a replica: its statistics are those of all replicas' shares.
+    """A replica's `torch.nn.SyncBatchNorm`, with the statistics of all replicas' shares.
 
     Replicas meet twice, for the mean and for the variance. Gradients flow through both, from every replica's
     results to every replica's inputs.

@@ -50,6 +50,6 @@ def _reason(value: Any) -> str | None:
 
 
 def is_instance_of(value: Any, module: str, name: str) -> bool:
-    """Whether it is an instance of a class in a module that is slow to import, and not imported for this."""
+    """Tests for a class of a module that is slow to import, without importing it."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)

@@ -122,7 +122,7 @@ def _local(op: ReduceOp, array: Array, axes: tuple[int, ...], backend: Backend, 
     function = getattr(backend.namespace(), _ARRAY_FUNCTIONS[op.name])
     with backend.working_on(device_of(array) or host_device(0)):
         if op in (ReduceOp.MIN, ReduceOp.MAX):
-            return function(array, axis=axes)
+            return function(backend.reshape(backend.flat(array), backend.shape_of(array)), axis=axes)
         wide = backend.cast(array, _wide(dtype))
         if op is not ReduceOp.PROD:
             return function(wide, axis=axes)

@@ -20,7 +20,7 @@ from crossdevice.values.options import whole_number
 
 
 class InputContext(NamedTuple):
-    """What a dataset function is told about those it makes batches for.
+    """The replicas a dataset function makes batches for.
 
     >>> InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(32)
     8
@@ -42,7 +42,7 @@ class InputContext(NamedTuple):
 
 
 class ValueContext(NamedTuple):
-    """What a value function is told about the replica it makes a value for.
+    """The replica a value function makes a value for.
 
     >>> ValueContext(1, 4).replica_id_in_sync_group
     1
@@ -81,6 +81,9 @@ class DistributedDataset:
     def __iter__(self) -> Iterator[Any]:
         placement = self._placement
         for number, batch in enumerate(map(_structure, self._batches)):
+            if placement.num_replicas == 1:  # scalars too: there is nothing to cut
+                yield _moved(_arrays(batch), placement.devices[0])
+                continue
             yield regroup(_parts(batch, placement, number), placement.devices, among=placement.num_replicas)
 
     def __len__(self) -> int:
@@ -116,10 +119,11 @@ class DealtDataset:
                 f"the dataset of process {numbers.index(0)} is empty, and those of others are not; "
                 "each needs at least one batch, which may have no examples"
             )
-        nothing = _rows(own[0], 0, 0) if own else None
+        first = own[0] if own else None
         while any(numbers):
-            own += [nothing] * (len(devices) - len(own))
-            parts = [_moved(part, device) for part, device in zip(own, devices, strict=True)]
+            if len(own) < len(devices):
+                own += [_rows(first, 0, 0)] * (len(devices) - len(own))
+            parts = [_moved(_arrays(part), device) for part, device in zip(own, devices, strict=True)]
             yield regroup(parts, devices, among=self._placement.num_replicas)
             own = list(itertools.islice(batches, len(devices)))
             numbers = self._of_all_processes(len(own))
@@ -202,8 +206,18 @@ def _num_examples(batch: Any, name: str) -> int:
 
 
 def _rows(batch: Any, start: int, stop: int) -> Any:
+    leaves, structure = flatten(_arrays(batch))
+    if any(not getattr(leaf, "shape", (0,)) for leaf in leaves):
+        raise ConversionError(
+            "the dataset ended before every replica had its value of the last round, and scalars have no "
+            "empty part for the others; give arrays of one element, or as many values as replicas can share"
+        )
+    return unflatten(structure, [leaf[start:stop] for leaf in leaves])
+
+
+def _arrays(batch: Any) -> Any:
     leaves, structure = flatten(batch)
-    return unflatten(structure, [_array(leaf)[start:stop] for leaf in leaves])
+    return unflatten(structure, [_array(leaf) for leaf in leaves])
 
 
 def _array(leaf: Any) -> Any:

@@ -16,7 +16,7 @@ from crossdevice.strategies.variables.distributed import DistributedVariable
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DistributedValues, PerReplica, as_distributed
 from crossdevice.values.indexed_slices import IndexedSlices
-from crossdevice.values.nesting import NUMBERS, first_leaf
+from crossdevice.values.nesting import NUMBERS, first_leaf, spelled_structure
 from crossdevice.values.variable import PlacedArray
 
 
@@ -44,7 +44,7 @@ def regroup(
         return None
     flattened = [optree.tree_flatten(component, none_is_leaf=True) for component in components]
     structures = [structure for _, structure in flattened]
-    check_agreement(structures, devices, "structure", StructureMismatchError)
+    check_agreement(structures, devices, "structure", StructureMismatchError, describe=spelled_structure)
 
     def regrouped(*column: Any) -> Any:
         first = column[0]
@@ -57,19 +57,27 @@ def regroup(
 
 
 def is_countable(leaf: Any) -> bool:
-    """Whether a leaf is an array or a number, which every replica contributes for itself."""
+    """True for an array or a number, which every replica contributes for itself."""
     if isinstance(leaf, (IndexedSlices, *NUMBERS)):
         return True
     return hasattr(leaf, "dtype") and not isinstance(leaf, (DistributedValues, PlacedArray))
 
 
+def is_sparse(leaf: Any) -> bool:
+    """True for IndexedSlices, ours or another library's."""
+    backend = backend_of_type(type(leaf))
+    return isinstance(leaf, IndexedSlices) or (
+        backend is not None and backend.as_indexed_slices(leaf) is not None
+    )
+
+
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array of a library we know."""
+    """True for an array of a known library."""
     return is_countable(leaf) and hasattr(leaf, "dtype") and backend_of_type(type(leaf)) is not None
 
 
 def placed_on(components: Sequence[Any], devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Where components really are: host arrays belong to a host replica, or to `cpu:k` beside a GPU."""
+    """Returns the devices of components: host arrays belong to a host replica, or to `cpu:k` beside a GPU."""
     return tuple(
         device_of(first_leaf(component)) or (device if device.is_host else host_device(replica))
         for replica, (component, device) in enumerate(zip(components, devices, strict=True))
@@ -114,7 +122,7 @@ def own_component(replica: int, tree: Any) -> Any:
 
 
 def spread(tree: Any, devices: Sequence[Device]) -> list[Any]:
-    """What each replica sees of a structure; each distributed value must have a component for each."""
+    """Returns each replica's view of a structure; distributed values must have a component for each."""
     tree = in_our_classes(tree)
     found = [leaf for leaf in distributed_leaves(tree) if not isinstance(leaf, DistributedVariable)]
     if not found:

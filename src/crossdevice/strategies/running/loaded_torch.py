@@ -1,4 +1,4 @@
-"""What PyTorch knows that strategies need, asked only if the program has imported it already."""
+"""Questions to PyTorch, asked only if the program has imported it already."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from crossdevice.values.device import Device
 
 
 def is_loaded() -> bool:
-    """Whether the program uses PyTorch."""
+    """True if the program uses PyTorch."""
     return loaded() is not None
 
 
 def num_gpus() -> int:
-    """How many GPUs PyTorch sees; 0 if the program does not use it."""
+    """Counts the GPUs PyTorch sees; 0 if the program does not use it."""
     torch = loaded()
     return 0 if torch is None else int(torch.cuda.device_count())
 
 
 def thread_state(devices: Sequence[Device]) -> ThreadState | None:
-    """What PyTorch keeps per thread and replicas inherit: grad and inference mode, autocast, streams.
+    """Returns settings per thread that replicas inherit: grad and inference mode, autocast, streams.
 
     A replica on a GPU also has that GPU as its current one, so that `"cuda"` means its own, and works on the
     caller's stream there, where its values are combined. None if there is nothing to inherit.

@@ -30,7 +30,7 @@ def current_context() -> ReplicaContext | None:
 def scope_of(strategy: Strategy) -> Iterator[Strategy]:
     """Makes a strategy the current one; the same one may be entered again, another may not."""
     code = RUNNING_CODE.get()
-    _check_same(strategy, "scope")
+    check_same(strategy, "scope")
     if code.context is not None:
         raise ContextError(f"scope was entered inside {code.context}; enter it outside of replica functions")
     with running_as(code._replace(strategy=strategy)):
@@ -38,14 +38,12 @@ def scope_of(strategy: Strategy) -> Iterator[Strategy]:
 
 
 def run_of(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
-    """The block in which a strategy's replicas are running; refuses runs inside of runs."""
+    """The block in which a strategy's replicas are running; refused inside a replica."""
     code = RUNNING_CODE.get()
-    _check_same(strategy, "run")
+    check_same(strategy, "run")
     if code.context is not None:
-        raise ContextError(f"run was called inside {code.context}; runs do not nest")
-    if code.is_in_run:
-        raise ContextError("run was called in a merge function of another run; runs do not nest")
-    return running_as(RunningCode(strategy, is_in_run=True))
+        raise ContextError(f"run was called inside {code.context}; call it outside, or in a merge_call")
+    return running_as(RunningCode(strategy))
 
 
 def outside_of_replicas(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
@@ -55,10 +53,11 @@ def outside_of_replicas(strategy: Strategy) -> contextlib.AbstractContextManager
 
 def enter_replica_context(context: ReplicaContext) -> None:
     """Makes the running contextvars context one replica's; each replica has a copy of its own."""
-    RUNNING_CODE.set(RunningCode(context.strategy, context.local_replica, context, is_in_run=True))
+    RUNNING_CODE.set(RunningCode(context.strategy, context.local_replica, context))
 
 
-def _check_same(strategy: Strategy, call: str) -> None:
+def check_same(strategy: Strategy, call: str) -> None:
+    """Refuses a call of a strategy inside the scope of another."""
     entered = current_strategy()
     if entered is not None and entered is not strategy:
         raise ContextError(f"{call} of {strategy} inside the scope of {entered}; strategies do not nest")

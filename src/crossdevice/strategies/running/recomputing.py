@@ -1,4 +1,4 @@
-"""Whether PyTorch computes a part of a replica's forward pass again, in a backward pass elsewhere."""
+"""Detects PyTorch's recomputation of a replica's forward pass in a backward pass elsewhere."""
 
 from __future__ import annotations
 

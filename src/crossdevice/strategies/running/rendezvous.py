@@ -1,4 +1,4 @@
-"""Where replicas meet: the thread that called them waits until all have arrived, merges and answers.
+"""Rendezvous of replicas: the calling thread waits until all have arrived, merges and answers.
 
 Nothing outlives a run but its threads, and those only if it went well: a run that fails sends them
 away, and the next run starts with new ones.
@@ -36,7 +36,7 @@ DEADLINE_PATIENCE_SECONDS = 1.0
 
 
 class Call(NamedTuple):
-    """What a replica asks for where all replicas meet.
+    """A replica's request at a rendezvous.
 
     All must agree on `name` and `details`. `merge` gets every replica's value and returns every
     replica's answer; it is called once.
@@ -114,7 +114,7 @@ class Rendezvous:
             return self._meet(replica, call)
 
     def is_running(self, replica: int) -> bool:
-        """Whether the replica's function has neither returned nor failed."""
+        """True until the replica's function has returned or failed."""
         return replica not in self._results and replica not in self._failures and not self._is_over
 
     def _meet(self, replica: int, call: Call) -> Any:

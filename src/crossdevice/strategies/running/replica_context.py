@@ -74,7 +74,7 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas run together."""
+        """Number of replicas that run together."""
         return self._strategy.num_replicas_in_sync
 
     @property

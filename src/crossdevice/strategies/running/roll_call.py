@@ -1,4 +1,4 @@
-"""Who is where in a run, in words."""
+"""Positions of the replicas in a run, in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_NAMED = 8
 
 
 class RollCall(NamedTuple):
-    """Which replicas wait and where, which have returned or failed, and what the others are doing.
+    """Replicas that wait, have returned, or have failed, and what the others are doing.
 
     >>> devices = [Device("cpu", 0), Device("cpu", 1)]
     >>> str(RollCall(devices, {0: "call 1, all_reduce(SUM)"}, {1}, set(), lambda replica: ""))

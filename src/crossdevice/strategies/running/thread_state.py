@@ -1,4 +1,4 @@
-"""What the thread of a replica starts with: settings of its caller, and its own device, in every library."""
+"""Initial state of a replica's thread: settings of its caller, and its own device, in every library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crossdevice.values.distributed import DistributedValues
 
 
 def thread_state(devices: Sequence[Device], are_given: bool, arguments: Any) -> ThreadState | None:
-    """What to enter on the threads of replicas with these arguments; None if there is nothing.
+    """Returns the context to enter on replicas' threads with these arguments; None if there is none.
 
     PyTorch is asked if the program has imported it. JAX and TensorFlow would start if they were asked, and
     take memory of every GPU, so they are asked once arrays of theirs were handed over.

@@ -38,7 +38,7 @@ class ReplicaThreads:
 
     @property
     def survived_fork(self) -> bool:
-        """Whether this is still the process that started the threads: a fork does not copy them."""
+        """True in the process that started the threads: a fork does not copy them."""
         return self._process_id == os.getpid()
 
     def send_away(self, patience_seconds: float) -> list[int]:

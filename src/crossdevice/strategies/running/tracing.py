@@ -1,4 +1,4 @@
-"""Whether TensorFlow or JAX traces a function, asked only if the program has imported them already."""
+"""Detection of TensorFlow's and JAX's tracing, only if the program has imported them already."""
 
 from __future__ import annotations
 

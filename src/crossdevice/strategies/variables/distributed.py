@@ -1,4 +1,4 @@
-"""What variables with one copy per device have in common, whenever the copies are brought into step."""
+"""Base of variables with one copy per device, whenever the copies are synchronized."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import optree
 from crossdevice.backends.protocol import Backend
 from crossdevice.errors import ContextError, ConversionError
 from crossdevice.strategies.running.place import current_context, current_strategy
+from crossdevice.strategies.variables.scattering import ScatterMethods
 from crossdevice.strategies.variables.variable import ReadsAsArray, Variable, backend_of_variable, converted
 from crossdevice.values.delegation import operand_of
 from crossdevice.values.device import Device
@@ -58,7 +59,7 @@ def _of_first(name: str, meaning: str) -> Any:
     return property(lambda variable: getattr(variable.values[0], name), doc=meaning)
 
 
-class DistributedVariable(ReadsAsArray, DelegatingValues):
+class DistributedVariable(ScatterMethods, ReadsAsArray, DelegatingValues):
     """A variable with a copy on each device of a strategy; `values` are the copies."""
 
     def __init__(self, strategy: Strategy, copies: Sequence[ReplicaVariable]) -> None:
@@ -73,6 +74,13 @@ class DistributedVariable(ReadsAsArray, DelegatingValues):
         """The strategy whose devices hold the copies."""
         return self._strategy
 
+    @property
+    def device(self) -> Device:
+        """The device of the running replica's copy; that of the first outside of replica functions."""
+        context = self._context()
+        device: Device = self._values[0].device if context is None else self._copy_of(context).device
+        return device
+
     name: str = _of_first("name", "Its name; copy k > 0 is called `<name>/replica_k`.")
     shape: tuple[int, ...] = _of_first("shape", "The shape of each copy.")
     dtype: Any = _of_first("dtype", "The dtype of each copy.")
@@ -80,52 +88,49 @@ class DistributedVariable(ReadsAsArray, DelegatingValues):
     synchronization: VariableSynchronization = _of_first("synchronization", "When copies come into step.")
     trainable: bool = _of_first("trainable", "Whether it is to be trained.")
 
-    def assign(self, value: Any) -> Any:
-        """Replaces the value; returns the new one, Mirrored outside of replica functions."""
-        return self._write("assign", Variable.store, value)
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool = False,  # noqa: ARG002
+        name: str | None = None,  # noqa: ARG002
+        read_value: bool = True,
+    ) -> Any:
+        """Replaces the value; returns the new one, Mirrored outside of replica functions.
 
-    def assign_add(self, delta: Any) -> Any:
+        Args:
+            use_locking: TensorFlow's, as `name`: they change nothing.
+            read_value: False returns None.
+        """
+        written = self._write("assign", Variable.store, value)
+        return written if read_value else None
+
+    def assign_add(
+        self,
+        value: Any,
+        use_locking: bool = False,  # noqa: ARG002
+        name: str | None = None,  # noqa: ARG002
+        read_value: bool = True,
+    ) -> Any:
         """Adds to the value; returns the new one."""
-        return self._write("assign_add", _computing(operator.add), delta)
+        written = self._write("assign_add", _computing(operator.add), value)
+        return written if read_value else None
 
-    def assign_sub(self, delta: Any) -> Any:
+    def assign_sub(
+        self,
+        value: Any,
+        use_locking: bool = False,  # noqa: ARG002
+        name: str | None = None,  # noqa: ARG002
+        read_value: bool = True,
+    ) -> Any:
         """Subtracts from the value; returns the new one."""
-        return self._write("assign_sub", _computing(operator.sub), delta)
-
-    def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
-        """Adds rows at their indices."""
-        return self._scatter("scatter_add", sparse_delta)
-
-    def scatter_sub(self, sparse_delta: IndexedSlices) -> Any:
-        """Subtracts rows at their indices."""
-        return self._scatter("scatter_sub", sparse_delta)
-
-    def scatter_mul(self, sparse_delta: IndexedSlices) -> Any:
-        """Multiplies by rows at their indices."""
-        return self._scatter("scatter_mul", sparse_delta)
-
-    def scatter_div(self, sparse_delta: IndexedSlices) -> Any:
-        """Divides by rows at their indices."""
-        return self._scatter("scatter_div", sparse_delta)
-
-    def scatter_min(self, sparse_delta: IndexedSlices) -> Any:
-        """Takes the minimum with rows at their indices."""
-        return self._scatter("scatter_min", sparse_delta)
-
-    def scatter_max(self, sparse_delta: IndexedSlices) -> Any:
-        """Takes the maximum with rows at their indices."""
-        return self._scatter("scatter_max", sparse_delta)
-
-    def scatter_update(self, sparse_delta: IndexedSlices) -> Any:
-        """Replaces the rows at the indices."""
-        return self._scatter("scatter_update", sparse_delta)
+        written = self._write("assign_sub", _computing(operator.sub), value)
+        return written if read_value else None
 
     def _write(self, method: str, write: Write, value: Any) -> Any:
         """Brings a value to the copies it concerns here and now."""
         raise NotImplementedError
 
-    def _scatter(self, method: str, slices: IndexedSlices) -> Any:
-        """Brings rows to the copies they concern here and now."""
+    def _scatter(self, method: str, slices: Any) -> Any:
         raise NotImplementedError(
             f"{method} of variable {self.name!r}: a {type(self).__name__} has no scatter"
         )
@@ -173,8 +178,11 @@ class DistributedVariable(ReadsAsArray, DelegatingValues):
         return converted(value, self._backend, self._backend.dtype_of(self._values[0].operand()), self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if current_strategy() is not self._strategy:
-            raise ContextError(f"variable {self.name!r} can be copied only in the scope of {self._strategy}")
+        entered = current_strategy()
+        if entered not in (None, self._strategy):
+            raise ContextError(
+                f"variable {self.name!r} of {self._strategy} cannot be copied in the scope of {entered}"
+            )
         settings = self.synchronization, self.aggregation, self.trainable
         copies = []
         for copy in self._values:

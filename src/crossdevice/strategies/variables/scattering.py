@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from crossdevice.errors import MismatchError
-from crossdevice.strategies.variables.variable import Variable, backend_of_variable
+from crossdevice.backends.registry import backend_of_type
+from crossdevice.errors import ConversionError, MismatchError
 from crossdevice.values.indexed_slices import IndexedSlices
+
+if TYPE_CHECKING:
+    from crossdevice.strategies.variables.variable import Variable
 
 _FUNCTIONS: dict[str, np.ufunc] = {
     "scatter_add": np.add,
@@ -21,16 +25,61 @@ _FUNCTIONS: dict[str, np.ufunc] = {
 """What becomes of the rows at the indices; `scatter_update` replaces them."""
 
 
+def _scatter_method(method: str, doc: str) -> Callable[..., Any]:
+    def scatter(
+        self: ScatterMethods,
+        sparse_delta: Any,
+        use_locking: bool = False,  # noqa: ARG001 - as in TensorFlow
+        name: str | None = None,  # noqa: ARG001
+    ) -> Any:
+        return self._scatter(method, sparse_delta)
+
+    scatter.__name__, scatter.__doc__ = method, doc
+    return scatter
+
+
+class ScatterMethods:
+    """The methods of a variable that write rows at indices; repeated indices all count, in order.
+
+    `use_locking` and `name` are TensorFlow's, and change nothing.
+    """
+
+    __slots__ = ()
+
+    scatter_add = _scatter_method("scatter_add", "Adds rows at their indices.")
+    scatter_sub = _scatter_method("scatter_sub", "Subtracts rows at their indices.")
+    scatter_mul = _scatter_method("scatter_mul", "Multiplies by rows at their indices.")
+    scatter_div = _scatter_method("scatter_div", "Divides by rows at their indices.")
+    scatter_min = _scatter_method("scatter_min", "Takes the minimum with rows at their indices.")
+    scatter_max = _scatter_method("scatter_max", "Takes the maximum with rows at their indices.")
+    scatter_update = _scatter_method("scatter_update", "Replaces the rows at the indices.")
+
+    def _scatter(self, method: str, slices: Any) -> Any:
+        """Brings rows to the arrays they concern here and now."""
+        raise NotImplementedError
+
+
+def rows_of(method: str, slices: Any) -> IndexedSlices:
+    """Converts the argument of a scatter method, sparse tensors too, to IndexedSlices."""
+    backend = backend_of_type(type(slices))
+    rows = slices if backend is None else backend.as_indexed_slices(slices)
+    if not isinstance(rows, IndexedSlices):
+        raise ConversionError(f"{method} takes IndexedSlices, got a {type(slices).__name__}")
+    return rows
+
+
 def scatter_with(method: str) -> Callable[[Variable, IndexedSlices], object]:
-    """How to write slices to one copy of a variable: repeated indices all count, in order.
+    """Returns a function that writes slices to one copy of a variable.
 
     The rows are written on the host: array libraries do not agree on what repeated indices mean.
     """
 
     def write(variable: Variable, slices: IndexedSlices) -> object:
-        backend = backend_of_variable(variable.operand())
+        backend = backend_of_type(type(variable.operand()))
+        assert backend is not None, "variables are made of arrays"
         rows = backend.to_host(variable.operand()).reshape(variable.shape).copy()
-        indices = backend.to_host(slices.indices)
+        of_indices = backend_of_type(type(slices.indices))
+        indices = np.asarray(slices.indices) if of_indices is None else of_indices.to_host(slices.indices)
         values = backend.to_host(slices.values).reshape(backend.shape_of(slices.values))
         if indices.size and not (indices.min() >= 0 and indices.max() < len(rows)):
             raise MismatchError(

@@ -22,6 +22,7 @@ from crossdevice.errors import (
     ShapeMismatchError,
 )
 from crossdevice.strategies.running.tracing import refuse_graph
+from crossdevice.strategies.variables.scattering import ScatterMethods, rows_of, scatter_with
 from crossdevice.values.delegation import DelegatesToArray, operand_of
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DelegatingValues, DistributedValues
@@ -30,6 +31,28 @@ from crossdevice.values.nesting import is_number, is_number_list
 from crossdevice.values.reduce_op import VariableAggregation, VariableSynchronization, as_setting
 from crossdevice.values.replica_scope import RUNNING_CODE
 from crossdevice.values.variable import PlacedArray
+
+
+class Reference:
+    """A variable as a key: equal to other references of the same variable, which `deref` returns."""
+
+    __slots__ = ("_variable",)
+
+    def __init__(self, variable: Any) -> None:
+        self._variable = variable
+
+    def deref(self) -> Any:
+        """The variable itself."""
+        return self._variable
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reference) and self._variable is other._variable
+
+    def __hash__(self) -> int:
+        return id(self._variable)
+
+    def __repr__(self) -> str:
+        return f"Reference({self._variable!r})"
 
 
 class ReadsAsArray(DelegatesToArray):
@@ -46,6 +69,10 @@ class ReadsAsArray(DelegatesToArray):
         return array if backend.is_immutable else self._copied()
 
     value = read_value = current
+
+    def ref(self) -> Reference:
+        """A key for dictionaries, equal for one variable only."""
+        return Reference(self)
 
     def numpy(self) -> Any:
         """The elements as a NumPy array of its own."""
@@ -86,7 +113,7 @@ class _MadeInScope(type):
         return strategy.create_variable(**given)
 
 
-class Variable(ReadsAsArray, PlacedArray, metaclass=_MadeInScope):
+class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope):
     """An array with a name and a device; as a destination it says where, and is never written.
 
     Without a device, in a strategy's scope or in one of its replicas, it is what
@@ -140,17 +167,48 @@ class Variable(ReadsAsArray, PlacedArray, metaclass=_MadeInScope):
         """The dtype of its array."""
         return self._value.dtype
 
-    def assign(self, value: Any) -> Variable:
-        """Replaces the value; the shape and the dtype stay."""
-        return self.store(backend_of_variable(self._value).copy(self._converted(value), self.device))
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool = False,  # noqa: ARG002
+        name: str | None = None,  # noqa: ARG002
+        read_value: bool = True,
+    ) -> Variable | Any:
+        """Replaces the value; the shape and the dtype stay.
 
-    def assign_add(self, delta: Any) -> Variable:
+        Args:
+            use_locking: TensorFlow's, as `name`: they change nothing.
+            read_value: False returns None.
+        """
+        self.store(backend_of_variable(self._value).copy(self._converted(value), self.device))
+        return self if read_value else None
+
+    def assign_add(
+        self,
+        delta: Any,
+        use_locking: bool = False,  # noqa: ARG002
+        name: str | None = None,  # noqa: ARG002
+        read_value: bool = True,
+    ) -> Variable | Any:
         """Adds to the value."""
-        return self.store(self.computed(operator.add, self._converted(delta)))
+        self.store(self.computed(operator.add, self._converted(delta)))
+        return self if read_value else None
 
-    def assign_sub(self, delta: Any) -> Variable:
+    def assign_sub(
+        self,
+        delta: Any,
+        use_locking: bool = False,  # noqa: ARG002
+        name: str | None = None,  # noqa: ARG002
+        read_value: bool = True,
+    ) -> Variable | Any:
         """Subtracts from the value."""
-        return self.store(self.computed(operator.sub, self._converted(delta)))
+        self.store(self.computed(operator.sub, self._converted(delta)))
+        return self if read_value else None
+
+    def _scatter(self, method: str, slices: Any) -> Variable:
+        rows = rows_of(method, slices)
+        scatter_with(method)(self, rows.with_parts(self._converted(rows.values), rows.indices, None))
+        return self
 
     def computed(self, operation: Callable[[Any, Any], Any], other: Any) -> Any:
         """A new array of the value and another of its library, on the variable's device."""

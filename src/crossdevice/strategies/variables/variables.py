@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce, group_of
-from crossdevice.backends.registry import backend_of_type
-from crossdevice.errors import ContextError, ConversionError, OptionError, ReduceOpError
+from crossdevice.errors import ContextError, OptionError, ReduceOpError
 from crossdevice.strategies.data.regrouping import placed_on
 from crossdevice.strategies.running.place import current_context
 from crossdevice.strategies.variables.distributed import (
@@ -17,7 +16,7 @@ from crossdevice.strategies.variables.distributed import (
     Write,
     refuse_per_replica,
 )
-from crossdevice.strategies.variables.scattering import scatter_with
+from crossdevice.strategies.variables.scattering import rows_of, scatter_with
 from crossdevice.strategies.variables.variable import backend_of_variable, checked_trainable, initial_array
 from crossdevice.values.distributed import Mirrored, PerReplica, components_of
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
@@ -70,10 +69,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         return context.meet(f"{self.name}.{method}", (), value, merge)
 
     def _scatter(self, method: str, slices: Any) -> Any:
-        backend = backend_of_type(type(slices))  # that of TensorFlow's slices and PyTorch's sparse tensors
-        rows = slices if backend is None else backend.as_indexed_slices(slices)
-        if not isinstance(rows, IndexedSlices):
-            raise ConversionError(f"{method} takes IndexedSlices, got a {type(slices).__name__}")
+        rows = rows_of(method, slices)
         reduces = self.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
         if reduces and method in ("scatter_min", "scatter_max", "scatter_update"):
             raise NotImplementedError(
@@ -159,8 +155,9 @@ def create_variable(
         raise OptionError(f"variable {name!r} cannot be trainable and synchronized ON_READ")
     refuse_per_replica("the initial value", name, initial_value)
 
-    def make(values: list[Any]) -> list[MirroredVariable | SyncOnReadVariable]:
-        array = initial_array(values[0], dtype, shape, name)
+    def make(given: list[Any]) -> list[MirroredVariable | SyncOnReadVariable]:
+        name, value = given[0]
+        array = initial_array(value, dtype, shape, name)
         array = _of_first_process(array, strategy.extended.cross_device_ops)
         backend = backend_of_variable(array)
         for device in strategy.extended.parameter_devices:
@@ -178,20 +175,22 @@ def create_variable(
             )
             for k, device in enumerate(strategy.extended.parameter_devices)
         ]
-        return [(SyncOnReadVariable if on_read else MirroredVariable)(strategy, copies)] * len(values)
+        return [(SyncOnReadVariable if on_read else MirroredVariable)(strategy, copies)] * len(given)
 
     context = current_context()
     if context is None:
-        return make([initial_value])[0]
+        return make([(name, initial_value)])[0]
     if context.strategy is not strategy:
         raise ContextError(f"create_variable of {strategy} was called in a replica of {context.strategy}")
-    details = (repr(name), timing.name, aggregation.name)
-    made: MirroredVariable | SyncOnReadVariable = context.meet("Variable", details, initial_value, make)
+    details = (timing.name, aggregation.name)  # a name may be each replica's own: the first one's counts
+    made: MirroredVariable | SyncOnReadVariable = context.meet(
+        "Variable", details, (name, initial_value), make
+    )
     return made
 
 
 def of_first_replica(value: Any, ops: CrossDeviceOps) -> Any:
-    """What the first replica of all processes holds, from what the first of this process does."""
+    """Returns the value of the first replica of all processes, given this process's first."""
     group = group_of(ops)
     if not isinstance(value, IndexedSlices) or group is None:
         return _of_first_process(value, ops)

@@ -15,7 +15,7 @@ from crossdevice import (
     get_replica_context,
 )
 from crossdevice.errors import DeadlineError
-from crossdevice.process_groups.thread_group import run_ranks
+from crossdevice.process_groups.engines.thread_engine import run_ranks
 
 THREE = ["cpu:0", "cpu:1", "cpu:2"]
 

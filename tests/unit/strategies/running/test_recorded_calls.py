@@ -7,7 +7,7 @@ import pytest
 import crossdevice as cd
 from crossdevice.errors import ContextError, MismatchError, ReplicaError
 from crossdevice.integrations.torch import DataParallel, MirroredModule
-from crossdevice.process_groups.thread_group import run_ranks
+from crossdevice.process_groups.engines.thread_engine import run_ranks
 
 torch = pytest.importorskip("torch")
 

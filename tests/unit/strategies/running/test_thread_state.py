@@ -10,6 +10,8 @@ from conformance import array_libraries
 from crossdevice.backends import registry
 from crossdevice.strategies.running.thread_state import thread_state
 
+pytestmark = pytest.mark.more("JAX and TensorFlow")
+
 DEVICES = (cd.Device("cpu:1"), cd.Device("cpu:0"))
 
 

@@ -88,8 +88,10 @@ def test_in_replica_functions_all_replicas_make_one_variable_of_the_firsts_value
     assert isinstance(variable, cd.MirroredVariable)
     assert copies(variable) == [[22.0], [22.0]]
     assert calls == [0.0]
+    named = strategy.run(lambda: cd.Variable(1.0, name=f"w{own_replica()}"))
+    assert [copy.name for copy in named.values] == ["w0", "w0/replica_1"]
     with pytest.raises(MismatchError, match="Variable"):
-        strategy.run(lambda: cd.Variable(1.0, name=f"w{own_replica()}"))
+        strategy.run(lambda: cd.Variable(1.0, aggregation=("sum", "mean")[own_replica()]))
     merged = strategy.run(lambda: cd.get_replica_context().merge_call(lambda _: cd.Variable([1.0])))
     assert isinstance(merged, cd.MirroredVariable), "a merge function speaks for all replicas"
 

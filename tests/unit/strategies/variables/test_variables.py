@@ -289,12 +289,16 @@ def test_assigning_anything_else_goes_to_each_copy(strategy, aggregation):
 
 
 @pytest.mark.parametrize("kind", [Synchronization.AUTO, Synchronization.ON_READ])
-def test_copying_needs_the_scope_of_the_strategy(strategy, kind):
+def test_a_variable_is_copied_anywhere_but_in_the_scope_of_another_strategy(strategy, kind):
     variable = strategy.create_variable([1.0], synchronization=kind, aggregation=Aggregation.SUM)
-    with pytest.raises(RuntimeError, match="only in the scope of"):
+    with (
+        cd.OneDeviceStrategy("cpu:0").scope(),
+        pytest.raises(RuntimeError, match="cannot be copied in the scope"),
+    ):
         copy.deepcopy(variable)
     with strategy.scope():
-        made = copy.deepcopy([variable, variable])
+        copy.deepcopy(variable)
+    made = copy.deepcopy([variable, variable])
     assert made[0] is made[1] is not variable
     variable.assign([5.0])
     assert copies(made[0]) == [[1], [1]]

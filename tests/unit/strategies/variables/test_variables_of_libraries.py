@@ -16,6 +16,8 @@ from unit.strategies.variables.making import own_replica
 jax = pytest.importorskip("jax")
 tf = pytest.importorskip("tensorflow")
 
+pytestmark = pytest.mark.more("JAX and TensorFlow")
+
 LIBRARIES = {
     "jax": (array_libraries.jax_array, jax.numpy.full),
     "tensorflow": (array_libraries.tensorflow_tensor, tf.fill),

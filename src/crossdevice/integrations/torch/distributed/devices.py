@@ -1,0 +1,108 @@
+"""Collectives of tensors on GPUs: on a stream of their own, ordered with the program's by events."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
+from crossdevice.integrations.torch.distributed.work import NO_TIMEOUT, CallQueue, StartedWork
+from crossdevice.values.options import CommunicationOptions
+
+
+class DeviceCopies:
+    """Collectives that copy GPU tensors: from each other's memory where they can, else through the host's."""
+
+    def __init__(self, ops: CollectiveAllReduce) -> None:
+        self._ops = ops
+
+    def all_gather(
+        self, of_ranks: Sequence[torch.Tensor], own: torch.Tensor, what: str, seconds: float | None = None
+    ) -> None:
+        """Fills in what each rank has; tensors of other ranks may have other sizes."""
+        del what
+        everything = self._ops.all_gather(own.reshape(-1), options=_options(seconds))
+        parts = everything.split([tensor.numel() for tensor in of_ranks])
+        for target, part in zip(of_ranks, parts, strict=True):
+            target.copy_(part.view(target.shape))
+
+    def broadcast(
+        self, tensors: Sequence[torch.Tensor], root: int, what: str, seconds: float | None = None
+    ) -> None:
+        """Copies the root's tensors to those of all others."""
+        del what
+        for tensor in tensors:
+            value = self._ops.value_of_rank(tensor, root, _options(seconds))
+            if value is not tensor:
+                tensor.copy_(value)
+
+    def all_to_all(
+        self,
+        received: Sequence[torch.Tensor | None],
+        sent: Sequence[torch.Tensor | None],
+        what: str,
+        seconds: float | None = None,
+    ) -> None:
+        """Sends each rank a part and receives one from each; None stands for nothing."""
+        del what
+        like = next(tensor for tensor in (*sent, *received) if tensor is not None)
+        flats = [like.new_empty(0) if tensor is None else tensor.reshape(-1) for tensor in sent]
+        sizes = [flat.numel() for flat in flats]
+        everything = self._ops.all_to_all(torch.cat(flats), sizes=sizes, options=_options(seconds))
+        start = 0
+        for target in received:
+            if target is not None:
+                target.copy_(everything[start : start + target.numel()].view(target.shape))
+                start += target.numel()
+
+
+class DeviceWork(StartedWork):
+    """A collective on a side stream: `wait` orders the current stream after it.
+
+    The host waits for what the host does: the steps that ranks take together.
+    """
+
+    def __init__(
+        self,
+        queue: CallQueue,
+        function: Callable[[], Any],
+        results: Sequence[Any],
+        device: torch.device,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._device, self._stream = device, stream
+        self._after = torch.cuda.Event()
+        before = torch.cuda.current_stream(device).record_event()
+
+        def run() -> None:
+            with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
+                stream.wait_event(before)
+                function()
+                self._after.record(stream)
+
+        super().__init__(queue, run, results)
+
+    def is_completed(self) -> bool:
+        """Whether the GPU has ended it, well or not."""
+        return super().is_completed() and (self._error is not None or self._after.query())
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Orders the current stream after it; the host waits until it is put on the side stream."""
+        super().wait(timeout)
+        torch.cuda.current_stream(self._device).wait_event(self._after)
+        return True
+
+    def _new_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future(devices=[self._device])
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        with torch.cuda.stream(self._stream):  # whose event the future keeps
+            super()._settle(future)
+
+
+def _options(seconds: float | None) -> CommunicationOptions | None:
+    return None if seconds is None or math.isinf(seconds) else CommunicationOptions(timeout_seconds=seconds)

@@ -1,0 +1,58 @@
+"""Settings of a group on the backend, by `pg_options` or by environment."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, cast
+
+from torch._C._distributed_c10d import Backend
+
+from crossdevice.errors import OptionError
+from crossdevice.values.options import CommunicationOptions, Precision
+
+PRECISION_VARIABLE = "CROSSDEVICE_PRECISION"
+TIMEOUT_VARIABLE = "CROSSDEVICE_TIMEOUT_SECONDS"
+
+
+class BackendOptions(Backend.Options):
+    """Options of one group, for `init_process_group(..., pg_options=...)` and `new_group`.
+
+    Args:
+        precision: `"accurate"` adds in a wider type in the order of ranks and rounds once, `"exact"` rounds
+            the true sum, so the order of ranks does not matter, `"fast"` adds in the tensors' own dtype.
+            None: as CROSSDEVICE_PRECISION says, else `"accurate"`.
+        timeout: the deadline of each collective; None: CROSSDEVICE_TIMEOUT_SECONDS, else the group's own.
+
+    >>> BackendOptions(precision="exact").precision
+    'exact'
+    """
+
+    def __init__(self, precision: Precision | None = None, timeout: timedelta | None = None) -> None:
+        super().__init__("crossdevice")
+        chosen = os.environ.get(PRECISION_VARIABLE, "accurate") if precision is None else precision
+        self.communication = CommunicationOptions(precision=cast("Precision", chosen))
+        self.deadline = _deadline_from_env() if timeout is None else timeout
+
+    @property
+    def precision(self) -> Precision:
+        """How sums are added and rounded."""
+        return self.communication.precision
+
+
+def read_options(given: Any) -> BackendOptions:
+    """The options themselves, or those of the environment for None and for another backend's options."""
+    return given if isinstance(given, BackendOptions) else BackendOptions()
+
+
+def _deadline_from_env() -> timedelta | None:
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise OptionError(f"{TIMEOUT_VARIABLE} must be a number of seconds greater than 0; got {text!r}")
+    return timedelta(seconds=seconds)

@@ -1,0 +1,744 @@
+"""A process group of torch.distributed whose collectives are those of crossdevice."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
+from crossdevice.integrations.torch.distributed import copies, delegated, devices
+from crossdevice.integrations.torch.distributed.checks import (
+    check_alike,
+    check_lists,
+    check_root,
+    check_root_lists,
+    check_tensors,
+    check_whole,
+    split_lengths,
+)
+from crossdevice.integrations.torch.distributed.kernels import late_kernels
+from crossdevice.integrations.torch.distributed.options import BackendOptions, read_options
+from crossdevice.integrations.torch.distributed.profiling import ended_elsewhere, recorded
+from crossdevice.integrations.torch.distributed.reductions import Reduction
+from crossdevice.integrations.torch.distributed.work import (
+    CallQueue,
+    EndedWork,
+    SeveralWorks,
+    StartedWork,
+    named,
+)
+from crossdevice.process_groups.engines.torch_engine import form_group
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.values.options import CommunicationOptions
+
+Tensors = Sequence[torch.Tensor]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+SMALLEST_TIMEOUT = timedelta(0)
+"""What C++ leaves unset is less."""
+
+
+def _untraced(method: Method) -> Method:
+    """Keeps Dynamo out of a method, without importing it as `torch._disable_dynamo` would."""
+    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return method
+
+
+class CrossdeviceProcessGroup(dist.ProcessGroup):
+    """The ranks of one group of torch.distributed, as `init_process_group("crossdevice")` makes it.
+
+    Reductions are those of `CollectiveAllReduce`, copies those of a `ProcessGroup`. Calls run one after the
+    other in the order of the program: asynchronous ones in a thread of the group, or in the thread that
+    waits for them first. What goes from one rank to another, and sparse tensors, go over gloo.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, options: BackendOptions
+    ) -> None:
+        super().__init__(rank, size)  # the constructor with a store cannot be subclassed
+        self._rank, self._size, self._store = rank, size, store
+        self._communication = options.communication
+        self._options: dict[timedelta, CommunicationOptions] = {}
+        self.options = options
+        timeout = timeout if options.deadline is None else options.deadline
+        options._timeout = timeout
+        self._gloo: Any = delegated.gloo_of(store, rank, size, timeout)
+        self._nccl: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        # The base class hands to this what is not overridden here, such as `monitored_barrier`.
+        kinds = dist.ProcessGroup.BackendType
+        self._register_backend(torch.device("cpu"), kinds.GLOO, self._gloo)
+        if torch.cuda.is_available():
+            self._register_backend(torch.device("cuda"), kinds.GLOO, self._gloo)
+        self._set_default_backend(kinds.GLOO)
+        self._sequence = 0
+        self._coalesced: list[dist.Work] | None = None
+        self._reductions: dict[Any, Reduction] = {}
+        self._queue = CallQueue("crossdevice process group")
+        seconds = timeout.total_seconds()
+        meeting_place = dist.PrefixStore("crossdevice", store)
+        self._formed: ProcessGroup = form_group(rank, size, store=meeting_place, timeout_seconds=seconds)
+        late_kernels.postpone()
+        self._has_late_kernels = not late_kernels.is_settled
+        self._ops = CollectiveAllReduce(group=self._formed, options=self._communication)
+        self._copies = copies.HostCopies(self._formed)
+        self._device_copies = devices.DeviceCopies(self._ops)
+
+    # ---------------------------------------------------------------- reductions
+
+    @_untraced
+    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> dist.Work:
+        """Combines the tensors of all ranks in place; several of one rank count as those of several."""
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        opts = _read(AllreduceOptions, opts, op, timeout)
+        if len(tensors) == 1 and tensors[0].layout != torch.strided:
+            return self._delegate("all_reduce", tensors, lambda: self._gloo.allreduce(tensors, opts))
+        check_alike("allreduce", tensors)
+        nccl = self._nccl_for(tensors[0])
+        if nccl is not None:
+            return nccl.allreduce(tensors, opts)
+        reduction, options = self._reduction(opts.reduceOp, tensors), self._options_of(opts)
+
+        def call() -> None:
+            if len(tensors) == 1 and _is_dense(tensors[0]):
+                reduction.all_reduce(self._ops, reduction.memory(tensors[0]), options)
+                return
+            with _dense(tensors) as dense:
+                if len(dense) == 1:
+                    reduction.all_reduce(self._ops, reduction.memory(dense[0]), options)
+                    return
+                flats = [reduction.memory(tensor) for tensor in dense]
+                total = reduction.of_replicas(self._ops, flats, options)
+                for flat in flats:
+                    flat[...] = total
+
+        return self._run("all_reduce", call, tensors, tensors, opts)
+
+    @_untraced
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """Combines each tensor with those of all ranks in its place, all of them in one go."""
+        opts = _read((AllreduceCoalescedOptions, AllreduceOptions), opts)
+        check_tensors("allreduce_coalesced", tensors)
+        nccl = self._nccl_for(tensors[0])
+        if nccl is not None:
+            return nccl.allreduce_coalesced(tensors, opts)
+        reduction, options = self._reduction(opts.reduceOp, tensors), self._options_of(opts)
+
+        def call() -> None:
+            with _dense(tensors) as dense:
+                reduction.batch(self._ops, [reduction.memory(tensor) for tensor in dense], options)
+
+        return self._run("all_reduce", call, tensors, tensors, opts)
+
+    @_untraced
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, root: int | None = None
+    ) -> dist.Work:
+        """Combines the tensors of all ranks on one of them; those of the others stay as they are."""
+        if isinstance(tensors, torch.Tensor):
+            tensors, root, opts = [tensors], opts if root is None else root, None
+        opts = _read(ReduceOptions, opts, op, timeout, root)
+        check_alike("reduce", tensors)
+        check_root("reduce", opts.rootRank, self._size, opts.rootTensor, len(tensors))
+        nccl = self._nccl_for(tensors[0])
+        if nccl is not None:
+            return nccl.reduce(tensors, opts)
+        reduction, options = self._reduction(opts.reduceOp, tensors), self._options_of(opts)
+        is_root, _target = opts.rootRank == self._rank, tensors[opts.rootTensor]
+
+        def call() -> None:
+            # Others than the root make the same call, and throw its result away.
+            with _dense(tensors, writes=is_root) as dense:
+                flats = [reduction.memory(tensor) for tensor in dense]
+                total = reduction.of_replicas(self._ops, flats, options)
+                if is_root:
+                    flats[opts.rootTensor][...] = total
+
+        return self._run("reduce", call, tensors, tensors, opts)
+
+    @_untraced
+    def reduce_scatter_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002 - PyTorch's name
+        opts: Any = None,
+    ) -> dist.Work:
+        """Combines the inputs of all ranks, of which each rank gets its part."""
+        opts = _read(ReduceScatterOptions, opts)
+        check_tensors("reduce_scatter", [input])
+        check_whole("reduce_scatter", input, output, self._size)
+        return self._reduce_scatter("_reduce_scatter_base", [output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    @_untraced
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """The same for several inputs."""
+        opts = _read(ReduceScatterOptions, opts)
+        for output, each in zip(outputs, inputs, strict=True):
+            check_whole("reduce_scatter", each, output, self._size)
+        return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    @_untraced
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, op: Any = None
+    ) -> dist.Work:
+        """Combines the parts that all ranks have for this one, of a list for each output."""
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = _read(ReduceScatterOptions, opts, op, timeout)
+        check_lists("reduce_scatter", inputs, outputs, self._size, "input")
+        nccl = self._nccl_for(outputs[0])
+        if nccl is not None:
+            return nccl.reduce_scatter(outputs, inputs, opts)
+        wholes = [torch.cat([part.detach().reshape(-1) for part in parts]) for parts in inputs]
+        sizes = [[part.numel() for part in parts] for parts in inputs]
+        for output, lengths in zip(outputs, sizes, strict=True):
+            if output.numel() != lengths[self._rank]:
+                raise ValueError(
+                    f"crossdevice reduce_scatter: output has {output.numel()} elements, and the part of rank "
+                    f"{self._rank} has {lengths[self._rank]}"
+                )
+        return self._reduce_scatter("reduce_scatter", outputs, wholes, opts, sizes)
+
+    def _reduce_scatter(
+        self,
+        name: str,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: Any,
+        sizes: list[list[int]] | None = None,
+    ) -> dist.Work:
+        nccl = self._nccl_for(outputs[0])
+        if nccl is not None:
+            return nccl.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        reduction, options = self._reduction(opts.reduceOp, inputs), self._options_of(opts)
+
+        def call() -> None:
+            with _dense(outputs) as written, _dense(inputs, writes=False) as read:
+                for number, (out, whole) in enumerate(zip(written, read, strict=True)):
+                    lengths = [out.numel()] * self._size if sizes is None else sizes[number]
+                    flat = reduction.memory(whole)
+                    reduction.scatter(self._ops, flat, lengths, reduction.memory(out), options)
+
+        return self._run(name, call, outputs, inputs, opts)
+
+    # ---------------------------------------------------------------- copies
+
+    @_untraced
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: Any = None, root: int | None = None
+    ) -> dist.Work:
+        """Copies the tensors of one rank to all others."""
+        if isinstance(tensors, torch.Tensor):
+            tensors, root, opts = [tensors], opts if root is None else root, None
+        opts = _read(BroadcastOptions, opts, None, timeout, root)
+        check_alike("broadcast", tensors)
+        check_root("broadcast", opts.rootRank, self._size, opts.rootTensor, len(tensors))
+        nccl = self._nccl_for(tensors[0])
+        if nccl is not None:
+            return nccl.broadcast(tensors, opts)
+        root, chosen, seconds = opts.rootRank, opts.rootTensor, self._seconds_of(opts)
+        what = f"broadcast from rank {root} of {_what(tensors[chosen])}"
+
+        def call() -> None:
+            with _dense(tensors, writes=self._rank != root or len(tensors) > 1) as dense:
+                self._copies_of(dense[0]).broadcast([dense[chosen]], root, what, seconds)
+                for tensor in dense:
+                    if tensor is not dense[chosen]:
+                        tensor.copy_(dense[chosen])
+
+        return self._run("broadcast", call, tensors, tensors, opts)
+
+    @_untraced
+    def all_gather_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002 - PyTorch's name
+        opts: Any = None,
+    ) -> dist.Work:
+        """Puts the inputs of all ranks end to end."""
+        return self._all_gather_single("_allgather_base", [output], [input], _read(AllgatherOptions, opts))
+
+    _allgather_base = all_gather_single
+
+    @_untraced
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """The same for several inputs."""
+        opts = _read(AllgatherOptions, opts)
+        return self._all_gather_single("allgather_into_tensor_coalesced", outputs, inputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _all_gather_single(
+        self, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
+    ) -> dist.Work:
+        check_tensors("all_gather", inputs[:1])
+        for output, each in zip(outputs, inputs, strict=True):
+            check_whole("all_gather", output, each, self._size)
+        nccl = self._nccl_for(inputs[0])
+        if nccl is not None:
+            return nccl.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        seconds = self._seconds_of(opts)
+
+        def call() -> None:
+            with _dense(outputs) as written, _dense(inputs, writes=False) as read:
+                for out, own in zip(written, read, strict=True):
+                    parts = out.view(-1).chunk(self._size) if out.numel() else [out] * self._size
+                    what = f"all_gather of {_what(own)} into one tensor"
+                    self._copies_of(own).all_gather(parts, own, what, seconds)
+
+        return self._run(name, call, outputs, inputs, opts)
+
+    @_untraced
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Fills each list with the tensors of all ranks; these may have other sizes."""
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = _read(AllgatherOptions, opts, None, timeout)
+        check_lists("allgather", outputs, inputs, self._size, "output")
+        nccl = self._nccl_for(inputs[0])
+        if nccl is not None:
+            return nccl.allgather(outputs, inputs, opts)
+        return self._all_gather("all_gather", outputs, inputs, opts)
+
+    @_untraced
+    def allgather_coalesced(self, outputs: Any, inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """Fills for each rank a list with its tensors."""
+        opts = _read(AllgatherOptions, opts)
+        check_tensors("allgather_coalesced", inputs[:1])
+        if len(outputs) != self._size or any(len(each) != len(inputs) for each in outputs):
+            raise ValueError(
+                "crossdevice allgather_coalesced: output lists should be one for each rank, with as many "
+                f"tensors as the input list; got {[len(each) for each in outputs]} for {len(inputs)} tensors"
+            )
+        by_input = [list(each) for each in zip(*outputs, strict=True)]
+        return self._all_gather("all_gather", by_input, inputs, opts, [t for each in outputs for t in each])
+
+    def _all_gather(
+        self,
+        name: str,
+        outputs: Sequence[Tensors],
+        inputs: Tensors,
+        opts: Any,
+        results: Tensors | None = None,
+    ) -> dist.Work:
+        seconds, number = self._seconds_of(opts), len(inputs)
+        everything = [tensor for each in outputs for tensor in each]
+
+        def call() -> None:
+            with _dense(everything) as written, _dense(inputs, writes=False) as read:
+                if number > 1 and results is None:  # every list gets the tensors of all devices of all ranks
+                    own = torch.cat([each.reshape(-1) for each in read])
+                    whole = own.new_empty(self._size * own.numel())
+                    what = f"all_gather of {number} tensors, {_what(read[0])}"
+                    self._copies_of(own).all_gather(whole.chunk(self._size), own, what, seconds)
+                    parts = whole.chunk(self._size * number)
+                    for place, tensor in enumerate(written):
+                        tensor.copy_(parts[place % len(parts)].view(tensor.shape))
+                    return
+                for place, own in enumerate(read):
+                    targets = written[place * self._size : (place + 1) * self._size]
+                    what = f"all_gather of {own.dtype} {[target.numel() for target in targets]}"
+                    _check_own(targets[self._rank], own)
+                    self._copies_of(own).all_gather(targets, own, what, seconds)
+
+        return self._run(name, call, results if results is not None else _results(outputs), inputs, opts)
+
+    @_untraced
+    def gather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int | None = None
+    ) -> dist.Work:
+        """Brings the tensors of all ranks to one."""
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs, root = (
+                [outputs] if len(outputs) else [],
+                [inputs],
+                opts if root is None else root,
+            )
+            opts = None
+        opts = _read(GatherOptions, opts, None, timeout, root)
+        root = opts.rootRank
+        check_root_lists("gather", outputs, inputs, root, self._rank, self._size, "output")
+        nccl = self._nccl_for(inputs[0])
+        if nccl is not None:
+            return nccl.gather(outputs, inputs, opts)
+        seconds, targets = self._seconds_of(opts), outputs[0] if self._rank == root else []
+        what = f"gather on rank {root} of {_what(inputs[0])}"
+
+        def call() -> None:
+            with _dense(targets) as written, _dense(inputs, writes=False) as (own,):
+                sent = [own if peer == root else None for peer in range(self._size)]
+                self._copies_of(own).all_to_all(written or [None] * self._size, sent, what, seconds)
+
+        return self._run("gather", call, list(targets), inputs, opts)
+
+    @_untraced
+    def scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int | None = None
+    ) -> dist.Work:
+        """Gives each rank one of the tensors of one rank."""
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs, root = [outputs], [inputs] if len(inputs) else [], opts if root is None else root
+            opts = None
+        opts = _read(ScatterOptions, opts, None, timeout, root)
+        root = opts.rootRank
+        check_root_lists("scatter", inputs, outputs, root, self._rank, self._size, "input")
+        nccl = self._nccl_for(outputs[0])
+        if nccl is not None:
+            return nccl.scatter(outputs, inputs, opts)
+        seconds, sources = self._seconds_of(opts), inputs[0] if self._rank == root else []
+        what = f"scatter from rank {root} of {_what(outputs[0])}"
+
+        def call() -> None:
+            with _dense(outputs) as (out,), _dense(sources, writes=False) as read:
+                received = [out if peer == root else None for peer in range(self._size)]
+                self._copies_of(out).all_to_all(received, read or [None] * self._size, what, seconds)
+
+        return self._run("scatter", call, outputs, sources or outputs, opts)
+
+    @_untraced
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002 - PyTorch's name
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+        timeout: Any = None,
+    ) -> dist.Work:
+        """Gives each rank a part of the input, and puts the parts of all ranks end to end."""
+        opts = _read(AllToAllOptions, opts, None, timeout)
+        check_tensors("all_to_all", [input, output])
+        lengths = [
+            split_lengths(tensor, sizes, self._size)
+            for tensor, sizes in ((output, output_split_sizes), (input, input_split_sizes))
+        ]
+        nccl = self._nccl_for(input)
+        if nccl is not None:
+            return nccl.alltoall_base(output, input, list(output_split_sizes), list(input_split_sizes), opts)
+        seconds, what = self._seconds_of(opts), f"all_to_all of {input.dtype}"
+
+        def call() -> None:
+            with _dense([output]) as (out,), _dense([input], writes=False) as (own,):
+                received, sent = _split(out, lengths[0]), _split(own, lengths[1])
+                self._copies_of(own).all_to_all(received, sent, what, seconds)
+
+        return self._run("all_to_all", call, [output], [input], opts)
+
+    alltoall_base = all_to_all_single
+
+    @_untraced
+    def alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None, timeout: Any = None
+    ) -> dist.Work:
+        """Gives each rank one of the inputs, and takes one from each."""
+        opts = _read(AllToAllOptions, opts, None, timeout)
+        check_tensors("all_to_all", [*inputs, *outputs])
+        for tensors, of in ((outputs, "output"), (inputs, "input")):
+            if len(tensors) != self._size:
+                raise ValueError(
+                    f"crossdevice all_to_all: the {of} list has {len(tensors)} tensors, and the group has "
+                    f"{self._size} ranks"
+                )
+        nccl = self._nccl_for(inputs[0])
+        if nccl is not None:
+            return nccl.alltoall(outputs, inputs, opts)
+        seconds, what = self._seconds_of(opts), f"all_to_all of {inputs[0].dtype}"
+
+        def call() -> None:
+            with _dense(outputs) as received, _dense(inputs, writes=False) as sent:
+                self._copies_of(sent[0]).all_to_all(received, sent, what, seconds)
+
+        return self._run("all_to_all", call, outputs, inputs, opts)
+
+    @_untraced
+    def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Ends when all ranks have come."""
+        opts = _read(BarrierOptions, opts, None, timeout)
+        if opts.device is not None and opts.device.type == "cuda" and delegated.nccl_asked_for(self):
+            return self._get_backend(torch.device("cuda")).barrier(opts)
+        seconds = self._seconds_of(opts)
+        return self._run("barrier", lambda: self._copies.barrier(seconds), [], [], opts)
+
+    # ---------------------------------------------------------------- from rank to rank
+
+    @_untraced
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
+        """Sends a tensor to one rank, over gloo; over NCCL from GPUs that use it."""
+        return self._point_to_point("send", tensors, lambda engine: engine.send(tensors, dst, tag))
+
+    @_untraced
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:
+        """Receives a tensor from one rank."""
+        return self._point_to_point("recv", tensors, lambda engine: engine.recv(tensors, src, tag))
+
+    @_untraced
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
+        """Receives a tensor from any rank."""
+        return self._point_to_point(
+            "recvAnySource", tensors, lambda engine: engine.recv_anysource(tensors, tag)
+        )
+
+    def _point_to_point(self, name: str, tensors: Tensors, begin: Callable[[Any], dist.Work]) -> dist.Work:
+        engine = self._nccl_for(tensors[0]) or self._gloo
+        return self._delegate(name, tensors, lambda: begin(engine))
+
+    def _delegate(self, name: str, tensors: Tensors, begin: Callable[[], dist.Work]) -> dist.Work:
+        """Has an engine of PyTorch make a call; its own `Work` says when that has ended."""
+        self._sequence += 1
+        work = ended_elsewhere(name, tensors, begin) if torch.autograd._profiler_enabled() else begin()
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    # ---------------------------------------------------------------- several in one
+
+    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
+        started, self._coalesced = self._coalesced or [], None
+        return SeveralWorks(started)
+
+    # ---------------------------------------------------------------- the group
+
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
+        """The name under which it is registered."""
+        return "crossdevice"
+
+    _get_backend_name = name = getBackendName
+
+    def get_group_store(self) -> dist.Store:
+        """The store in which its ranks met."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the deadline of collectives that are given none."""
+        self.options._timeout = timeout
+        self._gloo._set_default_timeout(timeout)
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Starts counting its collectives."""
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives it has begun."""
+        return self._sequence
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The engine of PyTorch that does for tensors on a device what is left to one."""
+        if torch.device(device).type == "cuda" and delegated.nccl_asked_for(self):
+            if self._nccl is None:
+                timeout = self._gloo.options._timeout
+                self._nccl = delegated.nccl_of(self._store, self._rank, self._size, timeout)
+                self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._nccl)
+            return self._nccl
+        return super()._get_backend(torch.device(device))
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> CrossdeviceProcessGroup | None:
+        """A group of some of its ranks, which call this; None on others."""
+        del device_types
+        ranks = sorted(new_ranks)
+        if self._rank not in ranks:
+            return None
+        name = group_name or f"{self.group_name}:split:{ranks}"
+        group = CrossdeviceProcessGroup(
+            dist.PrefixStore(f"{name}/", self._store),
+            ranks.index(self._rank),
+            len(ranks),
+            timeout or self._gloo.options._timeout,
+            opts if isinstance(opts, BackendOptions) else BackendOptions(self._communication.precision),
+        )
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return group
+
+    def shutdown(self) -> None:
+        """Ends the group on this rank; what is under way is given up."""
+        self._queue.stop()
+        self._formed.close()
+        for engine in (self._gloo, self._nccl):
+            if engine is not None:
+                engine.shutdown()
+
+    def abort(self) -> None:
+        """Ends the group on this rank at once."""
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        return (
+            f"<CrossdeviceProcessGroup: rank {self._rank} of {self._size}, {self._communication.precision}>"
+        )
+
+    # ---------------------------------------------------------------- how calls are made
+
+    def _run(
+        self, name: str, call: Callable[[], None], results: Sequence[Any], tensors: Tensors, opts: Any
+    ) -> dist.Work:
+        """Makes a call now, if the program waits for it and nothing is under way; else starts it."""
+        self._sequence += 1
+        is_profiled = torch.autograd._profiler_enabled()
+        on_gpu = bool(tensors) and tensors[0].is_cuda
+        if not (opts.asyncOp or is_profiled or on_gpu or self._coalesced is not None):
+            try:
+                if self._queue.run_now(call):
+                    return EndedWork(results)
+            except Exception as error:
+                raise named(error) from error.__cause__
+        if is_profiled:
+            call = recorded(name, tensors, call)
+        work = (
+            self._gpu_work(call, results, tensors[0]) if on_gpu else StartedWork(self._queue, call, results)
+        )
+        self._queue.start(work)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _gpu_work(
+        self, call: Callable[[], None], results: Sequence[Any], tensor: torch.Tensor
+    ) -> StartedWork:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        return devices.DeviceWork(self._queue, call, results, tensor.device, self._stream)
+
+    def _reduction(self, op: Any, tensors: Tensors) -> Reduction:
+        if self._has_late_kernels:
+            self._note_reduction(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+        kind, dtype = op.op if isinstance(op, dist.ReduceOp) else op, tensors[0].dtype
+        if kind == dist.ReduceOp.RedOpType.PREMUL_SUM:
+            return Reduction(op, dtype)
+        known = self._reductions.get((kind, dtype))
+        if known is None:
+            known = self._reductions[kind, dtype] = Reduction(op, dtype)
+        return known
+
+    def _note_reduction(self, num_bytes: int) -> None:
+        """Prepares calls anew once kernels are there: those prepared before keep to NumPy's."""
+        late_kernels.note_reduction(num_bytes)
+        if late_kernels.is_settled:
+            self._has_late_kernels = False
+            self._ops = CollectiveAllReduce(group=self._formed, options=self._communication)
+
+    def _options_of(self, opts: Any) -> CommunicationOptions:
+        timeout = opts.timeout
+        if timeout <= SMALLEST_TIMEOUT:
+            timeout = self._gloo.options._timeout
+        known = self._options.get(timeout)
+        if known is None:
+            known = self._options[timeout] = self._communication.merge(
+                CommunicationOptions(timeout_seconds=timeout.total_seconds())
+            )
+        return known
+
+    def _seconds_of(self, opts: Any) -> float:
+        timeout: timedelta = opts.timeout
+        return (timeout if timeout > SMALLEST_TIMEOUT else self._gloo.options._timeout).total_seconds()
+
+    def _copies_of(self, tensor: torch.Tensor) -> copies.HostCopies | devices.DeviceCopies:
+        return self._copies if tensor.is_cpu else self._device_copies
+
+    def _nccl_for(self, tensor: torch.Tensor) -> Any:
+        """NCCL for tensors on GPUs, if the program has named it for them."""
+        return (
+            None if tensor.is_cpu or not delegated.nccl_asked_for(self) else self._get_backend(tensor.device)
+        )
+
+
+def _read(
+    kind: Any, opts: Any, op: Any = None, timeout: timedelta | None = None, root: int | None = None
+) -> Any:
+    """The options of a call, also of those overloads that take what is in them one by one."""
+    if isinstance(opts, kind):
+        return opts
+    made = (kind[0] if isinstance(kind, tuple) else kind)()
+    if isinstance(opts, timedelta):
+        timeout = opts
+    elif opts is not None:
+        op = opts
+    if op is not None:
+        made.reduceOp = op
+    if timeout is not None:
+        made.timeout = timeout
+    if root is not None:
+        made.rootRank = root
+    return made
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+@contextlib.contextmanager
+def _dense(tensors: Tensors, *, writes: bool = True) -> Iterator[Tensors]:
+    """The tensors themselves if they are contiguous, else copies, which are written back."""
+    dense = [
+        tensor.detach() if _is_dense(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
+        for tensor in tensors
+    ]
+    yield dense
+    if writes:
+        for tensor, copy in zip(tensors, dense, strict=True):
+            if not _is_dense(tensor):
+                tensor.detach().copy_(copy)
+
+
+def _split(whole: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    return list(whole.split(list(lengths))) if whole.ndim else [whole]
+
+
+def _what(tensor: torch.Tensor) -> str:
+    """A tensor as errors and other ranks know it."""
+    return f"{tensor.numel()} elements of {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _results(lists: Sequence[Tensors]) -> list[Any]:
+    return list(lists[0]) if len(lists) == 1 else list(lists)
+
+
+def _check_own(target: torch.Tensor, own: torch.Tensor) -> None:
+    if target.numel() != own.numel():
+        raise ValueError(
+            f"crossdevice all_gather: invalid tensor size: this rank's input has {own.numel()} elements, "
+            f"and the output for it {target.numel()}"
+        )
+
+
+def create(opts: Any, pg_options: Any = None) -> CrossdeviceProcessGroup:
+    """Makes a group for `torch.distributed`, which calls this on each rank of it."""
+    return CrossdeviceProcessGroup(
+        opts.store, opts.group_rank, opts.group_size, opts.timeout, read_options(pg_options)
+    )

@@ -1,0 +1,194 @@
+"""Reductions of host tensors: operations and dtypes of torch.distributed in terms of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
+from crossdevice.backends.registry import backend_of_type
+from crossdevice.errors import ReduceOpError
+from crossdevice.integrations.torch.distributed.copies import HostCopies
+from crossdevice.values.distributed import PerReplica
+from crossdevice.values.options import CommunicationOptions
+
+Flat = NDArray[Any]
+
+_KIND = dist.ReduceOp.RedOpType
+NAMES: dict[Any, str] = {
+    _KIND.SUM: "sum",
+    _KIND.AVG: "mean",
+    _KIND.MIN: "min",
+    _KIND.MAX: "max",
+    _KIND.PRODUCT: "prod",
+}
+"""Operations that floats have, and ours for each."""
+
+_OF_TRUTH = {_KIND.SUM: "max", _KIND.MAX: "max", _KIND.PRODUCT: "min", _KIND.MIN: "min"}
+"""As c10d adds and multiplies truth values."""
+
+_BITWISE: dict[Any, Any] = {
+    _KIND.BAND: np.bitwise_and,
+    _KIND.BOR: np.bitwise_or,
+    _KIND.BXOR: np.bitwise_xor,
+}
+
+_torch = backend_of_type(torch.Tensor)
+assert _torch is not None
+host_view: Callable[[torch.Tensor], Flat] = _torch.host_view
+"""The memory of a contiguous host tensor, flat; with the dtypes of ml_dtypes where NumPy lacks one."""
+
+
+class Reduction:
+    """One operation of torch.distributed on tensors of one dtype.
+
+    Raises:
+        ReduceOpError: there is no such operation on this dtype.
+    """
+
+    def __init__(self, op: Any, dtype: torch.dtype) -> None:
+        kind = op.op if isinstance(op, dist.ReduceOp) else op
+        self.kind = kind
+        self.weights: list[float] | None = None
+        self.bitwise = _BITWISE.get(kind)
+        self._is_truth = dtype == torch.bool
+        self._divides = kind == _KIND.AVG and not (dtype.is_floating_point or dtype.is_complex)
+        is_integer = not (dtype.is_floating_point or dtype.is_complex)
+        name = (_OF_TRUTH if self._is_truth else NAMES).get(kind)
+        if self._divides and not self._is_truth:
+            name = "sum"
+        if kind == _KIND.PREMUL_SUM and not is_integer:
+            name, factor = "sum", op.factor
+            self.weights = [float(factor.item() if isinstance(factor, torch.Tensor) else factor)]
+        if self.bitwise is not None and is_integer:
+            name = str(kind)
+        if name is None:
+            raise _refusal(kind, dtype)
+        self.name = name
+
+    def memory(self, tensor: torch.Tensor) -> Any:
+        """A contiguous tensor's elements, flat: on the host as NumPy has them; truth values as 0 and 1."""
+        if not tensor.is_cpu:
+            flat = tensor.detach().view(-1)
+            return flat.view(torch.uint8) if self._is_truth else flat
+        memory = host_view(tensor)
+        return memory.view(np.uint8) if self._is_truth else memory
+
+    def all_reduce(self, ops: CollectiveAllReduce, flat: Any, options: CommunicationOptions) -> None:
+        """Replaces the values by those of all ranks combined."""
+        if self.bitwise is not None:
+            _write(flat, self._combined(ops, [_on_host(flat)] * _size(ops), options))
+            return
+        ops.reduce(self.name, flat, _place(flat), options, out=flat, weights=self.weights)
+        if self._divides:
+            self._divide(flat, _size(ops))
+
+    def batch(self, ops: CollectiveAllReduce, flats: Sequence[Any], options: CommunicationOptions) -> None:
+        """The same for several, which travel together."""
+        if self.bitwise is not None or len(flats) == 1:
+            for flat in flats:
+                self.all_reduce(ops, flat, options)
+            return
+        pairs = [(flat, _place(flat)) for flat in flats]
+        ops.batch_reduce(self.name, pairs, options, out=list(flats), weights=self.weights)
+        for flat in flats:
+            if self._divides:
+                self._divide(flat, _size(ops))
+
+    def of_replicas(
+        self, ops: CollectiveAllReduce, flats: Sequence[Any], options: CommunicationOptions
+    ) -> Any:
+        """Combines several values of this rank, and as many of each other one."""
+        weights = None if self.weights is None else self.weights * len(flats)
+        if self.bitwise is not None:
+            flat = self.bitwise.reduce(np.stack([_on_host(each) for each in flats]))
+            return self._combined(ops, [flat] * _size(ops), options)
+        total = ops.reduce(self.name, PerReplica(list(flats)), _place(flats[0]), options, weights=weights)
+        if self._divides:
+            self._divide(total, len(flats) * _size(ops))
+        return total
+
+    def scatter(
+        self,
+        ops: CollectiveAllReduce,
+        whole: Any,
+        sizes: Sequence[int],
+        out: Any,
+        options: CommunicationOptions,
+    ) -> None:
+        """Writes the combination of all ranks' parts for this rank; parts lie end to end."""
+        if self.bitwise is not None:
+            parts = np.split(_on_host(whole), np.cumsum(sizes)[:-1])
+            _write(out, self._combined(ops, parts, options))
+            return
+        uneven = None if len(set(sizes)) == 1 else sizes
+        ops.reduce_scatter(self.name, whole, options=options, sizes=uneven, out=out, weights=self.weights)
+        if self._divides:
+            self._divide(out, _size(ops))
+
+    def _divide(self, total: Any, number: int) -> None:
+        """Divides sums of integers, whose mean has their dtype in C++, and is cut off towards zero."""
+        tensor = torch.from_numpy(total) if isinstance(total, np.ndarray) else total
+        tensor.copy_(torch.div(tensor, number, rounding_mode="trunc"))
+
+    def _combined(
+        self, ops: CollectiveAllReduce, parts: Sequence[Flat], options: CommunicationOptions
+    ) -> Flat:
+        """Bitwise: each rank gets everybody's part for it, and combines them."""
+        group = ops.group
+        assert group is not None
+        own = parts[group.rank]
+        received = [np.empty_like(own) for _ in parts]
+        what = f"{self.name} of {own.dtype} {[part.size for part in parts]}"
+        HostCopies(group).exchange_arrays(
+            [_bytes(each) for each in received], [_bytes(each) for each in parts], what, _seconds_of(options)
+        )
+        combine: Any = self.bitwise
+        combined: Flat = combine.reduce(np.stack(received))
+        return combined
+
+
+def _seconds_of(options: CommunicationOptions) -> float | None:
+    """The deadline of a call; options hold it as a number or a timedelta."""
+    seconds = options.timeout_seconds
+    return seconds.total_seconds() if isinstance(seconds, timedelta) else seconds
+
+
+def _size(ops: CollectiveAllReduce) -> int:
+    assert ops.group is not None
+    return ops.group.size
+
+
+def _place(flat: Any) -> Any:
+    """The destination of a result that is to be where its inputs are."""
+    return "cpu:0" if isinstance(flat, np.ndarray) else flat
+
+
+def _on_host(flat: Any) -> Flat:
+    return flat if isinstance(flat, np.ndarray) else flat.cpu().numpy()
+
+
+def _write(target: Any, total: Flat) -> None:
+    if isinstance(target, np.ndarray):
+        np.copyto(target, total)
+    else:
+        target.copy_(torch.from_numpy(total))
+
+
+def _refusal(kind: Any, dtype: torch.dtype) -> ReduceOpError:
+    """What is said of an operation that a dtype does not have."""
+    return ReduceOpError(
+        f"{str(kind).removeprefix('RedOpType.')} is not defined for {dtype}: expected SUM, PRODUCT, MIN, "
+        "MAX, AVG or PREMUL_SUM for floats, SUM, PRODUCT, MIN, MAX, AVG, BAND, BOR or BXOR for integers, "
+        "SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR for truth values"
+    )
+
+
+def _bytes(flat: Flat) -> NDArray[np.uint8]:
+    return flat.reshape(-1).view(np.uint8)

@@ -1,0 +1,254 @@
+"""Collectives of one group in the order of the program: what was started, and who runs it."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from crossdevice.errors import CrossDeviceError, DeadlineError
+from crossdevice.process_groups.background import POLL_SECONDS, BackgroundThread
+
+NO_TIMEOUT = timedelta(0)
+
+
+class CallQueue:
+    """Runs the calls of one group one after the other.
+
+    A call that is started is run by the group's thread, or by whoever waits for it first, in which case no
+    thread is switched. Only the holder of the turn takes a call from the queue, so their order is kept.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._started: collections.deque[StartedWork] = collections.deque()
+        self._turn = threading.Lock()
+        self._thread = BackgroundThread(name)
+
+    def run_now(self, function: Callable[[], Any]) -> bool:
+        """Runs a function in the calling thread unless something is under way; whether it has."""
+        if self._started or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            function()
+        finally:
+            self._turn.release()
+        return True
+
+    def start(self, work: StartedWork) -> None:
+        """Puts a call behind those that were started before."""
+        self._started.append(work)
+        self._thread.submit(self._run_next)
+
+    def run_until(self, work: StartedWork) -> None:
+        """Runs what is in the queue up to a call, unless the group's thread does."""
+        while not work.is_ended and self._turn.acquire(blocking=False):
+            try:
+                if self._started:
+                    self._started.popleft().run()
+            finally:
+                self._turn.release()
+
+    def stop(self) -> None:
+        """Ends the thread after the last call."""
+        self._thread.stop()
+
+    def _run_next(self) -> None:
+        with self._turn:
+            if self._started:
+                self._started.popleft().run()
+
+
+class EndedWork(dist.Work):
+    """A collective that has ended; what it wrote to is its result."""
+
+    def __init__(self, results: Sequence[Any]) -> None:
+        super().__init__()
+        self._results = results
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return True
+
+    def is_success(self) -> bool:
+        """Whether it has ended without an error."""
+        return True
+
+    def exception(self) -> BaseException | None:
+        """The error it ended with; None if there was none."""
+        return None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:  # noqa: ARG002
+        """Returns at once."""
+        return True
+
+    def synchronize(self) -> None:
+        """Waits until it has ended."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Orders the current stream after it."""
+        self.wait()
+
+    def result(self) -> list[Any]:
+        """The tensors it wrote to."""
+        return list(self._results)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future with `result()` as its value."""
+        future: torch.futures.Future[Any] = self._new_future()
+        future.set_result(self.result())
+        return future
+
+    def _new_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future()
+
+    def get_future_result(self) -> torch.futures.Future[Any]:
+        """A future with 0, PyTorch's number for success."""
+        future: torch.futures.Future[Any] = self._new_future()
+        future.set_result(0)
+        return future
+
+
+class StartedWork(EndedWork):
+    """A collective that was started, and is run in its turn."""
+
+    def __init__(self, queue: CallQueue, function: Callable[[], Any], results: Sequence[Any]) -> None:
+        super().__init__(results)
+        self._queue, self._function = queue, function
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._error: BaseException | None = None
+        self._futures: list[torch.futures.Future[Any]] = []
+        self._fence = threading.Lock()
+        self.is_ended = False
+
+    def run(self) -> None:
+        """Makes the call; called once, by the holder of the turn."""
+        try:
+            self._function()
+        except BaseException as error:  # raised where it is waited for
+            self._error = named(error)
+        del self._function  # with the tensors it holds
+        with self._fence:
+            self.is_ended = True
+            futures, self._futures = self._futures, []
+        self._running.release()
+        for future in futures:
+            self._settle(future)
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.is_ended
+
+    def is_success(self) -> bool:
+        """Whether it has ended without an error."""
+        return self.is_ended and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """The error it ended with; None if there was none."""
+        return self._error
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Blocks until it has ended; raises its error. It goes on after `timeout`, and can be waited for."""
+        if not self.is_ended:
+            if timeout == NO_TIMEOUT:
+                self._queue.run_until(self)
+            self._wait_for_thread(timeout.total_seconds() or float("inf"))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def result(self) -> list[Any]:
+        """The tensors it wrote to, once it has ended."""
+        self.wait()
+        return list(self._results)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future whose value is the list of tensors it wrote to."""
+        with self._fence:
+            if not self.is_ended:
+                future: torch.futures.Future[Any] = self._new_future()
+                self._futures.append(future)
+                return future.then(_value_of)  # an error is an error to C++ too
+        future = self._new_future()
+        self._settle(future)
+        return future if self._error is None else future.then(_value_of)
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        future.set_result(list(self._results) if self._error is None else self._error)
+
+    def _wait_for_thread(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not self.is_ended:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise named(DeadlineError(f"the collective has not ended in {seconds:g} seconds"))
+            if self._running.acquire(timeout=min(left, POLL_SECONDS)):
+                self._running.release()
+
+
+class SeveralWorks(EndedWork):
+    """Collectives that were started together, and are waited for together."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__([])
+        self._works = works
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all have ended without an error."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """The first error of any."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Blocks until all have ended."""
+        for work in self._works:
+            work.wait(timeout) if timeout != NO_TIMEOUT else work.wait()
+        return True
+
+    def result(self) -> list[Any]:
+        """What all of them wrote to."""
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future whose value is what all of them wrote to."""
+        ended = torch.futures.collect_all([work.get_future() for work in self._works])
+        return ended.then(lambda futures: [tensor for one in futures.value() for tensor in one.value()])
+
+
+def _value_of(ended: torch.futures.Future[Any]) -> Any:
+    value = ended.value()
+    if isinstance(value, BaseException):
+        raise value
+    return value
+
+
+def named(error: BaseException) -> BaseException:
+    """The same error as a RuntimeError too, which programs for torch.distributed expect of a collective."""
+    if not isinstance(error, CrossDeviceError) or isinstance(error, RuntimeError):
+        return error
+    kind = type(error)
+    both = _both.get(kind)
+    if both is None:
+        both = _both[kind] = type(
+            kind.__name__, (kind, dist.DistBackendError), {"__module__": kind.__module__}
+        )
+    text = f"after the timeout of a collective: {error}" if isinstance(error, DeadlineError) else str(error)
+    raised: BaseException = both(text).with_traceback(error.__traceback__)
+    raised.__cause__ = error.__cause__
+    return raised
+
+
+_both: dict[type[BaseException], type[BaseException]] = {}

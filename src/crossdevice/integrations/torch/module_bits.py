@@ -1,0 +1,97 @@
+"""Fingerprints of what goes into and comes out of every submodule of a PyTorch module, by its name."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any, Self
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from crossdevice.recording.recorder import Leaves, digests_of, is_recording, mark_bits, write_mark
+
+
+class ModuleBits:
+    """Marks inputs, outputs and gradients of every submodule by name, without touching the model's code.
+
+    They are in what `crossdevice.record_bits` writes; outside of it hooks look, and do nothing. A submodule's
+    parameters and buffers count as its inputs: if those are equal in two runs and its outputs are not, it is
+    this submodule that is not reproducible. Gradients are those of outputs and of parameters.
+
+    Args:
+        model: any module; one in DistributedDataParallel is marked by the names it has there.
+        name: what marks begin with.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+    >>> with ModuleBits(model):
+    ...     _ = model(torch.ones(1, 2))
+    """
+
+    def __init__(self, model: torch.nn.Module, name: str = "model") -> None:
+        self._before = _Before()
+        self._handles: list[Any] = []
+        for path, module in model.named_modules():
+            label = f"{name}.{path}" if path else name
+            forward = functools.partial(self._after_forward, label)
+            self._handles += [
+                module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(forward, with_kwargs=True),
+            ]
+        for path, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = functools.partial(_mark_gradient, f"{name}.{path}.grad")
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def remove(self) -> None:
+        """Takes all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if is_recording():
+            own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+            digests = digests_of({"inputs": _tensors((args, kwargs)), "own": own})
+            self._before.digests.append((module, digests))
+
+    def _after_forward(
+        self, label: str, module: torch.nn.Module, _args: Any, _kwargs: Any, output: Any
+    ) -> None:
+        if not is_recording():
+            return
+        before: Leaves = {}
+        # What is left of modules that raised is dropped on the way.
+        while self._before.digests:
+            whose, digests = self._before.digests.pop()
+            if whose is module:
+                before = digests
+                break
+        tensors = _tensors(output)
+        write_mark(f"{label} forward", before, digests_of({"outputs": tensors}))
+        for number, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                which = f" {number}" if len(tensors) > 1 else ""
+                tensor.register_hook(functools.partial(mark_bits, f"{label} gradient of output{which}"))
+
+
+class _Before(threading.local):
+    """Digests of the inputs of modules that are running, innermost last; replicas run in threads."""
+
+    def __init__(self) -> None:
+        self.digests: list[tuple[torch.nn.Module, Leaves]] = []
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _mark_gradient(name: str, parameter: torch.Tensor) -> None:
+    mark_bits(name, parameter.grad)
