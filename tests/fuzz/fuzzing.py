@@ -26,6 +26,7 @@ from fuzz.combining_cases import (
     combining_failure_of,
     random_combining_cases,
 )
+from fuzz.file_cases import FILE_FIELDS, FileCase, file_failure_of, random_file_cases
 from fuzz.part_cases import PART_FIELDS, PartCase, checked_parts, part_failure_here, random_part_cases
 from fuzz.process_cases import PROCESS_FIELDS, SHARES, ProcessCase, checked, random_process_cases
 
@@ -95,6 +96,7 @@ AREAS = {
         Area("reductions", ProcessCase, PROCESS_FIELDS, process_failure_of),
         Area("parts", PartCase, PART_FIELDS, part_failure_of),
         Area("combining", CombiningCase, COMBINING_FIELDS, combining_failure_of),
+        Area("damaged files", FileCase, FILE_FIELDS, file_failure_of),
     )
 }
 
@@ -110,7 +112,11 @@ def cases_here(seed: int) -> Iterator[Any]:
     reductions = random_cases(choose)
     shares = [each for each in PART_FIELDS["shares"] if len(each) == 1]
     return _in_turns(
-        [reductions, random_part_cases(choose, shares), reductions, random_combining_cases(choose)]
+        [
+            *(reductions, random_part_cases(choose, shares)),
+            *(reductions, random_combining_cases(choose)),
+            *(reductions, random_file_cases(choose)),
+        ]
     )
 
 
@@ -228,7 +234,7 @@ def _case(row: dict[str, Any]) -> Any:
     (kind,) = (
         kind
         for kind in AREAS
-        if row.keys() | {"weights"} == {field.name for field in dataclasses.fields(kind)}
+        if {field.name for field in dataclasses.fields(kind)} in (row.keys(), row.keys() | {"weights"})
     )
     return kind(**{name: _as_tuples(value) for name, value in row.items()})
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from crossdevice.combining.leaf_total import INTEGERS, Integers, LeafTotal, check_like, results_of
 from crossdevice.combining.saving import load, save
 from crossdevice.combining.trees import ArrivedTree, check_same, read_tree, rebuilt, united
-from crossdevice.errors import ContextError, OptionError
+from crossdevice.errors import ContextError, FileError, OptionError
 from crossdevice.kernels.host.running_sum import RunningSum, add_all
 from crossdevice.values.options import Precision
 from crossdevice.values.reduce_op import ReduceOp
@@ -107,8 +107,7 @@ class Accumulator:
         with first._lock, second._lock:
             if not other._count:
                 return
-            with other._changing():
-                other._add_pending()
+            other._settle()
             leaves = {path: (total.leaf, None) for path, total in other._totals.items()}
             arrived = ArrivedTree(other._skeleton, leaves)
             skeleton = self._checked(arrived)
@@ -133,8 +132,7 @@ class Accumulator:
         Trees must be made of dicts with plain keys, lists and tuples.
         """
         with self._lock:
-            with self._changing():
-                self._add_pending()
+            self._settle()
             settings = {name: getattr(self, name) for name in SETTINGS}
             save(file, {**settings, "count": self._count}, self._skeleton, self._totals)
 
@@ -142,15 +140,17 @@ class Accumulator:
     def load(cls, file: str | PathLike[str]) -> Accumulator:
         """The accumulator that was saved."""
         header, skeleton, totals = load(file)
-        made = cls(**{name: header[name] for name in SETTINGS})
+        try:
+            made = cls(**{name: header[name] for name in SETTINGS})
+        except (KeyError, TypeError, OptionError) as error:
+            raise FileError(f"{file} cannot be read as a saved accumulator: {error}") from error
         made._count, made._skeleton, made._totals = header["count"], skeleton, totals
         return made
 
     def __getstate__(self) -> dict[str, Any]:
         """For `pickle` and `copy`, as processes send each other what they have added."""
         with self._lock:
-            with self._changing():
-                self._add_pending()
+            self._settle()
             return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -163,8 +163,7 @@ class Accumulator:
         with self._lock:
             if not self._count:
                 raise ContextError("nothing has been added yet, so there is no result")
-            with self._changing():
-                self._add_pending()
+            self._settle()
             return rebuilt(self._skeleton, results_of(self._totals, is_mean=is_mean))
 
     def _checked(self, arrived: ArrivedTree) -> Any:
@@ -186,6 +185,12 @@ class Accumulator:
         for path, (leaf, _) in arrived.leaves.items():
             if path not in self._totals:
                 self._totals[path] = LeafTotal(leaf, self.precision, self.integers)
+
+    def _settle(self) -> None:
+        """Adds what waits; where nothing does, an interrupt leaves a complete accumulator as it was."""
+        if self._pending or self._is_changing:
+            with self._changing():
+                self._add_pending()
 
     def _add_pending(self) -> None:
         pending, self._pending = self._pending, []

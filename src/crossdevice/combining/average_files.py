@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -22,10 +21,10 @@ from crossdevice.execution.reading.values import few
 from crossdevice.kernels.host.fused_pass import fused_pass
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.kernels.host.running_sum import RunningSum
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.values.disagreement import disagreement
 from crossdevice.values.dtypes import FLOATS, SHORT_FLOATS
 from crossdevice.values.options import Precision
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights, factors_of, weights_for
 
@@ -42,7 +41,7 @@ MAX_READERS = 8
 """Threads, each of which reads, computes and writes: that is where memory is busy, on large machines too."""
 
 READ_AHEAD_BYTES = 128 << 20
-"""How much of all files together is requested ahead, and released behind, at a time."""
+"""How much of all files together is requested ahead."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that have been read so far, and those that will be."""
@@ -82,6 +81,7 @@ def average_files(
     integers: Integers = "mean",
     keys: Keys = "strict",
     progress: Progress | None = None,
+    verify: bool = False,
 ) -> None:
     """Writes the mean of all tensors of several models to a file, through a few MiB of memory.
 
@@ -98,6 +98,8 @@ def average_files(
         keys: `"strict"` refuses files with different tensors, `"union"` takes the mean of each tensor over
             the files that have it, `"intersection"` leaves out what not all have.
         progress: called with the number of bytes read so far and in all, by any thread, one at a time.
+        verify: compares each file with the SHA-256 beside it (`sha256sum x > x.sha256`) before anything is
+            averaged. Checksums that are in files, as in `.npz` and `.pt`, are compared in any case.
 
     >>> import numpy as np, os, tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -117,9 +119,17 @@ def average_files(
     check_output(target)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(opened(open_model(Path(path)))) for path in paths]
+        if verify:
+            for file in files:
+                file.check_digest()
         tensors = list(_tensors(files, factors, dtype, keys))
         writer = stack.enter_context(new_model(target, {each.name: each.spec for each in tensors}, files[0]))
-        work = _Work(tensors, lambda part, room: _mean(part, precision, integers, room), writer, progress)
+        work = _Work(
+            _joined(tensors, writer),
+            lambda part, room: _mean(part, precision, integers, room),
+            writer,
+            progress,
+        )
         run_together(work, min(num_threads(), MAX_READERS) if writer.in_any_order else 1)
         for file in files:
             file.check_unchanged()
@@ -189,12 +199,13 @@ def _tensors(
     """What is in the result, in the order of the first file that has it; every check."""
     everything = dict.fromkeys(name for file in files for name in file.tensors)
     _check_names(files, everything, keys)
+    names = [f"file {number} ({file.path})" for number, file in enumerate(files)]
+    weights_of: dict[tuple[int, ...], Weights] = {}
     for name in everything:
         having = [number for number, file in enumerate(files) if name in file.tensors]
         if keys == "intersection" and len(having) < len(files):
             continue
         specs = {number: files[number].tensors[name] for number in having}
-        names = [f"file {number} ({file.path})" for number, file in enumerate(files)]
         odd = disagreement({n: s.shape for n, s in specs.items()}, names, "has shape", place=f" at {name!r}")
         if odd is not None:
             raise ShapeMismatchError(odd)
@@ -206,7 +217,10 @@ def _tensors(
             if odd is not None:
                 raise DtypeMismatchError(f"{odd}; of floats, dtype= says which the mean has")
         into = dtype if dtype is not None and first.dtype in _FLOATS else first.dtype
-        weights = weights_for(tuple(factors[number] for number in having), ReduceOp.MEAN)
+        weights = weights_of.get(tuple(having))
+        if weights is None:
+            weights = weights_for(tuple(factors[number] for number in having), ReduceOp.MEAN)
+            weights_of[tuple(having)] = weights
         sizes = [dtype_named(spec.dtype).itemsize for spec in specs.values()]
         yield _Tensor(
             name,
@@ -237,6 +251,26 @@ def _check_names(files: Sequence[ModelFile], everything: dict[str, None], keys: 
             )
 
 
+def _joined(tensors: Sequence[_Tensor], writer: ModelWriter) -> list[_Tensor]:
+    """The tensors; those that lie next to each other in all files, and in the output, become one."""
+    joined: list[_Tensor] = []
+    last = ""
+    for tensor in tensors:
+        if (
+            joined
+            and joined[-1].spec.dtype == tensor.spec.dtype
+            and joined[-1].weights is tensor.weights  # and so the files
+            and all(file.is_before(last, tensor.name) for file in tensor.files)
+            and writer.is_before(last, tensor.name)
+        ):
+            count = joined[-1].spec.num_elements + tensor.spec.num_elements
+            joined[-1] = joined[-1]._replace(spec=TensorSpec(tensor.spec.dtype, (count,)))
+        else:
+            joined.append(tensor)
+        last = tensor.name
+    return joined
+
+
 def _ranges(tensors: Sequence[_Tensor], num_bytes: int) -> Iterator[_Range]:
     """All tensors, at most so many bytes of each file at a time; an empty one is one range."""
     for tensor in tensors:
@@ -246,21 +280,14 @@ def _ranges(tensors: Sequence[_Tensor], num_bytes: int) -> Iterator[_Range]:
 
 
 def _read_ahead(tensors: Sequence[_Tensor], num_bytes: int, advice_bytes: int) -> Iterator[_Range]:
-    """The ranges, those that follow being read from the disk meanwhile, and those before them left behind."""
-    following, asked = _ranges(tensors, advice_bytes), deque[_Range]()
-    asked_bytes = left_bytes = taken_bytes = 0
+    """Yields the ranges, those that follow being read from the disk meanwhile."""
+    following = _ranges(tensors, advice_bytes)
+    asked_bytes = taken_bytes = 0
     for part in _ranges(tensors, num_bytes):
         while asked_bytes < taken_bytes + READ_AHEAD_BYTES and (ahead := next(following, None)) is not None:
             for file in ahead.tensor.files:
                 file.read_ahead(ahead.tensor.name, ahead.start, ahead.stop)
             asked_bytes += ahead.num_bytes
-            asked.append(ahead)
-        # Other threads may still read the last ones.
-        while left_bytes + asked[0].num_bytes + READ_AHEAD_BYTES < taken_bytes:
-            behind = asked.popleft()
-            for file in behind.tensor.files:
-                file.leave_behind(behind.tensor.name, behind.start, behind.stop)
-            left_bytes += behind.num_bytes
         taken_bytes += part.num_bytes
         yield part
 

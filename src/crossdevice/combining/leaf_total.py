@@ -18,8 +18,9 @@ from crossdevice.errors import (
     OptionError,
     ShapeMismatchError,
 )
+from crossdevice.kernels.host.reference.running import NUM_PARTS
 from crossdevice.kernels.host.resources.pool import result_pool
-from crossdevice.kernels.host.running_sum import RunningSum, write_all
+from crossdevice.kernels.host.running_sum import RunningSum, sum_family, write_all
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import PARTS
 from crossdevice.values.options import Precision
@@ -53,7 +54,7 @@ class LeafTotal:
         self.dtype = dtype_named(leaf.dtype)
         self.size = int(np.prod(leaf.shape, dtype=np.int64))
         self._takes_largest = integers == "max"
-        if self.dtype.kind not in "iub" or integers == "mean":
+        if num_parts(leaf, precision, integers):
             part = dtype_named(PARTS.get(leaf.dtype, leaf.dtype))
             size = self.size * (2 if leaf.dtype in PARTS else 1)
             self.running = RunningSum(size, part, precision)
@@ -95,6 +96,12 @@ class LeafTotal:
             self.kept = flat.copy()
         elif self._takes_largest:
             np.maximum(self.kept, flat, out=self.kept)
+
+
+def num_parts(leaf: Leaf, precision: Precision, integers: Integers) -> int:
+    """How many float64 are kept for each element of a leaf; 0 for integers of which there is no sum."""
+    part = dtype_named(PARTS.get(leaf.dtype, leaf.dtype))
+    return 0 if part.kind in "iub" and integers != "mean" else NUM_PARTS[sum_family(part, precision)]
 
 
 def results_of(totals: Mapping[str, LeafTotal], *, is_mean: bool) -> dict[str, Any]:

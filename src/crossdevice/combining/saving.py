@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
-import zipfile
+import math
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from fractions import Fraction
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crossdevice.backends.registry import backend_named
+from crossdevice.combining.files.model_file import MAX_HEADER_BYTES, TensorSpec, opened
+from crossdevice.combining.files.numpy_files import NumpyFile
 from crossdevice.combining.files.replacing import replaced
-from crossdevice.combining.leaf_total import Leaf, LeafTotal
+from crossdevice.combining.files.zip_members import MOST_COMPRESSED
+from crossdevice.combining.leaf_total import INTEGERS, Leaf, LeafTotal, num_parts
 from crossdevice.errors import ConversionError, FileError
 from crossdevice.values.device import Device
+from crossdevice.values.dtypes import ITEM_BYTES, PARTS
+from crossdevice.values.nesting import flatten
 
 FORMAT = "crossdevice accumulator 1"
 
@@ -48,41 +56,99 @@ def save(
         leaves.append(row)
     described = {"format": FORMAT, **header, "tree": _described(skeleton), "leaves": leaves}
     text = json.dumps(described).encode()
-    with replaced(file) as opened:
-        np.savez(opened, header=np.frombuffer(text, np.uint8), **arrays)
+    with replaced(file) as new:
+        np.savez(new, header=np.frombuffer(text, np.uint8), **arrays)
 
 
 def load(file: str | PathLike[str]) -> tuple[dict[str, Any], Any, dict[str, LeafTotal]]:
-    """The header, the skeleton and the totals that were saved."""
+    """Reads the header, the skeleton and the totals; what cannot be is refused before memory is taken."""
     try:
-        with open(file, "rb") as opened, np.load(opened, allow_pickle=False) as arrays:
-            header = json.loads(arrays["header"].tobytes())
+        with opened(NumpyFile(Path(file))) as arrays:
+            header = json.loads(_array(arrays, "header", "uint8").tobytes())
             if header.get("format") != FORMAT:
-                raise FileError(f"{file} has format {header.get('format')!r}; expected {FORMAT!r}")
-            totals = {
-                row["path"]: _total(row, number, arrays, header)
-                for number, row in enumerate(header["leaves"])
-            }
-    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
+                raise FileError(f"{file} has format {header.get('format')!r:.60}; expected {FORMAT!r}")
+            rows = header["leaves"]
+            totals = {row["path"]: _total(row, number, arrays, header) for number, row in enumerate(rows)}
+            skeleton = _undescribed(header["tree"])
+            if sorted(flatten(skeleton)[0]) != sorted(totals) or len(totals) < len(rows):
+                raise ValueError("its tree does not have the leaves that it lists")
+            if type(header["count"]) is not int or header["count"] < 0:
+                raise ValueError(f"its count is {header['count']!r:.60}; expected a whole number, 0 or more")
+    except _UNREADABLE as error:
         if isinstance(error, FileError):
             raise
-        raise FileError(f"{file} cannot be read as a saved accumulator: {error}") from error
-    return header, _undescribed(header["tree"]), totals
+        raise FileError(
+            f"{file} cannot be read as a saved accumulator: {error or type(error).__name__}"
+        ) from error
+    return header, skeleton, totals
 
 
-def _total(row: Mapping[str, Any], number: int, arrays: Any, header: Mapping[str, Any]) -> LeafTotal:
-    leaf = Leaf(backend_named(row["library"]), row["dtype"], tuple(row["shape"]), Device.parse(row["device"]))
+_UNREADABLE = (
+    *(OSError, KeyError, IndexError, ValueError, TypeError, AttributeError),
+    *(OverflowError, RecursionError, MemoryError),
+)
+"""What bytes that are no accumulator may lead to."""
+
+
+def _array(arrays: NumpyFile, name: str, dtype: str, size: int | None = None) -> NDArray[Any]:
+    """A flat array of a file, of this dtype and size (None: any that a header may have)."""
+    found = arrays.tensors[name]
+    if size is None and len(found.shape) == 1 and found.num_bytes <= MAX_HEADER_BYTES:
+        size = found.num_elements
+    if found != TensorSpec(dtype, (size,) if size is not None else ()):
+        raise ValueError(
+            f"array {name!r} is {found.dtype} of shape {found.shape}; expected {dtype} of ({size},)"
+        )
+    return arrays.elements(name, 0, found.num_elements)
+
+
+def _total(row: Mapping[str, Any], number: int, arrays: NumpyFile, header: Mapping[str, Any]) -> LeafTotal:
+    dtype, path = row["dtype"], row["path"]
+    if dtype not in ITEM_BYTES or type(path) is not str:
+        raise ValueError(
+            f"leaf {path!r:.60} has dtype {dtype!r:.60}; expected one of {', '.join(ITEM_BYTES)}"
+        )
+    if header["precision"] not in ("accurate", "exact") or header["integers"] not in INTEGERS:
+        raise ValueError(f"its settings are {header['precision']!r:.60} and {header['integers']!r:.60}")
+    spec = TensorSpec.checked(path, dtype, tuple(row["shape"]))
+    leaf = Leaf(backend_named(row["library"]), dtype, spec.shape, Device.parse(row["device"]))
+    # All that is kept of a leaf is in the file, so no more memory is taken than that has bytes.
+    if spec.num_elements * ITEM_BYTES[dtype] > arrays.num_bytes * MOST_COMPRESSED:
+        raise ValueError(f"leaf {path!r} has shape {spec.shape}, more than the file holds")
+    parts = num_parts(leaf, header["precision"], header["integers"])
+    size = spec.num_elements * (2 if dtype in PARTS else 1)
+    held = [_array(arrays, f"{number}/{part}", "float64", size) for part in range(parts)]
+    kept = None if parts else _array(arrays, f"{number}/kept", dtype, size)
     total = LeafTotal(leaf, header["precision"], header["integers"])
-    total.merged_weight = Fraction(row["weight"])
+    total.merged_weight = _fraction(row["weight"])
+    total.kept = kept
     if total.running is None:
-        total.kept = arrays[f"{number}/kept"]
         return total
-    for part, values in enumerate(total.running.parts):
-        values[:] = arrays[f"{number}/{part}"]
-    for name, kind in (("fractions", Fraction), ("specials", float)):
-        found = {int(element): kind(value) for element, value in row[name].items()}
-        getattr(total.running, name).update(found)
+    for values, found in zip(total.running.parts, held, strict=True):
+        values[:] = found
+    for name, read in (("fractions", _fraction), ("specials", _special)):
+        numbers = {int(element): read(value) for element, value in row[name].items()}
+        if not all(0 <= element < size for element in numbers):
+            raise ValueError(f"leaf {path!r} has {name} outside of its {size} elements")
+        getattr(total.running, name).update(numbers)
     return total
+
+
+def _fraction(text: Any) -> Fraction:
+    """A number as it was saved: whole numbers that are bounded before they are read."""
+    if type(text) is not str or _FRACTION.fullmatch(text) is None:
+        raise ValueError(f"{text!r:.60} is not a fraction as accumulators save them")
+    return Fraction(text)
+
+
+_FRACTION = re.compile(r"-?[0-9]{1,2000}(/0{0,2000}[1-9][0-9]{0,2000})?")
+"""Sums of products of float64 have at most 700 digits above and below the line."""
+
+
+def _special(value: Any) -> float:
+    if type(value) is not float or math.isfinite(value):
+        raise ValueError(f"{value!r:.60} is not an infinity or NaN")
+    return value
 
 
 def _described(node: Any) -> Any:

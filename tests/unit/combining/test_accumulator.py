@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import pickle
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import crossdevice as cd
+from crossdevice.combining import accumulator as accumulator_module
 from crossdevice.errors import (
     ContextError,
     ConversionError,
@@ -80,6 +82,16 @@ def test_exact_means_do_not_depend_on_the_order_nor_on_who_added_what():
         parts[0].merge(parts[1])
         assert bits(parts[0].mean()) == right
         assert parts[0].count == 5
+
+
+@pytest.mark.parametrize("precision", ["accurate", "exact"])
+def test_merging_keeps_infinities(precision):
+    corners = [1.0, -0.0, np.inf, -np.inf, np.nan, 1.7e308]
+    for first, second in itertools.product(corners, repeat=2):
+        whole = accumulated([np.float64([first]), np.float64([second])], precision=precision)
+        parts = [accumulated([np.float64([each])], precision=precision) for each in (first, second)]
+        parts[0].merge(parts[1])
+        assert bits(parts[0].sum()) == bits(whole.sum()), (first, second)
 
 
 def test_clients_may_arrive_in_threads():
@@ -270,6 +282,21 @@ def test_an_interrupted_add_is_never_taken_for_a_whole_one(monkeypatch):
     for call in (total.mean, lambda: total.add({"a": f32(1), "b": f32(2)})):
         with pytest.raises(ContextError, match="interrupted"):
             call()
+
+
+@pytest.mark.parametrize("interrupted", ["add_all", "results_of"])
+def test_an_interrupted_mean_leaves_a_complete_accumulator_as_it_was(interrupted, monkeypatch):
+    total = accumulated([{"a": f32(1), "b": f32(2)}])
+
+    def interrupts(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(accumulator_module, interrupted, interrupts)
+        with contextlib.suppress(KeyboardInterrupt):
+            total.mean()
+    total.add({"a": f32(3), "b": f32(4)})
+    assert bits(total.mean()) == bits({"a": f32(2), "b": f32(3)})
 
 
 def test_tensors_come_back_as_tensors():

@@ -22,6 +22,7 @@ from crossdevice.combining import average_files as module
 from crossdevice.combining.files.formats import new_model, open_model
 from crossdevice.combining.files.model_file import ModelFile, TensorSpec
 from crossdevice.combining.files.replacing import replaced
+from crossdevice.combining.files.safetensors_files import SafetensorsFile
 from crossdevice.errors import (
     DtypeMismatchError,
     FileError,
@@ -41,6 +42,8 @@ class Made(ModelFile):
         self.metadata = metadata
 
     def elements(self, name, start, stop): ...
+
+    def check_digest(self): ...
 
     def close(self): ...
 
@@ -126,6 +129,7 @@ def test_the_mean_of_files_is_the_mean_of_their_tensors(ending, tmp_path, monkey
     assert sorted(seen) == seen
 
 
+@pytest.mark.more("safetensors")
 def test_the_safetensors_library_reads_what_is_written_and_writes_what_is_read(tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     models = [model(seed) for seed in range(2)]
@@ -497,8 +501,12 @@ def test_the_disk_is_asked_for_what_is_not_in_memory_only(tmp_path, monkeypatch,
     array, asked = np.arange(1000, dtype=np.float32), []
     np.save(tmp_path / "a.npy", array)
 
-    def nothing_is_there(*_):
-        raise BlockingIOError
+    preadv = os.preadv
+
+    def nothing_is_there(*arguments):
+        if len(arguments) > 3:  # whether a byte can be read without waiting
+            raise BlockingIOError
+        return preadv(*arguments)
 
     if not is_in_memory:
         monkeypatch.setattr(os, "preadv", nothing_is_there)
@@ -533,7 +541,7 @@ def test_files_that_are_written_to_meanwhile_are_refused(tmp_path, ending):
 
 def test_a_file_that_is_truncated_meanwhile_does_not_end_the_process(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "num_threads", lambda: 1)
-    path = write(tmp_path / "0.safetensors", {"a": np.zeros(100_000), "b": np.zeros(100_000)})
+    path = write(tmp_path / "0.safetensors", {"a": np.zeros(100_000), "b": np.zeros(100_000, np.float32)})
 
     def truncate(*_):
         os.truncate(path, 10_000)
@@ -595,3 +603,50 @@ def test_new_files_have_the_permissions_of_any_new_file(tmp_path, monkeypatch, h
         assert len(list(tmp_path.iterdir())) == 1 + (has_names or not hasattr(os, "O_TMPFILE"))
     assert (tmp_path / "new").read_bytes() == b"new"
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "npz"])
+def test_many_small_tensors_cost_few_reads_or_few_headers(tmp_path, monkeypatch, ending):
+    count = 300
+    random = np.random.default_rng(0)
+    models = [
+        {
+            f"w{n:03}": random.standard_normal(n % 3).astype(np.float32 if n < 200 else BFLOAT16)
+            for n in range(count)
+        }
+        for _ in range(3)
+    ]
+    if ending == "npz":  # which has no bfloat16
+        models = [{name: array.astype(np.float64) for name, array in model.items()} for model in models]
+    paths = [write(tmp_path / f"{number}.{ending}", model) for number, model in enumerate(models)]
+    calls = []
+    reads = (
+        (SafetensorsFile, "elements") if ending == "safetensors" else (np.lib.format, "read_array_header_2_0")
+    )
+    original = getattr(*reads)
+    monkeypatch.setattr(*reads, lambda *given: calls.append(given) or original(*given))
+    cd.average_files(paths, tmp_path / f"mean.{ending}", WEIGHTS)
+    assert 0 < len(calls) <= 6
+    found = read(tmp_path / f"mean.{ending}")
+    assert found.keys() == models[0].keys()
+    for name in list(models[0])[1::49]:
+        alone = [
+            write(tmp_path / f"alone{number}.{ending}", {name: model[name]})
+            for number, model in enumerate(models)
+        ]
+        cd.average_files(alone, tmp_path / f"one.{ending}", WEIGHTS)
+        assert found[name].tobytes() == read(tmp_path / f"one.{ending}")[name].tobytes(), name
+
+
+def test_tensors_in_another_order_in_one_file_and_those_some_lack_are_averaged_by_name(tmp_path):
+    names = [f"w{n}" for n in range(8)]
+    models = [
+        {name: np.full(3, 10 * number + place, np.float32) for place, name in enumerate(order)}
+        for number, order in enumerate([names, names[::-1], names[:3] + names[4:]])
+    ]
+    paths = [write(tmp_path / f"{number}.safetensors", model) for number, model in enumerate(models)]
+    cd.average_files(paths, tmp_path / "mean.safetensors", keys="union")
+    found = read(tmp_path / "mean.safetensors")
+    for name in names:
+        expected = np.mean([model[name] for model in models if name in model], axis=0, dtype=np.float64)
+        np.testing.assert_array_equal(found[name], expected.astype(np.float32))

@@ -6,15 +6,22 @@ import abc
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.errors import FileError
+from crossdevice.execution.reading.values import few
+
+MAX_AXES, MAX_BYTES = 64, 1 << 62
+"""What the shape of a tensor may be: as many axes as NumPy has, and fewer bytes than can be addressed."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The longest header, or index, that is read: what the safetensors library allows."""
 
 
 class TensorSpec(NamedTuple):
@@ -22,6 +29,23 @@ class TensorSpec(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
+
+    @classmethod
+    def checked(cls, name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+        """A spec that a file claims; ValueError for a shape that no array can have."""
+        if not all(type(length) is int and length >= 0 for length in shape):
+            raise ValueError(
+                f"tensor {name!r} has shape {_text_of(shape)}; expected whole numbers, 0 or more"
+            )
+        if len(shape) > MAX_AXES:
+            raise ValueError(f"tensor {name!r} has {len(shape)} axes; expected at most {MAX_AXES}")
+        # Bounded before they are multiplied: of lengths that are 0 the others count too, as in NumPy.
+        size = dtype_named(dtype).itemsize
+        for length in shape:
+            size *= max(length, 1)
+            if size >= MAX_BYTES:
+                raise ValueError(f"tensor {name!r} has shape {_text_of(shape)}, which no memory holds")
+        return cls(dtype, shape)
 
     @property
     def num_elements(self) -> int:
@@ -32,6 +56,10 @@ class TensorSpec(NamedTuple):
     def num_bytes(self) -> int:
         """In memory and, mostly, in the file."""
         return self.num_elements * dtype_named(self.dtype).itemsize
+
+
+def _text_of(shape: Sequence[Any]) -> str:
+    return f"[{few([f'{length:.6g}' if isinstance(length, int) else repr(length)[:20] for length in shape])}]"
 
 
 class FileState(NamedTuple):
@@ -67,13 +95,18 @@ class ModelFile(abc.ABC):
 
     @abc.abstractmethod
     def elements(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Some elements of a tensor, flat: a view of the file, else a copy; several threads may ask."""
+        """Reads some elements of a tensor, flat; several threads may ask."""
 
     def read_ahead(self, name: str, start: int, stop: int) -> None:  # noqa: B027 - only where it helps
         """Says that these elements are needed soon."""
 
-    def leave_behind(self, name: str, start: int, stop: int) -> None:  # noqa: B027 - only where it helps
-        """Says that these elements are hardly needed any more."""
+    def is_before(self, name: str, other: str) -> bool:  # noqa: ARG002 - only where it is known
+        """Whether the elements of a tensor go on with those of another one, of the same dtype."""
+        return False
+
+    @abc.abstractmethod
+    def check_digest(self) -> None:
+        """Compares the file with the SHA-256 beside it, in a file of the same name and `.sha256`."""
 
     def check_unchanged(self) -> None:
         """Refuses a file that was written to since it was opened: what was read may be of either version."""
@@ -90,8 +123,11 @@ def unreadable(path: Path, why: object) -> FileError:
     return FileError(f"{path} cannot be read: {why}")
 
 
+AnyModel = TypeVar("AnyModel", bound=ModelFile)
+
+
 @contextlib.contextmanager
-def opened(model: ModelFile) -> Iterator[ModelFile]:
+def opened(model: AnyModel) -> Iterator[AnyModel]:
     """Closes it in the end."""
     try:
         yield model
@@ -106,6 +142,8 @@ class ModelWriter(NamedTuple):
     """Called with the name of a tensor, the number of the first element, and elements."""
     in_any_order: bool = True
     """Else the next elements come next, in the order in which tensors were announced."""
+    is_before: Callable[[str, str], bool] = lambda _name, _other: False
+    """Whether elements behind the last one of a tensor are written as those of another."""
 
 
 Writing = AbstractContextManager[ModelWriter]

@@ -3,88 +3,126 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import struct
 import threading
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.host_memory import native
 from crossdevice.backends.protocol import dtype_named
-from crossdevice.combining.files.mapped_file import MappedFile
 from crossdevice.combining.files.model_file import ModelFile, ModelWriter, TensorSpec, unreadable
 from crossdevice.combining.files.replacing import replaced, write_at
+from crossdevice.combining.files.stored_file import StoredFile
+from crossdevice.combining.files.zip_members import (
+    Checksum,
+    StoredZip,
+    check_members,
+)
 from crossdevice.errors import FileError
 from crossdevice.values.dtypes import ITEM_BYTES
 
-HEADER_BYTES = 1 << 16
+HEADER_BYTES = 1 << 14
 """More than any header of an array of numbers."""
-
-LOCAL_HEADER_BYTES = 30
-"""The fixed part of a member's header in an archive, before its name and extra fields."""
 
 ONLY = "array"
 """What the one array of a .npy is called."""
 
+BAD_ARCHIVE = (
+    *(OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, NotImplementedError),
+    *(RecursionError, MemoryError, OverflowError, SyntaxError, zipfile.BadZipFile, zlib.error),
+    *(tokenize.TokenError, struct.error, IndexError, AttributeError),
+)
+"""What NumPy, `zipfile` and decompressors raise for bytes that are no archive of arrays."""
 
-class NumpyFile(MappedFile):
-    """Arrays in a .npy or .npz, as views where they are stored as they are in memory."""
+
+class NumpyFile(StoredFile):
+    """Arrays in a .npy or .npz, read by ranges where they are stored as they are in memory."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.tensors, self.places = {}, {}
         self._others: dict[str, zipfile.ZipInfo] = {}
         """Arrays that are compressed, or in another order: they are read as a whole."""
+        self._checksums: dict[str, tuple[Checksum, int]] = {}
+        """Of stored members, and where their elements start in them."""
         self._last: tuple[str, NDArray[Any]] | None = None
         self._reading = threading.Lock()
         try:
             if path.suffix == ".npy":
-                self._add(ONLY, 0, None)
+                self._add(ONLY, 0, None, None)
                 return
             with zipfile.ZipFile(path) as archive:
-                for member in archive.infolist():
-                    self._add(member.filename.removesuffix(".npy"), self._start_of(member), member)
-        except (ValueError, zipfile.BadZipFile, EOFError) as error:
+                members = archive.infolist()
+                check_members(members, self.num_bytes)
+                for member in members:
+                    self._add(member.filename.removesuffix(".npy"), self.start_of(member), member, archive)
+        except FileError:
+            raise
+        except BAD_ARCHIVE as error:
             raise unreadable(path, error) from error
 
-    def _start_of(self, member: zipfile.ZipInfo) -> int:
-        header = self.bytes_at(member.header_offset, member.header_offset + LOCAL_HEADER_BYTES)
-        lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        return member.header_offset + LOCAL_HEADER_BYTES + lengths
-
-    def _add(self, name: str, start: int, member: zipfile.ZipInfo | None) -> None:
-        is_stored = member is None or member.compress_type == zipfile.ZIP_STORED
-        if is_stored:
-            head: IO[bytes] = io.BytesIO(self.bytes_at(start, start + HEADER_BYTES))
-            shape, is_fortran, dtype = npy_header(head)
-            start += head.tell()
+    def _add(
+        self,
+        name: str,
+        start: int,
+        member: zipfile.ZipInfo | None,
+        archive: zipfile.ZipFile | None,
+    ) -> None:
+        if name in self.tensors:
+            raise ValueError(f"array {name!r} is in it twice")
+        if archive is not None and member is not None and member.compress_type != zipfile.ZIP_STORED:
+            with archive.open(member) as compressed:
+                header = compressed.read(HEADER_BYTES)
         else:
-            assert member is not None
-            with zipfile.ZipFile(self.path) as archive, archive.open(member) as head:
-                shape, is_fortran, dtype = npy_header(head)
+            header = self.bytes_at(start, start + HEADER_BYTES)
+        head = io.BytesIO(header)
+        shape, is_fortran, dtype = npy_header(head)
         if dtype.name not in ITEM_BYTES:
             raise ValueError(f"array {name!r} has dtype {dtype}; expected one of {', '.join(ITEM_BYTES)}")
-        spec = TensorSpec(dtype.name, shape)
-        if is_stored and start + spec.num_bytes > self.num_bytes:
+        spec = TensorSpec.checked(name, dtype.name, shape)
+        available = self.num_bytes - start if member is None else member.file_size
+        if head.tell() + spec.num_bytes > available:
             raise ValueError(f"array {name!r} ends behind the end of the file, which is truncated")
+        if member is not None and head.tell() + spec.num_bytes < available:
+            raise ValueError(
+                f"array {name!r} ends {available - head.tell() - spec.num_bytes} bytes too early"
+            )
         self.tensors[name] = spec
+        is_stored = member is None or member.compress_type == zipfile.ZIP_STORED
         if is_stored and dtype.isnative and not is_fortran:
-            self.places[name] = start
+            self.places[name] = start + head.tell()
+            if member is not None:
+                checksum = Checksum(member.filename, member.CRC, member.file_size)
+                checksum.add(0, header[: head.tell()])
+                self._checksums[name] = checksum, head.tell()
         elif member is not None:
             self._others[name] = member
         else:
             self._last = name, native(np.load(self.path, allow_pickle=False))
 
     def elements(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """A view of the file; of a compressed array, a part of what was read."""
+        """Reads elements; of a compressed array, a part of what was read."""
         if name in self.places:
-            return super().elements(name, start, stop)
+            found = super().elements(name, start, stop)
+            if name in self._checksums:
+                checksum, place = self._checksums[name]
+                try:
+                    checksum.add(place + start * found.itemsize, found.view(np.uint8).data)
+                except ValueError as error:
+                    raise unreadable(self.path, error) from error
+            return found
         with self._reading:
             if self._last is None or self._last[0] != name:
+                self._last = None
                 self._last = name, self._whole(name)
             return self._last[1][start:stop]
 
@@ -92,61 +130,70 @@ class NumpyFile(MappedFile):
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open(self._others[name]) as file:
                 return native(np.lib.format.read_array(file, allow_pickle=False))
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise unreadable(self.path, f"array {name!r}: {error}") from error
+        except BAD_ARCHIVE as error:
+            raise unreadable(self.path, f"array {name!r}: {error or type(error).__name__}") from error
 
 
 def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """The shape, whether the first axis is the fastest, and the dtype of an array in NumPy's format."""
+    """Reads the shape, whether the first axis is the fastest, and the dtype of an array in NumPy's format."""
     version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    return read(file)
+    length = file.read(2 if version == (1, 0) else 4)
+    return _parsed_header(version == (1, 0), length + file.read(int.from_bytes(length, "little")))
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed_header(is_short: bool, header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """The header behind its version; kept, as models have many arrays of few shapes."""
+    read = np.lib.format.read_array_header_1_0 if is_short else np.lib.format.read_array_header_2_0
+    return read(io.BytesIO(header))
 
 
 @contextlib.contextmanager
 def written_npz(path: Path, tensors: Mapping[str, TensorSpec], _like: ModelFile) -> Iterator[ModelWriter]:
-    """One array after another, not compressed."""
-    with replaced(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        member: IO[bytes] | None = None
+    """Writes one array after another, not compressed."""
+    with replaced(path) as file:
+        archive = StoredZip(file)
         current: str | None = None
 
         def write(name: str, start: int, elements: NDArray[Any]) -> None:  # noqa: ARG001 - in order
-            nonlocal member, current
+            nonlocal current
             if name != current:
-                if member is not None:
-                    member.close()
-                member, current = archive.open(f"{name}.npy", "w", force_zip64=True), name
-                _write_header(member, tensors[name], path, name)
-            assert member is not None
-            member.write(elements.view("uint8").data)
+                current, header = name, _header(tensors[name], path, name)
+                archive.begin(f"{name}.npy", len(header) + tensors[name].num_bytes)
+                archive.write(header)
+            if elements.size:
+                archive.write(elements.view(np.uint8).data)
 
-        try:
-            yield ModelWriter(write, in_any_order=False)
-        finally:
-            if member is not None:
-                member.close()
+        yield ModelWriter(write, in_any_order=False)
+        archive.finish()
 
 
 @contextlib.contextmanager
 def written_npy(path: Path, tensors: Mapping[str, TensorSpec], _like: ModelFile) -> Iterator[ModelWriter]:
-    """The only array there is."""
+    """Writes the only array there is."""
     if len(tensors) != 1:
         raise FileError(
             f"{path} can hold one array, not {len(tensors)}; expected an output that ends in .npz"
         )
     ((name, spec),) = tensors.items()
     with replaced(path) as file:
-        _write_header(file, spec, path, name)
+        data = file.write(_header(spec, path, name))
         file.flush()
-        data = file.tell()
         yield ModelWriter(
             lambda _, start, elements: write_at(file, data + start * elements.itemsize, elements)
         )
 
 
-def _write_header(file: IO[bytes] | BinaryIO, spec: TensorSpec, path: Path, name: str) -> None:
+def _header(spec: TensorSpec, path: Path, name: str) -> bytes:
     dtype = dtype_named(spec.dtype)
     if dtype.isbuiltin != 1:  # some of the others are written without a word, and not read again
         raise FileError(f"{path} cannot hold {name!r}: NumPy's files have no {spec.dtype}")
-    described = {"descr": dtype.str, "fortran_order": False, "shape": spec.shape}
-    np.lib.format.write_array_header_2_0(file, described)
+    return _made_header(dtype.str, spec.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _made_header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    head = io.BytesIO()
+    described = {"descr": dtype, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_2_0(head, described)
+    return head.getvalue()

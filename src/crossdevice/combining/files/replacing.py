@@ -18,11 +18,12 @@ from crossdevice.errors import FileError
 
 @contextlib.contextmanager
 def replaced(file: str | PathLike[str]) -> Iterator[BinaryIO]:
-    """A new file beside the one that is named, which takes its place at the end; an error removes it.
+    """Opens a new file beside the one that is named, which takes its place at the end; an error removes it.
 
     It has no name until then where the system has such files: a process that is killed leaves nothing behind.
     """
-    path = Path(file)
+    # A link stays one: what it leads to is replaced.
+    path = Path(os.path.realpath(file))
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with _without_name(path.parent) or open(beside, "x+b") as opened:

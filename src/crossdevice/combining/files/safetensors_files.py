@@ -12,9 +12,16 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from crossdevice.combining.files.mapped_file import MappedFile
-from crossdevice.combining.files.model_file import ModelFile, ModelWriter, TensorSpec, unreadable
+from crossdevice.combining.files.model_file import (
+    MAX_HEADER_BYTES,
+    ModelFile,
+    ModelWriter,
+    TensorSpec,
+    unreadable,
+)
 from crossdevice.combining.files.replacing import replaced, write_at
+from crossdevice.combining.files.stored_file import StoredFile
+from crossdevice.errors import FileError
 
 LENGTH_BYTES = 8
 
@@ -39,7 +46,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class SafetensorsFile(MappedFile):
+class SafetensorsFile(StoredFile):
     """One file of the format."""
 
     def __init__(self, path: Path) -> None:
@@ -56,10 +63,18 @@ class SafetensorsFile(MappedFile):
                 if start + begin != place:
                     raise unreadable(path, f"tensor {name!r} does not begin where the one before it ends")
                 place = start + end
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except FileError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise unreadable(path, f"its header is not one of safetensors: {error!r}") from error
         if place != self.num_bytes:
             raise unreadable(path, f"it has {self.num_bytes} bytes, and its tensors end at byte {place}")
+
+    def is_before(self, name: str, other: str) -> bool:
+        """As the format has them, in the order of their bytes."""
+        first = self.tensors[name]
+        is_next = self.places[name] + first.num_bytes == self.places[other]
+        return is_next and first.dtype == self.tensors[other].dtype
 
     def _header(self) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(self.bytes_at(0, LENGTH_BYTES), "little")
@@ -68,9 +83,11 @@ class SafetensorsFile(MappedFile):
             raise unreadable(
                 self.path, f"it has {self.num_bytes} bytes, fewer than its header; it may be truncated"
             )
+        if length > MAX_HEADER_BYTES:
+            raise unreadable(self.path, f"its header has {length} bytes; expected at most {MAX_HEADER_BYTES}")
         try:
             header = json.loads(self.bytes_at(LENGTH_BYTES, start), object_pairs_hook=_without_duplicates)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, MemoryError) as error:
             raise unreadable(self.path, f"its header is not valid JSON: {error}") from error
         if not isinstance(header, dict):
             raise unreadable(self.path, "its header is not a JSON object")
@@ -80,11 +97,10 @@ class SafetensorsFile(MappedFile):
         if dtype not in DTYPES:
             known = ", ".join(DTYPES)
             raise unreadable(self.path, f"tensor {name!r} has dtype {dtype}; expected one of {known}")
-        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-            raise unreadable(
-                self.path, f"tensor {name!r} has shape {list(shape)}; expected whole numbers, 0 or more"
-            )
-        spec = TensorSpec(DTYPES[dtype], shape)
+        spec = TensorSpec.checked(name, DTYPES[dtype], shape)
+        if not type(begin) is type(end) is int or not self.num_bytes >= begin >= 0:
+            raise ValueError(f"tensor {name!r} is at bytes {begin!r:.30} to {end!r:.30}")
+        name.encode()  # ValueError for what cannot be written again
         if end > self.num_bytes:
             raise unreadable(
                 self.path,
@@ -132,7 +148,10 @@ def written_safetensors(
             place = data + header[name]["data_offsets"][0] + start * elements.itemsize
             write_at(file, place, elements)
 
-        yield ModelWriter(write)
+        def is_before(name: str, other: str) -> bool:
+            return bool(header[name]["data_offsets"][1] == header[other]["data_offsets"][0])
+
+        yield ModelWriter(write, is_before=is_before)
 
 
 def _is_metadata(found: Any) -> bool:

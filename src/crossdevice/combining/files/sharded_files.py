@@ -10,7 +10,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from crossdevice.combining.files.model_file import ModelFile, ModelWriter, TensorSpec, unreadable
+from crossdevice.combining.files.model_file import (
+    MAX_HEADER_BYTES,
+    ModelFile,
+    ModelWriter,
+    TensorSpec,
+    unreadable,
+)
 from crossdevice.combining.files.replacing import replaced
 from crossdevice.combining.files.safetensors_files import SafetensorsFile, written_safetensors
 from crossdevice.errors import FileError
@@ -22,12 +28,18 @@ class ShardedModel(ModelFile):
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            num_bytes = path.stat().st_size
+            if num_bytes > MAX_HEADER_BYTES:
+                raise unreadable(path, f"it has {num_bytes} bytes; expected at most {MAX_HEADER_BYTES}")
             self.index = json.loads(path.read_bytes())
             names = dict(self.index["weight_map"])
+            dict(self.index.get("metadata") or {})
             files = sorted(set(names.values()))
+        except FileError:
+            raise
         except OSError as error:
             raise unreadable(path, error.strerror or error) from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
             raise unreadable(path, f"it is not an index of safetensors files: {error!r}") from error
         for file in files:
             # A model of the same shards is written elsewhere: a name must not lead out of its folder.
@@ -56,12 +68,17 @@ class ShardedModel(ModelFile):
         """Starts reading from the disk."""
         self._shard(name).read_ahead(name, start, stop)
 
-    def leave_behind(self, name: str, start: int, stop: int) -> None:
-        """As its shard does."""
-        self._shard(name).leave_behind(name, start, stop)
+    def is_before(self, name: str, other: str) -> bool:
+        """In one shard."""
+        return self.shard_of[name] == self.shard_of[other] and self._shard(name).is_before(name, other)
 
     def _shard(self, name: str) -> SafetensorsFile:
         return self.shards[self.shard_of[name]]
+
+    def check_digest(self) -> None:
+        """Compares all shards with theirs."""
+        for shard in self.shards.values():
+            shard.check_digest()
 
     def check_unchanged(self) -> None:
         """None of them."""
@@ -99,4 +116,9 @@ def written_shards(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFil
             if named
         }
         writer_of = {name: writers[file] for file, named in by_shard.items() for name in named}
-        yield ModelWriter(lambda name, start, elements: writer_of[name].write(name, start, elements))
+        yield ModelWriter(
+            lambda name, start, elements: writer_of[name].write(name, start, elements),
+            is_before=lambda name, other: (
+                writer_of[name] is writer_of[other] and writer_of[name].is_before(name, other)
+            ),
+        )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +18,43 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.backends.registry import backend_named
 from crossdevice.combining.files.model_file import (
-    FileState,
     ModelFile,
     ModelWriter,
     TensorSpec,
     unreadable,
 )
 from crossdevice.combining.files.replacing import replaced
+from crossdevice.combining.files.stored_file import StoredFile
+from crossdevice.combining.files.zip_members import Checksum, check_members
 from crossdevice.errors import FileError
+from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.values.device import host_device
 from crossdevice.values.dtypes import ITEM_BYTES
 
+CHECKED_BYTES = 1 << 20
+"""How much is read at a time to be compared with a checksum."""
 
-class TorchFile(ModelFile):
-    """The tensors of a state_dict, or of dicts and lists around it; what else is in them is kept as it is."""
+
+class TorchFile(StoredFile):
+    """The tensors of a state_dict, or of dicts and lists around it; what else is in them is kept as it is.
+
+    PyTorch maps the file; where that is known, elements are read from it by their place.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.state = FileState.of(path.stat())
-        self.metadata = _loaded(path)
         self._arrays: dict[str, torch.Tensor] = {}
+        super().__init__(path)
+        if zipfile.is_zipfile(path):
+            self._check_members()
+        self.metadata = _loaded(path)
         backend = backend_named("torch")
         self.tensors = {}
         try:
             _collect(self.metadata, "", self._arrays)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise unreadable(path, error) from error
+        mappings = _mappings_of(path, os.fstat(self._descriptor).st_ino)
+        self.places = {}
         for name, tensor in self._arrays.items():
             try:
                 backend.check_array(tensor, f"tensor {name!r}")
@@ -50,7 +64,17 @@ class TorchFile(ModelFile):
             if dtype not in ITEM_BYTES:
                 known = ", ".join(ITEM_BYTES)
                 raise unreadable(path, f"tensor {name!r} has dtype {dtype}; expected one of {known}")
-            self.tensors[name] = TensorSpec(dtype, tuple(tensor.shape))
+            spec = TensorSpec(dtype, tuple(tensor.shape))
+            if spec.num_bytes > self.num_bytes:  # as of one element that is seen many times
+                raise unreadable(
+                    path, f"tensor {name!r} has {spec.num_bytes} bytes, and the file {self.num_bytes}"
+                )
+            self.tensors[name] = spec
+            address = tensor.data_ptr()
+            for start, stop, place in mappings:
+                is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+                if is_plain and start <= address and address + spec.num_bytes <= stop:
+                    self.places[name] = place + address - start
         places = {name: (t.data_ptr(), t.stride(), t.shape, t.dtype) for name, t in self._arrays.items()}
         firsts = {place: name for name, place in reversed(places.items())}
         self.ties = {name: firsts[place] for name, place in places.items() if firsts[place] != name}
@@ -59,13 +83,53 @@ class TorchFile(ModelFile):
             raise unreadable(path, f"it holds a {type(self.metadata).__name__} without tensors")
 
     def elements(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """A view of the tensor, which is the file's memory where PyTorch can map it."""
+        """Reads elements; where PyTorch does not say from where, its tensor is looked at."""
+        if name in self.places:
+            return super().elements(name, start, stop)
+        if os.fstat(self._descriptor).st_size < self.num_bytes:
+            raise unreadable(self.path, "it was truncated meanwhile")
         flat: NDArray[Any] = backend_named("torch").host_view(self._arrays[name])
         return flat[start:stop]
 
     def close(self) -> None:
-        """Gives the tensors up."""
-        self._arrays.clear()
+        """Gives the tensors up, and closes the file."""
+        self._arrays = {}
+        super().close()
+
+    def _check_members(self) -> None:
+        """Compares all members with their checksums; PyTorch does not."""
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                members = archive.infolist()
+            check_members(members, self.num_bytes)
+            # 0: saved without any.
+            waiting = iter(
+                [each for each in members if each.CRC and each.compress_type == zipfile.ZIP_STORED]
+            )
+            run_together(lambda: self._check_some(waiting), num_threads())
+        except (ValueError, OSError, NotImplementedError, zipfile.BadZipFile) as error:
+            raise error if isinstance(error, FileError) else unreadable(self.path, error) from error
+
+    def _check_some(self, waiting: Iterator[zipfile.ZipInfo]) -> None:
+        room = np.empty(CHECKED_BYTES, np.uint8)
+        for member in waiting:
+            checksum, start = Checksum(member.filename, member.CRC, member.file_size), self.start_of(member)
+            for at in range(0, member.file_size, CHECKED_BYTES):
+                part = room[: min(CHECKED_BYTES, member.file_size - at)]
+                self.read_into(part, start + at)
+                checksum.add(at, part.data)
+
+
+def _mappings_of(path: Path, number: int) -> list[tuple[int, int, int]]:
+    """Where a file is mapped into memory: start, stop and the place in the file; nothing if nobody says."""
+    found = []
+    with contextlib.suppress(OSError), open("/proc/self/maps") as lines:
+        for line in lines:
+            addresses, _, place, _, inode, *name = line.split(maxsplit=5)
+            if int(inode) == number or (name and name[0].rstrip("\n") == os.path.realpath(path)):
+                start, stop = (int(address, 16) for address in addresses.split("-"))
+                found.append((start, stop, int(place, 16)))
+    return found
 
 
 def _loaded(path: Path) -> Any:
@@ -122,10 +186,21 @@ def written_torch(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile
                 if {name, tied} <= made.keys() and flats[name].tobytes() == flats[tied].tobytes():
                     made[name] = made[tied]
         try:
-            torch.save(_with_tensors(around, "", made), file)
+            _uninterrupted(lambda: torch.save(_with_tensors(around, "", made), file))
         except RuntimeError as error:  # what PyTorch makes of a disk that is full
             reason = getattr(error.__context__, "strerror", None) or error
             raise FileError(f"{path} cannot be written: {reason}") from error
+
+
+def _uninterrupted(work: Callable[[], None]) -> None:
+    """Does work in a thread, where no signal comes: PyTorch's writer would end the process."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(work)
+        try:
+            running.result()
+        except KeyboardInterrupt:
+            concurrent.futures.wait([running])
+            raise
 
 
 def _with_tensors(node: Any, prefix: str, made: Mapping[str, torch.Tensor]) -> Any:
