@@ -27,6 +27,7 @@ from crossdevice.combining.average_files import average_files
 from crossdevice.costs.topology import Topology
 from crossdevice.costs.topology_files import read_topology
 from crossdevice.execution.bound import BoundReduction
+from crossdevice.execution.fingerprints import Fingerprint, fingerprint
 from crossdevice.execution.pending import Pending
 from crossdevice.execution.tracing import flight_record, trace
 from crossdevice.functions import (
@@ -44,6 +45,8 @@ from crossdevice.kernels.host.resources.pool import pool_bytes, release_memory, 
 from crossdevice.kernels.host.resources.threads import num_threads, set_num_threads
 from crossdevice.process_groups.cluster import Cluster, cluster_from_env
 from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.recording import recorder as _recorder
+from crossdevice.recording.recorder import mark_bits, record_bits
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.current import (
     experimental_set_strategy,
@@ -63,7 +66,7 @@ from crossdevice.strategies.variables.variables import MirroredVariable, SyncOnR
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica
 from crossdevice.values.indexed_slices import IndexedSlices
-from crossdevice.values.options import CommunicationImplementation, CommunicationOptions
+from crossdevice.values.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from crossdevice.values.reduce_op import (
     ReduceOp,
     VariableAggregation,
@@ -79,12 +82,14 @@ __all__ = [
     "BoundReduction",
     "Cluster",
     "CollectiveAllReduce",
+    "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
     "CrossDeviceOps",
     "Device",
     "DirectAllReduce",
     "DistributedValues",
+    "Fingerprint",
     "HalvingDoublingAllReduce",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
@@ -120,15 +125,18 @@ __all__ = [
     "choose_algorithm",
     "cluster_from_env",
     "experimental_set_strategy",
+    "fingerprint",
     "flight_record",
     "gather",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "mark_bits",
     "num_threads",
     "pool_bytes",
     "read_topology",
+    "record_bits",
     "reduce",
     "reduce_scatter",
     "release_memory",
@@ -159,3 +167,6 @@ if not TYPE_CHECKING:  # else every misspelt name would pass a type checker
         if name == "choose":
             return choose_algorithm
         return importlib.import_module("crossdevice.process_groups.cluster")
+
+
+_recorder.record_from_environment()

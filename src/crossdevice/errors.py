@@ -62,6 +62,14 @@ class LibraryMismatchError(MismatchError):
     """Arrays of several libraries in one value."""
 
 
+class BitsMismatchError(MismatchError):
+    """Replicas or ranks that should hold the same bits and do not."""
+
+
+class CorruptionError(BitsMismatchError):
+    """Bits that changed on their way, or in a result; the message says where, and on which ranks."""
+
+
 class OutError(CrossDeviceError, ValueError):
     """`out=` that does not fit the results: structure, shape, dtype, device or memory."""
 

@@ -38,7 +38,7 @@ def test_a_missing_library_is_said_and_breaks_no_promise(benchmark, monkeypatch)
 def test_our_contender_has_the_replicas_of_its_process(benchmark):
     from crossdevice.cli.bench import data
     from crossdevice.cli.bench.workload import Workload
-    from crossdevice.process_groups.thread_group import run_ranks
+    from crossdevice.process_groups.engines.thread_engine import run_ranks
 
     work = Workload("all_reduce", "SUM", "float32", 8, ((1000,),))
 

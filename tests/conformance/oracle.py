@@ -199,7 +199,7 @@ def weighted(
         precision = "exact"
     part = {"complex64": "float32", "complex128": "float64"}.get(into, into)
     total = sum(map(Fraction, weights)) if op == "MEAN" else Fraction(1)
-    is_wide = dtype in ("float64", "complex128")
+    is_wide = part == "float64"
 
     def result(column: Sequence[Any]) -> float:
         found = weighted_sum(column, weights, part, total, precision, is_wide=is_wide)
@@ -222,7 +222,10 @@ def weighted_sum(
     *,
     is_wide: bool,
 ) -> float:
-    """Under "exact" the true one, rounded; else added in float64, with its errors if is_wide."""
+    """Under "exact" the true one, rounded; else added in float64, and with its errors if is_wide.
+
+    What is wide is divided by the true sum of the weights and rounded once.
+    """
     if not all(map(math.isfinite, column)):
         return sum(x * w for x, w in zip(column, weights, strict=True) if not math.isfinite(x))
     if precision == "exact":
@@ -241,9 +244,9 @@ def weighted_sum(
         errors += float(Fraction(total) + Fraction(product) - Fraction(grown))
         errors += float(Fraction(x) * Fraction(w) - Fraction(product))
         total = grown
-    if is_wide and errors:
+    if is_wide:
         true = Fraction(total) + Fraction(errors)
-        return rounded(true / Fraction(float(divisor)), dtype) if true else total
+        return rounded(true / divisor, dtype) if true else total
     return rounded_float(total / float(divisor), dtype)
 
 

@@ -24,8 +24,8 @@ import crossdevice as cd
 from conformance import array_libraries
 from conformance.oracle import FORMATS, NUMPY_DTYPES, expected
 from crossdevice.algorithms.registry import ALGORITHMS
+from crossdevice.process_groups.engines.thread_engine import Mailboxes, ThreadEngine
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.thread_group import Mailboxes, ThreadEngine
 
 DTYPES = (
     "float16",
@@ -219,24 +219,25 @@ INSTALLED_ROWS = tuple(row for row in BACKEND_ROWS if row.is_installed)
 
 def each_algorithm(law: str) -> pytest.MarkDecorator:
     """Runs a test for every algorithm; a row's gap in this law is an expected failure."""
-    return pytest.mark.parametrize("row", list(_with_gaps(ALGORITHM_ROWS, law)))
+    return pytest.mark.parametrize("row", with_gaps(ALGORITHM_ROWS, law))
 
 
 def each_backend(law: str) -> pytest.MarkDecorator:
     """Runs a test for every backend; a row's gap in this law is an expected failure."""
-    return pytest.mark.parametrize("backend", list(_with_gaps(BACKEND_ROWS, law, _unless_installed)))
+    return pytest.mark.parametrize("backend", with_gaps(BACKEND_ROWS, law))
 
 
-def _unless_installed(row: BackendRow) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.skipif(not row.is_installed, reason=f"{row.name} is not installed")]
+def with_gaps(rows: Sequence[Any], law: str = "") -> list[Any]:
+    """Parameters for rows: gaps are expected failures, and `make test` has NumPy and PyTorch."""
+    return [pytest.param(row, id=row.name, marks=list(_marks_of(row, law))) for row in rows]
 
 
-def _with_gaps(
-    rows: Sequence[Any], law: str, conditions: Callable[[Any], list[Any]] = lambda _: []
-) -> Iterator[Any]:
-    for row in rows:
-        marks = [pytest.mark.xfail(reason=row.gaps[law], strict=True)] if law in row.gaps else []
-        yield pytest.param(row, id=row.name, marks=[*marks, *conditions(row)])
+def _marks_of(row: AlgorithmRow | BackendRow, law: str) -> Iterator[pytest.MarkDecorator]:
+    if law in row.gaps:
+        yield pytest.mark.xfail(reason=row.gaps[law], strict=True)
+    if isinstance(row, BackendRow) and row not in (NUMPY, TORCH):
+        yield pytest.mark.more(f"the laws with {row.name}")
+        yield pytest.mark.skipif(not row.is_installed, reason=f"{row.name} is not installed")
 
 
 def is_defined(op: str, dtype: str) -> bool:

@@ -29,7 +29,16 @@ def text_and_numbers(output):
     return NUMBER.sub("NUMBER", text), [float(number) for number in NUMBER.findall(text)]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.more("TensorFlow"))
+        if NEEDED.get(path.stem) == "tensorflow"
+        else path
+        for path in EXAMPLES
+    ],
+    ids=lambda path: path.stem,
+)
 def test_the_example_prints_what_was_recorded(path, tmp_path):
     library = NEEDED.get(path.stem, "numpy")
     if importlib.util.find_spec(library) is None:

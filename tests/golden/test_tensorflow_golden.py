@@ -388,6 +388,7 @@ LIVE = [
 ]
 
 
+@pytest.mark.more("TensorFlow")
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 def test_installed_tensorflow_still_gives_these_bits(tmp_path: Path) -> None:
     """In a process of its own, so that this one stays free of TensorFlow."""

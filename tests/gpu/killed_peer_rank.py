@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import crossdevice as cd
-from crossdevice.process_groups.torch_group import form_group
+from crossdevice.process_groups.engines.torch_engine import form_group
 from multiprocess.launching import FOLDER, report
 
 SIZES = (1, 1 << 14, 1 << 22, 1 << 25)

@@ -10,9 +10,9 @@ import sys
 import torch
 
 import crossdevice as cd
-from crossdevice.execution.processes import all_to_all, peer_copies
-from crossdevice.execution.processes.scattered_on_gpus import PeerReduceScatter, StagedReduceScatter
-from crossdevice.execution.processes.scattered_reduction import ProcessReduceScatter
+from crossdevice.execution.processes.host_reduction import HostReduceScatter
+from crossdevice.execution.processes.transports.peer_memory import PeerCopies, PeerReduceScatter
+from crossdevice.execution.processes.transports.staged import StagedReduction
 from crossdevice.process_groups import cluster
 from multiprocess.launching import report
 
@@ -48,7 +48,8 @@ def laws(group, facts, dtypes=DTYPES, lengths=LENGTHS):
     torch.cuda.set_device(0)
     torch.zeros(1, device="cuda")
     ops.reduce("sum", torch.ones(3, device="cuda"), "cuda:0")  # in which ranks find out about each other
-    facts["explained"] = ops.explain(torch.ones(3, device="cuda"), "cuda:0").splitlines()[-1]
+    told = ops.explain(torch.ones(3, device="cuda"), "cuda:0").splitlines()
+    facts["explained"] = [line for line in told if not line.startswith(" ")][-1]
     wrong = []
     cases = 0
     for seed, (dtype, op, precision) in enumerate(
@@ -71,7 +72,7 @@ def parts(group, facts, dtypes=DTYPES):
     """Reduce-scatters: the parts of this rank, and by which way they came."""
     ops = cd.CollectiveAllReduce(group=group)
     ways = collections.Counter()
-    for kind in (PeerReduceScatter, StagedReduceScatter, ProcessReduceScatter):
+    for kind in (PeerReduceScatter, StagedReduction, HostReduceScatter):
         kind.run = counted(kind.run, ways)
     wrong = []
     sizes = [3 * (rank % 2) for rank in range(group.size)]
@@ -121,8 +122,8 @@ def moves(group, facts):
         number += 1
         copy_from_all(*arguments)
 
-    copy_from_all = peer_copies.copy_from_all
-    peer_copies.copy_from_all = all_to_all.copy_from_all = counting
+    copy_from_all = PeerCopies.run
+    PeerCopies.run = counting
     dtypes = ("float32", "float64", "bfloat16", "int32")
     for seed, (dtype, op, precision) in enumerate(itertools.product(dtypes, ("sum", "mean"), PRECISIONS)):
         options = cd.CommunicationOptions(precision=precision)
@@ -158,7 +159,7 @@ def moves(group, facts):
         if not bool((whole == torch.arange(group.size, device="cuda")[:, None]).all()):
             wrong.append(["late"])
     facts["wrong moves"], facts["copies of GPU memory"] = wrong, number
-    peer_copies.copy_from_all = all_to_all.copy_from_all = copy_from_all
+    PeerCopies.run = copy_from_all
 
 
 def counted(run, ways):

@@ -11,9 +11,9 @@ from crossdevice.backends.nccl_engines import NCCL_ENGINES, NcclEngine, engine_n
 from crossdevice.backends.registry import backend_named
 from crossdevice.errors import EngineError
 from crossdevice.execution.local.executor import execute
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.values.dtypes import ITEM_BYTES, SHORT_FLOATS
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 torch = pytest.importorskip("torch")

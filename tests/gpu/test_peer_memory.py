@@ -27,11 +27,12 @@ NUM_RANKS, NUM_LAUNCHES = 6, 4
 """Of those that are killed, one after the other until one is left."""
 
 EXPLAINED = {
-    "1": "1 values: one process of each GPU sums its shard (of reduce_scatter the parts there) from the GPU "
-    "memory of all (rank 0)",
-    "each": "1 values: each process sums its shard (of reduce_scatter its part) from the GPU memory of all",
-    "0": "1 values: through memory of the host that processes share, in chunks: one is combined while others "
-    "are copied from and to the GPU",
+    "1": "1 values by peer memory: one process of each GPU sums its shard (of reduce_scatter the parts "
+    "there) from the GPU memory of all (rank 0)",
+    "each": "1 values by peer memory: each process sums its shard (of reduce_scatter its part) from the GPU "
+    "memory of all",
+    "0": "1 values by staged: through memory of the host that processes share, in chunks: one is combined "
+    "while others are copied from and to the GPU",
 }
 
 
@@ -51,10 +52,10 @@ def test_peer_memory_gives_the_bits_of_the_host(tmp_path, monkeypatch, size, wis
         # What has no kernel is staged: exact sums and means of float64, true means of integers.
         ways = {(name, device): number for name, device, number in facts["ways"]}
         number = 8 * 2 * 4 * (2 if wish == "0" else 3)  # dtypes, operations, shapes, precisions
-        assert ways.pop(("ProcessReduceScatter", "cpu")) == number
+        assert ways.pop(("HostReduceScatter", "cpu")) == number
         assert sum(ways.values()) == number
-        assert (wish == "0") == (ways.get(("StagedReduceScatter", "cuda")) == number)
-        assert set(ways) <= {("PeerReduceScatter", "cuda"), ("StagedReduceScatter", "cuda")}
+        assert (wish == "0") == (ways.get(("StagedReduction", "cuda")) == number)
+        assert set(ways) <= {("PeerReduceScatter", "cuda"), ("StagedReduction", "cuda")}
         truths = (
             "two replicas",
             "out",

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("PyTorch sees no GPU", allow_module_level=True)
 
-from crossdevice.process_groups.torch_group import form_group  # noqa: E402
+from crossdevice.process_groups.engines.torch_engine import form_group  # noqa: E402
 from multiprocess.launching import free_port  # noqa: E402
 
 

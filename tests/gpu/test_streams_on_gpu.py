@@ -14,8 +14,8 @@ from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import backend_named
 from crossdevice.execution.local import executor
 from crossdevice.execution.local.executor import execute
-from crossdevice.kernels.recipe import Recipe
 from crossdevice.plans.builder import PlanBuilder
+from crossdevice.values.recipe import Recipe
 
 CYCLES = 300_000  # that a slow GPU loses before each producer and each copy: some 0.2 ms
 LENGTH = 50_021

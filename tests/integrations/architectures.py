@@ -182,6 +182,17 @@ ARCHITECTURES = {
     "sparse embeddings": sparse_embeddings,
 }
 
+LIBRARIES = {
+    "torchvision resnet18": "torchvision",
+    "timm resnet": "timm",
+    "timm ViT": "timm",
+    "GPT-2": "transformers",
+    "BERT": "transformers",
+    "LLaMA": "transformers",
+    "GPT-2 with LoRA": "peft",
+}
+"""What rows need beyond PyTorch."""
+
 WITHOUT_DROPOUT = frozenset(("torchvision resnet18", "timm resnet"))
 """Rows whose modules draw no random numbers in training."""
 

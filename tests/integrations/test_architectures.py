@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from crossdevice.integrations.torch import DataParallel
-from integrations.architectures import ARCHITECTURES, WITHOUT_DROPOUT, case_of
+from integrations.architectures import ARCHITECTURES, LIBRARIES, WITHOUT_DROPOUT, case_of
 from integrations.by_mirrored_module import by_mirrored_module
 
+repeats = pytest.mark.more("a repetition")
+
 DEVICES = {2: ["cpu:0", "cpu:1"], 3: ["cpu:0", "cpu:1", "cpu:2"]}
-SIZES = {"even": 6, "uneven": 5}
 
 
 def alone(module, devices, inputs, loss_of):
@@ -44,9 +45,15 @@ def digest(loss, gradients):
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("count", DEVICES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def each_architecture(names):
+    """Those that need another library are left to `make test-all`."""
+    marks = {name: pytest.mark.more(library) for name, library in LIBRARIES.items()}
+    return pytest.mark.parametrize("architecture", [pytest.param(n, marks=marks.get(n, ())) for n in names])
+
+
+@pytest.mark.parametrize("size", [pytest.param(6, id="even", marks=repeats), pytest.param(5, id="uneven")])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=repeats), 3])
+@each_architecture(ARCHITECTURES)
 @pytest.mark.parametrize("way", WAYS)
 def test_loss_and_gradients_are_those_of_one_device(way, architecture, count, size):
     expected_loss, expected = alone(*spread(case_of(architecture, size), None))
@@ -55,7 +62,7 @@ def test_loss_and_gradients_are_those_of_one_device(way, architecture, count, si
     torch.testing.assert_close(dense(found), dense(expected))
 
 
-@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in WITHOUT_DROPOUT])
+@each_architecture(name for name in ARCHITECTURES if name not in WITHOUT_DROPOUT)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_seed_gives_the_same_bits_with_dropout(way, architecture):
     def trained(seed):
@@ -70,7 +77,7 @@ def test_the_same_seed_gives_the_same_bits_with_dropout(way, architecture):
 
 
 @pytest.mark.parametrize("count", DEVICES)
-@pytest.mark.parametrize("architecture", ["torchvision resnet18", "timm resnet"])
+@each_architecture(["torchvision resnet18", "timm resnet"])
 def test_sync_batch_norm_in_training_is_batch_norm_on_one_device(architecture, count):
     plain, ours = case_of(architecture, 5), case_of(architecture, 5)
     plain.module.train()
@@ -82,7 +89,8 @@ def test_sync_batch_norm_in_training_is_batch_norm_on_one_device(architecture, c
     torch.testing.assert_close(module.state_dict(), plain.module.state_dict())
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.more("transformers")
+@pytest.mark.parametrize("size", [6, 5], ids=["even", "uneven"])
 def test_states_of_recurrent_models_are_joined_and_split_again(size):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Ctrl-C at any moment of a public call leaves a library that works: the next call is right, and soon.
 
-Each call is interrupted at INTERRUPT_STEPS of its steps (0: at all of them), chosen by INTERRUPT_SEED.
+Each call is interrupted at INTERRUPT_STEPS of its steps (0: at all of them), chosen by INTERRUPT_SEED; in
+`make test-all` at more of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from interrupts.stepping import interrupted_at_each_step, may_meet_finalizers, n
 
 pytestmark = may_meet_finalizers
 
-STEPS = int(os.environ.get("INTERRUPT_STEPS", "40"))
+STEPS = int(os.environ.get("INTERRUPT_STEPS", "8"))
+MORE_STEPS = 5 * STEPS
 SEED = int(os.environ.get("INTERRUPT_SEED", "1"))
 
 LARGE = 2 << 20
@@ -172,12 +174,12 @@ ROWS = [
 ]  # fmt: skip
 
 
-def chosen_steps(call: Callable[[], Any]) -> list[int]:
+def chosen_steps(call: Callable[[], Any], count: int = STEPS) -> list[int]:
     call()  # what happens once, such as imports, has happened
     number = number_of_steps(call)
-    if not STEPS or number <= STEPS:
+    if not count or number <= count:
         return list(range(number))
-    return sorted(random.Random(SEED).sample(range(number), STEPS))
+    return sorted(random.Random(SEED).sample(range(number), count))
 
 
 @pytest.fixture(autouse=True)
@@ -185,10 +187,13 @@ def impatient(monkeypatch):
     monkeypatch.setattr(rendezvous, "DEADLINE_PATIENCE_SECONDS", 5.0)  # replicas here stop at once
 
 
+@pytest.mark.parametrize(
+    "steps", [STEPS, pytest.param(MORE_STEPS, marks=pytest.mark.more("a repetition"))], ids=["few", "more"]
+)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_the_next_call_works(row):
+def test_the_next_call_works(row, steps):
     row.check()
-    for place in interrupted_at_each_step(row.call, chosen_steps(row.call)):
+    for place in interrupted_at_each_step(row.call, chosen_steps(row.call, steps)):
         try:
             row.check()
         except BaseException as error:

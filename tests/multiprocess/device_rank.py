@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import crossdevice as cd
 from crossdevice.process_groups import cluster
-from crossdevice.process_groups.torch_collectives import TorchCollectives
+from crossdevice.process_groups.engines.torch_collectives import TorchCollectives
 from multiprocess.launching import report
 
 DTYPES = (
@@ -43,8 +43,8 @@ def main():
             "max in place": [tensor.tolist() for tensor in ops.reduce("max", own, own, out=written).values],
             "is written": written.values[0].tolist() == written.values[1].tolist(),
             "by way of the host too": [leaf.tolist() for leaf in ops.reduce("sum", mixed, "cpu:0").values()],
-            "explained": ops.explain(own, own).splitlines()[-1],
-            "ring": ops.explain(own, own, cd.CommunicationOptions(implementation="ring")).splitlines()[-1],
+            "explained": told(ops, own, own),
+            "ring": told(ops, own, own, cd.CommunicationOptions(implementation="ring")),
         }
         facts["shards"] = {**shards(group), "all-to-alls": len(moves)}
     report(here.rank, facts)
@@ -80,8 +80,13 @@ def shards(group):
         "compared": len(same),
         "in out": [is_out, out.tolist()],
         "several replicas": ops.reduce("sum", several, "cpu:0", options).tolist(),
-        "explained": ops.explain(whole, "cpu:0", options).splitlines()[-1],
+        "explained": told(ops, whole, "cpu:0", options),
     }
+
+
+def told(ops, *args):
+    """The last line of an explanation that has no details."""
+    return [line for line in ops.explain(*args).splitlines() if not line.startswith(" ")][-1]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank of a group that breaks: `failing_rank.py SCENARIO torch|mpi SECONDS [ODD_RANK]`."""
+"""One rank of a group that breaks: `failing_rank.py SCENARIO torch|local|mpi SECONDS [ODD_RANK]`."""
 
 import importlib
 import os
@@ -10,13 +10,14 @@ from pathlib import Path
 
 from crossdevice.errors import CrossDeviceError
 from crossdevice.process_groups import cluster
+from crossdevice.process_groups.shared.host_agreement import HOST_VARIABLE
 from multiprocess.launching import FOLDER, report
 
 ODD_RANK = 2
-STALL_SECONDS = 9.0
-FORMING_SECONDS = 60.0
+STALL_SECONDS = 20.0
+FORMING_SECONDS = 240.0
 """Starting takes long where others compute, too."""
-HANG_SECONDS = 100.0
+HANG_SECONDS = 250.0
 """For whom the others do not wait: they end the whole job."""
 
 
@@ -24,6 +25,8 @@ def main(scenario, engine, seconds, odd_rank=None):
     global ODD_RANK
     ODD_RANK = ODD_RANK if odd_rank is None else int(odd_rank)
     here = cluster.cluster_from_env()
+    if "HOSTS_OF_TWO" in os.environ:
+        os.environ[HOST_VARIABLE] = f"host {here.rank // 2}"
     if scenario == "absent":
         report(here.rank, absent(here, engine, float(seconds)))
         return
@@ -41,11 +44,11 @@ def main(scenario, engine, seconds, odd_rank=None):
         facts |= described(error)
         facts |= {"seconds": time.monotonic() - start, "is_broken": group.is_broken}
         facts["later"] = refusal(group)
-    if engine == "torch":
+    if engine in ("torch", "local"):
         group.close()
-        facts["again"] = None if odd_rank else formed_again(scenario, here)
+        facts["again"] = None if odd_rank else formed_again(scenario, here, engine)
     elif scenario in ("differ", "leave"):
-        with here.form_group(engine, timeout_seconds=30.0) as group, group.call("gather", b"again") as call:
+        with here.form_group(engine, timeout_seconds=240.0) as group, group.call("gather", b"again") as call:
             facts["again"] = [record.decode() for record in call.all_gather(b"%d" % here.rank)]
     report(here.rank, facts)
     if scenario == "stall" and engine == "torch":
@@ -132,7 +135,7 @@ def once(group, what, record=b"small"):
 
 
 def wait_for(name):
-    end = time.monotonic() + 60.0
+    end = time.monotonic() + 240.0
     while not (Path(os.environ[FOLDER]) / name).exists() and time.monotonic() < end:
         time.sleep(0.1)
 
@@ -146,18 +149,20 @@ def refusal(group):
     return "nothing"
 
 
-def formed_again(scenario, here):
-    """Those who are left form a group in the same store, while a stalled rank is still away."""
-    from crossdevice.process_groups.torch_group import form_group, store_at
-
+def formed_again(scenario, here, engine):
+    """Those who are left form a group in the same place, while a stalled rank is still away."""
     left = [rank for rank in range(here.size) if scenario == "differ" or rank != ODD_RANK]
     if here.rank not in left or scenario == "cut":
         return None
-    store = store_at(here.address, here.port, is_keeper=False, timeout_seconds=30.0)
-    with (
-        form_group(left.index(here.rank), len(left), store=store, timeout_seconds=30.0) as group,
-        group.call("gather", b"again") as call,
-    ):
+    rank, size = left.index(here.rank), len(left)
+    if engine == "local":
+        group = cluster.Cluster(**{**vars(here), "rank": rank, "size": size}).form_group("local")
+    else:
+        from crossdevice.process_groups.engines.torch_engine import form_group, store_at
+
+        store = store_at(here.address, here.port, is_keeper=False, timeout_seconds=240.0)
+        group = form_group(rank, size, store=store, timeout_seconds=240.0)
+    with group, group.call("gather", b"again") as call:
         return [record.decode() for record in call.all_gather(b"%d" % here.rank)]
 
 

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.host_agreement import HOST_VARIABLE
 from crossdevice.process_groups.protocol import RankLostError
+from crossdevice.process_groups.shared.host_agreement import HOST_VARIABLE
 
 
 class PipeEngine:
@@ -114,14 +114,14 @@ class Ranks:
             for each in sockets.values():
                 each.close()
 
-    def wait_until_ready(self, seconds: float = 60.0) -> None:
+    def wait_until_ready(self, seconds: float = 400.0) -> None:
         """Until every rank has called `say_ready`."""
         end = time.monotonic() + seconds
         while len(list(Path(self._folder.name).glob("ready ?"))) < len(self.pids):
             assert time.monotonic() < end, f"not ready after {seconds:g} s"
             time.sleep(0.01)
 
-    def results(self, seconds: float = 60.0) -> list[Any]:
+    def results(self, seconds: float = 400.0) -> list[Any]:
         """What each rank returned or raised, once all have ended; None for those that were killed."""
         end = time.monotonic() + seconds
         left = list(self.pids)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import crossdevice as cd
 from crossdevice.integrations.torch import ReproducibleReduceScatter
-from crossdevice.process_groups.torch_group import form_group
+from crossdevice.process_groups.engines.torch_engine import form_group
 from multiprocess.gradients import batch, digest, gradients, network
 from multiprocess.launching import report
 

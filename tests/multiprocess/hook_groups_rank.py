@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from crossdevice.integrations.torch import ReproducibleMean, reproducible_hook
-from crossdevice.process_groups.torch_group import form_group
+from crossdevice.process_groups.engines.torch_engine import form_group
 from multiprocess.launching import report
 
 

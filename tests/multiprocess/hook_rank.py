@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import crossdevice as cd
 from crossdevice.integrations.torch import ReproducibleMean, reproducible_hook
-from crossdevice.process_groups.torch_group import form_group
+from crossdevice.process_groups.engines.torch_engine import form_group
 from multiprocess import overlap
 from multiprocess.gradients import batch, digest, gradients, network
 from multiprocess.launching import FOLDER, report

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,9 @@ FOLDER = "CROSSDEVICE_TEST_FOLDER"
 MARK = "CROSSDEVICE_TEST_LAUNCH"
 """An environment variable by which every process of a launch is known, whoever has started it."""
 
-ENDING_SECONDS = 10.0
+ENDING_SECONDS = 60.0
+LOST_SECONDS = 120.0
+"""Survivors know of a death after this long at most, beside others that compute; deadlines are twice that."""
 
 
 class Outcome(NamedTuple):
@@ -70,8 +73,12 @@ def launch(
         with open(output, "wb") as stream:
             for command, variables in commands:
                 environment = {**_environment(), **variables, MARK: mark, FOLDER: str(folder)}
+                # Open MPI does not remove the segment of a process that no launcher has started.
+                environment["OMPI_MCA_btl_sm_backing_directory"] = tempfile.gettempdir()
                 if command[0] == sys.executable and command[1].endswith("_rank.py"):
-                    processes.append(_rank_server().fork(command[1:], environment, str(output)))
+                    is_light = "local" in command and "laws_rank" not in command[1]  # laws import PyTorch
+                    server = _rank_server("local" if is_light else "torch")
+                    processes.append(server.fork(command[1:], environment, str(output)))
                 else:
                     processes.append(_started(command, environment, stream))
             during(folder)
@@ -89,14 +96,14 @@ def launch(
     return Outcome([process.returncode for process in processes], reports, output.read_text(), left)
 
 
-def _rank_server() -> RankServer:
+def _rank_server(engine: str) -> RankServer:
     with _forming:  # launches of one test may be side by side
-        return _formed_server()
+        return _formed_server(engine)
 
 
 @functools.cache
-def _formed_server() -> RankServer:
-    return RankServer(_environment())
+def _formed_server(engine: str) -> RankServer:
+    return RankServer(engine, _environment())
 
 
 _forming = threading.Lock()
@@ -129,7 +136,7 @@ def scenarios(script: str, named: Mapping[str, Sequence[str]]) -> Iterator[Calla
     }
 
     def result(name: str) -> Any:
-        output, _ = running[name].communicate(timeout=300)
+        output, _ = running[name].communicate(timeout=800)
         assert running[name].returncode == 0
         return json.loads(output)
 
@@ -151,13 +158,13 @@ def check_survivors(kills: Mapping[str, Any], number: str) -> None:
         for facts in results:
             assert facts["error"] == "ProcessGroupError", (kills["seed"], facts)
             assert facts["members"][odd] in facts["text"]
-            assert facts["seconds"] < 30
+            assert facts["seconds"] < LOST_SECONDS
 
 
 def ranks(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict[str, str]]]:
     """Processes that know each other from RANK and WORLD_SIZE, so that nobody ends one with another.
 
-    They are forked from one that has imported PyTorch, so that they start at once.
+    They are forked from one that has imported what their engine needs, so that they start at once.
     """
     port = str(free_port())
     return [
@@ -172,6 +179,12 @@ def ranks(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict
 def torchrun(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict[str, str]]]:
     """Ranks under torchrun, which picks a port itself."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    return [([*command, _path(script), *arguments], {})]
+
+
+def crossdevice_run(script: str, *arguments: str, size: int) -> list[tuple[list[str], dict[str, str]]]:
+    """Ranks under our own launcher."""
+    command = [sys.executable, "-m", "crossdevice", "run", "-n", str(size)]
     return [([*command, _path(script), *arguments], {})]
 
 
@@ -247,7 +260,8 @@ def _environment() -> dict[str, str]:
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_", "TORCHELASTIC_", "MASTER_"))
-        and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TF_CONFIG")
+        and name
+        not in ("CROSSDEVICE_RUN_FOLDER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TF_CONFIG")
     }
     return {**inherited, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 

@@ -6,7 +6,7 @@ import traceback
 import warnings
 
 from crossdevice.process_groups import cluster
-from crossdevice.process_groups.host_agreement import HOST_VARIABLE
+from crossdevice.process_groups.shared.host_agreement import HOST_VARIABLE
 from multiprocess.launching import report
 from multiprocess.laws import GROUP_LAWS
 from multiprocess.laws_of_reductions import REDUCTION_LAWS
@@ -22,7 +22,7 @@ def main(engine, memory):
         os.environ[HOST_VARIABLE] = f"host {here.rank == 2}"
 
     def form():
-        return here.form_group(engine, timeout_seconds=60.0, shared_memory=memory != "private")
+        return here.form_group(engine, timeout_seconds=240.0, shared_memory=memory != "private")
 
     with form() as group:
         fates = {name: fate(law, group, form) for name, law in LAWS.items()}

@@ -14,7 +14,7 @@ def main(engine="", twist=""):
     if twist == "beside DDP":
         train = data_parallel_training()
         train()
-    with here.form_group(engine or None, timeout_seconds=60.0) as group:
+    with here.form_group(engine or None, timeout_seconds=240.0) as group:
         with group.call("gather", b"ranks") as call:
             met = call.all_gather(b"%d" % group.rank)
         if twist == "fails once" and here.restart == 0:
@@ -30,6 +30,7 @@ def main(engine="", twist=""):
             "engine": group.engine_name,
             "met": [record.decode() for record in met],
             "restart": here.restart,
+            "libraries": sorted({"torch", "mpi4py"} & set(sys.modules)),
             "pid": os.getpid(),
         },
     )

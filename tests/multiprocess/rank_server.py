@@ -1,4 +1,4 @@
-"""Forks ranks from a process that has imported PyTorch already: to import it takes longer than most of them.
+"""Forks ranks from a process that has imported their engine already: PyTorch takes longer than most of them.
 
 Reads requests, a line of JSON each: what to run, answered by a process ID, or a process ID, answered by how
 it ended, if it has.
@@ -6,6 +6,7 @@ it ended, if it has.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -20,9 +21,9 @@ from typing import Any
 class RankServer:
     """A process that forks others."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, engine: str, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, engine],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -93,11 +94,11 @@ def become(request: Any) -> None:
 
 
 if __name__ == "__main__":
-    import torch.distributed
-    import torch.nn.parallel  # noqa: F401
+    if sys.argv[1] == "torch":
+        import torch.distributed
+        import torch.nn.parallel  # noqa: F401
 
-    import crossdevice.process_groups.torch_group  # noqa: F401
-
+    importlib.import_module(f"crossdevice.process_groups.engines.{sys.argv[1]}_engine")
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a process that is forked now may find their locks taken"
     sys.argv = serve()

@@ -11,7 +11,7 @@ import pytest
 from crossdevice.cli.main import main
 from multiprocess import launching
 
-LAUNCH_SECONDS = 240.0
+LAUNCH_SECONDS = 600.0
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
 needs_mpi = pytest.mark.skipif(
@@ -21,8 +21,9 @@ needs_mpi = pytest.mark.skipif(
 DIGEST = r"all replicas hold the same bits: sha256 ([0-9a-f]{16})\.\.\. on "
 
 
+@pytest.mark.more("one more launch")
 @needs_linux
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=needs_mpi)])
+@pytest.mark.parametrize("launcher", ["crossdevice run", "torchrun", pytest.param("mpirun", marks=needs_mpi)])
 def test_two_processes_learn_what_one_process_learns(launcher, tmp_path, tmp_path_factory, capsys):
     picture = tmp_path / "curves.svg"
     arguments = ["demo", "--epochs", "6", "--picture", str(picture)]
@@ -30,15 +31,17 @@ def test_two_processes_learn_what_one_process_learns(launcher, tmp_path, tmp_pat
     alone = capsys.readouterr().out
     with launching.in_turn(tmp_path_factory.getbasetemp().parent):
         commands = {
+            "crossdevice run": launching.crossdevice_run("-m", "crossdevice", *arguments, size=2),
             "torchrun": launching.torchrun("-m", "crossdevice", *arguments, size=2),
             "mpirun": launching.mpirun("-m", "crossdevice", *arguments, size=2),
         }
         found = launching.launch(commands[launcher], tmp_path / "launch", LAUNCH_SECONDS)
     assert found.codes == [0], found.output
     assert found.left == []
-    assert "rank 0 of 2 on " in found.output
-    assert "rank 1 of 2" not in found.output
-    (accuracy,) = re.findall(r"^4 devices +(0\.\d+) ", found.output, re.MULTILINE)
+    output = found.output.replace("[0] ", "")
+    assert "rank 0 of 2 on " in output
+    assert "rank 1 of 2" not in output
+    (accuracy,) = re.findall(r"^4 devices +(0\.\d+) ", output, re.MULTILINE)
     assert re.findall(r"^4 devices +(0\.\d+) ", alone, re.MULTILINE) == [accuracy]
-    assert re.findall(DIGEST + "4 devices of 2 processes", found.output) == re.findall(DIGEST, alone)
+    assert re.findall(DIGEST + "4 devices of 2 processes", output) == re.findall(DIGEST, alone)
     assert picture.exists()

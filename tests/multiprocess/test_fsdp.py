@@ -9,7 +9,7 @@ import pytest
 
 from multiprocess import launching
 
-LAUNCH_SECONDS = 240.0
+LAUNCH_SECONDS = 600.0
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 

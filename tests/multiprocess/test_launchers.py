@@ -12,7 +12,7 @@ from multiprocess.launching import needs_mpi
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
 
-HARD_SECONDS = 120.0
+HARD_SECONDS = 300.0
 
 
 @pytest.fixture
@@ -46,6 +46,19 @@ def test_a_group_stands_beside_a_default_group_in_use(meet):
     assert reports[0]["engine"] == "gloo"
 
 
+def test_under_crossdevice_run_no_library_is_needed(meet):
+    reports = meet(launching.crossdevice_run("meeting_rank.py", size=2))
+    assert reports[0]["engine"] == "Unix sockets"
+    assert reports[1]["recognised"].startswith("crossdevice run: rank 1 of 2, local rank 1 of 2, ")
+    assert [reports[rank]["libraries"] for rank in (0, 1)] == [[], []]
+
+
+def test_under_crossdevice_run_torch_can_be_named(meet):
+    reports = meet(launching.crossdevice_run("meeting_rank.py", "torch", size=2))
+    assert reports[0]["engine"] == "gloo"
+
+
+@pytest.mark.more("one more launch")
 def test_ranks_that_torchrun_starts_again_meet_again(meet):
     ((command, variables),) = launching.torchrun("meeting_rank.py", "torch", "fails once", size=2)
     at = command.index("--standalone")
@@ -68,13 +81,17 @@ def test_tf_config_is_enough(meet):
 
 
 @needs_mpi
-@pytest.mark.parametrize(("engine", "name"), [("", "Open MPI"), ("torch", "gloo")])
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [("", "Open MPI"), pytest.param("torch", "gloo", marks=pytest.mark.more("a repetition"))],
+)
 def test_under_mpirun_mpi_is_the_usual_engine_and_torch_can_be_named(engine, name, meet):
     reports = meet(launching.mpirun("meeting_rank.py", engine, size=2))
     assert reports[1]["engine"].startswith(name)
     assert reports[1]["recognised"].startswith("Open MPI: rank 1 of 2")
 
 
+@pytest.mark.more("one more launch")
 @needs_mpi
 def test_mpi_for_one_thread_only_is_refused(launch):
     ((command, variables),) = launching.mpirun("meeting_rank.py", "mpi", size=2)

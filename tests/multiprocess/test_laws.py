@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from crossdevice.process_groups.engines.thread_engine import Mailboxes, ThreadEngine, run_ranks
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.thread_group import Mailboxes, ThreadEngine, run_ranks
 from multiprocess import launching
 from multiprocess.launching import needs_mpi
 from multiprocess.laws import GROUP_LAWS
@@ -17,14 +17,22 @@ from multiprocess.laws_of_reductions import REDUCTION_LAWS
 from multiprocess.laws_of_shards import SHARD_LAWS
 
 LAWS = GROUP_LAWS | REDUCTION_LAWS | SHARD_LAWS
+repeats = pytest.mark.more("a repetition")
 ROWS = [
-    ("torch", 2, "shared"),
-    ("torch", 3, "private"),
-    ("torch", 4, "hosts"),
-    ("mpi", 2, "private"),
-    ("mpi", 4, "shared"),
+    pytest.param(engine, size, memory, marks=marks, id=f"{engine}-{size}-{memory}")
+    for engine, size, memory, *marks in (
+        ("torch", 2, "shared"),
+        ("torch", 3, "private", repeats),
+        ("torch", 4, "hosts", repeats),
+        ("local", 2, "shared", repeats),
+        ("local", 3, "private"),
+        ("local", 4, "hosts", repeats),
+        ("mpi", 2, "private", needs_mpi),
+        ("mpi", 4, "shared", needs_mpi, repeats),
+    )
 ]
-LAUNCH_SECONDS = 240.0
+NAMES = {"torch": "gloo", "mpi": "Open MPI", "local": "Unix sockets"}
+LAUNCH_SECONDS = 600.0
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
 
@@ -51,13 +59,7 @@ def outcomes(tmp_path_factory):
 
 @needs_linux
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize(
-    ("engine", "size", "memory"),
-    [
-        pytest.param(*row, marks=needs_mpi if row[0] == "mpi" else (), id="-".join(map(str, row)))
-        for row in ROWS
-    ],
-)
+@pytest.mark.parametrize(("engine", "size", "memory"), ROWS)
 def test_processes_keep(law, engine, size, memory, outcomes):
     found = outcomes(engine, size, memory)
     assert {int(rank): facts[law] for rank, facts in found.reports.items()} == dict.fromkeys(
@@ -66,13 +68,7 @@ def test_processes_keep(law, engine, size, memory, outcomes):
 
 
 @needs_linux
-@pytest.mark.parametrize(
-    ("engine", "size", "memory"),
-    [
-        pytest.param(*row, marks=needs_mpi if row[0] == "mpi" else (), id="-".join(map(str, row)))
-        for row in ROWS
-    ],
-)
+@pytest.mark.parametrize(("engine", "size", "memory"), ROWS)
 def test_launches_are_recognised_and_leave_no_process(engine, size, memory, outcomes):
     found = outcomes(engine, size, memory)
     assert set(found.codes) == {0}, found.output
@@ -82,16 +78,16 @@ def test_launches_are_recognised_and_leave_no_process(engine, size, memory, outc
         assert facts["recognised"].startswith(f"{launcher}: rank {rank} of {size}, ")
         assert facts["shares"] is (memory == "shared")
         assert facts["hosts"] == ([[0, 1, 3], [2]] if memory == "hosts" else None)
-        assert facts["engine"].startswith("Open MPI" if engine == "mpi" else "gloo")
+        assert facts["engine"].startswith(NAMES[engine])
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, *(pytest.param(size, marks=repeats) for size in (4, 5))])
 def test_threads_keep(law, size):
     boxes = [Mailboxes(size) for _ in range(3)]
 
     def run(group):
         left = iter(boxes)
-        LAWS[law](group, lambda: ProcessGroup(ThreadEngine(next(left), group.rank), timeout_seconds=60.0))
+        LAWS[law](group, lambda: ProcessGroup(ThreadEngine(next(left), group.rank), timeout_seconds=240.0))
 
-    run_ranks(size, run, timeout_seconds=60.0)
+    run_ranks(size, run, timeout_seconds=240.0)

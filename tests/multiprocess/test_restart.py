@@ -11,11 +11,12 @@ import pytest
 from multiprocess import launching
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "restart_after_failure.py"
-LAUNCH_SECONDS = 240.0
+LAUNCH_SECONDS = 600.0
 
 pytest.importorskip("torch.distributed")
 
 
+@pytest.mark.more("one more launch")
 @pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
 def test_a_training_that_loses_a_process_ends_with_the_bits_of_one_that_does_not(tmp_path, tmp_path_factory):
     def run(name, *arguments):

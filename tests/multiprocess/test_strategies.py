@@ -12,13 +12,13 @@ from multiprocess import launching
 from multiprocess.strategy_laws import LAWS
 from multiprocess.strategy_rank import digest
 
-LAUNCH_SECONDS = 240.0
+LAUNCH_SECONDS = 600.0
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
 
 
 @needs_linux
-@pytest.mark.parametrize("grid", ["4,4", "3,1,4"])
+@pytest.mark.parametrize("grid", [pytest.param("4,4", marks=pytest.mark.more("a repetition")), "3,1,4"])
 def test_processes_compute_what_one_process_computes(grid, tmp_path, tmp_path_factory):
     size = len(grid.split(","))
     with launching.in_turn(tmp_path_factory.getbasetemp().parent):

@@ -13,6 +13,8 @@ import pytest
 
 from multiprocess import launching
 
+pytestmark = pytest.mark.more("three networks")
+
 HOSTS = ("host-a", "host-b", "host-c")
 DEADLINE_SECONDS = 4.0
 LATE_SECONDS = 5.0

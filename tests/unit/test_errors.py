@@ -17,6 +17,7 @@ import crossdevice as cd
 from conformance.rows import ALGORITHM_ROWS
 from crossdevice import errors
 from crossdevice.errors import (
+    BitsMismatchError,
     ContextError,
     ConversionError,
     CrossDeviceError,
@@ -95,6 +96,14 @@ def reduces(name: str, error: type, built_in: type, value: Any, *parts: str, op:
     pairs = [(PAIR, "cpu:0"), (value, "cpu:0")]
     refuses(f"batch_reduce {name}", error, built_in, lambda ops: ops.batch_reduce(op, pairs), *parts)
 
+
+refuses(
+    "replicas that should be the same",
+    BitsMismatchError,
+    ValueError,
+    lambda ops: ops.check_same(PAIR),
+    "replica",
+)
 
 # ---------------------------------------------------------------- destinations
 
@@ -732,6 +741,7 @@ def test_every_exception_class_is_raised_by_some_refusal(error):
         "DeadlineError",
         "EngineError",
         "ProcessGroupError",
+        "CorruptionError",
     }
     assert error.__name__ in elsewhere | {refusal.error.__name__ for refusal in REFUSALS.values()}
 

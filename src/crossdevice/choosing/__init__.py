@@ -1,1 +1,1 @@
-"""Which algorithm? `choose_algorithm` asks `by_devices`, or `by_cost` where a topology is known."""
+"""Choice of an algorithm: `by_devices`, or `by_cost` where a topology is known."""

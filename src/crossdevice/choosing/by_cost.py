@@ -51,7 +51,7 @@ def choice_by_cost(
 
 
 def is_engine(name: str) -> bool:
-    """Whether an engine adds in its own way under this algorithm; no choice here may change bits."""
+    """True if the algorithm leaves the sum to an engine; no choice here may change bits."""
     try:
         return bool(ALGORITHMS.load(name)().uses_engine)
     except OptionError:  # it is not installed
@@ -110,7 +110,7 @@ def _fastest(seconds: Mapping[str, float], evidence: str) -> Choice:
 
 
 def _explained(duration: Duration) -> str:
-    """Which part of the time is largest, and what therefore wins."""
+    """Explains which part of the time is largest, and what therefore wins."""
     shares = {
         "latency, so few rounds win": duration.latency_seconds,
         "bytes on links, so little traffic on the busiest link wins": duration.bandwidth_seconds,

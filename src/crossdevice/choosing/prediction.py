@@ -1,4 +1,4 @@
-"""What an all-reduce would cost on a topology: by its plan, or by its rounds if it is large."""
+"""Predicted time of an all-reduce on a topology, from its plan, or from its rounds if it is large."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def planned_all_reduce(algorithm: CrossDeviceOps, topology: Topology, num_bytes:
 
 
 def knows_rounds(algorithm: CrossDeviceOps) -> bool:
-    """Whether it can be timed on thousands of devices."""
+    """True if the algorithm can be timed on thousands of devices."""
     return type(algorithm).plan_rounds is not CrossDeviceOps.plan_rounds
 
 

@@ -1,1 +1,1 @@
-"""What would it cost? Machines as links, and plans timed on them."""
+"""Cost models: machines as links, and plans timed on them."""

@@ -1,4 +1,4 @@
-"""How long a library such as NCCL takes for a whole all-reduce: chunks that follow each other through a pipe.
+"""The time a library such as NCCL needs for an all-reduce, modelled as chunks in a pipeline.
 
 A message of S bytes cut into c chunks passes p hops of latency a in (p + c) (a + S / (c B)). With the best c
 that is (sqrt(p a) + sqrt(S / B))^2: the latency, the bytes, and twice the square root of their product, which

@@ -1,4 +1,4 @@
-"""How much memory a plan takes on each device when its steps run in order."""
+"""The memory a plan needs on each device when its steps run in order."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SAME_SECONDS = 1e-12
 
 
 class Span(NamedTuple):
-    """When a step of the plan runs."""
+    """Start and end of one step of the plan."""
 
     step: int
     start_seconds: float
@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """What a plan costs on a topology."""
+    """The simulated run of a plan on a topology."""
 
     duration: Duration
     link_bytes: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""Where predicted time goes, and what additions and messages cost on a topology."""
+"""The parts of predicted time: additions and messages on a topology."""
 
 from __future__ import annotations
 

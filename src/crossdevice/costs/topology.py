@@ -1,4 +1,4 @@
-"""Which links join devices, how fast they are, and which of them a transfer takes.
+"""Links between devices, their speeds, and the route of a transfer.
 
 Costs follow Hockney's alpha-beta model with LogP's gap: a message waits a latency, keeps its links busy for a
 moment of its own, and then for its bytes. Links have one direction each and are shared fairly.
@@ -23,7 +23,7 @@ class Link(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a message costs beside its bytes: how long it is under way, how long it keeps its links busy."""
+    """Fixed cost of a message: its latency, and how long it keeps its links busy."""
 
     latency_seconds: float
     message_seconds: float
@@ -121,7 +121,7 @@ FABRICS = {"memory": OneMemory, "switch": Switched, "host": HostBridge, "pairs":
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What joins nodes: ports (rails) in each node, and above them a core that may be oversubscribed."""
+    """The network between nodes: ports (rails) of each node, and a core that may be oversubscribed."""
 
     bytes_per_second: float
     cost: Cost
@@ -142,7 +142,7 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveEngine:
-    """What is known of a library (NCCL) that does whole collectives on this machine.
+    """Measured facts about a library (NCCL) that does whole collectives on this machine.
 
     `call_seconds` is the one number that is measured: an empty call, from the host's side.
     `in_switch_efficiency` is above zero where the switch itself adds (NVLS).
@@ -181,7 +181,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes its devices take."""
+        """Number of nodes."""
         return -(-self.num_devices // self.devices_per_node)
 
     @property
@@ -192,7 +192,7 @@ class Topology:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all devices lie in one memory."""
+        """True if all devices share one memory."""
         return isinstance(self.fabric, OneMemory)
 
     def with_devices(self, num_devices: int) -> Topology:
@@ -218,6 +218,6 @@ class Topology:
         return self.network.route((source_node, target_node), (source, target))
 
     def ring_bytes_per_second(self) -> float:
-        """What each device of a node can pass on around rings that use all of its links."""
+        """Bandwidth per device of rings that use all links of a node."""
         wires = max(map(sum, self.fabric.counts)) if isinstance(self.fabric, DirectLinks) else 1
         return wires * self.fabric.bytes_per_second

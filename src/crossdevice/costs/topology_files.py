@@ -132,7 +132,7 @@ def _numbers(
 
 
 def _key_of(name: str) -> str:
-    """How files spell a field: in units of which numbers have few digits."""
+    """Returns the name of a field in files, with its unit."""
     name = name.removeprefix("has_").replace("bytes_per_second", "gigabytes_per_second")
     return name.replace("_seconds", "_microseconds")
 

@@ -19,7 +19,7 @@ from crossdevice.values.indexed_slices import IndexedSlices
 
 @dataclasses.dataclass
 class Injected:
-    """What `faults` gives to its block: how often the fault has happened, in this process.
+    """Counter of a fault in this process, given to the block of `faults`.
 
     >>> import crossdevice as cd
     >>> from crossdevice.testing import faults
@@ -33,7 +33,7 @@ class Injected:
 
 @dataclasses.dataclass
 class Fault:
-    """What goes wrong, and in which calls."""
+    """A fault and the calls it strikes."""
 
     delay: float
     raises: BaseException | type[BaseException] | None
@@ -44,11 +44,11 @@ class Fault:
 
     @property
     def strikes(self) -> bool:
-        """Whether something happens before the call."""
+        """True if the fault strikes before the call."""
         return self.delay > 0 or self.raises is not None
 
     def is_due(self, call: int) -> bool:
-        """Whether a call goes wrong."""
+        """True if the fault strikes this call."""
         return self.calls is None or call in self.calls
 
     def strike(self) -> None:
@@ -59,7 +59,7 @@ class Fault:
             raise self.raises
 
     def brought(self, value: Any, replica: int) -> Any:
-        """What a faulty replica makes of a value."""
+        """Returns the value as a faulty replica brings it."""
         return map_structure(lambda leaf: self._brought(leaf, replica), value)
 
     def _brought(self, leaf: Any, replica: int) -> Any:

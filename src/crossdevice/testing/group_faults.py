@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
-from crossdevice.process_groups.shared_arrays import NOWHERE
+from crossdevice.process_groups.shared.shared_arrays import NOWHERE
 from crossdevice.testing.fault import Fault, Injected, replaced
 
 

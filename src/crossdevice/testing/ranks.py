@@ -7,15 +7,15 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
+import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from crossdevice.errors import OptionError, ProcessGroupError
-from crossdevice.process_groups import thread_group
-from crossdevice.process_groups.cluster import cluster_from_env
+from crossdevice.process_groups.cluster import cluster_from_env, environments_of_ranks
+from crossdevice.process_groups.engines import thread_engine
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
 from crossdevice.values.options import whole_number
 
@@ -35,9 +35,9 @@ def run_ranks(
     """Calls `function(group)` as each rank of a group, and returns their results in the order of ranks.
 
     Args:
-        processes: as processes on gloo, which takes seconds, and PyTorch, instead of threads. `function` has
-            to be one that a new Python can import; what it returns or raises is pickled. The variables
-            of a launcher are set, so that `cluster_from_env().form_group()` forms further groups.
+        processes: as processes on Unix sockets, which takes a second or two, instead of threads. `function`
+            has to be one that a new Python can import; what it returns or raises is pickled. The variables of
+            `crossdevice run` are set, so that `cluster_from_env().form_group()` forms further groups.
         return_errors: puts what a rank raised in the place of its result, a ProcessGroupError for a process
             that was killed. By default the error of the lowest rank is raised once all have ended.
         timeout_seconds: for forming the group, and then for each of its calls.
@@ -56,7 +56,7 @@ def run_ranks(
 
 
 class _Raised(NamedTuple):
-    """What a rank raised, in place of what it would have returned."""
+    """The exception of a rank, in place of its result."""
 
     error: BaseException
 
@@ -70,7 +70,7 @@ def _as_threads(size: int, function: Callable[[ProcessGroup], Any], options: dic
             group.give_up(f"{type(error).__name__}: {error}")
             return _Raised(error)
 
-    return thread_group.run_ranks(size, answer, **options)
+    return thread_engine.run_ranks(size, answer, **options)
 
 
 def _as_processes(size: int, function: Callable[[ProcessGroup], Any], options: dict[str, Any]) -> list[Any]:
@@ -79,25 +79,24 @@ def _as_processes(size: int, function: Callable[[ProcessGroup], Any], options: d
     except Exception as error:
         raise OptionError(f"processes cannot be sent {function!r}: {error}") from error
     started = multiprocessing.get_context("spawn")
-    variables = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     ranks = []
-    try:
-        for rank in range(size):
-            ours, theirs = started.Pipe()
-            own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-            given = theirs, own, sent, options
-            process = started.Process(target=_be_rank, args=given, name=f"rank {rank}", daemon=True)
-            process.start()
-            theirs.close()
-            ranks.append((process, ours))
-        outcomes = [_answer_of(process, ours) for process, ours in ranks]
-    finally:
-        for _, ours in ranks:
-            ours.close()  # now it may end
-        for process, _ in ranks:
-            process.join(ENDING_SECONDS)
-            process.kill()
-            process.join()
+    with tempfile.TemporaryDirectory(prefix="crossdevice-ranks-") as folder:
+        try:
+            for rank, environment in enumerate(environments_of_ranks(size, folder)):
+                ours, theirs = started.Pipe()
+                given = theirs, environment, sent, options
+                process = started.Process(target=_be_rank, args=given, name=f"rank {rank}", daemon=True)
+                process.start()
+                theirs.close()
+                ranks.append((process, ours))
+            outcomes = [_answer_of(process, ours) for process, ours in ranks]
+        finally:
+            for _, ours in ranks:
+                ours.close()  # now it may end
+            for process, _ in ranks:
+                process.join(ENDING_SECONDS)
+                process.kill()
+                process.join()
     return outcomes
 
 
@@ -111,20 +110,19 @@ def _answer_of(process: Any, ours: Connection) -> Any:
         return _Raised(ProcessGroupError(f"{process.name} (process {process.pid}) gave no answer: {how}"))
 
 
-def _be_rank(theirs: Connection, variables: dict[str, str], sent: bytes, options: dict[str, Any]) -> None:
+def _be_rank(theirs: Connection, environment: dict[str, str], sent: bytes, options: dict[str, Any]) -> None:
     """The main function of a process."""
-    for name in ("TF_CONFIG", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
-        os.environ.pop(name, None)
-    os.environ.update(variables)
+    os.environ.clear()
+    os.environ.update(environment)
     try:
         function = pickle.loads(sent)
-        with cluster_from_env().form_group("torch", **options) as group:
+        with cluster_from_env().form_group(**options) as group:
             outcome = function(group)
     except BaseException as error:
-        error.add_note(f"of rank {variables['RANK']}:\n{traceback.format_exc()}")
+        error.add_note(f"of rank {environment['RANK']}:\n{traceback.format_exc()}")
         outcome = _Raised(error)
     theirs.send_bytes(_pickled(outcome))
-    with contextlib.suppress(EOFError, OSError):  # until all have answered: rank 0 keeps what others need
+    with contextlib.suppress(EOFError, OSError):  # until all have answered: on PyTorch rank 0 keeps the store
         theirs.recv_bytes()
 
 
@@ -139,8 +137,3 @@ def _pickled(outcome: Any) -> bytes:
             lost = OptionError(f"what a rank returned cannot be pickled: {error}")
         written = pickle.dumps(_Raised(lost))
     return written
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

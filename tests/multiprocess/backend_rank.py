@@ -1,0 +1,404 @@
+"""A rank that makes every collective of torch.distributed on two backends, and compares them."""
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch._C._distributed_c10d import _make_nccl_premul_sum
+from torch.distributed.device_mesh import init_device_mesh
+
+from crossdevice.integrations.torch import BackendOptions
+from multiprocess.launching import report
+
+OPS = ("SUM", "MIN", "MAX", "PRODUCT", "AVG")
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
+BITWISE = ("BAND", "BOR", "BXOR")
+
+
+def values(*shape, dtype=torch.float32, seed=0):
+    """Small whole numbers, whose sums and products every order of adding gives exactly."""
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return torch.randint(1, 4, shape, generator=generator).to(dtype)
+
+
+def in_place(call, tensor):
+    call(tensor)
+    return tensor
+
+
+def cases(rank, size):
+    """Calls by name; each takes a group and returns what ranks have afterwards."""
+
+    def all_reduce(op, dtype, group):
+        return in_place(
+            lambda t: dist.all_reduce(t, getattr(dist.ReduceOp, op), group=group), values(5, 3, dtype=dtype)
+        )
+
+    named = {
+        f"all_reduce {op} {dtype}": functools.partial(all_reduce, op, dtype)
+        for op, dtypes in (
+            *((op, FLOATS) for op in OPS),
+            *((op, INTEGERS) for op in OPS[:4]),
+            *((op, INTEGERS) for op in BITWISE),
+            *((op, (torch.bool,)) for op in ("SUM", "PRODUCT", "MIN", "MAX", *BITWISE[:2])),
+            ("SUM", (torch.complex64, torch.complex128)),
+        )
+        for dtype in dtypes
+    }
+
+    def case(function):
+        named[function.__name__] = function
+        return function
+
+    @case
+    def all_reduce_of_nothing(group):
+        return in_place(lambda t: dist.all_reduce(t, group=group), torch.zeros(0))
+
+    @case
+    def all_reduce_of_a_number(group):
+        return in_place(lambda t: dist.all_reduce(t, group=group), torch.tensor(rank + 1.0))
+
+    @case
+    def ten_in_flight(group):
+        tensors = [values(100, seed=seed) for seed in range(10)]
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+        for work in works:
+            work.wait()
+        return [*tensors, all(work.is_completed() for work in works)]
+
+    @case
+    def future(group):
+        work = dist.all_reduce(values(7), group=group, async_op=True)
+        return work.get_future().then(lambda ended: ended.value()[0] * 2).wait()
+
+    @case
+    def all_reduce_coalesced(group):
+        tensors = [values(3), values(4, 2, seed=1)]
+        work = group.allreduce_coalesced(tensors)
+        work.wait()
+        return tensors
+
+    @case
+    def reduce(group):
+        tensor = values(4)
+        dist.reduce(tensor, 1, group=group)
+        return tensor if rank == 1 else None
+
+    @case
+    def broadcast(group):
+        return [
+            in_place(lambda t: dist.broadcast(t, 1, group=group), values(4, dtype=dtype)) for dtype in FLOATS
+        ]
+
+    @case
+    def broadcast_of_truth_values(group):
+        return in_place(lambda t: dist.broadcast(t, 0, group=group), values(9) > 1)
+
+    @case
+    def all_gather(group):
+        found = [torch.zeros(2, 3) for _ in range(size)]
+        dist.all_gather(found, values(2, 3), group=group)
+        return found
+
+    @case
+    def all_gather_into_tensor(group):
+        return in_place(
+            lambda out: dist.all_gather_into_tensor(out, values(2, 3), group=group), torch.zeros(2 * size, 3)
+        )
+
+    @case
+    def reduce_scatter(group):
+        out = torch.zeros(2)
+        dist.reduce_scatter(out, [values(2, seed=seed) for seed in range(size)], group=group)
+        return out
+
+    @case
+    def reduce_scatter_tensor(group):
+        return [
+            in_place(
+                lambda out, op=op: dist.reduce_scatter_tensor(out, values(2 * size, 3), op, group=group),
+                torch.zeros(2, 3),
+            )
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
+        ]
+
+    @case
+    def all_to_all_single(group):
+        return in_place(
+            lambda out: dist.all_to_all_single(out, values(2 * size, 3), group=group),
+            torch.zeros(2 * size, 3),
+        )
+
+    @case
+    def all_to_all_single_with_splits(group):
+        sent = values(sum(range(1, size + 1)), 2)
+        out = torch.zeros((rank + 1) * size, 2)
+        dist.all_to_all_single(out, sent, [rank + 1] * size, list(range(1, size + 1)), group=group)
+        return out
+
+    @case
+    def all_to_all(group):
+        out = [torch.zeros(2) for _ in range(size)]
+        dist.all_to_all(out, [values(2, seed=seed) for seed in range(size)], group=group)
+        return out
+
+    @case
+    def gather(group):
+        out = [torch.zeros(2) for _ in range(size)] if rank == 0 else None
+        dist.gather(values(2), out, 0, group=group)
+        return out
+
+    @case
+    def scatter(group):
+        sent = [values(2, seed=seed) for seed in range(size)] if rank == 0 else None
+        return in_place(lambda out: dist.scatter(out, sent, 0, group=group), torch.zeros(2))
+
+    @case
+    def send_and_recv(group):
+        out = torch.zeros(3)
+        works = [
+            *(dist.isend(values(3), to, group=group) for to in range(size) if to > rank),
+            *(dist.irecv(out, source, group=group) for source in range(size) if source < rank),
+        ]
+        for work in works:
+            work.wait()
+        return out if rank < 2 else None  # else it is whoever came last
+
+    @case
+    def a_ring_of_messages(group):
+        out = torch.zeros(3)
+        operations = [
+            dist.P2POp(dist.isend, values(3), (rank + 1) % size, group=group),
+            dist.P2POp(dist.irecv, out, (rank - 1) % size, group=group),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return out
+
+    @case
+    def objects(group):
+        everyones, shared, scattered = [None] * size, [rank, "x"], [None]
+        dist.all_gather_object(everyones, {"rank": rank}, group=group)
+        dist.broadcast_object_list(shared, 0, group=group)
+        dist.scatter_object_list(scattered, [10 * each for each in range(size)], 0, group=group)
+        return [everyones, shared, scattered]
+
+    @case
+    def functional(group):
+        return [
+            funcol.wait_tensor(found)
+            for found in (
+                funcol.all_reduce(values(4), "sum", group),
+                funcol.all_gather_tensor(values(4, 2), 0, group),
+                funcol.reduce_scatter_tensor(values(2 * size), "sum", 0, group),
+                funcol.all_to_all_single(values(2 * size), None, None, group),
+                funcol.broadcast(values(4), 0, group),
+                *funcol.all_reduce_coalesced([values(3), values(2)], "sum", group),
+            )
+        ]
+
+    @case
+    def sparse(group):
+        tensor = torch.sparse_coo_tensor([[0, 1]], values(2, 3), (4, 3))
+        dist.all_reduce(tensor, group=group)
+        return tensor.to_dense()
+
+    @case
+    def barrier(group):
+        return dist.barrier(group=group)
+
+    return named
+
+
+def same(ours, theirs):
+    if isinstance(ours, torch.Tensor):
+        return ours.shape == theirs.shape and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if isinstance(ours, (list, tuple)):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return ours == theirs
+
+
+def differences(rank, size, gloo):
+    """The names of calls whose results are not those of gloo."""
+    found = []
+    for name, case in cases(rank, size).items():
+        if not same(case(dist.group.WORLD), case(gloo)):
+            found.append(name)
+    return found
+
+
+def of_our_own(rank, size):
+    """What gloo does not have, or does otherwise."""
+    strided = torch.arange(8.0)
+    dist.all_reduce(strided[::2])
+    uneven = [torch.zeros(2 + each) for each in range(size)]
+    dist.all_gather(uneven, torch.full((2 + rank,), float(rank)))
+    short = torch.tensor([1.0, 2.0]).to(torch.float8_e5m2)
+    dist.all_reduce(short)
+    doubled = torch.tensor([rank + 1.0])
+    dist.all_reduce(doubled, _make_nccl_premul_sum(0.5))
+    counts = torch.tensor([7, -7], dtype=torch.int64) + rank
+    dist.all_reduce(counts, dist.ReduceOp.AVG)
+    pieces = [torch.tensor([float(rank + 1)]), torch.tensor([10.0 * (rank + 1)])]
+    dist.group.WORLD.allreduce(pieces).wait()
+    with torch.inference_mode():
+        inferred = torch.ones(2)
+    dist.all_reduce(inferred)
+    tensors = [values(3, seed=seed) for seed in range(3)]
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as started:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    started.wait()
+    return {
+        "strided": strided.tolist(),
+        "uneven": [each.tolist() for each in uneven],
+        "short": short.float().tolist(),
+        "premultiplied": doubled.item(),
+        "integer mean": counts.tolist(),
+        "several": [piece.item() for piece in pieces],
+        "inferred": inferred.tolist(),
+        "coalesced": [torch.equal(tensor, sum_of(seed, size)) for seed, tensor in enumerate(tensors)],
+    }
+
+
+def sum_of(seed, size):
+    total = torch.zeros(3)
+    for rank in range(size):
+        total += torch.randint(1, 4, (3,), generator=torch.Generator().manual_seed(100 * seed + rank))
+    return total
+
+
+def groups(rank, size):
+    """Sub-groups, meshes and groups that are made again."""
+    facts = {}
+    sub = dist.new_group([0, size - 1], backend="crossdevice")
+    tensor = torch.tensor([float(rank)])
+    if rank in (0, size - 1):
+        dist.all_reduce(tensor, group=sub)
+    facts["sub-group"] = tensor.item()
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b"))
+    facts["mesh"] = dist.get_backend(mesh["b"].get_group())
+    split = dist.group.WORLD.split_group(list(range(size)))
+    whole = torch.ones(1)
+    split.allreduce(whole).wait()
+    split.shutdown()
+    facts["split"] = whole.item()
+    exact = dist.new_group(pg_options=BackendOptions(precision="exact"), backend="crossdevice")
+    hidden = torch.tensor([(1e20, 1.0, -1e20)[rank] if rank < 3 else 0.0])
+    dist.all_reduce(hidden, group=exact)
+    facts["exact"] = hidden.item()
+    facts["store"] = isinstance(dist.group.WORLD.get_group_store(), dist.Store)
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    dist.barrier()
+    facts["sequence"] = dist.group.WORLD._get_sequence_number_for_group() - before
+    return facts
+
+
+def asynchronous(rank):
+    """Whether a started call lets the program go on while another rank is late."""
+    tensor, group = torch.ones(1), dist.group.WORLD
+    began = time.monotonic()
+    if rank == 1:
+        time.sleep(1.0)
+    work = dist.all_reduce(tensor, async_op=True)
+    went_on = rank == 1 or (time.monotonic() - began < 0.8 and not work.is_completed())
+    work.wait()
+    names = [thread.name for thread in threading.enumerate()]
+    return [went_on, tensor.item(), "crossdevice process group" in names, group.rank() == rank]
+
+
+def errors(rank):
+    """Types and texts of what goes wrong."""
+    facts = {}
+
+    def attempt(name, call):
+        try:
+            call()
+            facts[name] = None
+        except Exception as error:
+            facts[name] = [[kind.__name__ for kind in type(error).__mro__], str(error)]
+
+    attempt("root", lambda: dist.group.WORLD.broadcast(torch.ones(1), root=99))
+    attempt("empty", lambda: dist.group.WORLD.allreduce([]))
+    attempt("types", lambda: dist.group.WORLD.allreduce([torch.ones(1), torch.ones(1, dtype=torch.int32)]))
+    attempt("operation", lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND))
+    attempt("sizes", lambda: dist.all_reduce(torch.ones(2 + rank)))
+    dist.barrier()
+    late = dist.new_group(timeout=timedelta(seconds=2), backend="crossdevice")
+    if rank == 1:
+        time.sleep(12)  # whatever else the machine has to do
+    attempt("late", lambda: dist.all_reduce(torch.ones(1), group=late))
+    attempt("late, started", lambda: dist.all_reduce(torch.ones(1), group=late, async_op=True).wait())
+    return facts
+
+
+def broken(rank, size, what):
+    """What the others say of the last rank, which is killed or interrupted; then, a group of those left."""
+    odd, tensor = size - 1, torch.ones(1 << 10)
+    for _ in range(20):
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, async_op=True).wait()
+    dist.barrier()
+    began = time.monotonic()
+    number = signal.SIGKILL if what == "killed" else signal.SIGINT
+    if rank == odd:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), number)).start()
+    facts = {}
+    try:
+        while True:
+            work = dist.all_reduce(tensor, async_op=what == "started")
+            if work is not None:
+                work.wait()
+            if rank != odd and time.monotonic() - began > 0.2:
+                time.sleep(0.01)  # the odd one waits most of the time
+    except BaseException as error:
+        facts["error"] = [[kind.__name__ for kind in type(error).__mro__], str(error)]
+    facts["seconds"] = time.monotonic() - began
+    dist.destroy_process_group()
+    facts["ended"] = time.monotonic() - began - facts["seconds"]
+    left = size - (what == "killed")
+    dist.init_process_group("crossdevice", rank=rank, world_size=left)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return facts | {"again": total.item()}
+
+
+def main(rank, size, what):
+    torch.set_num_threads(1)
+    dist.init_process_group("crossdevice", rank=rank, world_size=size)
+    if what in ("killed", "interrupted", "started"):
+        report(rank, broken(rank, size, what))
+        return
+    facts = {"backend": dist.get_backend()}
+    if what == "calls":
+        gloo = dist.new_group(backend="gloo")
+        facts["differences"] = differences(rank, size, gloo)
+        facts["own"] = of_our_own(rank, size)
+        facts["groups"] = groups(rank, size)
+        facts["asynchronous"] = asynchronous(rank)
+    else:
+        facts["errors"] = errors(rank)
+    dist.destroy_process_group()
+    if what == "errors":  # and again, after everything that went wrong
+        dist.init_process_group("cpu:crossdevice", rank=rank, world_size=size)
+        again = torch.ones(1)
+        with contextlib.suppress(ValueError):
+            dist.all_reduce(again)
+        facts["again"] = again.item()
+        dist.destroy_process_group()
+    report(rank, facts)
+
+
+if __name__ == "__main__":
+    main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1])
