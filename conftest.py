@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # of `tmp_path`, which may stay
         config.own_folder = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="cd-")
         # Open MPI does not remove the segment of a process that no launcher has started.
-        os.environ["OMPI_MCA_btl_sm_backing_directory"] = config.own_folder
+        os.environ["OMPI_MCA_btl_sm_backing_directory"] = config.own_folder  # noqa: SIM112
         config.found_in_memory = set(SHARED_MEMORY.glob("*"))
         tempfile.tempdir = None
 
