@@ -19,7 +19,7 @@ from crossdevice.errors import (
     ShapeMismatchError,
     StructureMismatchError,
 )
-from crossdevice.execution.processes.task_agreement import Course, compare_courses
+from crossdevice.execution.processes.task_agreement import Course, compare_once
 from crossdevice.execution.reading.values import at
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
@@ -149,29 +149,14 @@ def agreed_call(
                 call.what = f"{call.what[:-1]}, for the first time)"
             counts = _compared(call, description, replicas)
             if courses is not None:
-                _compare_once(call, (description.digest, counts), courses)
+                compare_once(
+                    call, (description.digest, counts), refused_by_all()(lambda: courses(call, counts))
+                )
             known = group.agreed[key] = Agreed.of(description, counts)
             call.signature = known.signature
             if len(set(known.counts)) > 1:
                 group.compare_always()
         yield call, known.counts
-
-
-def _compare_once(
-    call: GroupCall,
-    key: tuple[bytes, tuple[tuple[int, ...], ...]],
-    courses: Callable[[GroupCall, tuple[tuple[int, ...], ...]], Sequence[Course]],
-) -> None:
-    """Has ranks compare what they would do, unless they have in such a call: all know alike."""
-    compared = call.group.compared_courses
-    if key in compared:
-        return
-    with refused_by_all():
-        own = courses(call, key[1])
-    compare_courses(call, own)
-    if len(compared) >= MAX_KINDS:
-        compared.clear()
-    compared.add(key)
 
 
 def what_is_called(description: Description, replicas: tuple[int, ...]) -> str:

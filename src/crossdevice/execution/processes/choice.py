@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.processes.host_reduction import HostReduceScatter, HostReduction
-from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted
+from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted, WantedCopies
 from crossdevice.execution.processes.task_agreement import Course
 from crossdevice.execution.processes.transports.messages import messages_unavailable, prepare_messages
 from crossdevice.execution.processes.transports.nccl_all_reduce import (
@@ -24,10 +24,15 @@ from crossdevice.execution.processes.transports.peer_memory import (
     PeerCopies,
     PeerReduceScatter,
     PeerReduction,
+    peer_copies_unavailable,
     peer_memory_unavailable,
 )
 from crossdevice.execution.processes.transports.staged import StagedReduction, staged_unavailable
-from crossdevice.execution.processes.transports.windows import prepare_windows, windows_unavailable
+from crossdevice.execution.processes.transports.windows import (
+    prepare_windows,
+    window_copies_unavailable,
+    windows_unavailable,
+)
 from crossdevice.execution.processes.travelling import Delivery, Emit, Program
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.plans.tasks import TaskPlan
@@ -48,31 +53,67 @@ class Prepared(Protocol):
         """Reduces with the other ranks; the delivery writes to `outs`."""
 
 
+PrepareBatch: TypeAlias = Callable[[ReducedBatch], Prepared]
+
+PrepareCopies: TypeAlias = Callable[[Emit, Sequence[Sequence[int]], ProcessGroup], Program]
+"""How a transport prepares copies; for each leaf there is the number of arrays of each rank."""
+
+
 class Transport(NamedTuple):
-    """A row of the table: when it can be used, and what prepares a batch for it."""
+    """A row of the table: when it can be used, and what prepares each kind of call for it.
+
+    A kind of call that it does not carry has the reason in the place of that.
+    """
 
     unavailable: Callable[[Wanted], str | None]
     """Reason a leaf cannot go this way; None if it can. Of what all ranks know alike, so that all agree."""
-    reduction: Callable[[ReducedBatch], Prepared]
-    reduce_scatter: Callable[[ReducedBatch], Prepared] | None
+    reduction: PrepareBatch
+    reduce_scatter: PrepareBatch | str
+    copies: PrepareCopies | str
+    """Gathers, broadcasts, all-to-all, and sparse rows."""
+    copies_unavailable: Callable[[WantedCopies], str | None] = lambda _: None
     is_on_host: bool = False
 
 
 TRANSPORTS: Mapping[str, Transport] = {
-    "peer memory": Transport(peer_memory_unavailable, PeerReduction, PeerReduceScatter),
-    "NCCL all-reduce": Transport(nccl_all_reduce_unavailable, DeviceReduction, None),
-    "NCCL shards": Transport(nccl_shards_unavailable, DeviceShards, DeviceReduceScatter),
-    "staged": Transport(staged_unavailable, StagedReduction, StagedReduction),
+    "peer memory": Transport(
+        peer_memory_unavailable,
+        PeerReduction,
+        PeerReduceScatter,
+        lambda emit, counts, group: PeerCopies(emit(is_small=False, seen_by=group.rank), counts, group),
+        peer_copies_unavailable,
+    ),
+    "NCCL all-reduce": Transport(
+        nccl_all_reduce_unavailable,
+        DeviceReduction,
+        "the engine only has all-reduces",
+        "the engine only has all-reduces",
+    ),
+    "NCCL shards": Transport(
+        nccl_shards_unavailable,
+        DeviceShards,
+        DeviceReduceScatter,
+        "NCCL carries equal shards, and ranks copy as many bytes as each of them has",
+    ),
+    "staged": Transport(
+        staged_unavailable,
+        StagedReduction,
+        StagedReduction,
+        "staging overlaps copies of the GPU with sums of the host, and here nothing is summed",
+    ),
     "windows": Transport(
         windows_unavailable,
         functools.partial(HostReduction, prepare=prepare_windows),
         functools.partial(HostReduceScatter, prepare=prepare_windows),
+        lambda emit, _, group: prepare_windows(emit, (), group, ()),
+        window_copies_unavailable,
         is_on_host=True,
     ),
     "messages": Transport(
         messages_unavailable,
         functools.partial(HostReduction, prepare=prepare_messages),
         functools.partial(HostReduceScatter, prepare=prepare_messages),
+        lambda emit, _, group: prepare_messages(emit, (), group, ()),
         is_on_host=True,
     ),
 }
@@ -95,11 +136,31 @@ class Choice(NamedTuple):
 
 
 def transport_of(wanted: Wanted) -> Choice:
+    """The transport of a leaf that is reduced."""
+
+    def unavailable(transport: Transport) -> str | None:
+        if wanted.parts is not None and isinstance(transport.reduce_scatter, str):
+            return transport.reduce_scatter
+        return transport.unavailable(wanted)
+
+    return _first_available(unavailable, is_verified=wanted.options.verify)
+
+
+def transport_of_copies(wanted: WantedCopies) -> Choice:
+    """The transport of a call that copies."""
+
+    def unavailable(transport: Transport) -> str | None:
+        return transport.copies if isinstance(transport.copies, str) else transport.copies_unavailable(wanted)
+
+    return _first_available(unavailable, is_verified=wanted.is_verified)
+
+
+def _first_available(unavailable: Callable[[Transport], str | None], *, is_verified: bool) -> Choice:
     """The first transport that is available: all ranks come to the same."""
     reasons: dict[str, str] = {}
     for name, transport in TRANSPORTS.items():
-        is_unverified = wanted.options.verify and transport is not TRANSPORTS["messages"]
-        reason = UNVERIFIED if is_unverified else transport.unavailable(wanted)
+        is_unverified = is_verified and transport is not TRANSPORTS["messages"]
+        reason = UNVERIFIED if is_unverified else unavailable(transport)
         if reason is None:
             return Choice(name, reasons)
         reasons[name] = reason
@@ -143,26 +204,15 @@ def courses_of(parts: Sequence[Part]) -> list[Course]:
 def _prepared(name: str, batch: ReducedBatch) -> Prepared:
     transport = TRANSPORTS[name]
     prepare = transport.reduction if batch.parts is None else transport.reduce_scatter
-    assert prepare is not None, f"{name} is unavailable for parts"
+    assert not isinstance(prepare, str), prepare
     return prepare(batch)
 
 
-def prepare_copies(
-    emit: Emit,
-    counts: Sequence[Sequence[int]],
-    group: ProcessGroup,
-    *,
-    is_on_gpu: bool,
-    is_verified: bool = False,
-) -> Program:
-    """A copying call, prepared; ranks have agreed on whether all arrays are on GPUs that all reach.
-
-    `counts` has, for each leaf, the number of arrays of each rank.
-    """
-    if is_on_gpu:
-        return PeerCopies(emit(is_small=False, seen_by=group.rank), counts, group)
-    prepare = prepare_messages if group.shared is None or is_verified else prepare_windows
-    return prepare(emit, (), group, ())
+def prepare_copies(name: str, emit: Emit, counts: Sequence[Sequence[int]], group: ProcessGroup) -> Program:
+    """A copying call on the transport of that name; `counts` as for `PrepareCopies`."""
+    prepare = TRANSPORTS[name].copies
+    assert not isinstance(prepare, str), prepare
+    return prepare(emit, counts, group)
 
 
 def in_order(deliveries: Sequence[tuple[Sequence[int], Delivery]]) -> list[tuple[Array, ...]]:

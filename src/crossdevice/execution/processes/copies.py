@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.registry import backend_named
 from crossdevice.errors import ProcessGroupError
-from crossdevice.execution.processes.choice import prepare_copies
+from crossdevice.execution.processes.choice import prepare_copies, transport_of_copies
 from crossdevice.execution.processes.layouts.all_to_all import all_to_all
 from crossdevice.execution.processes.layouts.broadcast import broadcast
 from crossdevice.execution.processes.layouts.gather import gather
 from crossdevice.execution.processes.peers import are_reached, known_peers, offered_gpu
+from crossdevice.execution.processes.reduced_batch import WantedCopies
+from crossdevice.execution.processes.task_agreement import Course, compare_once
 from crossdevice.execution.processes.travelling import Program
 from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.execution.signature_cache import SignatureCache
@@ -79,7 +81,8 @@ class Copies:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._programs: SignatureCache[Program] = SignatureCache()
+        self._programs: SignatureCache[tuple[str, Program]] = SignatureCache()
+        """By lengths; each with the name of its transport."""
 
     def gathered(self, call: GroupCall, rows: Sequence[Rows]) -> list[Rows]:
         """For each leaf the rows of all ranks, end to end: as many as each brings, but alike."""
@@ -188,13 +191,18 @@ class Copies:
         is_on_gpu: bool,
     ) -> dict[Place, Rows]:
         """New rows of these shapes, with what the call brings to them."""
-        is_verified = call.hops is not None  # only messages are
-        key = (copied.key, is_on_gpu, is_verified)
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = prepare_copies(
-                copied.proved, copied.counts, self._group, is_on_gpu=is_on_gpu, is_verified=is_verified
+        wanted = WantedCopies(self._group, is_on_gpu, is_verified=call.hops is not None)
+        key = (copied.key, wanted.is_on_gpu, wanted.is_verified)
+        known = self._programs.get(key)
+        if known is None:
+            name = transport_of_copies(wanted).name
+            known = self._programs[key] = (
+                name,
+                prepare_copies(name, copied.proved, copied.counts, self._group),
             )
+        name, program = known
+        if self._group.checks != "off":
+            compare_once(call, key, lambda: [Course(name, range(len(inputs)), [program.plan])])
         if is_on_gpu:
             results = {place: inputs[place[0]][0].new_empty(shape) for place, shape in shapes.items()}
             as_bytes: Callable[[Rows], Rows] = _tensor_bytes

@@ -33,6 +33,11 @@ PACK_BYTES = 32 << 20
 """A pack is closed once it is larger, unless the options say otherwise."""
 
 
+def not_shared(group: ProcessGroup) -> str:
+    """Reason nothing goes through shared memory, in a group without."""
+    return f"ranks do not all share memory: {group.not_shared_reason}"
+
+
 class LeafParts:
     """A leaf, its elements in the order of rows along an axis, so that each part is a range of them.
 
@@ -71,6 +76,15 @@ class Wanted(NamedTuple):
     is_weighted: bool = False
     parts: LeafParts | None = None
     """Set if each replica gets its own part."""
+
+
+class WantedCopies(NamedTuple):
+    """A call that copies, for which a transport is chosen: the same on all ranks."""
+
+    group: ProcessGroup
+    is_on_gpu: bool
+    """Whether all arrays are on GPUs that all ranks reach."""
+    is_verified: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

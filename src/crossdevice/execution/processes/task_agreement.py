@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, NoReturn
 
 from crossdevice.errors import MismatchError
@@ -28,6 +28,21 @@ class Course(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.transport} for leaves {', '.join(map(str, self.leaves))}"
+
+
+MAX_COMPARED = 1024
+"""Kinds of call that a group remembers to have compared; a program with more compares them again."""
+
+
+def compare_once(call: GroupCall, key: Hashable, courses: Callable[[], Sequence[Course]]) -> None:
+    """Has ranks compare what they would do, unless they have in such a call: all know alike."""
+    compared = call.group.compared_courses
+    if key in compared:
+        return
+    compare_courses(call, courses())
+    if len(compared) >= MAX_COMPARED:
+        compared.clear()
+    compared.add(key)
 
 
 def compare_courses(call: GroupCall, courses: Sequence[Course]) -> None:

@@ -9,10 +9,10 @@ import crossdevice as cd
 from crossdevice.backends.registry import backend_named
 from crossdevice.execution.processes import dense_call
 from crossdevice.execution.processes.agreement import Description, LeafDescription
-from crossdevice.execution.processes.choice import TRANSPORTS, Part, transport_of
+from crossdevice.execution.processes.choice import TRANSPORTS, Part, transport_of, transport_of_copies
 from crossdevice.execution.processes.dense_call import DenseCall
 from crossdevice.execution.processes.host_reduction import HostReduction
-from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted
+from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted, WantedCopies
 from crossdevice.execution.processes.transports.messages import prepare_messages
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.process_groups.engines.thread_engine import run_ranks
@@ -63,6 +63,21 @@ def test_the_reasons_of_all_transports_before_the_chosen_one_are_known():
     for name, before, reason in run_ranks(2, program):
         assert (name, before) == (names[-1], names[:-1])
         assert reason == "ranks do not all share memory: several ranks are threads of one process"
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_every_transport_has_every_kind_of_call_or_the_reason_in_its_row(name):
+    """Whoever is asked for what it has no way to do says so in the words of the table."""
+    row = TRANSPORTS[name]
+
+    def program(group):
+        found = transport_of_copies(WantedCopies(group, is_on_gpu=False))
+        own = row.copies_unavailable(WantedCopies(group, is_on_gpu=False))
+        return found.name, found.reasons, row.copies if isinstance(row.copies, str) else own
+
+    for chosen, reasons, own in run_ranks(2, program):
+        assert reasons.get(name) == own
+        assert (own is None) == (name == chosen == "messages")
 
 
 @pytest.mark.parametrize(

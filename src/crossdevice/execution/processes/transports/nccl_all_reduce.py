@@ -27,13 +27,13 @@ def nccl_all_reduce_unavailable(wanted: Wanted) -> str | None:
 
     That is under `fast` only: an engine adds up in an order, and a dtype, of its own.
     """
-    spec, op, options, group, _, _, parts = wanted
+    spec, op, options, group, *_ = wanted
     if options.precision != "fast" or options.implementation is CommunicationImplementation.RING:
         return "bits may not depend on an engine: precision is not `fast`, or `ring` was asked for"
     if spec.backend.name != "torch" or spec.dtype not in DTYPES or not spec.num_elements:
         return f"the engine reduces PyTorch's tensors of {', '.join(DTYPES)}"
-    if spec.own_op is not None or parts is not None:
-        return "the engine only has all-reduces, with the operation of the whole batch"
+    if spec.own_op is not None:
+        return "the engine only has the operation of the whole batch"
     if not group.reduces_on(spec.devices[0].type):
         return f"{group.engine_name} does not reduce on {spec.devices[0]}"
     if peers_unavailable(spec, op, options, group) is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.processes.peers import known_peers, peers_unavailable
-from crossdevice.execution.processes.reduced_batch import LeafParts, ReducedBatch, Wanted
+from crossdevice.execution.processes.reduced_batch import LeafParts, ReducedBatch, Wanted, WantedCopies
 from crossdevice.execution.processes.travelling import Delivery, Inputs, Results, partial_dtype
 from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import delivered
@@ -40,6 +40,11 @@ def peer_memory_unavailable(wanted: Wanted) -> str | None:
     if is_weighted:
         return "weights go through the host"
     return host_bits_unavailable(spec, op, options, counts)
+
+
+def peer_copies_unavailable(wanted: WantedCopies) -> str | None:
+    """Reason ranks do not copy from each other's GPU memory; None if they do."""
+    return None if wanted.is_on_gpu else "not all arrays are on GPUs whose memory all ranks reach"
 
 
 def host_bits_unavailable(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, dtype_named
 from crossdevice.execution.processes.peers import known_peers
-from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted
+from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted, not_shared
 from crossdevice.execution.processes.travelling import Delivery, partial_dtype
 from crossdevice.execution.reading.leaf_spec import Columns, Outs
 from crossdevice.execution.reading.outputs import delivered
@@ -39,7 +39,7 @@ def staged_unavailable(wanted: Wanted) -> str | None:
     if peers is None or not peers.are_on_gpus:
         return "not all ranks have their arrays on GPUs"
     if group.shared is None:
-        return f"ranks do not all share memory: {group.not_shared_reason}"
+        return not_shared(group)
     if spec.backend.name != "torch" or spec.shared_gpu is None or not spec.num_elements:
         return "its arrays are not PyTorch's, on one GPU"
     if counts is not None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from crossdevice.backends.protocol import dtype_named
-from crossdevice.execution.processes.reduced_batch import Wanted
+from crossdevice.execution.processes.reduced_batch import Wanted, WantedCopies, not_shared
 from crossdevice.execution.processes.travelling import Emit, Flat, Inputs, Results, SmallArrays
 from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.host.fused_pass import STREAMED_BYTES, fused_batch, fused_pass
@@ -38,10 +38,15 @@ def windows_unavailable(wanted: Wanted) -> str | None:
     """Reason a leaf does not go through windows; None if ranks share memory, and enough of it."""
     group, counts = wanted.group, wanted.counts
     if group.shared is None:
-        return f"ranks do not all share memory: {group.not_shared_reason}"
+        return not_shared(group)
     if counts is not None and WINDOW_BYTES // group.size < max(counts) * LINE_ELEMENTS * MAX_ITEM_BYTES:
         return f"a window cannot show parts of {max(counts)} arrays at once"
     return None
+
+
+def window_copies_unavailable(wanted: WantedCopies) -> str | None:
+    """Reason copies do not go through windows; None if ranks share memory."""
+    return not_shared(wanted.group) if wanted.group.shared is None else None
 
 
 def are_small(leaves: Sequence[ReducedLeaf]) -> bool:
