@@ -31,7 +31,26 @@ def all_reduce(
 ) -> list[Any]:
     """Combines one array or tree per replica; every replica gets the result, in its own memory.
 
-    `weights` has a number for each replica, by which it is multiplied; a mean is divided by their sum.
+    Args:
+        values: one array or tree of arrays per replica, in a list or as a DistributedValues.
+        op: `"sum"`, `"mean"`, `"min"`, `"max"`, `"prod"`, `"median"`, a `ReduceOp` or a `trimmed_mean`.
+        algorithm: the name of an algorithm (`"direct"`, `"ring"`, ...), or an object of its class.
+        options: precision, deadline, packing and more; None takes the defaults of `CommunicationOptions`.
+        out: arrays for the results instead of new ones, one per replica; pass `values` itself to reduce in
+            place.
+        weights: a number for each replica, by which it is multiplied; a mean is divided by their sum.
+
+    Returns:
+        A list with the result of each replica. All have the same bits.
+
+    Raises:
+        MismatchError: replicas differ in shape, dtype, structure, device or library; the message names the
+            odd one out.
+        DtypeError: the operation is not defined for this dtype.
+        ReduceOpError: the operation is unknown.
+        OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+        ConversionError: something cannot be read as an array.
+        OutError: `out` does not fit the results.
 
     >>> [float(total) for total in all_reduce([1.0, 2.0, 6.0], "mean")]
     [3.0, 3.0, 3.0]
@@ -55,8 +74,28 @@ def reduce(
 ) -> Any:
     """Combines one array or tree per replica; the result goes to a device, or to a list of devices.
 
-    `weights` has a number for each replica, by which it is multiplied: any real numbers for a sum; none that
-    is negative for a mean, which is divided by their sum.
+    Args:
+        values: one array or tree of arrays per replica, in a list or as a DistributedValues.
+        op: `"sum"`, `"mean"`, `"min"`, `"max"`, `"prod"`, `"median"`, a `ReduceOp` or a `trimmed_mean`.
+        destinations: a device (`"cpu:0"`), or a list of devices.
+        algorithm: the name of an algorithm (`"direct"`, `"ring"`, ...), or an object of its class.
+        options: precision, deadline, packing and more; None takes the defaults of `CommunicationOptions`.
+        out: an array for the result instead of a new one; for a list of destinations, a list of arrays.
+        weights: a number for each replica, by which it is multiplied: any real numbers for a sum; for a
+            mean, which is divided by their sum, none that is negative.
+
+    Returns:
+        The result on one device; for a list of destinations, a list of results.
+
+    Raises:
+        MismatchError: replicas differ in shape, dtype, structure, device or library; the message names the
+            odd one out.
+        DtypeError: the operation is not defined for this dtype.
+        ReduceOpError: the operation is unknown.
+        OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+        ConversionError: something cannot be read as an array.
+        DeviceError: a device name cannot be read, or there is no such device.
+        OutError: `out` does not fit the results.
 
     >>> float(reduce([1.0, 2.0], "max"))
     2.0
@@ -82,7 +121,30 @@ def bind(
 ) -> BoundReduction:
     """Prepares a reduction of these arrays, to be run many times; see `BoundReduction`.
 
-    It returns what `all_reduce` returns, or what `reduce` returns if `destinations` are given.
+    Args:
+        values: one array or tree of arrays per replica, in a list or as a DistributedValues.
+        op: `"sum"`, `"mean"`, `"min"`, `"max"`, `"prod"`, `"median"`, a `ReduceOp` or a `trimmed_mean`.
+        destinations: a device or a list of devices, as in `reduce`; None gives every replica the result, as
+            in `all_reduce`.
+        algorithm: the name of an algorithm (`"direct"`, `"ring"`, ...), or an object of its class.
+        options: precision, deadline, packing and more; None takes the defaults of `CommunicationOptions`.
+        out: arrays for the results. Without them the bound reduction owns its results and overwrites them
+            in each call.
+        weights: a number for each replica, by which it is multiplied.
+
+    Returns:
+        A `BoundReduction`. Calling it returns what `all_reduce` would, or `reduce` if `destinations` are
+        given.
+
+    Raises:
+        MismatchError: replicas differ in shape, dtype, structure, device or library; the message names the
+            odd one out.
+        DtypeError: the operation is not defined for this dtype.
+        ReduceOpError: the operation is unknown.
+        OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+        ConversionError: something cannot be read as an array.
+        DeviceError: a device name cannot be read, or there is no such device.
+        OutError: `out` does not fit the results.
 
     >>> import numpy as np
     >>> arrays = [np.float32([1, 2]), np.float32([3, 4])]
@@ -103,6 +165,18 @@ def bind(
 def broadcast(value: Any, destinations: Any) -> Any:
     """Copies a value to a device, or to each of a list of devices.
 
+    Args:
+        value: an array or a tree of arrays.
+        destinations: a device (`"cpu:0"`), or a list of devices.
+
+    Returns:
+        The copy on one device; for a list of destinations, a list of copies.
+
+    Raises:
+        ConversionError: something cannot be read as an array.
+        DeviceError: a device name cannot be read, or there is no such device.
+        DestinationError: `destinations` names no device.
+
     >>> [float(copy) for copy in broadcast(2.0, ["cpu:0", "cpu:1"])]
     [2.0, 2.0]
     """
@@ -111,6 +185,21 @@ def broadcast(value: Any, destinations: Any) -> Any:
 
 def gather(values: Sequence[Any] | DistributedValues, destinations: Any = "cpu:0", axis: int = 0) -> Any:
     """Concatenates one array or tree per replica along `axis`, on a device or a list of devices.
+
+    Args:
+        values: one array or tree of arrays per replica, in a list or as a DistributedValues.
+        destinations: a device (`"cpu:0"`), or a list of devices.
+        axis: the axis along which arrays are concatenated. Sizes along it may differ.
+
+    Returns:
+        The whole array on one device; for a list of destinations, a list of them.
+
+    Raises:
+        MismatchError: replicas differ in shape, dtype, structure, device or library; the message names the
+            odd one out.
+        ConversionError: something cannot be read as an array.
+        DeviceError: a device name cannot be read, or there is no such device.
+        DestinationError: `destinations` names no device.
 
     >>> gather([[1, 2], [3]])
     array([1, 2, 3], dtype=int32)
@@ -130,10 +219,30 @@ def reduce_scatter(
     out: Any = None,
     weights: Any = None,
 ) -> list[Any]:
-    """Combines one array or tree per replica; each replica gets its own part of the result along `axis`.
+    """Combines one array or tree per replica; each replica gets its own slice of the result along `axis`.
 
-    Parts are as equal as possible, the longer ones first, unless `sizes` has their lengths. `weights` has a
-    number for each replica, as in `reduce`.
+    Args:
+        values: one array or tree of arrays per replica, in a list or as a DistributedValues.
+        op: `"sum"`, `"mean"`, `"min"`, `"max"`, `"prod"`, `"median"`, a `ReduceOp` or a `trimmed_mean`.
+        axis: the axis along which the result is split.
+        sizes: the length of each replica's slice. Without it slices are as equal as possible, the longer
+            ones first.
+        algorithm: the name of an algorithm (`"direct"`, `"ring"`, ...), or an object of its class.
+        options: precision, deadline, packing and more; None takes the defaults of `CommunicationOptions`.
+        out: an array for each replica's slice instead of new ones.
+        weights: a number for each replica, as in `reduce`.
+
+    Returns:
+        A list with each replica's slice.
+
+    Raises:
+        MismatchError: replicas differ in shape, dtype, structure, device or library; the message names the
+            odd one out.
+        DtypeError: the operation is not defined for this dtype.
+        ReduceOpError: the operation is unknown.
+        OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+        ConversionError: something cannot be read as an array.
+        OutError: `out` does not fit the results.
 
     >>> reduce_scatter([[1, 2, 3], [10, 20, 30]])
     [array([11, 22], dtype=int32), array([33], dtype=int32)]
@@ -146,6 +255,20 @@ def reduce_scatter(
 
 def all_gather(values: Sequence[Any] | DistributedValues, *, axis: int = 0, out: Any = None) -> list[Any]:
     """Concatenates one array or tree per replica along `axis`; every replica gets all, in its own memory.
+
+    Args:
+        values: one array or tree of arrays per replica, in a list or as a DistributedValues.
+        axis: the axis along which arrays are concatenated. Sizes along it may differ.
+        out: an array for each replica's result instead of new ones.
+
+    Returns:
+        A list with the whole array of each replica.
+
+    Raises:
+        MismatchError: replicas differ in shape, dtype, structure, device or library; the message names the
+            odd one out.
+        ConversionError: something cannot be read as an array.
+        OutError: `out` does not fit the results.
 
     >>> all_gather([[1, 2], [3]])
     [array([1, 2, 3], dtype=int32), array([1, 2, 3], dtype=int32)]
@@ -161,10 +284,25 @@ def all_to_all(
     sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
     out: Any = None,
 ) -> list[Any]:
-    """Cuts each replica's array or tree along `axis` into a part for each replica, which gets these in order.
+    """Splits each replica's array along `axis`; part `i` goes to replica `i`.
 
-    Parts are as equal as possible, the longer ones first, unless `sizes` has their lengths: one list for all
-    replicas, or one for each.
+    Args:
+        values: one array or tree of arrays per replica, in a list or as a DistributedValues.
+        axis: the axis along which arrays are split, and parts joined in the order of the replicas they come
+            from.
+        sizes: lengths of the parts: one list for all replicas, or one for each. Without it parts are as
+            equal as possible, the longer ones first.
+        out: an array for each replica's result instead of new ones.
+
+    Returns:
+        A list with what each replica received.
+
+    Raises:
+        MismatchError: replicas differ in shape, dtype, structure, device or library; the message names the
+            odd one out.
+        OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+        ConversionError: something cannot be read as an array.
+        OutError: `out` does not fit the results.
 
     >>> all_to_all([[1, 2], [3, 4]])
     [array([1, 3], dtype=int32), array([2, 4], dtype=int32)]
@@ -176,6 +314,16 @@ def all_to_all(
 
 def to_dense(slices: IndexedSlices) -> Any:
     """Converts IndexedSlices to a dense array; rows with the same index are added.
+
+    Args:
+        slices: the rows, and the shape of the whole array in `dense_shape`.
+
+    Returns:
+        A dense array of the same library and device; rows that do not occur are zero.
+
+    Raises:
+        ConversionError: these are not IndexedSlices, or have no `dense_shape`.
+        MismatchError: an index is outside of `dense_shape`.
 
     >>> import numpy as np
     >>> to_dense(IndexedSlices(np.float32([1, 2, 3]), np.array([0, 2, 2]), dense_shape=(4,)))

@@ -1,13 +1,17 @@
 """Claims in the documents, compared with the plans; the pages of the site, compared with what there is."""
 
 import ast
+import builtins
+import enum
+import importlib
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
 import crossdevice as cd
-from crossdevice import testing
+from crossdevice import errors, testing
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.values.device import host_device
 from unit.algorithms.planning import planned
@@ -115,6 +119,91 @@ def test_every_public_name_has_an_example(module, name):
         block for block in re.findall(r"```py\w+\n(.+?)```", pages, re.S) if re.search(rf"\b{name}\b", block)
     ]
     assert shown or any(">>> " in text for text in docstrings)
+
+
+NOT_IN_THE_REFERENCE = {
+    name
+    for names in re.findall(
+        r'^FOR_\w+ = \(?\n?((?:\s*"[\w, ]+"\n?)+)', (ROOT / "docs/conf.py").read_text(), re.M
+    )
+    for name in re.findall(r"\w+", names)
+}
+
+
+def section(docstring, title):
+    found = re.search(rf"^{title}:\n((?:    .+\n?|\n)+)", docstring, re.M)
+    return found[1] if found else ""
+
+
+def documented_callables():
+    """Every public function, class and method that the reference shows, by its full name."""
+    for module, name in public_names():
+        if module.endswith((".tensorflow", ".flower")):  # those libraries are not always installed
+            continue
+        thing = getattr(importlib.import_module(module), name)
+        yield f"{module}.{name}", thing
+        for attribute, member in vars(thing).items() if inspect.isclass(thing) else ():
+            member = getattr(member, "__func__", member)
+            is_own = getattr(member, "__qualname__", "") == f"{thing.__qualname__}.{attribute}"
+            shown = not attribute.startswith("_") and attribute not in NOT_IN_THE_REFERENCE
+            if inspect.isfunction(member) and is_own and shown and inspect.getdoc(member):
+                yield f"{module}.{name}.{attribute}", member
+
+
+def arguments(thing):
+    if inspect.isclass(thing) and issubclass(thing, enum.Enum):
+        return []
+    try:
+        signature = inspect.signature(thing)
+    except ValueError:
+        return []
+    return [name for name in signature.parameters if name not in ("self", "cls", "args", "kwargs")]
+
+
+def test_the_reference_describes_every_argument_and_result():
+    silent = []
+    for name, thing in documented_callables():
+        docstring = inspect.getdoc(thing)
+        described = re.findall(r"^    (\w+): ", section(docstring, "Args"), re.M)
+        silent += [f"{name}: {each}" for each in arguments(thing) if each not in described]
+        if not inspect.isclass(thing) and not section(docstring, "Returns"):
+            returns = inspect.signature(thing).return_annotation
+            silent += [f"{name}: result"] if returns not in (None, "None") else []
+    assert silent == []
+
+
+RAISE_NOTHING = {
+    "Cluster", "DataParallel.train", "DataParallel.zero_grad", "Fingerprint",
+    "Fingerprint.differing_leaves", "IndexedSlices", "Injected", "InputContext", "MirroredVariable",
+    "ModuleBits", "ReplicaContext", "ReproducibleReduceScatter.allocate",
+    "ReproducibleReduceScatter.mean_over", "Strategy", "Strategy.experimental_local_results",
+    "StrategyExtended", "StrategyExtended.non_slot_devices", "StrategyExtended.read_var",
+    "StrategyExtended.value_container", "StrategyExtended.variable_created_in_scope",
+    "SyncOnReadVariable", "Topology", "ValueContext", "mark_bits", "register_container",
+}  # fmt: skip
+"""Public names that take arguments and refuse none of them."""
+
+
+def test_the_reference_says_what_every_call_raises():
+    """What "Raises" names is an error of ours or of Python."""
+    silent, unknown = set(), []
+    for name, thing in documented_callables():
+        raised = re.findall(r"^    (\w+): ", section(inspect.getdoc(thing), "Raises"), re.M)
+        unknown += [
+            (name, each) for each in raised if not hasattr(errors, each) and each not in vars(builtins)
+        ]
+        if arguments(thing) and not raised:
+            silent.add(thing.__qualname__)
+    assert (silent - RAISE_NOTHING, RAISE_NOTHING - silent, unknown) == (set(), set(), [])
+
+
+def test_signatures_of_public_names_are_those_of_their_calls():
+    for name, thing in documented_callables():
+        if not (inspect.isclass(thing) and issubclass(thing, enum.Enum)):
+            kinds = {str(each) for each in inspect.signature(thing).parameters.values()}
+            assert not {"*args: 'Any'", "**kwargs: 'Any'"} <= kinds or name.endswith("MirroredModule.to"), (
+                name
+            )
 
 
 def test_the_gallery_has_every_example_with_its_output():

@@ -22,6 +22,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         agg_small_grads_max_bytes: consecutive values smaller than this share a pack; 0 turns this off.
         agg_small_grads_max_group: the largest number of values that share a pack.
 
+    Raises:
+        OptionError: the algorithm is unknown, or a number is outside its range.
+
     >>> import numpy as np
     >>> from crossdevice import PerReplica
     >>> value = PerReplica([np.float32([1, 2]), np.float32([3, 4])])

@@ -83,6 +83,12 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
 
         The message names the replicas in the minority, and the leaves in which they differ.
 
+        Args:
+            value: a DistributedValues, or a structure of them.
+
+        Raises:
+            BitsMismatchError: replicas differ.
+
         >>> from crossdevice import Mirrored, RingAllReduce
         >>> RingAllReduce().check_same(Mirrored([[1.0, 2.0], [1.0, 2.0]]))
         """
@@ -102,9 +108,12 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         """Combines the replicas of a value and puts the result on each destination.
 
         Args:
+            reduce_op: `"sum"`, `"mean"`, `"min"`, `"max"`, `"prod"`, `"median"`, a `ReduceOp` or a
+                `trimmed_mean`.
             per_replica_value: a DistributedValues; anything array-like counts as one replica.
             destinations: the devices for the result, given as a DistributedValues, variable, array or
                 device string. Pass the value itself for an all-reduce.
+            options: precision, deadline, packing and more; None takes the defaults.
             experimental_hints: the older name of `options`.
             out: arrays for the result instead of new ones; pass the value itself to reduce in place.
             weights: a number for each replica, by which it is multiplied. SUM takes any real numbers; MEAN
@@ -112,6 +121,25 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
 
         Returns:
             A bare array for one destination device, a Mirrored for several.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
+
+        >>> import numpy as np
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> value = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+        >>> DirectAllReduce().reduce("sum", value, value).values[1]
+        array([4., 6.], dtype=float32)
         """
         check_cross_replica("reduce")
         chosen = options if experimental_hints is None else either(options, experimental_hints)
@@ -134,9 +162,36 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         out: Sequence[Any] | None = None,
         weights: Any = None,
     ) -> list[Any]:
-        """Reduces many values at once, in shared packs and passes. `out` has one entry per pair.
+        """Reduces many values at once, in shared packs and passes.
 
-        `weights` has a number for each replica, as in `reduce`, which counts for all values.
+        Args:
+            reduce_op: the operation, as in `reduce`.
+            value_destination_pairs: a list or other iterable of (value, destinations), each as in `reduce`.
+            options: precision, deadline, packing and more; None takes the defaults.
+            experimental_hints: the older name of `options`.
+            out: arrays for the results instead of new ones, one entry per pair.
+            weights: a number for each replica, as in `reduce`; it counts for all values.
+
+        Returns:
+            A list with what `reduce` would return for each pair.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
+
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> a, b = PerReplica([1.0, 2.0]), PerReplica([3.0, 4.0])
+        >>> [float(total) for total in DirectAllReduce().batch_reduce("sum", [(a, "cpu:0"), (b, "cpu:1")])]
+        [3.0, 7.0]
         """
         check_cross_replica("batch_reduce")
         pairs = checked_pairs(value_destination_pairs)
@@ -161,6 +216,25 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
 
         With `share_results` in the options, destinations in the value's own memory get the value itself
         instead of a copy, read-only if the library supports it.
+
+        Args:
+            tensor: an array, or a structure of arrays; the first component of a Mirrored.
+            destinations: the devices for the copies, as in `reduce`.
+            options: only `share_results` counts, and `timeout_seconds` between processes.
+            out: arrays for the copies instead of new ones.
+
+        Returns:
+            A bare array for one destination device, a Mirrored for several.
+
+        Raises:
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
+
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> [float(copy) for copy in DirectAllReduce().broadcast(2.0, PerReplica([0.0, 0.0])).values]
+        [2.0, 2.0]
         """
         check_cross_replica("broadcast")
         devices = read_destinations(destinations)
@@ -192,7 +266,33 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         *,
         out: Any = None,
     ) -> Any:
-        """Concatenates the replicas of a value along `axis`, on each destination; sizes there may differ."""
+        """Concatenates the replicas of a value along `axis`, on each destination; sizes there may differ.
+
+        Args:
+            per_replica_value: a DistributedValues, or a structure of them; dtypes and all other sizes have
+                to agree.
+            destinations: the devices for the result, as in `reduce`.
+            axis: the axis along which arrays are concatenated.
+            options: a deadline between processes; None takes the defaults.
+            out: arrays for the result instead of new ones.
+
+        Returns:
+            A bare array for one destination device, a Mirrored for several.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
+
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> DirectAllReduce().gather(PerReplica([[1, 2], [3]]), "cpu:0")
+        array([1, 2, 3], dtype=int32)
+        """
         check_cross_replica("gather")
         spread, outs, rebuilt = spread_pairs([(per_replica_value, destinations)], [out])
         placed = [
@@ -214,7 +314,30 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         options: CommunicationOptions | None = None,
         reduce_op: ReduceOp | str = ReduceOp.SUM,
     ) -> str:
-        """Describes what `reduce` would do with this value; nothing is computed."""
+        """Describes what `reduce` would do with this value; nothing is computed.
+
+        Args:
+            per_replica_value: the value, as for `reduce`.
+            destinations: the devices for the result, as for `reduce`.
+            options: the options, as for `reduce`.
+            reduce_op: the operation, as for `reduce`.
+
+        Returns:
+            Text for people: the algorithm and why it was chosen, steps, bytes.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> print(DirectAllReduce().explain(PerReplica([1.0, 2.0]), "cpu:0").splitlines()[0])
+        DirectAllReduce: SUM of 2 replicas, precision accurate
+        """
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         requests, _ = read_requests([(per_replica_value, destinations)], [None])
         return "\n\n".join(self._explain(request, op, chosen) for request in requests)
@@ -228,7 +351,20 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         destinations: Any,
         options: CommunicationOptions,
     ) -> Any:
-        """Reduces one value; a subclass may override it. In a direct call, `options` may be None."""
+        """Reduces one value; a subclass may override it. In a direct call, `options` may be None.
+
+        Args:
+            reduce_op: the operation, always a member of `ReduceOp` in calls that come from `reduce`.
+            per_replica_value: the checked value.
+            destinations: what the caller gave.
+            options: the options of the call.
+
+        Returns:
+            What `reduce` is to return for this value.
+
+        Raises:
+            OutError: a subclass returned something that does not fit; the message names the hook.
+        """
         request = Request(read_value(per_replica_value), read_destinations(destinations))
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         return CheckedBatch([request], op, chosen).run(self._planner)[0]
@@ -239,7 +375,19 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
         options: CommunicationOptions,
     ) -> list[Any]:
-        """Reduces many values; a subclass may override it. One by one if it overrides only the above."""
+        """Reduces many values; a subclass may override it. One by one if it overrides only the above.
+
+        Args:
+            reduce_op: the operation.
+            value_destination_pairs: the checked values, each with what the caller gave as its destinations.
+            options: the options of the call.
+
+        Returns:
+            A list with the result for each pair.
+
+        Raises:
+            OutError: a subclass returned something that does not fit; the message names the hook.
+        """
         op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
         value_destination_pairs = checked_pairs(value_destination_pairs)
         if self._overrides("reduce_implementation"):
@@ -254,7 +402,18 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         return CheckedBatch(requests, op, chosen).run(self._planner)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Copies one value to each destination device; a subclass may override it."""
+        """Copies one value to each destination device; a subclass may override it.
+
+        Args:
+            tensor: the value to copy.
+            destinations: what the caller gave.
+
+        Returns:
+            A bare array for one destination device, a Mirrored for several.
+
+        Raises:
+            DestinationError: `destinations` names no device.
+        """
         return copied_to(tensor, read_destinations(destinations))
 
     # ---------------------------------------------------------------- inside one process, or between several

@@ -62,6 +62,10 @@ class CollectiveAllReduce(CrossDeviceOps):
         options: the defaults for every call; options of a call take precedence.
         group: the processes that take part; `crossdevice.cluster_from_env().form_group()` makes one.
 
+    Raises:
+        OptionError: `group_size` does not fit the devices and the group, or an option is outside its range.
+        DeviceError: a device name cannot be read.
+
     >>> import numpy as np
     >>> from crossdevice.testing import run_ranks
     >>> def program(group):
@@ -100,7 +104,16 @@ class CollectiveAllReduce(CrossDeviceOps):
 
     @_in_turn
     def check_same(self, value: Any) -> None:
-        """The same for the replicas of all processes of the group; every process makes the call."""
+        """Compares the bits of the replicas of all processes; every process makes the call.
+
+        Args:
+            value: a DistributedValues, or a structure of them.
+
+        Raises:
+            BitsMismatchError: replicas differ, raised on every process.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
+        """
         if self.group is None:
             super().check_same(value)
         else:
@@ -135,8 +148,25 @@ class CollectiveAllReduce(CrossDeviceOps):
         """Copies a value to each destination.
 
         Args:
+            tensor: an array, or a structure of arrays.
+            destinations: the devices of this process for the copies.
+            options: the deadline, and `share_results`.
+            out: arrays for the copies instead of new ones.
             from_rank: the rank whose value it is to be, on all processes, which bring one of the same
                 structure, shapes and dtypes. None copies this process's own, and asks nobody else.
+
+        Returns:
+            A bare array for one destination device, a Mirrored for several.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
         """
         if from_rank is not None:
             tensor = self.value_of_rank(tensor, from_rank, options)

@@ -23,6 +23,9 @@ class NcclAllReduce(PackedOps):
     Args:
         num_packs: the number of packs into which a batch is split; 0 reduces value by value.
 
+    Raises:
+        OptionError: `num_packs` is no whole number of 0 or more.
+
     >>> from crossdevice import PerReplica
     >>> value = PerReplica([1.0, 2.0])
     >>> float(NcclAllReduce().reduce("sum", value, "cpu:0"))  # not on GPUs: summed on the destination

@@ -63,7 +63,26 @@ class PreparedCalls:
         to `out`, or to memory that the bound reduction owns.
 
         Args:
+            reduce_op: the operation, as in `reduce`.
             value: what `reduce` takes; or, without `destinations`, the pairs that `batch_reduce` takes.
+            destinations: the devices for the result, as in `reduce`.
+            options: precision, deadline, packing and more; None takes the defaults.
+            out: arrays for the results, as in `reduce` or `batch_reduce`.
+            weights: a number for each replica, as in `reduce`.
+
+        Returns:
+            A `BoundReduction`: calling it returns the results, `start()` runs it while Python goes on.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
 
         >>> import numpy as np
         >>> from crossdevice import DirectAllReduce, PerReplica
@@ -101,7 +120,29 @@ class PreparedCalls:
     ) -> Pending:
         """Starts a reduction and returns at once; `pending.wait()` gives what `reduce` would return.
 
-        Takes what `bind` takes. Arrays must not be written to before `wait` has returned.
+        Arrays must not be written to before `wait` has returned.
+
+        Args:
+            reduce_op: the operation, as in `reduce`.
+            value: what `reduce` takes; or, without `destinations`, the pairs that `batch_reduce` takes.
+            destinations: the devices for the result, as in `reduce`.
+            options: precision, deadline, packing and more; None takes the defaults.
+            out: arrays for the results, as in `reduce` or `batch_reduce`.
+            weights: a number for each replica, as in `reduce`.
+
+        Returns:
+            A `Pending`. Between processes its checks run later, and `wait` raises what they find.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
 
         >>> import numpy as np
         >>> from crossdevice import DirectAllReduce, PerReplica

@@ -24,6 +24,10 @@ class ReductionToOneDevice(CrossDeviceOps):
         accumulation_fn: combines the tuple of all replicas' arrays, copied to that device; by default they
             are added. For a mean the result is then divided. Not used for `IndexedSlices`.
 
+    Raises:
+        DeviceError: a device name cannot be read, or there is no such device.
+        TypeError: `accumulation_fn` cannot be called.
+
     >>> from crossdevice import PerReplica
     >>> float(ReductionToOneDevice().reduce("mean", PerReplica([1.0, 2.0, 6.0]), destinations="cpu:0"))
     3.0

@@ -21,6 +21,9 @@ class RingAllReduce(PackedOps):
     Args:
         num_packs: the number of packs into which a batch is split; 0 reduces value by value.
 
+    Raises:
+        OptionError: `num_packs` is no whole number of 0 or more.
+
     >>> import numpy as np
     >>> from crossdevice import PerReplica
     >>> value = PerReplica([np.float32([1, 2]), np.float32([3, 4])])

@@ -52,12 +52,16 @@ class ShardedCalls:
         out: Any = None,
         weights: Any = None,
     ) -> Any:
-        """Combines the replicas of a value, of which each replica gets its own part along `axis`.
+        """Combines the replicas of a value; each replica gets its own slice of the result along `axis`.
 
         Under `accurate` and `exact` a part has the bits that `reduce` gives it. Under `fast` each part is
         added in the order of its own plan.
 
         Args:
+            reduce_op: the operation, as in `reduce`.
+            per_replica_value: a DistributedValues, or a structure of them.
+            axis: the axis along which the result is split.
+            options: precision, deadline, packing and more; None takes the defaults.
             sizes: the length of each replica's part. Without it parts are as equal as possible, the longer
                 ones first, as those of `numpy.array_split`.
             out: an array for the part of each replica instead of new ones. Between processes, it is checked
@@ -66,6 +70,18 @@ class ShardedCalls:
 
         Returns:
             A PerReplica on the devices of the value; the bare part if the value has one replica here.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+            ConversionError: something cannot be read as an array.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
 
         >>> import numpy as np
         >>> from crossdevice import DirectAllReduce, PerReplica
@@ -103,6 +119,28 @@ class ShardedCalls:
         """Concatenates the replicas of a value along `axis`, on the device of each; sizes there may differ.
 
         It is the inverse of `reduce_scatter`: together they are an all-reduce.
+
+        Args:
+            per_replica_value: a DistributedValues, or a structure of them.
+            axis: the axis along which arrays are concatenated.
+            options: a deadline between processes; None takes the defaults.
+            out: an array for each replica instead of new ones.
+
+        Returns:
+            A Mirrored on the devices of the value; the bare array if the value has one replica here.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            ConversionError: something cannot be read as an array.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
+
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> DirectAllReduce().all_gather(PerReplica([[1, 2], [3]])).values
+        (array([1, 2, 3], dtype=int32), array([1, 2, 3], dtype=int32))
         """
         check_cross_replica("all_gather")
         value = as_distributed(per_replica_value)
@@ -119,17 +157,30 @@ class ShardedCalls:
         sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
         out: Any = None,
     ) -> Any:
-        """Cuts each replica's arrays along `axis` into a part for each replica, which gets all of its parts.
+        """Splits each replica's arrays along `axis`; part `i` goes to replica `i`.
 
         A replica's parts are put end to end along `axis`, in the order of the replicas they come from.
 
         Args:
+            per_replica_value: a DistributedValues, or a structure of them.
+            axis: the axis along which arrays are split and joined.
+            options: a deadline between processes; None takes the defaults.
             sizes: the lengths of the parts, one for each replica they go to: a list for all replicas, or a
                 list of lists, one for each replica they come from. Without it, as in `reduce_scatter`.
             out: an array for each replica instead of new ones; between processes it is checked afterwards.
 
         Returns:
             A PerReplica on the devices of the value; the bare array if the value has one replica here.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+            ConversionError: something cannot be read as an array.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
 
         >>> from crossdevice import DirectAllReduce, PerReplica
         >>> DirectAllReduce().all_to_all(PerReplica([[1, 2], [3, 4]])).values

@@ -26,13 +26,7 @@ def choose_algorithm(
 
     Without a topology the types of devices decide, as for a strategy without `cross_device_ops`:
 
-    >>> choose_algorithm(["cpu:0", "cpu:1"]).name
-    'direct'
-
     With a topology and a size it chooses the fastest, by the cost model or by measurements:
-
-    >>> choose_algorithm(8, "hgx_h100", 1 << 30).name
-    'direct'
 
     This choice is among algorithms that give the same bits under `"accurate"` and `"exact"`, so never NCCL.
     Under `"fast"` the bits depend on the algorithm: choose once and keep the choice.
@@ -41,8 +35,23 @@ def choose_algorithm(
         devices: the devices or, with a topology, their number.
         topology: a name, a TOML file or a Topology.
         num_bytes: the size of the array on each device; required with a topology.
+        precision: as in `CommunicationOptions`; it decides how much travels.
         measured: a JSON file `{"measured": [{"algorithm", "devices", "bytes", "seconds"}, ...]}`; where it
             has this number of devices and a size within a factor of 2, it decides instead of the model.
+
+    Returns:
+        A `Choice` with the `name` of the algorithm, the `reason`, and an object of its class by `make()`.
+
+    Raises:
+        OptionError: a number is missing or outside its range, or the measurements cannot be read.
+        TopologyError: the topology is unknown.
+        DeviceError: a device name cannot be read, or there is no such device.
+
+    >>> choose_algorithm(["cpu:0", "cpu:1"]).name
+    'direct'
+
+    >>> choose_algorithm(8, "hgx_h100", 1 << 30).name
+    'direct'
     """
     if topology is not None:
         count = len(devices) if isinstance(devices, Sized) else whole_number("devices", devices)

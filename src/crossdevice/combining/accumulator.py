@@ -22,7 +22,24 @@ from crossdevice.values.weights import factor_of
 
 
 class Accumulator:
-    """Adds arrays or trees of arrays one by one, each times its weight; holds one model, however many come.
+    """A running mean or sum of arrays or trees of arrays, added one by one, each times its weight.
+
+    The result has the bits of `reduce` on all of them at once, in the order in which they came. Under
+    `precision="exact"` it is the true mean or sum, rounded once: the order does not matter, nor does which
+    accumulator took what before they were merged. It may be called from several threads.
+
+    Args:
+        precision: `"accurate"` keeps sums in float64, those of float64 with their rounding errors;
+            `"exact"` keeps all bits, in two float64 per element, three for float64.
+        partial: trees may lack entries of their dicts; each leaf is divided by the weights of those that
+            had it.
+        integers: what becomes of integers and booleans: `"mean"` is rounded to nearest even, `"first"` is
+            what came first, `"max"` the largest.
+        max_pending: how many trees may wait so that one pass adds them all, which is faster. Their arrays
+            are kept, not copied: they must not change until then. 1 adds each at once.
+
+    Raises:
+        OptionError: an argument is outside its range.
 
     >>> import numpy as np
     >>> total = Accumulator()
@@ -30,20 +47,6 @@ class Accumulator:
     >>> total.add({"w": np.float32([5, 6])}, weight=1)
     >>> total.mean()
     {'w': array([2., 3.], dtype=float32)}
-
-    The result has the bits of `reduce` on all of them at once, in the order in which they came. Under
-    `precision="exact"` it is the true mean or sum, rounded once: the order does not matter, nor does which
-    accumulator took what before they were merged. It may be called from several threads.
-
-    Args:
-        precision: `"accurate"` keeps sums in float64, those of float64 with their rounding errors; `"exact"`
-            keeps all bits, in two float64 per element, three for float64.
-        partial: trees may lack entries of their dicts; each leaf is divided by the weights of those that
-            had it.
-        integers: what becomes of integers and booleans: `"mean"` is rounded to nearest even, `"first"` is
-            what came first, `"max"` the largest.
-        max_pending: how many trees may wait so that one pass adds them all, which is faster. Their arrays
-            are kept, not copied: they must not change until then. 1 adds each at once.
     """
 
     def __init__(
@@ -77,7 +80,17 @@ class Accumulator:
         return self._count
 
     def add(self, tree: Any, weight: float = 1.0) -> None:
-        """Adds an array or a tree of arrays; whatever is refused leaves the accumulator as it was."""
+        """Adds an array or a tree of arrays; after an error the accumulator is as it was.
+
+        Args:
+            tree: an array, or a tree of dicts, lists and tuples of arrays, like those added before.
+            weight: the number by which it is multiplied, finite.
+
+        Raises:
+            MismatchError: the tree differs from those before it; the message names the leaf.
+            ConversionError: a leaf cannot be read as an array.
+            OptionError: the weight is not a finite number.
+        """
         factor = factor_of(weight, ReduceOp.SUM)
         arrived = read_tree(tree)
         flats = {path: leaf.backend.to_host(array) for path, (leaf, array) in arrived.leaves.items()}
@@ -94,6 +107,13 @@ class Accumulator:
         """Adds all that another accumulator of the same settings holds; that one stays as it is.
 
         Under `"accurate"` sums of sums are rounded: only `"exact"` has the bits of adding all to one.
+
+        Args:
+            other: an accumulator with the same settings.
+
+        Raises:
+            OptionError: it is something else, or has other settings.
+            MismatchError: its trees differ from those of this one.
         """
         if not isinstance(other, Accumulator):
             raise OptionError(f"merge takes another Accumulator, got {type(other).__name__}")
@@ -119,17 +139,38 @@ class Accumulator:
                 self._count += other._count
 
     def mean(self) -> Any:
-        """The sum over the sum of the weights, of each leaf by itself, rounded once to its dtype."""
+        """Divides the weighted sum of each leaf by the sum of its weights; rounds once to the leaf's dtype.
+
+        Returns:
+            A tree like those that were added.
+
+        Raises:
+            ContextError: nothing has been added yet.
+        """
         return self._result(is_mean=True)
 
     def sum(self) -> Any:
-        """The sum of weights times values, rounded once to the dtype of each leaf."""
+        """Rounds the sum of weights times values once to the dtype of each leaf.
+
+        Returns:
+            A tree like those that were added.
+
+        Raises:
+            ContextError: nothing has been added yet.
+        """
         return self._result(is_mean=False)
 
     def save(self, file: str | PathLike[str]) -> None:
         """Writes what `load` needs to go on, as an `.npz` without pickles; it replaces an old one at the end.
 
         Trees must be made of dicts with plain keys, lists and tuples.
+
+        Args:
+            file: the path of the `.npz`.
+
+        Raises:
+            FileError: the file cannot be written.
+            ConversionError: a tree has something else than dicts, lists and tuples.
         """
         with self._lock:
             self._settle()
@@ -138,7 +179,17 @@ class Accumulator:
 
     @classmethod
     def load(cls, file: str | PathLike[str]) -> Accumulator:
-        """The accumulator that was saved."""
+        """Reads an accumulator that was saved.
+
+        Args:
+            file: the path of the `.npz`.
+
+        Returns:
+            An accumulator that goes on where the saved one stopped.
+
+        Raises:
+            FileError: the file cannot be read, or is not a saved accumulator.
+        """
         header, skeleton, totals = load(file)
         try:
             made = cls(**{name: header[name] for name in SETTINGS})

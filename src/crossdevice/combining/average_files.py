@@ -90,8 +90,11 @@ def average_files(
     `.bin`, of which no code is run. The output appears when it is complete; it has the metadata of the first.
 
     Args:
+        paths: the files, all of models with tensors of the same names and shapes.
+        output: the file to write, in any of the formats.
         weights: one for each file; None counts them all alike.
-        precision: `"accurate"` adds wide and rounds once, `"exact"` rounds the true mean, whatever the order.
+        precision: `"accurate"` adds wide and rounds once, `"exact"` rounds the true mean, whatever the
+            order.
         dtype: of the floats in the output; needed where files have different ones.
         integers: what becomes of integers and booleans: `"mean"` is rounded to nearest even, `"first"` is
             that of the first file, `"max"` the largest.
@@ -100,6 +103,13 @@ def average_files(
         progress: called with the number of bytes read so far and in all, by any thread, one at a time.
         verify: compares each file with the SHA-256 beside it (`sha256sum x > x.sha256`) before anything is
             averaged. Checksums that are in files, as in `.npz` and `.pt`, are compared in any case.
+
+    Raises:
+        FileError: a file does not exist, cannot be read or written, or fails its checksum; the message
+            names it.
+        MismatchError: files differ in tensors, shapes or dtypes; the message names the odd one out.
+        OptionError: an argument is outside its range.
+        DtypeError: a tensor has no numbers.
 
     >>> import numpy as np, os, tempfile
     >>> folder = tempfile.TemporaryDirectory()

@@ -158,8 +158,17 @@ class Topology:
     """A machine, or a cluster of equal machines, whose devices are numbered node by node.
 
     Args:
+        name: the name of the machine.
+        summary: one sentence that describes it.
+        sources: where its figures come from.
+        device_type: the type of its devices, such as `"cuda"`.
+        devices_per_node: the number of devices in one node.
+        num_devices: the number of devices in all.
+        fabric: the links inside a node.
         memory_bytes_per_second: the memory bandwidth of one device, as used by additions.
         step_seconds: the time to start one addition on a device.
+        network: the links between nodes; None if there are none.
+        engine: the speeds of a library of collectives, as measured there; None if unknown.
 
     >>> from crossdevice import read_topology
     >>> machine = read_topology("hgx_h100", 16)
@@ -196,7 +205,17 @@ class Topology:
         return isinstance(self.fabric, OneMemory)
 
     def with_devices(self, num_devices: int) -> Topology:
-        """The same kind of machine with so many devices, as a cluster if one node has fewer."""
+        """Describes the same kind of machine with another number of devices; many are a cluster of nodes.
+
+        Args:
+            num_devices: the number of devices in all.
+
+        Returns:
+            A new Topology.
+
+        Raises:
+            TopologyError: there is no such machine.
+        """
         if num_devices < 1:
             raise TopologyError(f"a topology has 1 device or more; got {num_devices}")
         if self.shares_memory:
@@ -207,7 +226,18 @@ class Topology:
         return dataclasses.replace(self, num_devices=num_devices)
 
     def route(self, source: int, target: int) -> Route:
-        """The way from one device to another."""
+        """Finds the way from one device to another.
+
+        Args:
+            source: the number of the device that sends.
+            target: the number of the device that receives.
+
+        Returns:
+            The links, their bandwidth and latency.
+
+        Raises:
+            TopologyError: the devices are in different nodes, and there is no network.
+        """
         source_node, source = divmod(source, self.devices_per_node)
         target_node, target = divmod(target, self.devices_per_node)
         if source_node == target_node:

@@ -34,7 +34,18 @@ def topology_names() -> list[str]:
 
 
 def read_topology(name_or_path: str | Path, num_devices: int | None = None) -> Topology:
-    """A topology by name or from a TOML file, with the given number of devices (by default one full node).
+    """Reads a topology by its name, or from a TOML file.
+
+    Args:
+        name_or_path: one of the names that `crossdevice explain --list` prints, or a path that ends in
+            `.toml`.
+        num_devices: the number of devices; None is one full node.
+
+    Returns:
+        The Topology.
+
+    Raises:
+        TopologyError: the name is unknown, the file cannot be read, or it cannot have so many devices.
 
     >>> read_topology("hgx_h100", 64).num_nodes
     8

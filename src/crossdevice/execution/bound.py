@@ -37,6 +37,16 @@ class BoundReduction:
 
     `start` lets it run while Python goes on. Several threads may call it; they take turns.
 
+    Args:
+        run: computes the results; `bind` gives it, as it does all arguments here.
+        check: compares the arrays with those that were bound.
+        owner: started reductions of one owner run one after the other.
+        side_streams: the GPU streams on which started reductions run.
+
+    Raises:
+        BoundError: in a call, if an array has moved or has become read-only.
+        ContextError: in a call, if the reduction is running already.
+
     >>> import numpy as np, crossdevice as cd
     >>> arrays = [np.float32([1, 2]), np.float32([3, 4])]
     >>> bound = cd.bind(arrays, "sum", "cpu:0")
@@ -76,6 +86,9 @@ class BoundReduction:
 
         A worker thread runs it, on GPUs a side stream. Started reductions of one process, and of
         one group of processes, run in the order in which they were started.
+
+        Returns:
+            A `Pending`; its `wait()` returns the results.
         """
         check_cross_replica("start")
         self._check_waited_for()

@@ -37,6 +37,10 @@ ROOT = "value"
 class Fingerprint:
     """A digest of an array or tree, and one of each leaf; equal if the digests are.
 
+    Args:
+        digest: 32 hexadecimal digits for the whole tree.
+        leaves: the digest of each leaf, by its path.
+
     >>> import numpy as np, crossdevice as cd
     >>> before = cd.fingerprint({"w": np.zeros(3), "b": np.ones(1)})
     >>> after = cd.fingerprint({"w": np.float64([0, -0.0, 0]), "b": np.ones(1)})
@@ -53,7 +57,14 @@ class Fingerprint:
         return self.digest
 
     def differing_leaves(self, other: Fingerprint) -> list[str]:
-        """The paths of leaves that differ, or that only one of the two has."""
+        """Lists the paths of leaves that differ, or that only one of the two has.
+
+        Args:
+            other: another fingerprint.
+
+        Returns:
+            The paths, such as `value['w']`; an empty list if the two are equal.
+        """
         paths = dict.fromkeys((*self.leaves, *other.leaves))
         return [path for path in paths if self.leaves.get(path) != other.leaves.get(path)]
 
@@ -69,6 +80,15 @@ def fingerprint(tree: Any) -> Fingerprint:
 
     Sparse rows count as they are stored. Plain numbers are float64, int64 or complex128. Each component of
     distributed values counts.
+
+    Args:
+        tree: an array, a structure of arrays, or a distributed value.
+
+    Returns:
+        A Fingerprint; `str()` of it is the digest.
+
+    Raises:
+        ConversionError: something cannot be read as an array.
 
     >>> import numpy as np, crossdevice as cd
     >>> print(cd.fingerprint(np.arange(4, dtype=np.float32)))

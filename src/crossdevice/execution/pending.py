@@ -38,18 +38,28 @@ class Pending(abc.ABC):
 
     @abc.abstractmethod
     def done(self) -> bool:
-        """True once the reduction has ended, with a result or an error; `wait` does not block then."""
+        """Tells if the reduction has ended, with a result or an error; `wait` does not block then.
+
+        Returns:
+            True or False.
+        """
 
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> Any:
-        """The results; raises what the reduction raised.
+        """Returns the results, or raises what the reduction raised.
 
         On the host it blocks until they are there. On GPUs it does not: what is put on the current streams
         afterwards comes after the reduction.
 
         Args:
-            timeout: seconds. If the reduction takes longer, DeadlineError is raised. It goes on, and
-                may be waited for again.
+            timeout: seconds. If the reduction takes longer, DeadlineError is raised. It goes on, and may be
+                waited for again.
+
+        Returns:
+            What the call would have returned had it not been started.
+
+        Raises:
+            DeadlineError: the reduction has not ended within `timeout`.
         """
 
 

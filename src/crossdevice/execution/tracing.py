@@ -142,7 +142,13 @@ class recorded:  # noqa: N801 - read like the function it is used as
 
 
 def flight_record() -> list[Record]:
-    """The last 2048 events, oldest first; recorded all the time, to be read when something went wrong.
+    """Returns the last 2048 events, oldest first.
+
+    They are recorded all the time, to be read when something went wrong.
+
+    Returns:
+        A list of records, each with the `phase`, `what` it was, `devices`, `num_bytes`, `started_seconds`,
+        `seconds` and the `plan`.
 
     >>> import numpy as np, crossdevice as cd
     >>> _ = cd.all_reduce([np.ones(4, np.float32), np.ones(4, np.float32)])
@@ -160,6 +166,15 @@ def trace(path: str | Path) -> Iterator[None]:
     It has one row per device, the phases queue, pack, reduce, copy and unpack, an arrow for every copy, and
     the forward and backward passes of PyTorch modules on several devices.
     The file is also written if the block raises.
+
+    Args:
+        path: the file, replaced if it exists.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        FileError: the file cannot be written.
 
     >>> import pathlib, tempfile, numpy as np, crossdevice as cd
     >>> path = pathlib.Path(tempfile.mkdtemp(), "run.json")

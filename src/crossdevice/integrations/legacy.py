@@ -31,6 +31,12 @@ from crossdevice.values.reduce_op import ReduceOp, VariableAggregation
 class PerDevice(PerReplica):
     """A PerReplica written as a dict from device names to values.
 
+    Args:
+        index: the value of each device, by the device's name.
+
+    Raises:
+        DeviceError: a device name cannot be read, or there is no such device.
+
     >>> PerDevice({"/cpu:0": 1.0, "/cpu:1": 3.0}).devices
     (Device('cpu:0'), Device('cpu:1'))
     """
@@ -65,6 +71,22 @@ class CrossTowerOps:
     ) -> Mirrored:
         """Combines a PerDevice (or an array that knows its device) and puts the result on `destinations`.
 
+        Args:
+            aggregation: SUM or MEAN.
+            per_device_value: a PerDevice, or an array that knows its device.
+            destinations: the devices for the result.
+
+        Returns:
+            A Mirrored.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+
         >>> ReductionToOneDeviceCrossTowerOps().reduce(
         ...     VariableAggregation.MEAN, PerDevice({"/cpu:0": 1.0, "/cpu:1": 3.0}), ["/cpu:1"]
         ... ).devices
@@ -75,11 +97,39 @@ class CrossTowerOps:
     def batch_reduce(
         self, aggregation: VariableAggregation | str, value_destination_pairs: Sequence[tuple[Any, Any]]
     ) -> list[Mirrored]:
-        """Combines a list or tuple of (PerDevice, destinations) tuples."""
+        """Combines a list or tuple of (PerDevice, destinations) tuples.
+
+        Args:
+            aggregation: SUM or MEAN.
+            value_destination_pairs: a list or tuple of pairs, each as for `reduce`.
+
+        Returns:
+            A list of Mirrored.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+        """
         return self._batch_reduced(_operation(aggregation), value_destination_pairs)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
-        """Copies a value to each destination."""
+        """Copies a value to each destination.
+
+        Args:
+            tensor: an array.
+            destinations: the devices for the copies.
+
+        Returns:
+            A Mirrored.
+
+        Raises:
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+        """
         ops = self._ops or CrossDeviceOps()  # which copies, whatever the algorithm
         return _mirrored(ops.broadcast, tensor, _placed(destinations, _per_device(tensor)))
 
@@ -106,7 +156,15 @@ class CrossTowerOps:
 
 
 class ReductionToOneDeviceCrossTowerOps(CrossTowerOps):
-    """Today's ReductionToOneDevice."""
+    """The name that ReductionToOneDevice had in TensorFlow 1.12.
+
+    Args:
+        reduce_to_device: as in ReductionToOneDevice.
+        accumulation_fn: as in ReductionToOneDevice.
+
+    Raises:
+        DeviceError: a device name cannot be read, or there is no such device.
+    """
 
     def __init__(
         self,
@@ -117,7 +175,17 @@ class ReductionToOneDeviceCrossTowerOps(CrossTowerOps):
 
 
 class AllReduceCrossTowerOps(CrossTowerOps):
-    """Today's AllReduceCrossDeviceOps."""
+    """The name that AllReduceCrossDeviceOps had in TensorFlow 1.12.
+
+    Args:
+        all_reduce_alg: as in today's class.
+        num_packs: as in today's class.
+        agg_small_grads_max_bytes: as in today's class.
+        agg_small_grads_max_group: as in today's class.
+
+    Raises:
+        OptionError: the algorithm is unknown, or a number is outside its range.
+    """
 
     def __init__(
         self,
@@ -132,7 +200,16 @@ class AllReduceCrossTowerOps(CrossTowerOps):
 
 
 class AllReduceCrossDeviceOps(AllReduceCrossTowerOps):
-    """That of TensorFlow 1.13 and 1.14: the operation is a ReduceOp already, all else is as with towers.
+    """The class of TensorFlow 1.13 and 1.14: the operation is a ReduceOp already, all else is as with towers.
+
+    Args:
+        all_reduce_alg: as in today's class.
+        num_packs: as in today's class.
+        agg_small_grads_max_bytes: as in today's class.
+        agg_small_grads_max_group: as in today's class.
+
+    Raises:
+        OptionError: the algorithm is unknown, or a number is outside its range.
 
     >>> value = PerDevice({"/cpu:0": 1.0, "/cpu:1": 3.0})
     >>> AllReduceCrossDeviceOps("hierarchical_copy").reduce(ReduceOp.MEAN, value, ["/cpu:1"]).devices
@@ -142,13 +219,46 @@ class AllReduceCrossDeviceOps(AllReduceCrossTowerOps):
     def reduce(  # type: ignore[override]  # other names, as they were
         self, reduce_op: ReduceOp | str, per_replica_value: Any, destinations: Any
     ) -> Mirrored:
-        """Combines a PerReplica (or an array that knows its device) and puts the result on `destinations`."""
+        """Combines a PerReplica (or an array that knows its device) and puts the result on `destinations`.
+
+        Args:
+            reduce_op: the operation, as in `CrossDeviceOps.reduce`.
+            per_replica_value: a PerReplica, or an array that knows its device.
+            destinations: the devices for the result.
+
+        Returns:
+            A Mirrored.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+        """
         return self._reduced(ReduceOp(reduce_op), per_replica_value, destinations)
 
     def batch_reduce(  # type: ignore[override]
         self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]]
     ) -> list[Mirrored]:
-        """Combines a list or tuple of (PerReplica, destinations) tuples."""
+        """Combines a list or tuple of (PerReplica, destinations) tuples.
+
+        Args:
+            reduce_op: the operation, as in `CrossDeviceOps.reduce`.
+            value_destination_pairs: a list or tuple of pairs, each as for `reduce`.
+
+        Returns:
+            A list of Mirrored.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+        """
         return self._batch_reduced(ReduceOp(reduce_op), value_destination_pairs)
 
 
@@ -158,7 +268,20 @@ def MirroredStrategy(  # noqa: N802 - TensorFlow's name
     cross_tower_ops: CrossTowerOps | CrossDeviceOps | None = None,
     **arguments: Any,
 ) -> strategies.MirroredStrategy:
-    """Today's MirroredStrategy by the arguments of TensorFlow 1.12: `num_gpus` are the first so many.
+    """Makes today's MirroredStrategy from the arguments of TensorFlow 1.12.
+
+    Args:
+        devices: names of devices, one replica for each.
+        num_gpus: uses the first n GPUs, in place of `devices`.
+        cross_tower_ops: the algorithm for all reductions.
+        arguments: those of today's MirroredStrategy.
+
+    Returns:
+        A MirroredStrategy of today.
+
+    Raises:
+        OptionError: arguments contradict each other.
+        DeviceError: a device name cannot be read, or there is no such device.
 
     >>> MirroredStrategy(["/cpu:0", "/cpu:1"], cross_tower_ops=ReductionToOneDeviceCrossTowerOps())
     MirroredStrategy(['cpu:0', 'cpu:1'])

@@ -17,6 +17,20 @@ from crossdevice.values.libraries import INSTALLED_BY
 class Cluster(Launch):
     """The processes of one launch, seen from one of them.
 
+    Args:
+        rank: the number of this process, from 0.
+        size: the number of processes.
+        local_rank: the number of this process on its host; None if unknown.
+        local_size: the number of processes on its host; None if unknown.
+        launcher: the name of what started the processes.
+        address: the host at which they meet.
+        port: the port at which they meet.
+        variables: the environment variables that said so.
+        has_mpi: True if the launcher is MPI's own.
+        has_store: True if a store of torchrun is running already at that address.
+        restart: how often the launcher has restarted the processes.
+        folder: the folder in which processes of `crossdevice run` meet.
+
     >>> cluster = Cluster(rank=1, size=4, launcher="by hand", address="10.0.0.1", port=29500)
     >>> cluster.rank, cluster.size
     (1, 4)
@@ -31,15 +45,24 @@ class Cluster(Launch):
         checks: Checks = "new",
         shared_memory: bool | None = None,
     ) -> ProcessGroup:
-        """A group of all processes of the launch; each of them calls this.
+        """Forms a group of all processes of the launch; each of them calls this.
 
         Args:
-            engine: `"torch"` (gloo), `"mpi"`, or `"local"` (Unix sockets, for processes of one host). If none
-                is named, local under `crossdevice run`, MPI under its own launchers where mpi4py is
+            engine: `"torch"` (gloo), `"mpi"`, or `"local"` (Unix sockets, for processes of one host). If
+                none is named, local under `crossdevice run`, MPI under its own launchers where mpi4py is
                 installed, else torch.
             name: tells apart groups that are formed at the same time, in no particular order.
             timeout_seconds: for forming the group, and then for each of its calls.
-            checks, shared_memory: as of ProcessGroup.
+            checks: as of ProcessGroup.
+            shared_memory: as of ProcessGroup.
+
+        Returns:
+            The group. It is to be closed in the end, or used in a `with` block.
+
+        Raises:
+            OptionError: the engine is unknown, or there is no address to meet at.
+            ProcessGroupError: the other processes could not be reached.
+            DeadlineError: not all processes came in time; the message says how many did.
         """
         lacks_mpi = engine is None and self.has_mpi and importlib.util.find_spec("mpi4py") is None
         if self.size == 1:
@@ -61,13 +84,19 @@ class Cluster(Launch):
 
 
 def cluster_from_env(environ: Mapping[str, str] | None = None) -> Cluster:
-    """The cluster that the launcher's environment variables describe; one process if there are none.
+    """Reads which process of how many this is from the launcher's environment variables.
 
     Understands, in this order: `crossdevice run`, torchrun and other RANK and WORLD_SIZE, TF_CONFIG, Open
     MPI, PMI (MPICH, Intel MPI), Slurm. `recognised` says what was found.
 
     Args:
-        environ: in place of `os.environ`.
+        environ: variables in place of `os.environ`.
+
+    Returns:
+        The Cluster; one process if there are no such variables.
+
+    Raises:
+        OptionError: variables contradict each other, or one is missing.
 
     >>> cluster_from_env({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}).recognised
     'environment: rank 1 of 4, meeting at 10.0.0.1:29500, from RANK, WORLD_SIZE, MASTER_ADDR'

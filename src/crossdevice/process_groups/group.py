@@ -74,13 +74,17 @@ class ProcessGroup:
     still be on its way the group is broken: later calls are refused, and a new group has to be formed.
 
     Args:
+        engine: carries the bytes; `Cluster.form_group` makes it.
         timeout_seconds: the deadline of each call, unless its options say otherwise.
         checks: `"new"` compares what ranks call before data moves, the first time each kind of call is
             made; `"always"` does so each time; `"off"` never does. Once ranks are found to bring different
             numbers of replicas, `"new"` becomes `"always"`; if they first do so in a call that some of them
             know, it is a MismatchError, and the group is broken.
-        shared_memory: whether arrays go through shared memory between ranks that turn out to be on one host;
-            if None, unless CROSSDEVICE_SHARED_MEMORY is 0. Notes and NCCL keep to the engine.
+        shared_memory: whether arrays go through shared memory between ranks that turn out to be on one
+            host; if None, unless CROSSDEVICE_SHARED_MEMORY is 0. Notes and NCCL keep to the engine.
+
+    Raises:
+        OptionError: `checks` or the deadline is outside its range.
 
     >>> from crossdevice.testing import run_ranks
     >>> run_ranks(2, lambda group: (group.rank, group.size))
@@ -156,19 +160,52 @@ class ProcessGroup:
         return device_type in self._engine.device_collectives
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
-        """A new array that reductions with other ranks of this host need not copy; no other takes part."""
+        """Makes an array that reductions with other ranks of this host need not copy.
+
+        No other rank takes part in the call.
+
+        Args:
+            shape: the length of each axis, or one number.
+            dtype: any dtype of NumPy.
+
+        Returns:
+            A new ndarray, not initialized.
+
+        Raises:
+            ValueError: a length is negative.
+            TypeError: the dtype is unknown.
+        """
         return empty_array(None if self.shared is None else self.shared.arrays, shape, dtype)
 
     def empty_like(self, tree: Any) -> Any:
-        """New arrays in shared memory like those of a structure: of NumPy, or of PyTorch on the host."""
+        """Makes arrays in shared memory like those of a structure: of NumPy, or of PyTorch on the host.
+
+        Args:
+            tree: an array, or a structure of arrays.
+
+        Returns:
+            A structure of new arrays, not initialized.
+
+        Raises:
+            TypeError: a leaf has a dtype that cannot be shared.
+        """
         return empty_tree(None if self.shared is None else self.shared.arrays, tree)
 
     def check_same(self, tree: Any) -> None:
-        """Raises BitsMismatchError on all ranks unless the arrays of a structure have the same bits on all.
+        """Compares the bits of a structure of arrays on all ranks; all of them call it.
 
-        All ranks call it. The message names the ranks in the minority, or both sides of a tie, and the leaves
-        in which they differ. What travels are fingerprints: 16 bytes for each rank where all is well. Of a
+        The message of the error names the ranks in the minority, or both sides of a tie, and the leaves in
+        which they differ. What travels are fingerprints: 16 bytes for each rank where all is well. Of a
         distributed value every component counts as one of the rank's replicas.
+
+        Args:
+            tree: an array, a structure of arrays, or a distributed value.
+
+        Raises:
+            BitsMismatchError: ranks differ, raised on all of them.
+            ConversionError: something cannot be read as an array.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
 
         >>> from crossdevice.testing import run_ranks
         >>> run_ranks(5, lambda group: group.check_same({"w": group.rank > 2}), return_errors=True)[0]

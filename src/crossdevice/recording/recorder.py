@@ -59,6 +59,15 @@ def record_bits(path: str | os.PathLike[str]) -> Iterator[None]:
     each leaf and replica, and are there if the process is killed. `mark_bits` adds what is in between. The
     variable CROSSDEVICE_RECORD_BITS, set to a path, records a whole process.
 
+    Args:
+        path: the file, replaced if it exists.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        FileError: the file cannot be written.
+
     >>> import pathlib, tempfile, numpy as np, crossdevice as cd
     >>> path = pathlib.Path(tempfile.mkdtemp(), "run.bits")
     >>> with cd.record_bits(path):
@@ -97,8 +106,13 @@ def is_recording() -> bool:
 def mark_bits(name: str, tree: Any, *, inputs: Any = None) -> None:
     """Adds fingerprints of a structure of arrays to the record, under a name; does nothing without one.
 
-    A name may be used again: a comparison counts how often it was. `inputs` are what the values were made
-    from, where that is known: if they are equal in two runs and `tree` is not, what made it is at fault.
+    A name may be used again: a comparison counts how often it was.
+
+    Args:
+        name: what the record calls this place of the program.
+        tree: an array or a structure of arrays.
+        inputs: what the values were made from, where that is known. If they are equal in two runs and
+            `tree` is not, what made it is at fault.
 
     >>> import numpy as np, crossdevice as cd
     >>> cd.mark_bits("after forward", {"loss": np.float32(0.5)})

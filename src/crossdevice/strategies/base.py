@@ -28,6 +28,9 @@ class Strategy(abc.ABC):
 
     The common interface of `MirroredStrategy`, `MultiWorkerMirroredStrategy` and the default strategy.
 
+    Args:
+        extended: what is offered as `strategy.extended`.
+
     >>> from crossdevice import get_strategy
     >>> strategy = get_strategy()
     >>> isinstance(strategy, Strategy), strategy.num_replicas_in_sync
@@ -54,7 +57,21 @@ class Strategy(abc.ABC):
         kwargs: Mapping[str, Any] | None = None,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Calls `fn` once per replica; distributed arguments arrive as the replica's own components."""
+        """Calls `fn` once per replica; distributed arguments arrive as the replica's own components.
+
+        Args:
+            fn: the function, called with `args` and `kwargs`.
+            args: its arguments; of distributed ones each replica gets its own component.
+            kwargs: its keyword arguments, likewise.
+            options: only `timeout_seconds` is used, a deadline for the whole run.
+
+        Returns:
+            A PerReplica of what the replicas returned; the bare result if there is one replica.
+
+        Raises:
+            ReplicaError: replicas make different calls, or some have ended.
+            DeadlineError: a replica did not come in time.
+        """
 
     @property
     def extended(self) -> StrategyExtended:
@@ -72,7 +89,19 @@ class Strategy(abc.ABC):
         return self._extended.num_replicas
 
     def scope(self) -> AbstractContextManager[Strategy]:
-        """Makes this the current strategy for a `with` block, which may be entered again inside itself."""
+        """Makes this the current strategy for a `with` block, which may be entered again inside itself.
+
+        Returns:
+            A context manager that gives the strategy.
+
+        Raises:
+            ContextError: on entering it inside another strategy.
+
+        >>> from crossdevice import MirroredStrategy
+        >>> with MirroredStrategy(["cpu:0", "cpu:1"]).scope() as strategy:
+        ...     strategy.num_replicas_in_sync
+        2
+        """
         return scope_of(self)
 
     def reduce(
@@ -83,7 +112,28 @@ class Strategy(abc.ABC):
         With an axis every element counts once, even if replicas have different numbers of them.
 
         Args:
+            reduce_op: the operation, as in `CrossDeviceOps.reduce`.
+            value: a value per replica, or a structure of them.
+            axis: the axis or axes of each array that are combined too; None keeps the shape of the arrays.
             weights: without an axis, a number for each replica here, as in `CrossDeviceOps.reduce`.
+
+        Returns:
+            The result, on `cpu:0`.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown, or a sum of a value that is not distributed.
+            OptionError: an option or a weight is outside its range.
+            ConversionError: something cannot be read as an array.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
+
+        >>> from crossdevice import MirroredStrategy, PerReplica
+        >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> float(strategy.reduce("sum", PerReplica([[1.0, 2.0], [3.0]]), axis=0))
+        6.0
         """
         op = ReduceOp(reduce_op)
         if axis is None:
@@ -104,7 +154,26 @@ class Strategy(abc.ABC):
         return regrouping.map_structure(reduced, value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates the arrays of all replicas along `axis`, on `cpu:0`; sizes along `axis` may differ."""
+        """Concatenates the arrays of all replicas along `axis`, on `cpu:0`; sizes along `axis` may differ.
+
+        Args:
+            value: a value per replica, or a structure of them.
+            axis: the axis along which arrays are concatenated.
+
+        Returns:
+            The whole array, on `cpu:0`.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            ConversionError: something cannot be read as an array.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
+
+        >>> from crossdevice import MirroredStrategy, PerReplica
+        >>> MirroredStrategy(["cpu:0", "cpu:1"]).gather(PerReplica([[1, 2], [3]]), axis=0)
+        array([1, 2, 3], dtype=int32)
+        """
         check_cross_replica("gather")
         value = regrouping.in_our_classes(value)
         if regrouping.is_sparse(value):
@@ -129,14 +198,33 @@ class Strategy(abc.ABC):
 
         Args:
             initial_value: an array or number, or a function that makes it, called once.
-            synchronization: ON_READ gives a SyncOnReadVariable, anything else a MirroredVariable.
+            name: the name of the variable.
+            dtype: the dtype of the variable; that of the initial value if None.
             trainable: None means yes, except ON_READ.
+            synchronization: ON_READ gives a SyncOnReadVariable, anything else a MirroredVariable.
+            aggregation: how values that replicas write, or have written, are combined.
+            shape: the shape that the initial value must have.
+
+        Returns:
+            A MirroredVariable or a SyncOnReadVariable.
+
+        Raises:
+            ConversionError: the initial value cannot be read as an array.
+            ShapeMismatchError: it has another shape.
+            OptionError: the aggregation or the synchronization is unknown.
         """
         settings = name, dtype, trainable, synchronization, aggregation, shape
         return create_variable(self, initial_value, *settings)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of a value in this process; a value that is not distributed is the only one."""
+        """Returns the components of a value in this process.
+
+        Args:
+            value: any value.
+
+        Returns:
+            A tuple; a value that is not distributed is the only one in it.
+        """
         value = regrouping.in_our_classes(value)
         if isinstance(value, DistributedValues):
             return value.values
@@ -155,8 +243,17 @@ class Strategy(abc.ABC):
         """Splits global batches along their first axis, so that every example goes to one replica.
 
         Args:
-            dataset: any iterable of batches, such as a PyTorch DataLoader; or, with `batch_size`, an
-                array or a structure of arrays.
+            dataset: any iterable of batches, such as a PyTorch DataLoader; or, with `batch_size`, an array
+                or a structure of arrays.
+            options: TensorFlow's; nothing depends on it.
+            batch_size: the size of the global batches that are cut from `dataset`.
+
+        Returns:
+            An iterable of PerReplicas, as often as the dataset can be iterated.
+
+        Raises:
+            ConversionError: the dataset is not an iterable of batches.
+            OptionError: `batch_size` is not 1 or more.
         """
         datasets.check_input_options(options)
         return datasets.DistributedDataset(datasets.batches_of(dataset, batch_size), self._placement)
@@ -169,6 +266,17 @@ class Strategy(abc.ABC):
         """Distributes batches that `dataset_fn(InputContext)` makes, one per replica, in turn.
 
         With several processes, each makes the batches of its own replicas.
+
+        Args:
+            dataset_fn: called once, with an InputContext; returns an iterable of batches for one replica
+                each.
+            options: TensorFlow's; nothing depends on it.
+
+        Returns:
+            An iterable of PerReplicas.
+
+        Raises:
+            ConversionError: the function returned no iterable.
         """
         datasets.check_input_options(options)
         context = InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
@@ -177,11 +285,33 @@ class Strategy(abc.ABC):
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: Any = None
     ) -> Iterable[Any]:
-        """The older name of `distribute_datasets_from_function`."""
+        """Does what `distribute_datasets_from_function` does, under its older name.
+
+        Args:
+            dataset_fn: as there.
+            options: as there.
+
+        Returns:
+            An iterable of PerReplicas.
+
+        Raises:
+            ConversionError: the function returned no iterable.
+        """
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """A PerReplica (or a structure of them) of what `value_fn(ValueContext)` returns for each replica."""
+        """Calls a function for each replica and puts the values together.
+
+        Args:
+            value_fn: called with a ValueContext, which knows the replica's number.
+
+        Returns:
+            A PerReplica, or a structure of them, of what it returned.
+
+        Raises:
+            MismatchError: replicas got values of different structures.
+            TypeError: the function cannot be called.
+        """
         placement = self._placement
         values = [value_fn(ValueContext(number, placement.num_replicas)) for number in placement.numbers]
         return regrouping.regroup(values, placement.devices, always_wrap=True)

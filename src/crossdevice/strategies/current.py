@@ -15,7 +15,10 @@ from crossdevice.values.replica_scope import RUNNING_CODE, RunningCode
 
 
 def get_strategy() -> Strategy:
-    """The current strategy; outside of any scope, a default strategy with a single replica.
+    """Returns the current strategy.
+
+    Returns:
+        A Strategy; outside of any scope, a default strategy with a single replica.
 
     >>> from crossdevice import MirroredStrategy
     >>> with MirroredStrategy(["cpu:0", "cpu:1"]).scope():
@@ -31,6 +34,9 @@ def get_strategy() -> Strategy:
 def has_strategy() -> bool:
     """Returns whether the code runs inside a strategy's `scope` or `run`.
 
+    Returns:
+        True or False.
+
     >>> from crossdevice import MirroredStrategy
     >>> with MirroredStrategy(["cpu:0", "cpu:1"]).scope():
     ...     inside = has_strategy()
@@ -41,7 +47,13 @@ def has_strategy() -> bool:
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Makes a strategy the current one without a `with` block, until it is called again; None: no strategy.
+    """Makes a strategy the current one without a `with` block, until this is called again.
+
+    Args:
+        strategy: the strategy; None for none.
+
+    Raises:
+        ContextError: it is called inside a replica function.
 
     >>> from crossdevice import OneDeviceStrategy
     >>> experimental_set_strategy(OneDeviceStrategy("cpu:0"))
@@ -62,7 +74,11 @@ _set_code: ContextVar[RunningCode | None] = ContextVar("crossdevice_set", defaul
 
 
 def get_replica_context() -> ReplicaContext | Any:  # with None, each call in a replica would need a check
-    """The running replica; None in the cross-replica context, a default replica outside of any strategy.
+    """Returns the running replica.
+
+    Returns:
+        A ReplicaContext; None in the cross-replica context; that of a default replica outside of any
+        strategy.
 
     >>> from crossdevice import MirroredStrategy
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
@@ -77,6 +93,9 @@ def get_replica_context() -> ReplicaContext | Any:  # with None, each call in a 
 
 def in_cross_replica_context() -> bool:
     """Returns whether the code runs once for all replicas: in a strategy's scope and in merge functions.
+
+    Returns:
+        True or False.
 
     >>> from crossdevice import MirroredStrategy
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])

@@ -43,6 +43,11 @@ _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 class StrategyExtended:
     """The type of `strategy.extended`; every reduction uses the strategy's `cross_device_ops`.
 
+    Args:
+        devices: the devices of the replicas of this process.
+        cross_device_ops: the algorithm of all reductions.
+        num_replicas: the number of replicas of all processes.
+
     >>> from crossdevice import MirroredStrategy, PerReplica
     >>> extended = MirroredStrategy(["cpu:0", "cpu:1"]).extended
     >>> extended.worker_devices
@@ -113,7 +118,26 @@ class StrategyExtended:
         mean, minimum and maximum, and is returned unchanged. Its sum is refused, except for zeros.
 
         Args:
+            reduce_op: the operation, as in `CrossDeviceOps.reduce`.
+            value: a distributed value, or a structure of them.
+            destinations: the devices for the result, as in `CrossDeviceOps.reduce`.
+            options: precision, deadline and more; None takes the defaults.
+            experimental_hints: the older name of `options`.
             weights: a number for each replica of this process, as in `CrossDeviceOps.reduce`.
+
+        Returns:
+            A bare array for one destination device, a Mirrored for several.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown, or a sum of a value that is not distributed.
+            OptionError: an option or a weight is outside its range.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
         """
         check_cross_replica("reduce_to")
         op, options, value = ReduceOp(reduce_op), either(options, experimental_hints), in_our_classes(value)
@@ -132,7 +156,29 @@ class StrategyExtended:
         experimental_hints: CommunicationOptions | None = None,
         weights: Any = None,
     ) -> list[Any]:
-        """Does the same for many (value, destinations) pairs in one batch; no pairs give []."""
+        """Reduces many (value, destinations) pairs in one batch.
+
+        Args:
+            reduce_op: the operation, as in `CrossDeviceOps.reduce`.
+            value_destination_pairs: pairs, each as for `reduce_to`.
+            options: precision, deadline and more; None takes the defaults.
+            experimental_hints: the older name of `options`.
+            weights: a number for each replica of this process, as in `CrossDeviceOps.reduce`.
+
+        Returns:
+            A list with what `reduce_to` would return for each pair.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown, or a sum of a value that is not distributed.
+            OptionError: an option or a weight is outside its range.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
+        """
         op, options = ReduceOp(reduce_op), either(options, experimental_hints)
         batch_reduce = self._cross_device_ops.batch_reduce
         reduce = functools.partial(batch_reduce, op, options=options, **_given(weights))
@@ -148,11 +194,44 @@ class StrategyExtended:
         out: Any = None,
         weights: Any = None,
     ) -> BoundReduction:
-        """Prepares a reduction of these arrays by the strategy's algorithm, to be run many times."""
+        """Prepares a reduction of these arrays by the strategy's algorithm, to be run many times.
+
+        Args:
+            reduce_op: the operation, as in `CrossDeviceOps.reduce`.
+            value: as in `CrossDeviceOps.bind`.
+            destinations: as in `CrossDeviceOps.bind`.
+            options: precision, deadline and more; None takes the defaults.
+            out: arrays for the results.
+            weights: a number for each replica of this process.
+
+        Returns:
+            A `BoundReduction`.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            OptionError: an option or a weight is outside its range.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+        """
         return self._cross_device_ops.bind(reduce_op, value, destinations, options, out=out, weights=weights)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Copies a value to each destination; a plain number is the same everywhere and stays one."""
+        """Copies a value to each destination; a plain number is the same everywhere and stays one.
+
+        Args:
+            tensor: an array or a number.
+            destinations: the devices for the copies, as in `CrossDeviceOps.reduce`.
+
+        Returns:
+            A bare array for one destination device, a Mirrored for several; a plain number as it is.
+
+        Raises:
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+        """
         check_cross_replica("broadcast_to")
         read_destinations(destinations)
         if isinstance(tensor, NUMBERS):
@@ -174,6 +253,20 @@ class StrategyExtended:
         A PerReplica argument would make the copies differ, so only variables synchronized ON_READ take it.
         `group=False` gives the tuple of all results; otherwise arrays come back as Mirrored and anything
         else as None. In a replica function all replicas meet, and each updates its copy with its arguments.
+
+        Args:
+            var: a variable of this strategy.
+            fn: the function, called with a copy of the variable, `args` and `kwargs`.
+            args: its arguments; of distributed ones each call gets its own component.
+            kwargs: its keyword arguments, likewise.
+            group: False gives the tuple of all results.
+
+        Returns:
+            Arrays as a Mirrored, and None for anything else; with `group=False` a tuple.
+
+        Raises:
+            ConversionError: `var` is no variable of this strategy, or a PerReplica argument would make the
+                copies differ.
         """
         arguments = (tuple(args), dict(kwargs or {}))
         context = current_context()
@@ -212,27 +305,72 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Calls `fn(...)` for each of the devices that `non_slot_devices` returned."""
+        """Calls `fn(...)` for each of the devices that `non_slot_devices` returned.
+
+        Args:
+            colocate_with: what `non_slot_devices` returned.
+            fn: the function, called with `args` and `kwargs`.
+            args: its arguments; of distributed ones each call gets its own component.
+            kwargs: its keyword arguments, likewise.
+            group: False gives the tuple of all results.
+
+        Returns:
+            Arrays as a Mirrored, and None for anything else; with `group=False` a tuple.
+
+        Raises:
+            DeviceError: a device name cannot be read, or there is no such device.
+        """
         check_cross_replica("update_non_slot")
         devices = tuple(map(Device.parse, colocate_with))
         spread_out = spread((tuple(args), dict(kwargs or {})), devices)
         return _grouped([fn(*own_args, **own_kwargs) for own_args, own_kwargs in spread_out], devices, group)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[Device, ...]:  # noqa: ARG002
-        """Devices of optimizer state that belongs to no variable: all of them."""
+        """Returns the devices of optimizer state that belongs to no variable: all of them.
+
+        Args:
+            var_list: the variables of the optimizer; nothing depends on it.
+
+        Returns:
+            The devices of this process.
+        """
         return self._devices
 
     def read_var(self, v: Any) -> Any:
-        """The value of a variable, as `read_value()` gives it."""
+        """Returns the value of a variable, as `read_value()` gives it.
+
+        Args:
+            v: a variable.
+
+        Returns:
+            Its value.
+        """
         return v.read_value()
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Returns whether a variable belongs to this strategy."""
+        """Returns whether a variable belongs to this strategy.
+
+        Args:
+            v: anything.
+
+        Returns:
+            True for a variable of this strategy.
+        """
         return isinstance(v, DistributedVariable) and v.distribute_strategy.extended is self
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """In the block variables are made where this one is: on every device, as all of the strategy are."""
+        """Makes variables in the block where this one is: on every device, as all of the strategy are.
+
+        Args:
+            colocate_with_variable: a variable of this strategy.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            ConversionError: it is no variable of this strategy.
+        """
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ConversionError(
                 f"colocate_vars_with takes a variable of this strategy, got a "
@@ -243,7 +381,20 @@ class StrategyExtended:
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The older name of `strategy.run`."""
+        """Does what `strategy.run` does, under its older name.
+
+        Args:
+            fn: the function, called with `args` and `kwargs`.
+            args: its arguments; of distributed ones each replica gets its own component.
+            kwargs: its keyword arguments, likewise.
+
+        Returns:
+            What `strategy.run` returns.
+
+        Raises:
+            ReplicaError: replicas make different calls, or some have ended.
+            DeadlineError: a replica did not come in time.
+        """
         strategy = None if self._owner is None else self._owner()
         if strategy is None:
             raise ContextError("call_for_each_replica needs the strategy of this object, which is gone")
@@ -258,7 +409,14 @@ class StrategyExtended:
         return {**self.__dict__, "_owner": None}
 
     def value_container(self, value: Any) -> Any:
-        """The distributed variable that a copy belongs to; anything else is its own container."""
+        """Returns the distributed variable that a copy belongs to; anything else is its own container.
+
+        Args:
+            value: a copy of a variable, or anything else.
+
+        Returns:
+            The variable, or the value itself.
+        """
         return value.container if isinstance(value, ReplicaVariable) else value
 
     def _reduced(

@@ -39,14 +39,19 @@ class MirroredStrategy(Strategy):
         devices: names of devices, one replica for each; a name given twice gets two replicas. The default
             is all GPUs that PyTorch sees, if the program has imported it, or else one logical CPU device
             for each core that this process may use.
-        cross_device_ops: the algorithm for all reductions; by default one is chosen, and `explain` says why.
+        cross_device_ops: the algorithm for all reductions; by default one is chosen, and `explain` says
+            why.
         own_random_streams: whether replicas draw the same random numbers in every run with the same seeds,
             whatever their threads do. Replicas that share a generator, as all host devices do, then run one
             after another up to the next collective call, in replica order. They must not wait for each
-            other in other ways. With PyTorch's generators each replica has its own stream, derived from
-            the seed and the replica's number; with `np.random` and `random` replicas draw in turn.
-            Replicas on different GPUs run at once, each with a stream of its GPU's generator, and share
-            the host's generators. (JAX has keys instead of generators and does not need this.)
+            other in other ways. With PyTorch's generators each replica has its own stream, derived from the
+            seed and the replica's number; with `np.random` and `random` replicas draw in turn. Replicas on
+            different GPUs run at once, each with a stream of its GPU's generator, and share the host's
+            generators. (JAX has keys instead of generators and does not need this.)
+
+    Raises:
+        DeviceError: a device name cannot be read, or there is no such device.
+        OptionError: `cross_device_ops` is no CrossDeviceOps.
 
     >>> from crossdevice import get_replica_context
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
@@ -100,11 +105,23 @@ class MirroredStrategy(Strategy):
         arrays of that library were handed over before.
 
         Args:
+            fn: the function, called with `args` and `kwargs`.
+            args: its arguments; of distributed ones each replica gets its own component.
+            kwargs: its keyword arguments, likewise.
             options: only `timeout_seconds` is used, a deadline for the whole run.
+
+        Returns:
+            A PerReplica of what the replicas returned; the bare result if there is one replica.
 
         Raises:
             ReplicaError: replicas make different numbers of calls.
             DeadlineError: replicas had not finished, or not met, in time.
+            ContextError: it is called inside another strategy.
+
+        >>> from crossdevice import PerReplica
+        >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> strategy.run(lambda x: 2 * x, args=(PerReplica([1.0, 5.0]),)).values
+        (2.0, 10.0)
         """
         if not isinstance(args, (list, tuple)):
             raise ConversionError(f"args must be a list or tuple, got a {type(args).__name__}")
@@ -125,6 +142,9 @@ class MirroredStrategy(Strategy):
 
     def explain(self) -> str:
         """Describes the devices, how values are reduced over them, and why.
+
+        Returns:
+            Text for people.
 
         >>> print(MirroredStrategy(["cpu:0"]).explain())
         MirroredStrategy over 1 replica: cpu:0

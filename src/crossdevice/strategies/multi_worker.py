@@ -35,6 +35,11 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         group: a group that has been formed already, in place of `cluster_resolver`.
         own_random_streams: as in MirroredStrategy, with the numbers that replicas have among all processes.
 
+    Raises:
+        OptionError: the environment describes no launch, or an argument is outside its range.
+        ProcessGroupError: the other processes could not be reached.
+        DeadlineError: not all processes came in time.
+
     >>> from crossdevice.testing import run_ranks
     >>> from crossdevice import get_replica_context
     >>> def program(group):
@@ -106,8 +111,19 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         has to be formed.
 
         Args:
+            fn: the function, called with `args` and `kwargs`.
+            args: its arguments; of distributed ones each replica gets its own component.
+            kwargs: its keyword arguments, likewise.
             options: only `timeout_seconds` is used, a deadline for the replicas of this process to meet;
                 other processes are waited for as the group and each call's own options say.
+
+        Returns:
+            A PerReplica of what the replicas of this process returned.
+
+        Raises:
+            ReplicaError: replicas make different calls, or some have ended.
+            DeadlineError: a replica did not come in time.
+            ProcessGroupError: another process raised or was lost.
         """
         try:
             return super().run(fn, args, kwargs, options)
@@ -123,10 +139,21 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: Any = None,
     ) -> Iterable[Any]:
-        """Batches of one replica each, which `dataset_fn(InputContext)` makes on each process for its own.
+        """Distributes batches that `dataset_fn(InputContext)` makes on each process for its own replicas.
 
         A process is an input pipeline. All go on until the last has no more batches; replicas without a
         batch get empty arrays.
+
+        Args:
+            dataset_fn: called once, with an InputContext; returns an iterable of batches for one replica
+                each.
+            options: TensorFlow's; nothing depends on it.
+
+        Returns:
+            An iterable of PerReplicas.
+
+        Raises:
+            ConversionError: the function returned no iterable.
         """
         check_input_options(options)
         group = self._group
@@ -140,6 +167,9 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
     def explain(self) -> str:
         """Describes this process, its engine and devices, and how values are reduced.
+
+        Returns:
+            Text for people.
 
         >>> print(MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]).explain())
         MultiWorkerMirroredStrategy: rank 0 of 1 on threads, replicas 0 to 1 of 2: cpu:0, cpu:1

@@ -13,6 +13,12 @@ from crossdevice.values.device import Device
 class OneDeviceStrategy(MirroredStrategy):
     """One replica on one device: to try a program that is written for several.
 
+    Args:
+        device: the name of the device.
+
+    Raises:
+        DeviceError: a device name cannot be read, or there is no such device.
+
     >>> strategy = OneDeviceStrategy("cpu:1")
     >>> strategy.num_replicas_in_sync, strategy.run(lambda: 2.0)
     (1, 2.0)
@@ -22,7 +28,17 @@ class OneDeviceStrategy(MirroredStrategy):
         super().__init__([device])
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Returns `value_fn(ValueContext())`: the one replica's value is bare."""
+        """Returns `value_fn(ValueContext())`: the one replica's value is bare.
+
+        Args:
+            value_fn: called once, with a ValueContext.
+
+        Returns:
+            What it returned.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
         return value_fn(ValueContext())
 
     def __repr__(self) -> str:

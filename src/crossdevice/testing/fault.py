@@ -21,6 +21,9 @@ from crossdevice.values.indexed_slices import IndexedSlices
 class Injected:
     """Counter of a fault in this process, given to the block of `faults`.
 
+    Args:
+        count: how often the fault has happened.
+
     >>> import crossdevice as cd
     >>> from crossdevice.testing import faults
     >>> with faults(cd.RingAllReduce(), delay=0.0, raises=TimeoutError) as injected:

@@ -45,13 +45,22 @@ def faults(
     arguments, calls are those of the group, and `rank` says which of the ranks is to fail.
 
     Args:
+        target: the strategy, algorithm or group that is to fail.
+        replica: the number of the replica that fails, on a strategy or an algorithm.
+        rank: the number of the rank that fails, on a group.
         delay: seconds by which the replica's function, the reduction, or the rank is late.
         raises: what is raised there, after the delay.
         corrupt: gets a copy of each array that the replica brings to a reduction or gather, and returns the
             one that is to take its place; on a group, of all bytes that the rank sends.
-        drop: the replica's function is not called, the replica does not count in the reduction, or
-            nothing that the rank sends arrives.
+        drop: the replica's function is not called, the replica does not count in the reduction, or nothing
+            that the rank sends arrives.
         calls: the numbers of the calls that go wrong, counted from 0 in the block; all by default.
+
+    Returns:
+        A context manager, which gives an `Injected`.
+
+    Raises:
+        OptionError: no fault was named, or an argument does not suit the target.
 
     >>> import numpy as np, crossdevice as cd
     >>> ops, value = cd.DirectAllReduce(), cd.PerReplica([np.float32([1, 2]), np.float32([3, 4])])

@@ -35,12 +35,22 @@ def run_ranks(
     """Calls `function(group)` as each rank of a group, and returns their results in the order of ranks.
 
     Args:
+        size: the number of ranks.
+        function: the program of each rank, called with its ProcessGroup.
         processes: as processes on Unix sockets, which takes a second or two, instead of threads. `function`
-            has to be one that a new Python can import; what it returns or raises is pickled. The variables of
-            `crossdevice run` are set, so that `cluster_from_env().form_group()` forms further groups.
+            has to be one that a new Python can import; what it returns or raises is pickled. The variables
+            of `crossdevice run` are set, so that `cluster_from_env().form_group()` forms further groups.
         return_errors: puts what a rank raised in the place of its result, a ProcessGroupError for a process
             that was killed. By default the error of the lowest rank is raised once all have ended.
         timeout_seconds: for forming the group, and then for each of its calls.
+        checks: as of ProcessGroup.
+
+    Returns:
+        A list with what each rank returned.
+
+    Raises:
+        OptionError: an argument is outside its range.
+        Exception: what the lowest rank raised that did.
 
     >>> run_ranks(3, lambda group: group.rank)
     [0, 1, 2]

@@ -31,13 +31,20 @@ class Device(str):
     A device is the string of its full TensorFlow name, so it goes wherever that goes, `tf.device` included.
     `str()` and formatting give the short one.
 
+    Args:
+        type: the type alone ("cuda"), with the other parts beside it, or a whole name ("cuda:1").
+        index: the number of the device among those of its type.
+        job: the name of the job, as in TensorFlow.
+        replica: the number of the job's replica, as in TensorFlow.
+        task: the number of the process in its job.
+
+    Raises:
+        DeviceError: a device name cannot be read, or there is no such device.
+
     >>> Device("cuda:1") == Device("cuda", 1) == Device.parse("/device:GPU:1")
     True
     >>> Device("cpu:3") == "/job:localhost/replica:0/task:0/device:CPU:3", f"{Device('cpu:3')}"
     (True, 'cpu:3')
-
-    Args:
-        type: the type alone ("cuda"), with the other parts beside it, or a whole name ("cuda:1").
     """
 
     __slots__ = ("type", "index", "job", "replica", "task")  # noqa: RUF023 - in the order of a name's parts
@@ -99,6 +106,17 @@ class Device(str):
         """Reads a device name; parts it lacks come from `default`, then from `cpu:0` of this process.
 
         Also takes a Device and the device objects of PyTorch, JAX, CuPy and TensorFlow.
+
+        Args:
+            name: a name such as `"cuda:1"` or `"/job:worker/task:1/device:GPU:0"`, a Device, or the device
+                object of a library.
+            default: the device that parts of the name come from which it lacks.
+
+        Returns:
+            The device.
+
+        Raises:
+            DeviceError: a device name cannot be read, or there is no such device.
         """
         if isinstance(name, Device):
             return name

@@ -19,6 +19,15 @@ class DistributedValues:
     Host arrays do not know their device: without `devices` they are on `cpu:0`, `cpu:1`, ... by
     position. A component may be a nested structure of arrays.
 
+    Args:
+        values: the components, one per replica.
+        devices: the device of each component; those of arrays that know theirs, and `cpu:0`, `cpu:1`, ...
+            for others.
+
+    Raises:
+        StructureMismatchError: there are not as many devices as components.
+        DeviceError: a device name cannot be read, or there is no such device.
+
     >>> value = DistributedValues([1.0, 2.0], devices=["cpu:2", "cpu:3"])
     >>> value.values, value.devices
     ((1.0, 2.0), (Device('cpu:2'), Device('cpu:3')))
@@ -90,6 +99,14 @@ def _checked_device(component: object, device: Device, replica: int) -> Device:
 class PerReplica(DistributedValues):
     """Values that differ from replica to replica, such as gradients before they are reduced.
 
+    Args:
+        values: the components, one per replica.
+        devices: the device of each, as in DistributedValues.
+
+    Raises:
+        StructureMismatchError: there are not as many devices as components.
+        DeviceError: a device name cannot be read, or there is no such device.
+
     >>> PerReplica([1.0, 2.0]).devices
     (Device('cpu:0'), Device('cpu:1'))
     """
@@ -119,6 +136,14 @@ class Mirrored(DelegatingValues):
     Arithmetic, ordering, indexing and attributes are those of one component: the running replica's
     component, or the first one outside of replica functions. `==` is identity.
 
+    Args:
+        values: the components, one per replica.
+        devices: the device of each, as in DistributedValues.
+
+    Raises:
+        StructureMismatchError: there are not as many devices as components.
+        DeviceError: a device name cannot be read, or there is no such device.
+
     >>> (Mirrored([2.0, 2.0]) + 1, Mirrored(["ab", "ab"]).upper())
     (3.0, 'AB')
     """
@@ -126,7 +151,11 @@ class Mirrored(DelegatingValues):
     __slots__ = ()
 
     def current(self) -> Any:
-        """The running replica's component; the first outside of replica functions."""
+        """Returns the running replica's component; the first outside of replica functions.
+
+        Returns:
+            The component.
+        """
         return self._values[current_replica() or 0]
 
 

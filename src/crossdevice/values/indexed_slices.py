@@ -13,6 +13,11 @@ class IndexedSlices:
 
     Indices may repeat; repeated rows are added when the value is converted to a dense array.
 
+    Args:
+        values: the rows.
+        indices: the number of each row in the whole array.
+        dense_shape: the shape of the whole array; needed where it is made dense.
+
     >>> import numpy as np, crossdevice as cd
     >>> rows = IndexedSlices(np.float32([[1], [2], [3]]), indices=np.array([0, 2, 2]), dense_shape=(4, 1))
     >>> cd.to_dense(rows).ravel()

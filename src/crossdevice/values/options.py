@@ -44,17 +44,21 @@ class CommunicationOptions:
         timeout_seconds: a deadline, in seconds or as a timedelta; None or 0 waits for ever, between
             processes as long as their group says.
         implementation: the engine between processes, as a member or its name in any case.
-        precision: `"fast"` adds in the arrays' own dtype in the order of the plan, `"accurate"` adds
-            wide, in replica order, and rounds once, `"exact"` rounds the true sum, whatever the order.
+        precision: `"fast"` adds in the arrays' own dtype in the order of the plan, `"accurate"` adds wide,
+            in replica order, and rounds once, `"exact"` rounds the true sum, whatever the order.
         lowering: `"off"` runs a plan step by step even where all devices share one memory.
         share_results: destinations that share one memory may get the same array, read-only if the library
             supports it, instead of one each.
         integers: what MEAN, MEDIAN and weights make of integers, such as the counters of a model: floats
             (`"mean"`), or the `"max"` or `"min"` of all replicas, which stays an integer.
-        verify: check reductions of dense arrays between processes from end to end: what is sent, what arrives
-            and what comes out, on every rank. A flipped bit on the way or in a result raises CorruptionError
-            before anything is written to `out`. They go through messages, also on one host and from GPUs.
         widen_inputs: replicas may have different float dtypes, and are widened to the widest of them.
+        verify: check reductions of dense arrays between processes from end to end: what is sent, what
+            arrives and what comes out, on every rank. A flipped bit on the way or in a result raises
+            CorruptionError before anything is written to `out`. They go through messages, also on one host
+            and from GPUs.
+
+    Raises:
+        OptionError: a field is outside its range; the message says what it may be.
 
     >>> CommunicationOptions(precision="fast").merge(CommunicationOptions(bytes_per_pack=64)).precision
     'fast'
@@ -95,12 +99,29 @@ class CommunicationOptions:
         return CommunicationOptions, dataclasses.astuple(self)
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
-        """Options in which fields of `other` that differ from their defaults take precedence over these."""
+        """Combines two sets of options: fields of `other` that differ from their defaults take precedence.
+
+        Args:
+            other: options, or None.
+
+        Returns:
+            New options, or these if `other` is None.
+
+        Raises:
+            OptionError: the combination is outside its range.
+        """
         return self if other is None else _merged(self, other)
 
 
 class CollectiveHints(CommunicationOptions):
     """The older name of the options, with the two fields of that time, for the argument `experimental_hints`.
+
+    Args:
+        bytes_per_pack: as in CommunicationOptions.
+        timeout_seconds: as in CommunicationOptions.
+
+    Raises:
+        OptionError: a field is outside its range.
 
     >>> CollectiveHints(bytes_per_pack=1024).bytes_per_pack
     1024

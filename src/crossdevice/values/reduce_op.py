@@ -71,7 +71,17 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def from_variable_aggregation(cls, aggregation: object) -> ReduceOp:
-        """The operation for a variable's aggregation, ours or TensorFlow's; only SUM and MEAN have one."""
+        """Returns the operation for a variable's aggregation, ours or TensorFlow's.
+
+        Args:
+            aggregation: SUM or MEAN.
+
+        Returns:
+            The operation.
+
+        Raises:
+            ReduceOpError: the aggregation is another one.
+        """
         if isinstance(aggregation, VariableAggregation):
             name = aggregation.name
         elif not isinstance(aggregation, str):
@@ -93,9 +103,18 @@ _TRIMMED_MEAN = re.compile(r"TRIMMED_MEAN\((\d{1,9})\)")
 
 
 def trimmed_mean(k: int) -> ReduceOp:
-    """The mean of all but the k least and the k greatest values of each element, as an operation.
+    """Makes an operation: the mean of all but the k least and the k greatest values of each element.
 
     It may be given as `"trimmed_mean(2)"` too.
+
+    Args:
+        k: how many values are dropped on each side.
+
+    Returns:
+        A ReduceOp.
+
+    Raises:
+        ReduceOpError: `k` is no whole number of 0 or more; in the reduction, if it leaves no value.
 
     >>> import crossdevice as cd
     >>> float(cd.reduce([1.0, 2.0, 3.0, 1e9], cd.trimmed_mean(1)))

@@ -31,6 +31,9 @@ class ReproducibleMean:
         precision: `"accurate"` adds in a wider type in the order of ranks and rounds once; `"exact"` rounds
             the true mean, so the order of ranks does not matter.
 
+    Raises:
+        OptionError: the precision is unknown, or the group is of another kind.
+
     >>> state = ReproducibleMean(precision="exact")
     >>> state.group is None  # until the first bucket
     True
@@ -61,7 +64,17 @@ class ReproducibleMean:
         return type(self), (None, self._options.precision)
 
     def start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The bucket's mean over all processes, to be computed once those started before have been."""
+        """Starts the mean of a bucket over all processes, after those started before.
+
+        Args:
+            bucket: the bucket that PyTorch gives a hook.
+
+        Returns:
+            A future of the bucket's mean.
+
+        Raises:
+            OptionError: the bucket's model is on other processes.
+        """
         self._check_model_of(bucket.parameters())
         gradients = bucket.buffer()
         if gradients.is_cuda:
@@ -151,12 +164,22 @@ def _result_of(ended: torch.futures.Future[Any]) -> torch.Tensor:
 
 
 def reproducible_hook(state: ReproducibleMean, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """For `model.register_comm_hook(ReproducibleMean(), reproducible_hook)` of a DistributedDataParallel.
+    """Reduces a bucket: `model.register_comm_hook(ReproducibleMean(), reproducible_hook)`.
 
     Gradients, also in bfloat16 and float16, become the mean over the model's processes, computed by
     `CollectiveAllReduce`: added in a wider type and rounded once. Their bits do not depend on
     `bucket_cap_mb`. Sparse gradients stay sparse and get the rows of all processes, in the order of ranks.
     The backward pass continues while buckets are reduced. An error of the group ends it.
+
+    Args:
+        state: the state that is registered with it.
+        bucket: the bucket that PyTorch gives.
+
+    Returns:
+        A future of the bucket's mean.
+
+    Raises:
+        OptionError: the bucket's model is on other processes.
     """
     if not isinstance(state, ReproducibleMean):
         raise OptionError(

@@ -58,6 +58,7 @@ def register_container(
     """Tells `DataParallel` how to split and join instances of a class that hold tensors.
 
     Args:
+        kind: the class.
         values_of: what an instance holds, always in the same order.
         rebuild: an instance like the first argument that holds other values.
 

@@ -49,14 +49,26 @@ class DataParallel(torch.nn.Module):
     call: attributes that `forward` sets are lost; `buffers` says which changed buffers are kept.
 
     Args:
+        module: the module, whose parameters are on the first device.
+        devices: logical CPU devices, GPUs, or one GPU several times; None is all GPUs, or one logical CPU
+            device per core.
         cross_device_ops: the algorithm that sums gradients; None chooses one.
+        dim: the axis along which batches are split.
         replicate: names of arguments, or of keys and attributes in them, that every replica gets whole.
         buffers: `"first"` keeps the buffers (running statistics) of the first replica, as
-            `torch.nn.DataParallel` does; `"mean"` keeps the mean over replicas of floats and complex numbers.
+            `torch.nn.DataParallel` does; `"mean"` keeps the mean over replicas of floats and complex
+            numbers.
         device_ids: another name of `devices`, where numbers are GPUs, as in `torch.nn.DataParallel`.
         output_device: where results are joined; the first device if None.
         bucket_bytes: gradients are summed in buckets of this size, during the backward pass, as soon as all
             replicas have them. The bits do not depend on it.
+
+    Raises:
+        OptionError: an argument is outside its range, or contradicts another.
+        DeviceError: a device name cannot be read, or there is no such device.
+        MismatchError: in a call, if a tensor has neither the batch size nor size 1.
+        ConversionError: in a call, if results that are not tensors differ.
+        ReplicaError: in a call, if replicas make different calls.
 
     >>> model = DataParallel(torch.nn.Linear(3, 1), devices=["cpu:0", "cpu:1"])
     >>> model(torch.ones(5, 3)).shape
@@ -103,7 +115,19 @@ class DataParallel(torch.nn.Module):
         self.module = module.to(torch_device(self.devices[0]))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Splits the batch, runs a replica on each share, and joins the results."""
+        """Splits the batch, runs a replica on each share, and joins the results.
+
+        Args:
+            inputs: the arguments of the module; tensors of the batch size are split.
+            kwargs: its keyword arguments, likewise.
+
+        Returns:
+            What the module returns for the whole batch.
+
+        Raises:
+            MismatchError: a tensor has neither the batch size nor size 1.
+            ConversionError: results that are not tensors differ.
+        """
         check_replicable(self.module)
         shares = shares_of(self.module, inputs, kwargs, self.devices, self.dim, self.replicate)
         if len(shares) == 1:
@@ -121,10 +145,13 @@ class DataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of calls in this block are kept, and summed with those of the next call after it.
+        """Keeps the gradients of calls in this block, and sums them with those of the next call after it.
 
         Until that one's backward pass, `grad` does not contain them. For micro-batches of one optimizer step;
         the forward pass has to be in the block too.
+
+        Returns:
+            A context manager.
         """
         before, self._held.is_holding = self._held.is_holding, True
         try:
@@ -133,12 +160,23 @@ class DataParallel(torch.nn.Module):
             self._held.is_holding = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As for any module; gradients of `no_sync` blocks are dropped too."""
+        """Drops gradients as for any module, those of `no_sync` blocks too.
+
+        Args:
+            set_to_none: as in PyTorch.
+        """
         self._held.forget()
         super().zero_grad(set_to_none)
 
     def train(self, mode: bool = True) -> DataParallel:
-        """Sets the mode, as for any module, and renews all copies on other devices."""
+        """Sets the mode, as for any module, and renews all copies on other devices.
+
+        Args:
+            mode: True for training, False for evaluation.
+
+        Returns:
+            The module itself.
+        """
         self._kept.forget()
         return super().train(mode)
 

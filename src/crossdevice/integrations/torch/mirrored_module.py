@@ -68,18 +68,24 @@ class MirroredModule(torch.nn.Module):
     its `state_dict()` is that of the module itself. The k-th copy of this process is `replicas[k]`. Under a
     strategy over several processes, all copies start with the values of the first process.
 
-    Args:
-        arenas: whether the gradients of a copy lie in one flat tensor per dtype, so that a whole model is
-            reduced as one array, in place. Each `grad` is a view of it, which `zero_grad(set_to_none=False)`
-            and optimizers keep. After `zero_grad(set_to_none=True)` PyTorch allocates new gradients,
-            which are copied there.
-        overlap: the operation of `reduce_gradients`; given that, gradients (in arenas) are reduced in buckets
-            while the backward pass goes on, and `reduce_gradients` waits for the last. On GPUs they are
-            reduced after it.
-        bucket_bytes: the size of a bucket. The bits do not depend on it.
-
     Create optimizers by `optimizers`, one for each copy: `torch.optim.SGD(model.parameters())` has the
     parameters of the first copy only, and does not change the others.
+
+    Args:
+        module: the module that is copied.
+        strategy: a MirroredStrategy, or a MultiWorkerMirroredStrategy.
+        arenas: whether the gradients of a copy lie in one flat tensor per dtype, so that a whole model is
+            reduced as one array, in place. Each `grad` is a view of it, which
+            `zero_grad(set_to_none=False)` and optimizers keep. After `zero_grad(set_to_none=True)` PyTorch
+            allocates new gradients, which are copied there.
+        overlap: the operation of `reduce_gradients`; given that, gradients (in arenas) are reduced in
+            buckets while the backward pass goes on, and `reduce_gradients` waits for the last. On GPUs they
+            are reduced after it.
+        bucket_bytes: the size of a bucket. The bits do not depend on it.
+
+    Raises:
+        OptionError: an argument is outside its range.
+        MismatchError: processes brought different modules.
 
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
     >>> model = MirroredModule(torch.nn.Linear(3, 1), strategy)
@@ -131,7 +137,11 @@ class MirroredModule(torch.nn.Module):
             self._arenas = GradientArenas(self.replicas, strategy, self._num_holds, op, bucket_bytes)
 
     def current(self) -> torch.nn.Module:
-        """The running replica's copy; the first outside of replica functions."""
+        """Returns the running replica's copy; the first outside of replica functions.
+
+        Returns:
+            The module.
+        """
         return self.replicas[current_replica() or 0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +257,18 @@ class MirroredModule(torch.nn.Module):
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Casts all copies, or in a replica function its own; moving all of them is refused."""
+        """Casts all copies, or in a replica function its own; moving all of them is refused.
+
+        Args:
+            args: as of `torch.nn.Module.to`.
+            kwargs: as of `torch.nn.Module.to`.
+
+        Returns:
+            The module itself.
+
+        Raises:
+            DeviceError: all copies would be moved.
+        """
         device = torch._C._nn._parse_to(*args, **kwargs)[0]  # as the method of modules reads them
         own = {torch_device(device) for device in self.strategy.extended.worker_devices}
         if current_replica() is None and device is not None and own != {device}:
@@ -259,6 +280,16 @@ class MirroredModule(torch.nn.Module):
 
         So initial values may be random. Under a strategy over several processes, they are those of the
         first process, and all processes take part. In a replica function only its own copy is meant.
+
+        Args:
+            fn: called with each submodule.
+
+        Returns:
+            The module itself.
+
+        Raises:
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
         """
         for replica in self._meant():
             replica.apply(fn)
@@ -267,7 +298,17 @@ class MirroredModule(torch.nn.Module):
         return self
 
     def optimizers(self, make: Callable[[Iterator[torch.nn.Parameter]], Any]) -> PerReplica:
-        """An optimizer for each copy, to be passed to `strategy.run`, where each replica gets its own."""
+        """Makes an optimizer for each copy; `strategy.run` gives each replica its own.
+
+        Args:
+            make: called with the parameters of a copy; returns its optimizer.
+
+        Returns:
+            A PerReplica of optimizers.
+
+        Raises:
+            TypeError: `make` cannot be called.
+        """
         made = [make(replica.parameters()) for replica in self.replicas]
         return PerReplica.of(tuple(made), self.strategy.extended.worker_devices)
 
@@ -281,6 +322,17 @@ class MirroredModule(torch.nn.Module):
 
         With shares of a batch that differ in size, divide each loss by the size of the whole batch and
         use `"sum"`: then the gradient is that of one device on the whole batch.
+
+        Args:
+            reduce_op: the operation, as in `CrossDeviceOps.reduce`.
+            options: precision, deadline and more; None takes the defaults.
+
+        Raises:
+            ContextError: it is called outside of replica functions.
+            ReplicaError: replicas make different calls, or some have ended.
+            DeadlineError: a replica did not come in time.
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
         """
         context, replica = get_replica_context(), current_replica()
         if context is None or replica is None:
@@ -296,9 +348,12 @@ class MirroredModule(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In this block `reduce_gradients` does nothing, so that those of several batches add up first.
+        """Lets gradients of several batches add up: `reduce_gradients` does nothing in this block.
 
         It is for all replicas, or in a replica function for its own: then all of them enter it.
+
+        Returns:
+            A context manager.
         """
         replica = current_replica()
         held = range(len(self.replicas)) if replica is None else (replica,)
@@ -316,6 +371,11 @@ class MirroredModule(torch.nn.Module):
         Args:
             how: `"first"` copies the first replica's to all others; `"mean"` takes the mean over all
                 replicas of those with a floating-point dtype, and the first replica's of others.
+
+        Raises:
+            OptionError: `how` is another word.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
         """
         if how not in ("first", "mean"):
             raise OptionError(f"how must be 'first' or 'mean', got {how!r}")
@@ -346,15 +406,32 @@ class MirroredModule(torch.nn.Module):
                 detached[name].copy_(tensor)
 
     def check_in_step(self, *, buffers: bool = False) -> None:
-        """Raises MismatchError unless this process's copies are the same, bit for bit.
+        """Compares this process's copies, bit for bit.
 
-        Their structure is compared too: modules, modes, hooks and frozen parameters. Values of buffers are
-        compared if asked for.
+        Their structure is compared too: modules, modes, hooks and frozen parameters.
+
+        Args:
+            buffers: True compares values of buffers, too.
+
+        Raises:
+            MismatchError: copies differ; the message names the first difference.
         """
         check_same(self.replicas, buffers=buffers)
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads the same state into all copies, or in a replica function its own; what the first one says."""
+        """Loads the same state into all copies, or in a replica function its own.
+
+        Args:
+            state: the state of the module.
+            strict: as in PyTorch.
+            assign: as in PyTorch.
+
+        Returns:
+            What the first copy returned.
+
+        Raises:
+            RuntimeError: PyTorch's, if names or shapes do not fit.
+        """
         results = []
         for replica in self._meant():
             # Copies that took over the same tensors would share their memory.

@@ -30,6 +30,9 @@ class ReproducibleReduceScatter:
         implementation: `"nccl"` has gradients travel from GPU to GPU and added there. Each process needs a
             GPU of its own. Otherwise they go through the host's memory.
 
+    Raises:
+        OptionError: the precision or the implementation is unknown.
+
     >>> ReproducibleReduceScatter(precision="exact").use_in(torch.nn.Linear(2, 2))
     Traceback (most recent call last):
     crossdevice.errors.OptionError: no module of this Linear is sharded; call fully_shard first
@@ -45,7 +48,14 @@ class ReproducibleReduceScatter:
         self._ops: dict[tuple[int, ...], CollectiveAllReduce] = {}
 
     def use_in(self, model: torch.nn.Module) -> None:
-        """Has all sharded modules of a model use it."""
+        """Sets it as the reduce-scatter of all sharded modules of a model.
+
+        Args:
+            model: a model that `fully_shard` has wrapped.
+
+        Raises:
+            OptionError: no module of the model is sharded.
+        """
         # Older releases of PyTorch, which the package also supports, have no FSDPModule to ask for.
         modules = [module for module in model.modules() if hasattr(module, "set_custom_reduce_scatter")]
         if not modules:
@@ -56,7 +66,16 @@ class ReproducibleReduceScatter:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Memory for gradients, as PyTorch gives it."""
+        """Allocates memory for gradients; PyTorch calls it.
+
+        Args:
+            size: the shape.
+            dtype: the dtype.
+            device: the device.
+
+        Returns:
+            A tensor, not initialized.
+        """
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -72,9 +91,15 @@ class ReproducibleReduceScatter:
         return _Done() if async_op else None
 
     def mean_over(self, group: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
-        """For `module.set_all_reduce_hook`: replaces sharded gradients by their means over a group.
+        """Makes a hook for `module.set_all_reduce_hook`: sharded gradients become means over a group.
 
         With it, modules that are sharded over one axis of a mesh are replicated over another one.
+
+        Args:
+            group: the processes over which modules are replicated.
+
+        Returns:
+            The hook.
         """
 
         def replace(gradients: torch.Tensor) -> None:

@@ -22,6 +22,11 @@ from crossdevice.values.options import whole_number
 class InputContext(NamedTuple):
     """The replicas a dataset function makes batches for.
 
+    Args:
+        num_input_pipelines: the number of processes that make batches.
+        input_pipeline_id: the number of this process among them.
+        num_replicas_in_sync: the number of replicas of all processes.
+
     >>> InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(32)
     8
     """
@@ -31,7 +36,17 @@ class InputContext(NamedTuple):
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The share of one replica; the replicas' shares must be equal."""
+        """Divides a global batch size by the number of replicas.
+
+        Args:
+            global_batch_size: the number of examples of all replicas together.
+
+        Returns:
+            The number of examples of one replica.
+
+        Raises:
+            OptionError: it cannot be shared equally.
+        """
         share, left = divmod(global_batch_size, self.num_replicas_in_sync)
         if left:
             raise OptionError(
@@ -43,6 +58,10 @@ class InputContext(NamedTuple):
 
 class ValueContext(NamedTuple):
     """The replica a value function makes a value for.
+
+    Args:
+        replica_id_in_sync_group: the number of the replica.
+        num_replicas_in_sync: the number of replicas of all processes.
 
     >>> ValueContext(1, 4).replica_id_in_sync_group
     1

@@ -38,6 +38,12 @@ class ReplicaContext:
 
     All replicas must make the same calls in the same order. If some do not, an error names them.
 
+    Args:
+        strategy: the strategy that runs the replica, and makes its context.
+        replica: the number of the replica in this process.
+        device: its device.
+        rendezvous: where replicas meet.
+
     >>> import crossdevice as cd
     >>> strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
     >>> def step():
@@ -96,8 +102,23 @@ class ReplicaContext:
         differentiates SUM and MEAN: in the backward passes of replicas, gradients are all-reduced.
 
         Args:
+            reduce_op: the operation, as in `CrossDeviceOps.reduce`.
+            value: an array or a tree of arrays.
             options: also carries `timeout_seconds`, how long to wait for the other replicas.
             experimental_hints: the older name of `options`.
+
+        Returns:
+            The result, on the replica's device.
+
+        Raises:
+            ReplicaError: replicas make different calls, or some have ended.
+            DeadlineError: a replica did not come in time.
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            OptionError: an option or a weight is outside its range.
+            ConversionError: something cannot be read as an array.
         """
         op, chosen = ReduceOp(reduce_op), as_options(either(options, experimental_hints))
 
@@ -107,7 +128,23 @@ class ReplicaContext:
         return self._collective("all_reduce", (op.name,), value, call, chosen)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Concatenates the arrays or trees of all replicas along `axis`; sizes along `axis` may differ."""
+        """Concatenates the arrays or trees of all replicas along `axis`; sizes along `axis` may differ.
+
+        Args:
+            value: an array or a tree of arrays.
+            axis: the axis along which arrays are concatenated.
+            options: `timeout_seconds`, how long to wait for the other replicas.
+
+        Returns:
+            The whole array or tree, on the replica's device.
+
+        Raises:
+            ReplicaError: replicas make different calls, or some have ended.
+            DeadlineError: a replica did not come in time.
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            ConversionError: something cannot be read as an array.
+        """
         chosen = as_options(options)
 
         def call(whole: PerReplica) -> Any:
@@ -125,6 +162,25 @@ class ReplicaContext:
         """Combines an array or tree with those of all other replicas; each gets its own part along `axis`.
 
         Parts are as equal as possible, the longer ones first. `all_gather` of them is an all-reduce.
+
+        Args:
+            reduce_op: the operation, as in `CrossDeviceOps.reduce`.
+            value: an array or a tree of arrays.
+            axis: the axis along which the result is split.
+            options: precision, and `timeout_seconds`, how long to wait for the other replicas.
+
+        Returns:
+            This replica's slice of the result.
+
+        Raises:
+            ReplicaError: replicas make different calls, or some have ended.
+            DeadlineError: a replica did not come in time.
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            OptionError: an option or a weight is outside its range.
+            ConversionError: something cannot be read as an array.
         """
         op, chosen = ReduceOp(reduce_op), as_options(options)
 
@@ -134,7 +190,23 @@ class ReplicaContext:
         return self._collective("reduce_scatter", (op.name, f"axis={axis}"), value, call, chosen)
 
     def all_to_all(self, value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
-        """Cuts an array or tree along `axis` into a part for each replica; each gets its parts, in order."""
+        """Splits an array or tree along `axis`; part `i` goes to replica `i`.
+
+        Args:
+            value: an array or a tree of arrays.
+            axis: the axis along which arrays are split and joined.
+            options: `timeout_seconds`, how long to wait for the other replicas.
+
+        Returns:
+            The parts this replica received, joined in replica order.
+
+        Raises:
+            ReplicaError: replicas make different calls, or some have ended.
+            DeadlineError: a replica did not come in time.
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            ConversionError: something cannot be read as an array.
+        """
         chosen = as_options(options)
 
         def call(whole: PerReplica) -> Any:
@@ -148,6 +220,18 @@ class ReplicaContext:
         """Calls `merge_fn(strategy, ...)` once for all replicas, in the cross-replica context.
 
         It gets the arguments of all replicas as PerReplica. Each replica gets its component of the result.
+
+        Args:
+            merge_fn: called with the strategy, `args` and `kwargs`.
+            args: arguments, of each replica its own.
+            kwargs: keyword arguments, likewise.
+
+        Returns:
+            This replica's component of what `merge_fn` returned.
+
+        Raises:
+            ReplicaError: replicas make different calls, or some have ended.
+            DeadlineError: a replica did not come in time.
         """
         devices = self._strategy.extended.worker_devices
 

@@ -100,6 +100,12 @@ class ReadsAsArray(DelegatesToArray):
 class _MadeInScope(type):
     """Has the strategy that was entered make the variable, as TensorFlow's variables do."""
 
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The signature of the constructor, which tools would look for in `__call__`."""
+        signature = inspect.signature(cls.__init__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         strategy = RUNNING_CODE.get().strategy
         if cls is not Variable or strategy is None or kwargs.get("device") is not None:
@@ -121,7 +127,18 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
 
     Args:
         initial_value: an array, a number, a list of numbers, or a function that makes one of them.
+        trainable: True, False, or None for what the synchronization implies.
+        name: the name of the variable.
+        dtype: the dtype of the variable; that of the initial value if None.
+        synchronization: when copies are brought together, as in `Strategy.create_variable`.
+        aggregation: how values that replicas write are combined, as in `Strategy.create_variable`.
         shape: what the shape of the initial value must be.
+        device: where the variable is. None is the current strategy's devices, or `cpu:0` outside of one.
+
+    Raises:
+        ConversionError: the initial value cannot be read as an array.
+        ShapeMismatchError: it has another shape.
+        DeviceError: a device name cannot be read, or there is no such device.
 
     >>> counter = Variable(1.0, device="cpu:2", name="counter")
     >>> float(counter.assign_add(2.0) * 2), counter.device
@@ -177,8 +194,17 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
         """Replaces the value; the shape and the dtype stay.
 
         Args:
-            use_locking: TensorFlow's, as `name`: they change nothing.
+            value: an array or a number.
+            use_locking: as in TensorFlow; it changes nothing.
+            name: as in TensorFlow; it changes nothing.
             read_value: False returns None.
+
+        Returns:
+            The variable; None if `read_value` is False.
+
+        Raises:
+            ShapeMismatchError: the value has another shape.
+            ConversionError: the value cannot be read as an array.
         """
         self.store(backend_of_variable(self._value).copy(self._converted(value), self.device))
         return self if read_value else None
@@ -190,7 +216,21 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
         name: str | None = None,  # noqa: ARG002
         read_value: bool = True,
     ) -> Variable | Any:
-        """Adds to the value."""
+        """Adds to the value.
+
+        Args:
+            delta: what is added.
+            use_locking: as in `assign`.
+            name: as in `assign`.
+            read_value: False returns None.
+
+        Returns:
+            The variable; None if `read_value` is False.
+
+        Raises:
+            ShapeMismatchError: the value has another shape.
+            ConversionError: the value cannot be read as an array.
+        """
         self.store(self.computed(operator.add, self._converted(delta)))
         return self if read_value else None
 
@@ -201,7 +241,21 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
         name: str | None = None,  # noqa: ARG002
         read_value: bool = True,
     ) -> Variable | Any:
-        """Subtracts from the value."""
+        """Subtracts from the value.
+
+        Args:
+            delta: what is subtracted.
+            use_locking: as in `assign`.
+            name: as in `assign`.
+            read_value: False returns None.
+
+        Returns:
+            The variable; None if `read_value` is False.
+
+        Raises:
+            ShapeMismatchError: the value has another shape.
+            ConversionError: the value cannot be read as an array.
+        """
         self.store(self.computed(operator.sub, self._converted(delta)))
         return self if read_value else None
 

@@ -34,6 +34,10 @@ class MirroredVariable(DistributedVariable, Mirrored):
     Outside of replica functions, a write goes to every copy. In one, the aggregation decides: SUM and MEAN
     write what the replicas' values add up to, ONLY_FIRST_REPLICA writes replica 0's value everywhere, and
     NONE lets each replica write its own copy, after which the copies may differ.
+
+    Args:
+        strategy: the strategy that makes it, by `create_variable`.
+        copies: the variable of each replica.
     """
 
     def operand(self) -> Any:
@@ -84,6 +88,10 @@ class SyncOnReadVariable(DistributedVariable):
 
     Right for counters and metrics: writes cost no communication. The aggregation says what a read is:
     SUM or MEAN of the copies, or the first one.
+
+    Args:
+        strategy: the strategy that makes it, by `create_variable`.
+        copies: the variable of each replica.
     """
 
     def operand(self) -> Any:

@@ -24,6 +24,9 @@ class BackendOptions(Backend.Options):
             None: as CROSSDEVICE_PRECISION says, else `"accurate"`.
         timeout: the deadline of each collective; None: CROSSDEVICE_TIMEOUT_SECONDS, else the group's own.
 
+    Raises:
+        OptionError: the precision is unknown.
+
     >>> BackendOptions(precision="exact").precision
     'exact'
     """

@@ -231,9 +231,12 @@ def _idle_among(blocks: Sequence[_Block]) -> list[_Block]:
 
 
 def release_memory() -> int:
-    """Gives memory that was kept for the next results back to the system; returns how many bytes.
+    """Gives memory that was kept for the next results back to the system.
 
     What has not been used for some seconds is given back without being asked.
+
+    Returns:
+        The number of bytes.
 
     >>> release_memory() >= 0
     True
@@ -242,16 +245,25 @@ def release_memory() -> int:
 
 
 def set_pool_bytes(limit_bytes: int | None) -> None:
-    """Sets how much memory may wait for the next results; 0 keeps none.
+    """Sets how much memory may wait for the next results.
 
-    None goes back to the variable CROSSDEVICE_POOL_BYTES or, if that is not set, to a quarter of the memory
-    that the machine or container has, shared evenly among the processes that the launcher started on it.
+    Args:
+        limit_bytes: a number of bytes; 0 keeps none. None goes back to the variable CROSSDEVICE_POOL_BYTES
+            or, if that is not set, to a quarter of the memory that the machine or container has, shared
+            evenly among the processes that the launcher started on it.
+
+    Raises:
+        OptionError: the number is outside its range.
     """
     result_pool.set_limit(limit_bytes)
 
 
 def pool_bytes() -> int:
-    """Returns the number of bytes the pool may keep idle."""
+    """Returns the number of bytes that the pool may keep idle for the next results.
+
+    Returns:
+        A number of bytes.
+    """
     return result_pool.limit_bytes
 
 

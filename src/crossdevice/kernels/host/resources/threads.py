@@ -23,6 +23,9 @@ def num_threads() -> int:
     What `set_num_threads` set; else what the variable CROSSDEVICE_NUM_THREADS says; else the processors
     this process may run on, shared evenly with the other processes that the launcher started here.
 
+    Returns:
+        A number of 1 or more.
+
     >>> num_threads() >= 1
     True
     """
@@ -34,7 +37,14 @@ def num_threads() -> int:
 
 
 def set_num_threads(number: int | None) -> None:
-    """Sets how many threads a large pass may use; None goes back to the variable or the machine."""
+    """Sets how many threads a large pass may use.
+
+    Args:
+        number: 1 or more; None goes back to the variable CROSSDEVICE_NUM_THREADS, or to the machine.
+
+    Raises:
+        OptionError: the number is outside its range.
+    """
     global _num_threads
     _num_threads = None if number is None else _checked(number, "the number of threads")
 
