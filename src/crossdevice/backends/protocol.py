@@ -115,15 +115,15 @@ class Backend(abc.ABC):
         return False
 
     def is_contiguous(self, array: Array) -> bool:  # noqa: ARG002
-        """Whether `host_view` of a host array is a view: its elements are one after the other."""
+        """Returns True if `host_view` of a host array is a view: its elements are one after the other."""
         return True
 
     def may_be_written(self, arrays: tuple[Array, ...]) -> bool:  # noqa: ARG002
-        """Whether known arrays, with signatures of arrays that were written to, may be written to now."""
+        """Returns True if arrays whose signatures are those of written arrays may be written to now."""
         return True
 
     def pointers_to(self, arrays: tuple[Array, ...]) -> tuple[Array, ...] | NDArray[np.int64] | None:  # noqa: ARG002
-        """Where kernels find the addresses of arrays for which `are_flat` holds; None if they cannot.
+        """Finds the addresses of arrays for which `are_flat` holds, for kernels; None if it cannot.
 
         That is a tuple of ndarrays, or the addresses of what looks like one in memory.
         """

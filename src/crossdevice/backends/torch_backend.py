@@ -95,11 +95,11 @@ class TorchBackend(NcclBackend):
         return type(array), array.dtype, array.shape, array.device, array.layout, strides
 
     def are_flat(self, arrays: Sequence[torch.Tensor]) -> bool:
-        """What a signature says of each: contiguous, on the host."""
+        """Reads from each signature that the array is contiguous and on the host."""
         return all(array.layout == torch.strided and array.is_contiguous() for array in arrays)
 
     def may_be_written(self, arrays: tuple[torch.Tensor, ...]) -> bool:
-        """What was made for inference, which no signature says, is written in inference mode only."""
+        """Allows writing to inference tensors in inference mode only; signatures do not tell them apart."""
         return not any(map(torch.Tensor.is_inference, arrays)) or torch.is_inference_mode_enabled()
 
     def pointers_to(self, arrays: tuple[torch.Tensor, ...]) -> NDArray[np.int64] | None:

@@ -76,7 +76,7 @@ class Accumulator:
 
     @property
     def count(self) -> int:
-        """How many trees were added."""
+        """The number of trees that were added."""
         return self._count
 
     def add(self, tree: Any, weight: float = 1.0) -> None:

@@ -206,7 +206,7 @@ def _check_options(paths: Any, precision: str, dtype: str | None, integers: str,
 def _tensors(
     files: Sequence[ModelFile], factors: Sequence[float], dtype: str | None, keys: Keys
 ) -> Iterator[_Tensor]:
-    """What is in the result, in the order of the first file that has it; every check."""
+    """Lists the tensors of the result, in the order of the first file that has each; checks all of them."""
     everything = dict.fromkeys(name for file in files for name in file.tensors)
     _check_names(files, everything, keys)
     names = [f"file {number} ({file.path})" for number, file in enumerate(files)]

@@ -32,7 +32,7 @@ what came first, or the largest."""
 
 
 class Leaf(NamedTuple):
-    """What all arrays of one place have in common."""
+    """Shape and dtype of all arrays of one place in the tree."""
 
     backend: Backend
     dtype: str
@@ -82,7 +82,7 @@ class LeafTotal:
             self._keep(other.kept)
 
     def divisor(self, path: str) -> Fraction:
-        """What a mean is divided by."""
+        """The divisor of a mean."""
         weight = self.weight
         if weight <= 0:
             raise OptionError(
@@ -99,7 +99,7 @@ class LeafTotal:
 
 
 def num_parts(leaf: Leaf, precision: Precision, integers: Integers) -> int:
-    """How many float64 are kept for each element of a leaf; 0 for integers of which there is no sum."""
+    """Returns the number of float64 kept for each element of a leaf; 0 for integers that are not summed."""
     part = dtype_named(PARTS.get(leaf.dtype, leaf.dtype))
     return 0 if part.kind in "iub" and integers != "mean" else NUM_PARTS[sum_family(part, precision)]
 

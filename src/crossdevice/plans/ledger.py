@@ -19,7 +19,7 @@ from crossdevice.values.device import Device
 
 
 class Holding(NamedTuple):
-    """What a buffer is known to hold: a range, the replicas that count in it, and if it is a result."""
+    """Known contents of a buffer: a range, the replicas that count in it, and if it is a result."""
 
     start: int
     stop: int

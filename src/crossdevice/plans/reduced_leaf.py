@@ -34,7 +34,7 @@ class ReducedLeaf(NamedTuple):
         return self.partial or self.dtype
 
     def num_arrays(self, rank: int) -> int:
-        """How many arrays of a rank travel."""
+        """The number of a rank's arrays that travel."""
         return self.counts[rank] if self.partial is None else 1
 
     def inputs(self, rank: int) -> list[Buffer]:
@@ -45,7 +45,7 @@ class ReducedLeaf(NamedTuple):
         ]
 
     def contributions(self, rank: int) -> list[Buffer]:
-        """What a rank has for those who combine: the arrays of its replicas, or its partial."""
+        """Lists what a rank sends to those who combine: the arrays of its replicas, or its partial."""
         if self.partial is None:
             return self.inputs(rank)
         return [Buffer("partial", rank, self.number, 0, self.partial, self.length)]

@@ -32,7 +32,7 @@ class Made(NamedTuple):
 
 
 class Meaning(NamedTuple):
-    """What a collective does: the results of each rank, and what those of a place are made of."""
+    """Definition of a collective: the results of each rank, and what those of a place are made of."""
 
     results: Sequence[Sequence[Place]]
     made: Callable[[Place], Sequence[Made]]

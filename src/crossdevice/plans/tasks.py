@@ -86,7 +86,7 @@ class Task(NamedTuple):
 
     @property
     def is_copy(self) -> bool:
-        """Whether elements stay as they are: a fast sum of several has the same recipe."""
+        """True if elements stay as they are: a fast sum of several has the same recipe."""
         return self.recipe == COPYING and len(self.inputs) == 1
 
     def narrowed(self, start: int, stop: int) -> Task:
@@ -133,7 +133,7 @@ class TaskPlan:
 
     @functools.cached_property
     def are_combined_by_all(self) -> bool:
-        """Whether results stay with those who make them."""
+        """True if results stay with those who make them."""
         return all(ref.buffer.rank == task.worker for task in self.results for ref in task.outputs)
 
     def brought(self) -> dict[tuple[int, int], tuple[Ref, ...]]:
@@ -159,7 +159,7 @@ class TaskPlan:
 
     @property
     def travelling(self) -> str:
-        """What tasks read of other ranks, for people."""
+        """Describes what tasks read of other ranks."""
         dtypes = dict.fromkeys(buffer.dtype for buffer in self.partials)
         return f"one partial result in {' or '.join(dtypes)}" if dtypes else "its arrays"
 
@@ -171,7 +171,7 @@ class TaskPlan:
             yield f"and {len(tasks) - most} more of rank {worker}"
 
     def bytes_sent(self, rank: int, hosts: Sequence[Sequence[int]] | None = None) -> int:
-        """What a rank sends to all others, counted from the tasks; whoever passes bytes on is not counted.
+        """Counts the bytes a rank sends to all others, from the tasks; bytes passed on are not counted.
 
         With the ranks of each of several `hosts`, what leaves its own: the same goes to a host once.
         """
@@ -196,7 +196,7 @@ def _listed(refs: Sequence[Ref]) -> str:
 
 
 def shard_edges(num_elements: int, num_shards: int) -> list[int]:
-    """Where shards of nearly equal length begin and end, on whole cache lines of any dtype.
+    """Splits a length into shards of nearly equal length, on whole cache lines of any dtype.
 
     >>> shard_edges(200, 3)
     [0, 128, 192, 200]
@@ -326,7 +326,7 @@ def _line_bytes(refs: Iterable[Ref]) -> dict[int, int]:
 def _shares(
     size: int, tasks: Sequence[Task], reads: Sequence[Sequence[Ref]], window_bytes: int
 ) -> dict[int, int]:
-    """How much of each rank's window one worker may fill in a round: less, if others want other ranges."""
+    """Divides each rank's window among workers: how much one may fill in a round."""
     wanted: collections.Counter[int] = collections.Counter()
     readers: dict[int, set[int]] = collections.defaultdict(set)
     for task, refs in zip(tasks, reads, strict=True):

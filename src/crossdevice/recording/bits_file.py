@@ -24,7 +24,7 @@ HEADER, DEFINITION, EVENT = b"H", b"D", b"E"
 
 
 class Kind(NamedTuple):
-    """What events of one kind have in common: written once, and named by its number from then on."""
+    """Common part of events of one kind: written once, and named by its number from then on."""
 
     name: str
     rank: int
@@ -77,7 +77,7 @@ class BitsWriter:
 
 
 class BitsFile(NamedTuple):
-    """What a file holds."""
+    """Contents of a file."""
 
     path: Path
     header: Header

@@ -54,7 +54,7 @@ class Parting(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What two runs have in common, and where they part."""
+    """The events that two runs have in common, and the place where they part."""
 
     num_same: int
     """Events that are the same: on the rank that parts first those before, or all if none parts."""
@@ -111,7 +111,7 @@ def compare(first: Run, second: Run) -> Comparison:
 
 
 def _num_replicas(run: Run) -> set[tuple[int, str, tuple[int, ...]]]:
-    """How many replicas each call's leaves have, where they first appear."""
+    """Counts the replicas of each call's leaves, where they first appear."""
     return {
         (rank, moment.name, tuple(sorted({len(found) for found in moment.inputs.values()})))
         for rank, moments in run.ranks.items()

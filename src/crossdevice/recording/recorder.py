@@ -99,7 +99,7 @@ def record_from_environment() -> None:
 
 
 def is_recording() -> bool:
-    """Whether `mark_bits` writes anything."""
+    """Returns True if `mark_bits` writes anything."""
     return _recorder is not None
 
 
@@ -174,7 +174,7 @@ _started: weakref.WeakKeyDictionary[Pending, tuple[str, int, Leaves]] = weakref.
 
 
 class _Inside(threading.local):
-    """Whether this thread is in a call that is recorded: calls that it makes are part of it."""
+    """Mark of a thread inside a recorded call, so that calls it makes count as part of it."""
 
     is_inside = False
 
@@ -214,7 +214,10 @@ def _with_subclasses(kind: type) -> list[type]:
 
 
 def _is_seen() -> bool:
-    """Whether a call of this thread is to be recorded: one of the program's own, not a part of another."""
+    """Returns True if a call of this thread is to be recorded.
+
+    One of the program's own, not a part of another.
+    """
     return _recorder is not None and not _inside.is_inside and not is_background_thread()
 
 

@@ -193,7 +193,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is not as it was, in words; versions are named beside it."""
+    """Describes what has changed between two results; versions are named beside it."""
     if before["sizes"] != now["sizes"]:
         raise OptionError(
             f"the file has {before['sizes'][1]} elements on {before['sizes'][0]} processes, and this run "

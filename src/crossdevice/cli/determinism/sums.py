@@ -19,7 +19,7 @@ CHANGES = ("message size", "bucket size", "permutation", "algorithm")
 
 
 class Sizes(NamedTuple):
-    """How many ranks there are, and how many elements are added in each way."""
+    """The number of ranks, and of elements that are added in each way."""
 
     ranks: int
     elements: int
@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
 
 
 class Sums(Protocol):
-    """What is looked at: adds float32 arrays of all ranks."""
+    """A way to add float32 arrays of all ranks."""
 
     def all_reduce(self, values_of: ValuesOf) -> Array:
         """The sum."""

@@ -25,7 +25,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 class TensorSpec(NamedTuple):
-    """What is known of a tensor without reading it."""
+    """Name, dtype, shape and place of a tensor that has not been read."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ def _text_of(shape: Sequence[Any]) -> str:
 
 
 class FileState(NamedTuple):
-    """What tells whether the same file has been written to."""
+    """State of a file; it changes when the file is written to."""
 
     identity: tuple[int, int]
     num_bytes: int
@@ -101,7 +101,7 @@ class ModelFile(abc.ABC):
         """Says that these elements are needed soon."""
 
     def is_before(self, name: str, other: str) -> bool:  # noqa: ARG002 - only where it is known
-        """Whether the elements of a tensor go on with those of another one, of the same dtype."""
+        """Returns True if a tensor's elements follow those of another one in the file, in the same dtype."""
         return False
 
     @abc.abstractmethod
@@ -136,7 +136,7 @@ def opened(model: AnyModel) -> Iterator[AnyModel]:
 
 
 class ModelWriter(NamedTuple):
-    """What takes the elements of a new file."""
+    """A file that takes the elements of a new model."""
 
     write: Callable[[str, int, NDArray[Any]], None]
     """Called with the name of a tensor, the number of the first element, and elements."""

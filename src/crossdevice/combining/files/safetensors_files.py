@@ -155,7 +155,7 @@ def written_safetensors(
 
 
 def _is_metadata(found: Any) -> bool:
-    """Whether it is what the format allows: strings by strings."""
+    """Returns True for what the format allows: strings by strings."""
     return isinstance(found, dict) and all(
         isinstance(key, str) and isinstance(value, str) for key, value in found.items()
     )

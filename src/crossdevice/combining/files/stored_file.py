@@ -117,7 +117,7 @@ class StoredFile(ModelFile):
 
 
 def _is_in_memory(descriptor: int, place: int) -> bool:
-    """Whether a byte of a file can be read without waiting: advice on what can takes time, for nothing."""
+    """Returns True if a byte of a file can be read without waiting: advice is of no use then."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     try:

@@ -121,7 +121,7 @@ class TorchFile(StoredFile):
 
 
 def _mappings_of(path: Path, number: int) -> list[tuple[int, int, int]]:
-    """Where a file is mapped into memory: start, stop and the place in the file; nothing if nobody says."""
+    """Finds where a file is mapped into memory: start, stop and the place in the file; none if unknown."""
     found = []
     with contextlib.suppress(OSError), open("/proc/self/maps") as lines:
         for line in lines:
@@ -159,7 +159,7 @@ def _collect(node: Any, prefix: str, found: dict[str, torch.Tensor]) -> None:
 
 
 def _entries(node: Any) -> Iterable[tuple[Any, Any]]:
-    """What a container holds, by key or number; of anything else nothing."""
+    """Lists the entries of a container, by key or number; none for anything else."""
     if isinstance(node, Mapping):
         return node.items()
     return enumerate(node) if isinstance(node, (list, tuple)) else ()

@@ -101,7 +101,7 @@ class Description:
 
 
 class Agreed(NamedTuple):
-    """What one rank knows of a kind of call: the replicas each rank has of each leaf.
+    """The number of replicas that each rank has of each leaf, for one kind of call.
 
     The signature is equal on ranks that know the same: ranks that bring other numbers than at the time
     they compared them do not take each other's bytes.
@@ -197,7 +197,7 @@ def _difference(descriptions: Sequence[Description], members: Sequence[str], num
 def _questions(
     descriptions: Sequence[Description],
 ) -> Iterator[tuple[str, type[MismatchError], list[str], str]]:
-    """What is asked about calls, the largest differences first: a verb, the error, the answers, a place."""
+    """Lists what ranks compare, the largest differences first: a verb, the error, the answers, a place."""
     yield "calls", MismatchError, [each.operation for each in descriptions], ""
     yield "has", StructureMismatchError, [_values_text(len(each.structures)) for each in descriptions], ""
     for entry, structures in enumerate(zip(*(each.structures for each in descriptions), strict=True)):

@@ -65,7 +65,7 @@ def exchanged_parts(
 
 
 def _description(moves: Sequence[AllToAll]) -> Description:
-    """What ranks compare: lengths along the axis are each rank's own affair, but not their number."""
+    """Describes what ranks compare: the number of lengths, but not the lengths, which may differ."""
     gatherings = [gathering for move in moves for gathering in move.gatherings]
     paths = [leaf.path for move in moves for leaf in move.value.leaves]
     axes = " and ".join(map(str, sorted({gathering.axis for gathering in gatherings})))

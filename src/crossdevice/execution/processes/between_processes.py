@@ -135,7 +135,7 @@ class BetweenProcesses:
         return spec.adopted(flats, is_shared=False)
 
     def explained(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
-        """What `reduce` would send for one request, if every process has as many replicas as this one."""
+        """Describes what `reduce` would send, if every process has as many replicas as this one."""
         group, here = self.group, len(request.value.devices)
         (checked,) = CheckedBatch([request], op, options).leaves
         specs = [leaf.spec for leaf in checked if isinstance(leaf, Dense)]
@@ -375,7 +375,7 @@ class BetweenProcesses:
 
 
 def _place(leaf: Leaf, entry: int, requests: Sequence[Request]) -> str:
-    """How an error names a leaf: by its path, and by its entry if there are several."""
+    """Names a leaf in an error: by its path, and by its entry if there are several."""
     if len(requests) == 1:
         return leaf.path
     return f"{leaf.path} of entry {entry}" if leaf.path else f"entry {entry}"

@@ -131,7 +131,7 @@ class Choice(NamedTuple):
 
     @property
     def is_on_host(self) -> bool:
-        """Whether arrays go through the host as its own do."""
+        """True if arrays are on the host, or go through it."""
         return TRANSPORTS[self.name].is_on_host
 
 
@@ -197,7 +197,7 @@ def parts_of(batch: ReducedBatch) -> list[Part]:
 
 
 def courses_of(parts: Sequence[Part]) -> list[Course]:
-    """What this rank would do, as ranks compare it."""
+    """Describes what this rank would do, as ranks compare it."""
     return [Course(part.transport, part.leaves, part.prepared.plans) for part in parts]
 
 

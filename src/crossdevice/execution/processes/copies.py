@@ -223,7 +223,7 @@ class Copies:
 def _lengths_of(
     peer: int, leaves: Sequence[LeafRows], record: bytes, members: Sequence[str]
 ) -> tuple[bool, list[NDArray[np.int64]]]:
-    """Whether a peer's rows are on a GPU, and for each leaf the lengths of the parts of its replicas."""
+    """Reads if a peer's rows are on a GPU, and for each leaf the lengths of its replicas' parts."""
     expected = 8 * (1 + sum(leaf.counts[peer] * sum(leaf.counts) for leaf in leaves))
     if len(record) != expected:
         raise ProcessGroupError(

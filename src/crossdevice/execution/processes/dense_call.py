@@ -71,7 +71,7 @@ class DenseCall:
         prepare: Callable[[list[Part]], Callable[..., Answer]],
         *args: Any,
     ) -> Answer:
-        """What `work(call, *args)` does in the group's next call: the one of `works` for these ranks.
+        """Makes the group's next call: `work(call, *args)`, with the one of `works` for these ranks.
 
         It is prepared in the first such call, and ranks are asked only if they have to be.
         """

@@ -135,7 +135,7 @@ class HostReduction:
         return run
 
     def explained(self) -> Iterator[str]:
-        """What this process does for each pack, and the first of its tasks."""
+        """Describes what this process does for each pack, and its first tasks."""
         for number, (leaves, program) in enumerate(self._packs):
             dtype = leaves[0].dtype
             yield f"pack {number} ({len(leaves)} values of {dtype}): {program.explained()}"

@@ -93,7 +93,7 @@ class PeerAddresses:
             mapped.close()
 
     def _announced(self, own: Sequence[int]) -> tuple[bytes, bytes]:
-        """What stands for the own arrays, and what others need to find them."""
+        """Describes the own arrays, and what others need to find them."""
         # An address that was freed and used again is in another allocation.
         key = (*own, *map(self._memory.allocation_of, own))
         known = self._own.get(key)

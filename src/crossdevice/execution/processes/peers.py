@@ -28,7 +28,7 @@ NO_GPU, NO_PEER, PEER = b"0", b"1", b"2"
 
 
 class Peers:
-    """What a group has found out: why its ranks do not reach each other's GPU memory, or how they do."""
+    """The ways in which ranks reach each other's GPU memory, or the reason they do not."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ _peers: weakref.WeakKeyDictionary[ProcessGroup, Peers] = weakref.WeakKeyDictiona
 
 
 def known_peers(group: ProcessGroup) -> Peers | None:
-    """What a group has found out; None if it has not been asked."""
+    """Returns what a group has found out; None if it has not been asked."""
     return _peers.get(group)
 
 
@@ -152,7 +152,7 @@ def offered_gpu(arrays: Sequence[Any], group: ProcessGroup) -> Device | None:
 
 
 def are_reached(call: GroupCall, gpu: Device | None, are_offered: Sequence[bool]) -> bool:
-    """Whether ranks copy from each other's GPU memory, once it is known which of them offer theirs."""
+    """Returns True if ranks copy from each other's GPU memory, given which of them offer theirs."""
     if not all(are_offered):
         return False
     find_peers(call, gpu)
@@ -165,7 +165,7 @@ _probes: list[object] = []
 
 
 def _own_record(gpu: Device | None) -> tuple[str, bytes | None]:
-    """Why this process takes no part, or what others need to find its probe."""
+    """Describes this process to others: how to find its probe, or the reason it takes no part."""
     wish = os.environ.get(PEER_MEMORY_VARIABLE, "1")
     if wish == "0":
         return f"has {PEER_MEMORY_VARIABLE}=0", None

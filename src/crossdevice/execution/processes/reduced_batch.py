@@ -111,7 +111,7 @@ class ReducedBatch:
 
     @functools.cached_property
     def devices(self) -> tuple[Device, ...]:
-        """Where the arrays of this process are."""
+        """The devices of this process's arrays."""
         return tuple(dict.fromkeys(device for spec in self.specs for device in spec.devices))
 
     @property
@@ -125,7 +125,7 @@ class ReducedBatch:
         return [self._leaf(number) for number in range(len(self.specs))]
 
     def wanted(self, number: int) -> Wanted:
-        """What the choice of a transport for a leaf depends on."""
+        """Describes a leaf as the choice of its transport sees it."""
         parts = None if self.parts is None else self.parts[number]
         counts = self.counts[number]
         return Wanted(self.specs[number], self.op, self.options, self.group, counts, self.is_weighted, parts)
@@ -187,7 +187,7 @@ class ReducedBatch:
         return (self.op, self.is_weighted) if own is None else (own, False)
 
     def _recipe(self, number: int) -> Recipe:
-        """What the results of a leaf are to be, as in one process."""
+        """Returns the recipe of a leaf's results, as in one process."""
         op, is_weighted = self._op_of(number)
         return recipe_for(op, self.options, sum(self.counts[number]), is_weighted)
 

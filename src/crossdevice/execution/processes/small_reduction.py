@@ -53,7 +53,7 @@ class SmallReduction:
 
     @property
     def is_in_shared_memory(self) -> bool:
-        """Whether arrays are shown in shared memory."""
+        """True if arrays are shown in shared memory."""
         return self._shared is not None
 
     def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:

@@ -19,7 +19,7 @@ DIGEST_BYTES = 16
 
 
 class Course(NamedTuple):
-    """What one rank would do for some leaves of a call."""
+    """One rank's choice of transports and tasks for some leaves of a call."""
 
     transport: str
     leaves: Sequence[int]
@@ -112,7 +112,7 @@ def _texts_of_pairs(courses: Sequence[Course], rank: int) -> list[list[str]]:
 
 
 def _texts_of(task: Task, rank: int | None) -> dict[int, str]:
-    """What a task reads and writes of each rank, or of one."""
+    """Writes down what a task reads and writes of each rank, or of one."""
     inputs, outputs = map(_texts_by_rank, (task.inputs, task.outputs))
     ranks = {**inputs, **outputs} if rank is None else {rank: ()} if rank in inputs or rank in outputs else {}
     return {

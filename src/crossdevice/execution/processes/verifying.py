@@ -60,7 +60,7 @@ class Exchanged(NamedTuple):
 
 
 class Verification:
-    """What one call of this rank has sent, received and found wrong."""
+    """Record of one call of this rank: bytes sent, bytes received, and what was wrong."""
 
     def __init__(self, call: GroupCall) -> None:
         self._call = call
@@ -128,7 +128,7 @@ class Verification:
         return bool((total != _checksum(result.view(unsigned))).any())
 
     def _computed_again(self, leaf: ReducedLeaf, views: Sequence[Flat], weights: Weights | None) -> Flat:
-        """What the reference makes of some elements of all ranks."""
+        """Computes some elements of all ranks again, by the reference."""
         travelling = dtype_named(leaf.travelling)
         own = [np.ascontiguousarray(view) for view in views]
         if leaf.partial is not None:
@@ -204,7 +204,7 @@ def _corruption(what: str, complaints: Sequence[str]) -> CorruptionError:
 
 
 def _records(call: GroupCall, record: Any) -> list[Any]:
-    """What every rank has to say; None for a record that has changed on its way."""
+    """Reads the record of every rank; None for one that has changed on its way."""
     text = json.dumps(record).encode()
     check = hashlib.blake2b(text, digest_size=CHECK_BYTES).digest()
     found = call.all_gather_uneven(check + text)
@@ -238,7 +238,7 @@ def _sampled(size: int, seed: int) -> NDArray[np.int64]:
 
 
 def _same(found: Flat, expected: Flat) -> NDArray[np.bool_]:
-    """Where bits agree; NaN is as good as any other NaN, since the reference makes other payloads."""
+    """Marks where bits agree; any two NaNs agree, since the reference makes other payloads."""
     unsigned = np.dtype(f"u{min(found.dtype.itemsize, 8)}")
     same = (found.view(unsigned) == expected.view(unsigned)).reshape(found.size, -1).all(axis=1)
     with np.errstate(all="ignore"):

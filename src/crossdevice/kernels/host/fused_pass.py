@@ -190,7 +190,7 @@ def select_kernels(name: str | None) -> None:
 
 
 def are_kernels_selected() -> bool:
-    """Whether it is settled which kernels are in use, without settling it."""
+    """Returns True if it is settled which kernels are in use; does not settle it."""
     return _kernels is not None
 
 

@@ -103,7 +103,7 @@ class _MadeInScope(type):
     @property
     def __signature__(cls) -> inspect.Signature:
         """The signature of the constructor, which tools would look for in `__call__`."""
-        signature = inspect.signature(cls.__init__)
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc] # of this very class
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ PACKED_BYTES = 64 << 10
 
 
 def are_small(leaves: Sequence[ReducedLeaf]) -> bool:
-    """Whether every rank is to combine everything; all ranks go by the one with most replicas."""
+    """Returns True if every rank is to combine everything; the rank with most replicas decides."""
     elements = sum([aligned(leaf.length) for leaf in leaves[:-1]]) + leaves[-1].length
     most = max(leaves[0].num_arrays(rank) for rank in range(len(leaves[0].counts)))
     return elements * ITEM_BYTES[leaves[0].travelling] * most <= SMALL_BYTES
@@ -216,12 +216,12 @@ class Messages:
         return SmallArrays([of_ranks[self._group.rank]], [inputs], of_ranks, None)
 
     def _parts(self, made: list[Flat], come: Mapping[int, list[Flat]]) -> list[list[Flat]]:
-        """What each rank brings to all; a byte if that is nothing, so that all are heard of."""
+        """Lists what each rank sends to all; a single byte if that is nothing, so that each is heard of."""
         parts = [made if peer == self._group.rank else come[peer] for peer in range(self.plan.size)]
         return [part or [np.zeros(1, np.uint8)] for part in parts] if any(parts) else parts
 
     def _filled(self, inputs: Inputs) -> list[Flat]:
-        """What others read: ranges as they are, copied together, or partials made of them."""
+        """Fills what others read: ranges as they are, copied together, or partials made of them."""
         made, tasks = [], []
         for parcel in self._made:
             first = parcel.refs[0]

@@ -257,7 +257,7 @@ class PeerCopies:
 
 
 def _positions(batch: ReducedBatch) -> dict[tuple[str, int, int, int], int]:
-    """Where the address of each array is: in the order of ranks, of each its inputs, then its results."""
+    """Returns the position of each array's address: in the order of ranks, inputs before results."""
     places = []
     for rank in range(batch.group.size):
         for role in ("input", "result"):

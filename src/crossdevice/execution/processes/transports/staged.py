@@ -63,7 +63,7 @@ class _Windows:
 
 
 class _Own(NamedTuple):
-    """What a rank does in a round, by places in windows."""
+    """A rank's work in one round, by places in windows."""
 
     fetched: Sequence[tuple[Ref, int]]
     combined: tuple[tuple[tuple[tuple[int, int], ...], int, int], ...]
@@ -120,7 +120,7 @@ class StagedReduction:
         ]
 
     def _prepared(self, pack: Sequence[ReducedLeaf]) -> tuple[Sequence[ReducedLeaf], list[_Own], bool]:
-        """What this rank does in each round of a pack, and whether others make some of its results."""
+        """Prepares this rank's work in each round of a pack; tells if others make some of its results."""
         elements = sum([aligned(leaf.length) for leaf in pack])
         is_small = elements * ITEM_BYTES[pack[0].dtype] * sum(pack[0].counts) <= ALONE_BYTES
         plan = self._batch.plan(pack, is_small=is_small)

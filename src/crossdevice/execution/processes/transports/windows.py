@@ -50,7 +50,7 @@ def window_copies_unavailable(wanted: WantedCopies) -> str | None:
 
 
 def are_small(leaves: Sequence[ReducedLeaf]) -> bool:
-    """Whether every rank is to combine everything."""
+    """Returns True if every rank is to combine everything."""
     elements = sum([aligned(leaf.length) for leaf in leaves[:-1]]) + leaves[-1].length
     numbers = [leaves[0].num_arrays(rank) for rank in range(len(leaves[0].counts))]
     bytes_of_one = elements * ITEM_BYTES[leaves[0].travelling]
@@ -76,7 +76,7 @@ class InPlace(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing goes through windows."""
+        """True if nothing goes through windows."""
         return self.outputs is not None and all(array is not None for array in self.inputs)
 
 
@@ -90,7 +90,7 @@ class _Combined(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """What one rank does in one round, with the windows of one parity."""
+    """A rank's work in one round, with the windows of one parity."""
 
     brought: Sequence[tuple[Ref, Flat]]
     partials: Sequence[tuple[Task, Flat]]
@@ -293,7 +293,7 @@ class Windows:
 
 
 def _has_one_array_each(plan: TaskPlan) -> bool:
-    """Whether there is one leaf, of which each rank has one array that travels as it is."""
+    """Returns True if there is one leaf, of which each rank has one array that travels as it is."""
     buffers = {ref.buffer for task in plan.tasks for ref in (*task.inputs, *task.outputs)}
     return all(buffer.role != "partial" for buffer in buffers) and len(buffers) == 2 * plan.size
 

@@ -30,7 +30,7 @@ def gloo_of(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def nccl_asked_for(group: dist.ProcessGroup) -> bool:
-    """Whether the program has named NCCL beside this backend, as in "cpu:crossdevice,cuda:nccl"."""
+    """Returns True if the program has named NCCL beside this backend, as in "cpu:crossdevice,cuda:nccl"."""
     config = distributed_c10d._world.pg_backend_config.get(group, "")
     return "cuda:nccl" in str(config)
 

@@ -87,7 +87,7 @@ class DeviceWork(StartedWork):
         super().__init__(queue, run, results)
 
     def is_completed(self) -> bool:
-        """Whether the GPU has ended it, well or not."""
+        """Returns True once the GPU has ended it, well or not."""
         return super().is_completed() and (self._error is not None or self._after.query())
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:

@@ -39,7 +39,7 @@ class BackendOptions(Backend.Options):
 
     @property
     def precision(self) -> Precision:
-        """How sums are added and rounded."""
+        """The precision of sums, as given or from the environment."""
         return self.communication.precision
 
 

@@ -547,7 +547,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         self._sequence = 0
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives it has begun."""
+        """Returns the number of collectives that were begun."""
         return self._sequence
 
     def _get_backend(self, device: torch.device) -> Any:

@@ -182,7 +182,7 @@ def _write(target: Any, total: Flat) -> None:
 
 
 def _refusal(kind: Any, dtype: torch.dtype) -> ReduceOpError:
-    """What is said of an operation that a dtype does not have."""
+    """Makes the error for an operation that a dtype does not have."""
     return ReduceOpError(
         f"{str(kind).removeprefix('RedOpType.')} is not defined for {dtype}: expected SUM, PRODUCT, MIN, "
         "MAX, AVG or PREMUL_SUM for floats, SUM, PRODUCT, MIN, MAX, AVG, BAND, BOR or BXOR for integers, "

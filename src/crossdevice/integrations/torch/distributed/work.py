@@ -72,11 +72,11 @@ class EndedWork(dist.Work):
         self._results = results
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Returns True once it has ended, well or not."""
         return True
 
     def is_success(self) -> bool:
-        """Whether it has ended without an error."""
+        """Returns True if it has ended without an error."""
         return True
 
     def exception(self) -> BaseException | None:
@@ -143,11 +143,11 @@ class StartedWork(EndedWork):
             self._settle(future)
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Returns True once it has ended, well or not."""
         return self.is_ended
 
     def is_success(self) -> bool:
-        """Whether it has ended without an error."""
+        """Returns True if it has ended without an error."""
         return self.is_ended and self._error is None
 
     def exception(self) -> BaseException | None:
@@ -201,11 +201,11 @@ class SeveralWorks(EndedWork):
         self._works = works
 
     def is_completed(self) -> bool:
-        """Whether all have ended."""
+        """Returns True once all have ended."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether all have ended without an error."""
+        """Returns True if all have ended without an error."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> BaseException | None:
@@ -219,7 +219,7 @@ class SeveralWorks(EndedWork):
         return True
 
     def result(self) -> list[Any]:
-        """What all of them wrote to."""
+        """Lists the tensors that all of them wrote to."""
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> torch.futures.Future[Any]:

@@ -64,12 +64,12 @@ class Exact(Arithmetic):
         return as_double(stored, self.dtype)
 
     def _is_far_apart(self, state: State, num_inputs: Value) -> Vector:
-        """Where a column's exponents differ too much for a sum without rounding."""
+        """Marks columns whose exponents differ too much for a sum without rounding."""
         # With e the difference of exponents and p the precision, N < 2**n values have sums of e + p + n bits.
         return are_far_apart(state[1:], self.dtype, self.total_bits, num_inputs)
 
     def _is_open(self, state: State, divisor: Value, num_inputs: Value) -> Vector:
-        """Where not all numbers that the sum may be have one result."""
+        """Marks elements for which the numbers that the sum may be have several results."""
         total, largest, _ = state
         lanes, build = total.lanes, total.lanes.build
         # N additions of at most N times the largest element are wrong by half of 2**-52 each, and so are the
@@ -105,7 +105,7 @@ def with_edges(edges: State, element: Vector) -> State:
 
 
 def are_far_apart(edges: State, dtype: str, total_bits: int, num_inputs: Value) -> Vector:
-    """Where exponents differ by more than `total_bits` less the precision and the bits of num_inputs."""
+    """Marks exponents that differ by more than `total_bits` less the precision and the bits of num_inputs."""
     largest, smallest = edges
     lanes, build, precision = largest.lanes, largest.lanes.build, FORMATS[dtype].precision
     zeros = build.ctlz(num_inputs, ir.Constant(ir.IntType(1), 0))
@@ -217,7 +217,7 @@ class Enclosed(Arithmetic):
 
     @property
     def _may_overflow(self) -> bool:
-        """Whether a sum of finite elements may leave the range of float64."""
+        """Returns True if a sum of finite elements may leave the range of float64."""
         return self.dtype == "float64"
 
     def _enclosure(self, state: State, divisor: Value, num_inputs: Value) -> State:

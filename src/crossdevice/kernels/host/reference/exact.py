@@ -66,7 +66,7 @@ def decided_sum(
     dtype: np.dtype[Any],
     decide: Callable[[Floats], NDArray[Any]],
 ) -> NDArray[Any]:
-    """What is enclosed, rounded once; where that is not decided, what `decide` makes of the inputs."""
+    """Rounds what is enclosed once; where that is not decided, takes what `decide` makes of the inputs."""
     result = rounded_enclosure(enclosure, dtype)
     undecided = np.flatnonzero(~is_decided(enclosure))
     if undecided.size:
@@ -117,7 +117,7 @@ def enclosed_quotient(
 
 
 def is_decided(enclosure: Enclosure) -> Mask:
-    """Where all that is enclosed is finite and lies strictly between near and one tie beside it, or is exact.
+    """Marks where the enclosure is exact, or finite and strictly between near and one tie beside it.
 
     Then near is the rounded float64, and the sign of rest says on which side of it the number lies.
     """
@@ -216,7 +216,7 @@ def _gaussian_products(columns: NDArray[np.complex128]) -> tuple[Unbounded, Unbo
 
 
 def _zero_signs(columns: NDArray[np.complex128]) -> tuple[Mask, Mask]:
-    """Where a zero real, a zero imaginary part is -0.0: where all terms of the expanded product are negative.
+    """Marks zero real and imaginary parts that are -0.0: all terms of the expanded product are negative.
 
     1 and -1 stand for terms of one sign, 0 for terms of both. Expanding has no order, so neither do these.
     """
