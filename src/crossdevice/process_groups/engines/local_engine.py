@@ -163,6 +163,7 @@ class LocalEngine:
         """Hangs up: what is on its way ends with an error at the other end; what was sent before arrives."""
         for connection in list(self._connections.values()):
             connection.shut()
+        self._presence_of(self.rank).unlink(missing_ok=True)  # this process may form another group here
 
     def close(self) -> None:
         """Hangs up; the last one removes the notes, which others may still want to read."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
+import secrets
 import select
 import socket
 import stat
@@ -17,11 +19,12 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from crossdevice.errors import DeadlineError, OptionError
 from crossdevice.process_groups.notes.board import GRACE_SECONDS
 from crossdevice.process_groups.notes.introduction import own_name
+from crossdevice.process_groups.shared.shared_steps import start_time_of
 from crossdevice.values.disagreement import numbered
 
 logger = logging.getLogger("crossdevice")
@@ -32,18 +35,21 @@ BUFFER_BYTES = 64 << 10
 SILENT_SECONDS = 10.0
 """How long ranks are waited for before that is said."""
 
-STALE_SECONDS = 0.1
-"""For so long nobody listens at a socket whose process is gone; one that has just made it does before."""
-
 SMALLEST_PAUSE_SECONDS, LARGEST_PAUSE_SECONDS = 0.0005, 0.02
+
+CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""One that all processes of a host share."""
 
 HEADER = struct.Struct("<qq")
 """Of a frame: its tag, and how many bytes follow."""
 
-_HELLO, _REFUSED = -1, -2
+_HELLO, _READY = -1, -2
 """Tags of frames between ranks that meet; those of messages are not negative."""
 
 _HUNG_UP = select.POLLHUP | getattr(select, "POLLRDHUP", 0)
+
+_LOADED_SECONDS = time.clock_gettime(CLOCK)
+"""In place of the start of this process, where the system does not say it."""
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _turns: dict[str, int] = {}
@@ -179,7 +185,11 @@ class Meeting:
         self._key = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
         self._path = self._path_of(rank)
         self._turn = _turns.get(str(self._path), 0)
+        self._is_here = False
+        self._compare = math.inf
         self._peers: dict[int, Connection] = {}
+        self._ready: set[Connection] = set()  # the peers that have met all ranks
+        self._told_ready: set[Connection] = set()
         self._heard: list[Connection] = []  # from whom a hello has to come
         self._called: dict[int, Connection] = {}  # of these, the lower ranks
 
@@ -188,8 +198,13 @@ class Meeting:
         return self._folder / f"{self._key}.{self._turn}-{rank}"
 
     def presence_of(self, rank: int) -> Path:
-        """Returns the file that exists while a rank is in this group, with the name of its process."""
+        """Returns the file that exists while a rank is in this group, with its size and its process."""
         return self._folder / f"{self._key}.{self._turn}-{rank}.at"
+
+    @property
+    def _refusal(self) -> Path:
+        """The file that says why there is no group, to whoever comes to this meeting, and when that was."""
+        return self._folder / f"{self._key}.{self._turn}.refused"
 
     def hold(self) -> dict[int, Connection]:
         """Waits for all ranks, and returns the connections to the others."""
@@ -204,8 +219,11 @@ class Meeting:
             with self._listening() as listening:
                 self._meet(listening)
         except BaseException as error:
-            self.presence_of(self._rank).unlink(missing_ok=True)
+            self._drop_peers()
+            if self._is_here:
+                self.presence_of(self._rank).unlink(missing_ok=True)
             if isinstance(error, _RefusedError):
+                _turns[str(self._path)] = self._turn + 1
                 raise OptionError(str(error)) from None
             raise
         finally:
@@ -213,6 +231,8 @@ class Meeting:
                 connection.socket.close()
             place.release()
         _turns[str(self._path)] = self._turn + 1
+        if self._rank == 0 and self._refused_before() is not None:
+            self._refusal.unlink(missing_ok=True)
         return self._peers
 
     def _path_of(self, rank: int) -> Path:
@@ -222,44 +242,88 @@ class Meeting:
     def _listening(self) -> Iterator[socket.socket]:
         with socket.socket(socket.AF_UNIX) as listening:
             _sockets.add(listening)
-            self._bind(listening)
+            self._take_place(listening)
             try:
-                listening.listen(max(self._size, 16))
-                listening.setblocking(False)
                 yield listening
             finally:
                 self._path.unlink(missing_ok=True)
 
-    def _bind(self, listening: socket.socket) -> None:
-        """Takes the place of this rank; of a process that is gone, but not of one that is there."""
-        stale_since = time.monotonic()
-        while True:
-            try:
-                listening.bind(str(self._path))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise OptionError(f"ranks cannot meet at {self._path}: {error}") from error
-            else:
-                return
-            if (found := self._called_at(self._path)) is not None:
-                stale_since = time.monotonic()
-                self._refuse_double(found)
-            elif time.monotonic() - stale_since > STALE_SECONDS:
-                self._path.unlink(missing_ok=True)
-            time.sleep(SMALLEST_PAUSE_SECONDS)
+    def _take_place(self, listening: socket.socket) -> None:
+        """Has the socket listen where this rank is called; nobody finds it there before it does."""
+        made = self._folder / f"{secrets.token_hex(4)}.{self._rank}"
+        try:
+            listening.bind(str(made))
+            listening.listen(max(self._size, 16))
+            listening.setblocking(False)
+            while not self._has_place(made):
+                if (found := self._called_at(self._path)) is not None:
+                    self._refuse_double(found)
+                if time.monotonic() > self._end:
+                    raise DeadlineError(self._not_formed([self._rank]))
+                time.sleep(SMALLEST_PAUSE_SECONDS)
+        except OSError as error:
+            raise OptionError(f"ranks cannot meet at {self._path}: {error}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                made.unlink()
+
+    def _has_place(self, made: Path) -> bool:
+        """Gives a socket the name of this rank; takes it away from a process that is gone, one at a time."""
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            with contextlib.suppress(FileExistsError):
+                os.link(made, self._path)
+                return True
+            with socket.socket(socket.AF_UNIX) as calling:
+                calling.setblocking(False)
+                try:
+                    calling.connect(str(self._path))
+                except (ConnectionRefusedError, FileNotFoundError):
+                    self._path.unlink(missing_ok=True)
+                    os.link(made, self._path)
+                    return True
+                except BlockingIOError:
+                    pass
+            return False
+        finally:
+            os.close(folder)
 
     def _refuse_double(self, found: Connection) -> None:
         """Another process listens as this rank; it may be about to leave."""
         end = min(self._end, time.monotonic() + GRACE_SECONDS)
         with contextlib.suppress(OSError), found.socket:
             while time.monotonic() < end:
+                self._check_refused()
                 frame = found.frame()
                 if frame is not None:
-                    tag, payload = frame
-                    if tag == _REFUSED:
-                        raise _RefusedError(payload.decode())
-                    raise _RefusedError(self._double(_Hello(*json.loads(payload)).who))
+                    self._refuse(self._double(_Hello(*json.loads(frame[1])).who))
                 time.sleep(SMALLEST_PAUSE_SECONDS)
+
+    def _refuse(self, why: str) -> NoReturn:
+        """Leaves the reason for all ranks, whether they are here or come later."""
+        made = self._folder / f"{secrets.token_hex(4)}.made"
+        made.write_text(json.dumps([time.clock_gettime(CLOCK), why]))
+        made.rename(self._refusal)
+        raise _RefusedError(why)
+
+    def _check_refused(self) -> None:
+        """Raises what another rank of this meeting has found."""
+        found = self._found_refusal()
+        if found is not None and found[0] >= _start_seconds():
+            raise _RefusedError(found[1])
+
+    def _refused_before(self) -> str | None:
+        """The reason of a refusal from before this process was started: most often that of another launch."""
+        found = self._found_refusal()
+        return None if found is None or found[0] >= _start_seconds() else found[1]
+
+    def _found_refusal(self) -> tuple[float, str] | None:
+        try:
+            seconds, why = json.loads(self._refusal.read_text())
+        except FileNotFoundError:
+            return None
+        return seconds, why
 
     def _double(self, who: str) -> str:
         return (
@@ -270,39 +334,65 @@ class Meeting:
     def _meet(self, listening: socket.socket) -> None:
         self._take_turn(self._turn)
         pause, say_so = SMALLEST_PAUSE_SECONDS, time.monotonic() + SILENT_SECONDS
-        try:
-            while len(self._peers) < self._size - 1:
-                self._call_lower()
-                asked = select.poll()
-                for each in (listening, *(connection.socket for connection in self._heard)):
-                    asked.register(each, select.POLLIN)
-                asked.poll(pause * 1000)
-                self._answer(listening)
-                for connection in list(self._heard):
-                    self._hear(connection)
-                self._look_after_peers()
-                pause = min(2 * pause, LARGEST_PAUSE_SECONDS)
-                missing = [r for r in range(self._size) if r != self._rank and r not in self._peers]
-                if missing and time.monotonic() > self._end:
-                    raise DeadlineError(self._not_formed(missing))
-                if missing and time.monotonic() > say_so:
-                    say_so = self._end + 1.0
-                    logger.warning(
-                        "waiting for %s to form a group of %d", numbered("rank", missing), self._size
-                    )
-        except _RefusedError as refused:
-            self._tell(listening, str(refused).encode())
-            raise
-        except BaseException:
-            self._drop_peers()
-            raise
+        while not len(self._told_ready) == len(self._ready) == self._size - 1:
+            self._check_refused()
+            if time.monotonic() > self._compare:
+                self._check_those_present()
+            self._call_lower()
+            asked = select.poll()
+            asked.register(listening, select.POLLIN)
+            for connection in (*self._heard, *self._peers.values()):
+                if connection not in self._ready:
+                    asked.register(connection.socket, select.POLLIN)
+            asked.poll(pause * 1000)
+            self._answer(listening)
+            for connection in list(self._heard):
+                self._hear(connection)
+            self._look_after_peers()
+            pause = min(2 * pause, LARGEST_PAUSE_SECONDS)
+            missing = [r for r in range(self._size) if r != self._rank and r not in self._peers]
+            if not missing:
+                self._say_ready()
+            if time.monotonic() > self._end:
+                raise DeadlineError(self._not_formed(missing))
+            if missing and time.monotonic() > say_so:
+                say_so = self._end + 1.0
+                logger.warning("waiting for %s to form a group of %d", numbered("rank", missing), self._size)
+
+    def _say_ready(self) -> None:
+        """Tells the others that all are here. No rank is in the group before it has heard that of all.
+
+        So none is in it while another one may still find a reason against it.
+        """
+        for connection in self._peers.values():
+            if connection not in self._told_ready:
+                with contextlib.suppress(OSError):  # then it has ended, which is noticed where it is read
+                    connection.send_frame(_READY, b"")
+                self._told_ready.add(connection)
 
     def _take_turn(self, turn: int) -> None:
         """Before anybody is met, so that no note is read of a process that had this address before."""
-        self.presence_of(self._rank).unlink(missing_ok=True)
-        self._turn = turn
+        if self._is_here:
+            self.presence_of(self._rank).unlink(missing_ok=True)
+        self._turn, self._is_here = turn, False
+        self._compare = time.monotonic() + GRACE_SECONDS
+        while (found := _read_presence(self.presence_of(self._rank))) is not None and found.who != own_name():
+            self._check_refused()
+            if time.monotonic() > min(self._end, self._compare):  # before, it may be about to leave its group
+                self._refuse(self._double(found.who))
+            time.sleep(LARGEST_PAUSE_SECONDS)
+        self._is_here = True
         self.note_of(self._rank).unlink(missing_ok=True)
-        self.presence_of(self._rank).write_text(own_name())
+        self.presence_of(self._rank).write_text(f"{_own_start()} {self._size} {own_name()}")
+
+    def _check_those_present(self) -> None:
+        """Refuses what does not fit ranks that are in a group already, and so do not listen."""
+        self._compare = math.inf
+        for path in sorted(self._folder.glob(f"{self._key}.{self._turn}-*.at")):
+            found = _read_presence(path)
+            if found is not None and found.size != self._size:
+                rank = int(path.stem.rpartition("-")[2])
+                self._refuse(self._sizes_differ(rank, found.who, found.size))
 
     def _call_lower(self) -> None:
         for rank in range(self._rank):
@@ -349,22 +439,16 @@ class Meeting:
             return
         if frame is None:
             return
-        tag, payload = frame
-        if tag == _REFUSED:
-            raise _RefusedError(payload.decode())
-        hello = _Hello(*json.loads(payload))
+        hello = _Hello(*json.loads(frame[1]))
         if hello.size != self._size:
-            raise _RefusedError(
-                f"ranks disagree about how many they are (WORLD_SIZE): rank {hello.rank} ({hello.who}) says "
-                f"{hello.size}, and rank {self._rank} ({own_name()}) says {self._size}"
-            )
+            self._refuse(self._sizes_differ(hello.rank, hello.who, hello.size))
         if hello.rank == self._rank:
-            raise _RefusedError(self._double(hello.who))
+            self._refuse(self._double(hello.who))
         if hello.turn == self._turn:
             self._heard.remove(connection)
             self._called.pop(hello.rank, None)
             if hello.rank in self._peers:  # it has withdrawn meanwhile, and has come again
-                self._peers[hello.rank].socket.close()
+                self._drop(hello.rank)
             self._peers[hello.rank] = connection
             return
         if hello.turn > self._turn and hello.rank not in self._peers:  # the others have formed without us
@@ -378,59 +462,84 @@ class Meeting:
         self._called = {rank: called for rank, called in self._called.items() if called is not connection}
 
     def _look_after_peers(self) -> None:
-        """Those that have withdrawn come again; one that has refused says why."""
+        """Those that have withdrawn come again."""
+        is_lacking = len(self._peers) < self._size - 1
         for rank, connection in list(self._peers.items()):
-            try:
-                found = connection.header()
-                frame = connection.frame() if found is not None and found[0] == _REFUSED else None
-            except OSError:
-                self._peers.pop(rank).socket.close()
+            if connection in self._ready:  # what comes next is of the group
+                if is_lacking and connection.has_ended():
+                    self._drop(rank)
                 continue
-            if frame is not None:
-                raise _RefusedError(frame[1].decode())
+            try:
+                if connection.frame() is not None:
+                    self._ready.add(connection)
+            except OSError:
+                self._drop(rank)
+
+    def _drop(self, rank: int) -> None:
+        connection = self._peers.pop(rank)
+        connection.socket.close()
+        self._ready.discard(connection)
+        self._told_ready.discard(connection)
 
     def _drop_peers(self) -> None:
-        for connection in self._peers.values():
-            connection.socket.close()
-        self._peers = {}
-
-    def _tell(self, listening: socket.socket, why: bytes) -> None:
-        """Tells all that have come, and those that come soon, why there is no group."""
-        told = [*self._heard, *self._peers.values()]
-        end = min(self._end, time.monotonic() + GRACE_SECONDS)
-        while True:
-            for connection in told:
-                with contextlib.suppress(OSError):
-                    connection.send_frame(_REFUSED, why)
-            told = []
-            if time.monotonic() > end:
-                break
-            time.sleep(LARGEST_PAUSE_SECONDS)
-            with contextlib.suppress(BlockingIOError):
-                told.append(Connection(listening.accept()[0]))
-        self._drop_peers()
+        for rank in list(self._peers):
+            self._drop(rank)
 
     def _not_formed(self, missing: Sequence[int]) -> str:
         came = [rank for rank in range(self._size) if rank not in missing]
-        found = [path.read_text() for path in self._folder.glob(f"{self._key}.*-{self._rank}.at")]
-        before = next((who for who in found if who != own_name()), own_name())
-        twice = (
-            "" if before == own_name() else f"; another process, {before}, has been rank {self._rank} before"
-        )
+        at = self._folder.glob(f"{self._key}.*-{self._rank}.at")
+        names = [presence.who for path in at if (presence := _read_presence(path)) is not None]
+        before = next((who for who in names if who != own_name()), None)
+        earlier = self._refused_before()
+        twice = "" if before is None else f"; another process, {before}, has been rank {self._rank} before"
+        refused = "" if earlier is None else f"; before this process was started, others were told: {earlier}"
         return (
             f"the group of {self._size} was not formed in {self._seconds:.3g} seconds: "
-            f"{numbered('rank', missing)} did not come; {numbered('rank', came)} came{twice}. Are all "
-            "processes started, on this host, and do they agree on where they meet?"
+            f"{numbered('rank', missing or came)} did not {'come' if missing else 'answer'}; "
+            f"{numbered('rank', came)} came{twice}{refused}. Are all processes started, on this host, and do "
+            "they agree on where they meet?"
         )
+
+    def _sizes_differ(self, rank: int, who: str, size: int) -> str:
+        return (
+            f"ranks disagree about how many they are (WORLD_SIZE): rank {rank} ({who}) says {size}, and rank "
+            f"{self._rank} ({own_name()}) says {self._size}"
+        )
+
+
+class _Presence(NamedTuple):
+    """A running process that is in a group."""
+
+    size: int
+    who: str
+
+
+def _read_presence(path: Path) -> _Presence | None:
+    """Who is named in a file of presence; None if that process has ended."""
+    try:
+        start, size, who = path.read_text().split(" ", 2)
+        process = int(who.rpartition(" ")[2])
+        os.kill(process, 0)
+    except (OSError, ValueError):
+        return None
+    is_same = str(start_time_of(process)) == start
+    return _Presence(int(size), who) if is_same else None
+
+
+def _own_start() -> str:
+    """When this process was started, as `start_time_of` has it; it may not be known."""
+    return str(start_time_of(os.getpid()))
+
+
+def _start_seconds() -> float:
+    """The same in seconds of CLOCK."""
+    ticks = start_time_of(os.getpid())
+    return _LOADED_SECONDS if ticks is None else ticks / os.sysconf("SC_CLK_TCK")
 
 
 def is_present(presence: Path) -> bool:
     """True while the process named there is in the group and running."""
-    try:
-        os.kill(int(presence.read_text().rpartition(" ")[2]), 0)
-    except (OSError, ValueError):
-        return False
-    return True
+    return _read_presence(presence) is not None
 
 
 def make_private(folder: Path) -> None:

@@ -144,7 +144,55 @@ def test_two_processes_of_one_rank_are_refused_and_everybody_is_told(folder, mon
     for error in found:
         assert isinstance(error, OptionError), found
         assert "two processes call themselves rank 1 of 3" in str(error)
-    assert list(folder.iterdir()) == []
+    with pytest.raises(OptionError, match="two processes call themselves rank 1 of 3"):
+        LocalEngine(folder, 2, 3, timeout_seconds=SECONDS)
+    for engine in engines(folder, 3):  # they have a second try
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "reason"),
+    [
+        ((1, 1, 0), (3, 3, 3), "two processes call themselves rank 1 of 3"),
+        ((0, 0, 1, 2), (3, 3, 3, 3), "two processes call themselves rank 0 of 3"),
+        ((1, 2, 0), (3, 4, 3), "ranks disagree about how many they are"),
+        ((2, 3, 1, 0), (4, 5, 4, 4), "ranks disagree about how many they are"),
+    ],
+)
+def test_whoever_comes_after_the_first_two_were_refused_is_told_the_same(
+    ranks, sizes, reason, folder, monkeypatch
+):
+    monkeypatch.setattr(local_meeting, "_places", _NoLocks())
+    found = together(2, lambda n: LocalEngine(folder, ranks[n], sizes[n], timeout_seconds=SECONDS))
+    for rank, size in zip(ranks[2:], sizes[2:], strict=True):  # the others have left
+        found += together(1, lambda _, r=rank, n=size: LocalEngine(folder, r, n, timeout_seconds=SECONDS))
+    for error in found:
+        assert isinstance(error, OptionError), found
+        assert reason in str(error)
+
+
+def test_a_rank_is_in_no_group_before_all_ranks_have_met_all(folder, monkeypatch):
+    """Else a reason that one of them finds late would reach the others as a lost connection."""
+    has_met = threading.Event()
+    say_ready = local_meeting.Meeting._say_ready
+
+    def say_ready_but_rank_1(meeting):
+        if meeting._rank != 1:
+            say_ready(meeting)
+        elif not has_met.is_set():
+            has_met.set()
+
+    monkeypatch.setattr(local_meeting, "_places", _NoLocks())
+    monkeypatch.setattr(local_meeting.Meeting, "_say_ready", say_ready_but_rank_1)
+
+    def come(number):
+        if number == 3:
+            has_met.wait()
+        return LocalEngine(folder, (0, 1, 2, 1)[number], 3, timeout_seconds=SECONDS)
+
+    for error in together(4, come):
+        assert isinstance(error, OptionError)
+        assert "two processes call themselves rank 1 of 3" in str(error)
 
 
 class _NoLocks(dict):
@@ -152,6 +200,47 @@ class _NoLocks(dict):
 
     def setdefault(self, _, lock):
         return lock
+
+
+COMES = """
+import sys
+from crossdevice.errors import CrossDeviceError
+from crossdevice.process_groups.engines.local_engine import LocalEngine
+folder, rank, size = sys.argv[1], *map(int, sys.argv[2:])
+try:
+    engine = LocalEngine(__import__("pathlib").Path(folder), rank, size, timeout_seconds=60.0)
+except CrossDeviceError as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+else:
+    print("formed", flush=True)
+    sys.stdin.readline()
+    engine.close()
+"""
+
+
+@pytest.mark.more("processes")
+def test_processes_that_do_not_fit_a_group_that_is_there_are_refused_and_leave_it_whole(folder):
+    def process(rank, size):
+        command = [sys.executable, "-c", COMES, folder, str(rank), str(size)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    members = [process(0, 2), process(1, 2)]
+    assert [each.stdout.readline() for each in members] == ["formed\n"] * 2
+    notes = {path.name for path in folder.iterdir()}
+    others = [process(1, 2), process(2, 3)]
+    for other, reason in zip(others, ("themselves rank 1 of 2", "disagree about how many"), strict=True):
+        answer, _ = other.communicate()
+        assert answer.startswith("OptionError"), answer
+        assert reason in answer or "themselves rank 1 of 2" in answer
+        assert any(f"process {each.pid}" in answer for each in members)
+    assert notes <= {path.name for path in folder.iterdir()}
+    for each in members:
+        each.communicate("\n")
+    members = [process(0, 2), process(1, 2)]  # another launch, for which this is no reason
+    assert [each.stdout.readline() for each in members] == ["formed\n"] * 2
+    for each in members:
+        each.communicate("\n")
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 3, 4), (4, 3, 3)])
