@@ -26,6 +26,7 @@ import numpy as np
 from resnet50 import gradient_shapes
 
 import crossdevice as cd
+from crossdevice.values.quantities import time_text
 
 NUM_REPLICAS = 8
 SECONDS_PER_TURN = 0.02
@@ -43,7 +44,7 @@ class Row(NamedTuple):
 
     def __str__(self) -> str:
         ours = self.microseconds["bound"]
-        parts = [f"{name} {found:.4g} us" for name, found in self.microseconds.items()]
+        parts = [f"{name} {time_text(found / 1e6)}" for name, found in self.microseconds.items()]
         ratios = [
             f"{found / ours:.2f}x {name}" for name, found in self.microseconds.items() if name != "bound"
         ]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from crossdevice.choosing.by_cost import predicted_durations
 from crossdevice.costs.topology_files import read_topology
+from crossdevice.values.quantities import time_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "choosing.md"
 BEGIN, END = "<!-- begin: benchmarks/predicted_costs.py -->", "<!-- end -->"
@@ -22,14 +23,6 @@ MACHINES = ("pcie", "dgx1v", "hgx_h100")
 COUNTS = (8, 64, 1024, 16384)
 ALGORITHMS = ("one_device", "hierarchical_copy", "ring", "halving_doubling", "tree", "direct")
 ORDERED = ("ring", "tree", "halving_doubling", "hierarchical_copy")
-
-
-def time_text(seconds: float) -> str:
-    """Three digits and a unit."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
 
 
 def machine_table(precision: str) -> Iterator[str]:

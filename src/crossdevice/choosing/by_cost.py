@@ -17,6 +17,7 @@ from crossdevice.costs.topology import Topology
 from crossdevice.costs.topology_files import read_topology
 from crossdevice.errors import OptionError, PlanError
 from crossdevice.values.options import PRECISIONS
+from crossdevice.values.quantities import time_text
 
 NEAR_FACTOR = 2.0
 """Measurements count for sizes up to this factor smaller or larger."""
@@ -103,7 +104,7 @@ def measured_seconds(path: str | Path, num_devices: int, num_bytes: int) -> dict
 def _fastest(seconds: Mapping[str, float], evidence: str) -> Choice:
     order = dict(sorted(seconds.items(), key=lambda item: item[1]))
     first, *others = order
-    reason = f"{first} is fastest, {evidence}: {order[first] * 1e6:.4g} us"
+    reason = f"{first} is fastest, {evidence}: {time_text(order[first])}"
     if others and order[first]:  # one device takes no time
         reason += f"; next is {others[0]} at {order[others[0]] / order[first]:.2f} times that"
     return chosen(first, reason, order)

@@ -7,19 +7,52 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import crossdevice
 from crossdevice.errors import CrossDeviceError
 
+
+class Command(NamedTuple):
+    """A sentence on a command, and the example that its help shows."""
+
+    summary: str
+    example: str
+
+
 COMMANDS = {
-    "average": "write the mean of models in files, such as safetensors, through a few MiB of memory",
-    "bench": "measure collectives in the format of nccl-tests, and compare other libraries",
-    "bits": "say where two recorded runs part, and whether before a call or in it",
-    "demo": "train a classifier of handwritten digits on logical CPU devices",
-    "determinism": "show what changes the bits of sums: sizes, orders, algorithms, launches",
-    "doctor": "report devices, libraries, links and threads, the chosen algorithm, and what is missing",
-    "explain": "show the steps of an algorithm on a machine and their predicted cost",
-    "run": "start a program as several processes of this host that form a group",
+    "average": Command(
+        "Averages the tensors of several model files into one file, whatever their size.",
+        "crossdevice average run1.safetensors run2.safetensors -o mean.safetensors --weights 3,1",
+    ),
+    "bench": Command(
+        "Measures how fast this machine reduces, gathers and copies, beside other libraries.",
+        "crossdevice bench -b 4K -e 64M --against numpy,torch",
+    ),
+    "bits": Command(
+        "Compares two recorded runs, and names the first call in which their bits differ.",
+        "crossdevice bits run_a.bits run_b.bits",
+    ),
+    "demo": Command(
+        "Trains a small classifier on several logical devices, and checks that all of them agree.",
+        "crossdevice demo --devices 4",
+    ),
+    "determinism": Command(
+        "Shows which settings change the bits of sums in gloo, MPI and crossdevice.",
+        "crossdevice determinism --backends gloo,crossdevice -n 4",
+    ),
+    "doctor": Command(
+        "Checks this machine: devices, libraries, what is chosen and why, what is missing.",
+        "crossdevice doctor --verify",
+    ),
+    "explain": Command(
+        "Predicts the time and the traffic of an all-reduce on a machine, and animates it.",
+        "crossdevice explain --algorithm ring --topology dgx1v --bytes 100MiB --html plan.html",
+    ),
+    "run": Command(
+        "Starts a program as several processes of this host, which form a group.",
+        "crossdevice run -n 4 train.py --epochs 3",
+    ),
 }
 """Each command is a folder of this package with a `command.py`: `add_arguments(parser)`, `run(arguments)`."""
 
@@ -29,12 +62,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="crossdevice", description=crossdevice.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"crossdevice {crossdevice.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
+    parser.epilog = "`crossdevice COMMAND --help` describes a command, with an example."
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, (summary, example) in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         if given[:1] == [name]:  # only the chosen one is imported
             importlib.import_module(f"crossdevice.cli.{name}.command").add_arguments(command)
     chosen, unknown = parser.parse_known_args(given)
+    if chosen.command is None:
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.print_help()
+        return 0
     if unknown:  # by itself, argparse would show how to use `crossdevice`, not the command
         commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:

@@ -10,13 +10,16 @@ from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec, items_of
 from crossdevice.plans.rendering import render_plan
 from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
 
 
 def explained(request: Request, op: ReduceOp, options: CommunicationOptions, planner: Planner) -> str:
     """Describes how each pack would be reduced, and why; the plans are checked, as those that run."""
     devices, algorithm = request.value.devices, planner.algorithm
-    lines = [f"{planner.name}: {op.name} of {len(devices)} replicas, precision {options.precision}"]
+    lines = [
+        f"{planner.name}: {op.name} of {counted(len(devices), 'replica')}, precision {options.precision}"
+    ]
     reason = algorithm.fallback_reason(devices)
     if reason is not None:
         lines.append(f"sums on the first destination instead: {reason}")
@@ -34,9 +37,8 @@ def explained(request: Request, op: ReduceOp, options: CommunicationOptions, pla
         plan = planner.plan_pack(
             spec, sum(stop - start for _, start, stop in pack), number, options.precision, op
         )
-        lines.append(
-            f"pack {number} ({len(pack)} values of {spec.dtype}): {render_plan(plan, ITEM_BYTES[spec.dtype])}"
-        )
+        steps = render_plan(plan, ITEM_BYTES[spec.dtype], unsummed=options.precision != "fast")
+        lines.append(f"pack {number} ({counted(len(pack), 'value')} of {spec.dtype}): {steps}")
     return "\n".join(lines)
 
 

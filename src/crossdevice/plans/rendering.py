@@ -5,29 +5,36 @@ from __future__ import annotations
 from crossdevice.plans import steps
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.steps import Buffer, Step, sources_of, targets_of
+from crossdevice.values.quantities import counted, size_text
 
 
-def render_plan(plan: Plan, item_bytes: int) -> str:
-    """One line per step: what it does, where, with which buffers, and how many bytes cross a link."""
+def render_plan(plan: Plan, item_bytes: int, *, unsummed: bool = False) -> str:
+    """Writes one line per step: what it does, where, with which buffers, and the bytes that a copy sends.
+
+    With `unsummed`, copies of partial sums send the contributions these are made of.
+    """
     size = size_text(plan.num_elements * item_bytes)
+    travelling = size_text(plan.total_traffic(unsummed=unsummed) * item_bytes)
     lines = [
-        f"{len(plan.inputs)} replicas of {plan.num_elements} elements ({size}), "
-        f"{len(plan.outputs)} results, {plan.num_rounds} rounds, "
-        f"{size_text(plan.total_traffic() * item_bytes)} between devices"
+        f"{counted(len(plan.inputs), 'replica')} of {counted(plan.num_elements, 'element')} ({size}), "
+        f"{counted(len(plan.outputs), 'result')}, {counted(plan.num_rounds, 'round')}, "
+        f"{travelling} between devices"
     ]
     lines += [f"  b{buffer.number} = replica {i} on {buffer.device}" for i, buffer in enumerate(plan.inputs)]
-    lines += [f"  {_line(step, item_bytes)}" for step in plan.steps]
+    lines += [f"  {_line(step, item_bytes, unsummed)}" for step in plan.steps]
     results = ", ".join(f"b{buffer.number} on {buffer.device}" for buffer in plan.outputs)
     return "\n".join([*lines, f"  results: {results}"])
 
 
-def _line(step: Step, item_bytes: int) -> str:
+def _line(step: Step, item_bytes: int, unsummed: bool) -> str:
     sources = " ".join(_name(buffer) for buffer in sources_of(step))
     targets = " ".join(_name(buffer) for buffer in targets_of(step))
     size = size_text(sum(buffer.length for buffer in targets_of(step)) * item_bytes)
     match step:
         case steps.Copy():
-            return f"{targets} = copy {sources} from {step.source.device} to {step.target.device} ({size})"
+            arrays = step.source.num_replicas if unsummed and not step.source.is_finished else 1
+            sent = size if arrays == 1 else f"{arrays} contributions of {size}"
+            return f"{targets} = copy {sources} from {step.source.device} to {step.target.device} ({sent})"
         case steps.Add() | steps.Finish() | steps.Split() | steps.Join():
             verb = type(step).__name__.lower()
             return f"{targets} = {verb} {sources} on {targets_of(step)[0].device}"
@@ -37,24 +44,3 @@ def _line(step: Step, item_bytes: int) -> str:
 
 def _name(buffer: Buffer) -> str:
     return f"b{buffer.number}[{buffer.start}:{buffer.stop}]"
-
-
-def devices_text(number: int) -> str:
-    """Formats a number of devices.
-
-    >>> devices_text(1), devices_text(8)
-    ('1 device', '8 devices')
-    """
-    return "1 device" if number == 1 else f"{number} devices"
-
-
-def size_text(num_bytes: int) -> str:
-    """Bytes in powers of two, as one reads them aloud.
-
-    >>> size_text(512), size_text(1536), size_text(1000 << 20)
-    ('512 B', '1.5 KiB', '1000 MiB')
-    """
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if num_bytes >= 1 << power:
-            return f"{num_bytes / (1 << power):.4g} {unit}"
-    return f"{num_bytes} B"

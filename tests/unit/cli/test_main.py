@@ -1,4 +1,7 @@
 import argparse
+import importlib
+import re
+import shlex
 import subprocess
 import sys
 import types
@@ -17,7 +20,7 @@ def a_command(monkeypatch):
     module.add_arguments = lambda parser: parser.add_argument("--number", type=int, default=0)
     module.run = lambda arguments: arguments.number
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(command.COMMANDS, "made_up", "does what it is told")
+    monkeypatch.setitem(command.COMMANDS, "made_up", command.Command("does what it is told", ""))
     return module
 
 
@@ -48,7 +51,7 @@ def test_an_interrupted_command_gives_the_exit_code_of_the_shell(a_command):
     assert command.main(["made_up"]) == 130
 
 
-@pytest.mark.parametrize("words", [[], ["--all"]])
+@pytest.mark.parametrize("words", [[], ["--steps"]])
 def test_a_reader_that_has_seen_enough_ends_a_command_quietly(words):
     command = [sys.executable, "-m", "crossdevice", "explain", "--ops", "ring", "--devices", "32", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -57,8 +60,14 @@ def test_a_reader_that_has_seen_enough_ends_a_command_quietly(words):
     assert process.returncode == 141
 
 
-@pytest.mark.parametrize("words", [[], ["no_such_command"]])
-def test_without_a_command_usage_is_shown(words, capsys):
+def test_without_a_command_all_commands_are_shown(capsys):
+    assert command.main([]) == 0
+    shown = capsys.readouterr().out
+    assert [name for name in command.COMMANDS if not re.search(rf"^    {name}\s", shown, re.M)] == []
+
+
+@pytest.mark.parametrize("words", [["no_such_command"], ["--no-such-option"]])
+def test_what_is_no_command_shows_usage(words, capsys):
     with pytest.raises(SystemExit) as stop:
         command.main(words)
     assert stop.value.code == 2
@@ -70,7 +79,18 @@ def test_every_command_explains_itself(name, capsys):
     with pytest.raises(SystemExit) as stop:
         command.main([name, "--help"])
     assert stop.value.code == 0
-    assert command.COMMANDS[name].split()[0] in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert command.COMMANDS[name].summary in shown.replace("\n", " ")
+    assert f"example:\n  crossdevice {name} " in shown
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_the_example_of_a_command_is_one_that_it_takes(name):
+    words = shlex.split(command.COMMANDS[name].example)
+    parser = argparse.ArgumentParser(prog=name)
+    importlib.import_module(f"crossdevice.cli.{name}.command").add_arguments(parser)
+    assert words[:2] == ["crossdevice", name]
+    parser.parse_args(words[2:])
 
 
 def test_python_m_crossdevice_is_the_command():

@@ -10,6 +10,7 @@ from crossdevice.cli.average.byte_progress import ByteProgress
 from crossdevice.combining.average_files import KEYS, average_files
 from crossdevice.combining.leaf_total import INTEGERS
 from crossdevice.values.dtypes import FLOATS
+from crossdevice.values.quantities import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,28 +23,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="model.safetensors, model.safetensors.index.json or its folder, .npz, .npy, .pt, .pth or .bin",
     )
-    add("-o", "--output", required=True, type=Path, metavar="FILE", help="where the mean goes")
+    add("-o", "--output", required=True, type=Path, metavar="FILE", help="the file to write")
     add("--weights", type=_weights, metavar="W,W,...", help="one number for each file, such as 3,1 (all 1)")
-    add("--dtype", choices=FLOATS, help="of the floats in the output (that of the files)")
+    add("--dtype", choices=FLOATS, help="dtype of the floats in the output (that of the files)")
     add(
         "--integers",
         choices=INTEGERS,
         default="mean",
-        help="what becomes of integers: the mean, rounded; that of the first file; the largest (mean)",
+        help="integers become their rounded mean, those of the first file, or the largest (mean)",
     )
     add(
         "--keys",
         choices=KEYS,
         default="strict",
-        help="refuse files with different tensors; average each over those that have it; leave out what not "
-        "all have (strict)",
+        help="if files have different tensors: refuse them, average each over those that have it, or keep "
+        "only what all have (strict)",
     )
-    add("--verify", action="store_true", help="compare each file with the SHA-256 beside it, in FILE.sha256")
-    add("--exact", action="store_true", help="round the true mean once: the order of files does not matter")
+    add("--verify", action="store_true", help="check each file against FILE.sha256 first")
+    add(
+        "--exact",
+        action="store_true",
+        help="round the true mean once, so that the order of files does not matter",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the file, with a bar on a terminal."""
+    """Writes the file, with a bar on a terminal, and names it."""
     with ByteProgress(sys.stderr) as progress:
         average_files(
             arguments.files,
@@ -56,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
             progress=progress.update,
             verify=arguments.verify,
         )
+    files = counted(len(arguments.files), "file")
+    print(f"wrote {arguments.output}, the mean of {files}", file=sys.stderr)
     return 0
 
 

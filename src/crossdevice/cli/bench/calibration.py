@@ -13,8 +13,8 @@ from crossdevice.algorithms.direct_all_reduce import DirectAllReduce
 from crossdevice.cli.bench.workload import GIGABYTE
 from crossdevice.costs.timing import fused_pass_duration
 from crossdevice.costs.topology_files import read_topology
-from crossdevice.plans.rendering import size_text
 from crossdevice.values.distributed import PerReplica
+from crossdevice.values.quantities import size_text
 
 MIB = 1 << 20
 SIZES = (MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB)

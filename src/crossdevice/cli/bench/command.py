@@ -44,11 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", "--op", default="sum", help="sum, avg, min, max or prod (sum)")
     add("-g", "--ngpus", type=int, default=8, metavar="N", help="number of devices (8)")
     add("-J", "--json", type=output_file, metavar="FILE", help="write the results as JSON")
-    add("--collective", choices=COLLECTIVES, default="all_reduce")
+    add("--collective", choices=COLLECTIVES, default="all_reduce", help="the call to measure (all_reduce)")
     names = f"{', '.join(ALGORITHMS)}, module:class, or all; may be repeated"
     add("--algorithm", action="append", metavar="NAME", help=f"{names} ({DEFAULT_ALGORITHM})")
     add("--backend", default="numpy", metavar="NAME", help=f"{' or '.join(BACKENDS)} (numpy)")
-    add("--precision", choices=PRECISIONS, default="accurate")
+    add("--precision", choices=PRECISIONS, default="accurate", help="how crossdevice adds (accurate)")
     add("--lowering", choices=LOWERINGS, default="auto", help="off: run plans step by step (auto)")
     add("--share-results", action="store_true", help="let crossdevice give all devices the same result array")
     add("--fresh", action="store_true", help="allocate results in every call instead of passing out=")
@@ -56,7 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     peers = ", ".join(PEERS)
     add("--against", default="", metavar="LIST", help=f"peers, separated by commas: {peers}, or all")
     add("--calibrate", type=output_file, metavar="FILE", help="write this host's topology (TOML) and exit")
-    add("--chart", type=output_file, action="append", default=[], metavar="FILE", help="FILE.svg or .html")
+    add(
+        "--chart",
+        type=output_file,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="draw the bandwidths, as FILE.svg or FILE.html",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from crossdevice.cli.bench.measure import Figure, Row
 from crossdevice.cli.bench.table import title_of
 from crossdevice.cli.bench.workload import GIGABYTE
 from crossdevice.cli.svg import Chart, Limit, Line, charts_svg
-from crossdevice.plans.rendering import size_text
+from crossdevice.values.quantities import size_text
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
@@ -45,7 +45,7 @@ def svg_of(rows: Sequence[Row], limit: CopyLimit, title: str) -> str:
         [_line(rows, name) for name in dict.fromkeys(row.competitor for row in rows)],
         y_label="busbw (GB/s)",
         x_names={math.log2(size): size_text(size) for size in sizes[:: -(-len(sizes) // 10)]},
-        limit=Limit(ceiling, f"copy limit of this machine: {limit}"),
+        limit=Limit(ceiling, f"copy limit of this machine: busbw {ceiling:.1f} GB/s ({limit.way})"),
     )
     return charts_svg([chart], width=720, height=540)
 

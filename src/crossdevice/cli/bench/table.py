@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from crossdevice.cli.bench.measure import Figure, Row
 from crossdevice.cli.bench.workload import Workload
-from crossdevice.plans.rendering import size_text
+from crossdevice.values.quantities import size_text
 
 _LEFT = "{:>12}  {:>12}  {:>8}  {:>6}  {:>6}"
 _GROUP = "  {:>9}  {:>6}  {:>6}  {:>6}"

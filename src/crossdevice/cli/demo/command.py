@@ -20,13 +20,13 @@ from crossdevice.cli.svg import Chart, Line, charts_svg
 from crossdevice.cli.terminal import progress
 from crossdevice.errors import OptionError
 from crossdevice.execution.reading.shards import part_lengths
-from crossdevice.plans.rendering import devices_text
 from crossdevice.process_groups.cluster import Cluster, cluster_from_env
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
 from crossdevice.values.device import host_device
 from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
 
 BATCH_SIZE = 96
@@ -59,7 +59,7 @@ class Training(NamedTuple):
 Runs = dict[str, Training]
 """Trainings by how many devices they had, in words."""
 
-ALONE = devices_text(1)
+ALONE = counted(1, "device")
 
 
 class TimedOps(CrossDeviceOps):
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     digits, cluster = load_digits(), cluster_from_env()
     strategy = _strategy(arguments, cluster)
     group = strategy.group if isinstance(strategy, MultiWorkerMirroredStrategy) else None
-    title = devices_text(arguments.devices)
+    title = counted(arguments.devices, "device")
     if cluster.rank > 0:
         _digests_of_all(_train(digits, arguments, strategy, title, lambda _: None), group)
         return 0

@@ -20,7 +20,6 @@ from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
 from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources import threads
 from crossdevice.kernels.host.resources.control_groups import words_of_groups
-from crossdevice.plans.rendering import size_text
 from crossdevice.process_groups.cluster import cluster_from_env
 from crossdevice.process_groups.shared.host_agreement import HOST_VARIABLE
 from crossdevice.process_groups.shared.shared_memory import (
@@ -30,6 +29,7 @@ from crossdevice.process_groups.shared.shared_memory import (
 )
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.libraries import INSTALLED_BY
+from crossdevice.values.quantities import size_text
 
 
 class Finding(NamedTuple):

@@ -13,6 +13,7 @@ from crossdevice.costs.timing import Duration
 from crossdevice.costs.topology import Topology
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.rendering import render_plan
+from crossdevice.values.quantities import counted, size_text
 
 MAX_SHOWN_DEVICES = 64
 """Larger plans are timed by their rounds and not printed."""
@@ -65,7 +66,31 @@ class Explanation(NamedTuple):
 
     def steps(self) -> list[str]:
         """The plan as lines; none where it is not spelled out."""
-        return [] if self.plan is None else render_plan(self.plan, FLOAT_BYTES).splitlines()
+        if self.plan is None:
+            return []
+        return render_plan(self.plan, FLOAT_BYTES, unsummed=self.precision != "fast").splitlines()
+
+    @property
+    def travelling(self) -> str:
+        """Description of what crosses links, and of what would under the other kind of precision."""
+        if self.topology.shares_memory:
+            return "nothing: the devices share one memory, and one pass reads all arrays"
+        if self.plan is None:
+            return "partial sums" if self.precision == "fast" else "contributions, unsummed"
+        sums, contributions = (
+            size_text(self.plan.total_traffic(unsummed=unsummed) * FLOAT_BYTES) for unsummed in (False, True)
+        )
+        rounds = counted(self.plan.num_rounds, "round")
+        if self.algorithm_adds_in_engine:
+            return f"whatever the engine sends, in its own order ({self.title} adds there under fast only)"
+        if self.precision == "fast":
+            return f"{sums} of partial sums in {rounds} (under accurate {contributions} of contributions)"
+        return f"{contributions} of contributions, unsummed, in {rounds} (under fast {sums} of partial sums)"
+
+    @property
+    def algorithm_adds_in_engine(self) -> bool:
+        """True if the predicted time is that of an engine."""
+        return is_engine(self.algorithm) and self.fallback is None and self.topology.engine is not None
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for other programs."""

@@ -15,8 +15,8 @@ from crossdevice.costs.topology import DirectLinks, Switched, Topology
 from crossdevice.errors import OptionError
 from crossdevice.execution.reading.values import few
 from crossdevice.plans.plan import Plan
-from crossdevice.plans.rendering import devices_text, size_text
 from crossdevice.plans.steps import Add, Copy, EngineAllReduce, Finish, Step, sources_of, targets_of
+from crossdevice.values.quantities import counted, size_text, time_text
 
 MAX_DRAWN_DEVICES = 16
 """More do not fit around one circle with a grid of contributions each."""
@@ -28,7 +28,7 @@ def plan_page(explanation: Explanation) -> str:
     count = explanation.topology.num_devices
     if plan is None or simulation is None or count > MAX_DRAWN_DEVICES:
         raise OptionError(f"a page draws up to {MAX_DRAWN_DEVICES} devices; got {count}")
-    title = f"{explanation.title} on {devices_text(count)} of {explanation.topology.name}"
+    title = f"{explanation.title} on {counted(count, 'device')} of {explanation.topology.name}"
     data = {
         "title": title,
         "devices": [str(device) for device in places_of(plan)],
@@ -39,7 +39,7 @@ def plan_page(explanation: Explanation) -> str:
     }
     summary = (
         f"All-reduce of {size_text(explanation.num_bytes)}, precision {explanation.precision}: "
-        f"predicted {explanation.duration.seconds * 1e6:.4g} us. Why: {explanation.reason}."
+        f"predicted {time_text(explanation.duration.seconds)}. Why: {explanation.reason}."
     )
     template = (importlib.resources.files(__package__) / "plan_page.html").read_text(encoding="utf-8")
     # "</" would end the script that holds the data.
@@ -112,7 +112,7 @@ def _shown(
     said = []
     if sends:
         listed = few([f"{source} to {target} ({size})" for source, target, size in sends], 8)
-        said.append(f"{len(sends)} copies: {listed}.")
+        said.append(f"{counted(len(sends), 'copy', 'copies')}: {listed}.")
     if adds:
         said.append(f"Adding on {', '.join(map(str, sorted(set(adds))))}.")
     if finished:

@@ -15,7 +15,7 @@ def saved(folder, **files):
     return [str(folder / f"{name}.npz") for name in files]
 
 
-def test_it_writes_the_weighted_mean_and_says_nothing(tmp_path, capsys):
+def test_it_writes_the_weighted_mean_and_says_where(tmp_path, capsys):
     paths = saved(tmp_path, a=np.float32([1, 2]), bbb=np.float32([5, 6]))
     output = tmp_path / "mean.npz"
     assert main(["average", *paths, "-o", str(output), "--weights", "3,1"]) == 0
@@ -24,7 +24,7 @@ def test_it_writes_the_weighted_mean_and_says_nothing(tmp_path, capsys):
     assert main(["average", *paths, "-o", str(output), *words]) == 0
     found = np.load(output)
     assert (found["w"].dtype, found["n"].tolist()) == (np.float64, [3])
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", 2 * f"wrote {output}, the mean of 2 files\n")
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):

@@ -6,7 +6,7 @@ import pytest
 
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.cli.main import main
-from crossdevice.costs.topology_files import topology_names
+from crossdevice.costs.topology_files import read_topology, topology_names
 
 
 def said(capsys, *words):
@@ -16,7 +16,7 @@ def said(capsys, *words):
 
 def test_everything_is_described(capsys):
     words = ["--algorithm", "hierarchical", "--devices", "8", "--topology", "dgx1v", "--bytes", "100MiB"]
-    text = said(capsys, *words)
+    text = said(capsys, *words, "--steps")
     first, second, third, fourth = text.splitlines()[:4]
     assert first == "HierarchicalCopyAllReduce: all-reduce of 100 MiB on 8 devices, precision accurate"
     assert second.startswith("dgx1v: DGX-1V")
@@ -62,15 +62,37 @@ def test_one_device_is_explained_too(capsys, topology):
     assert " on 1 device, precision" in said(capsys, "--devices", "1", "--topology", topology)
 
 
-def test_long_plans_lose_their_middle_unless_asked(capsys):
-    words = ["--ops", "ring", "--topology", "hgx_h100"]
-    assert "more lines (--all shows them)" in said(capsys, *words)
-    assert len(said(capsys, *words, "--all").splitlines()) > 100
+@pytest.mark.parametrize("topology", topology_names())
+def test_without_steps_it_is_a_summary(capsys, topology):
+    devices = 8 if read_topology(topology).network is None else 64
+    text = said(capsys, "--ops", "ring", "--topology", topology, "--devices", str(devices))
+    assert len(text.splitlines()) <= 25
+    assert max(map(len, text.splitlines())) <= 160
+    assert "= copy" not in text
+
+
+def test_what_travels_depends_on_the_precision(capsys):
+    words = ["--ops", "ring", "--topology", "hgx_h100", "--devices", "4", "--steps"]
+    fast, accurate = (said(capsys, *words, "--precision", each) for each in ("fast", "accurate"))
+    assert "travels: 6 MiB of partial sums in 6 rounds (under accurate 9 MiB of contributions)" in fast
+    assert (
+        "travels: 9 MiB of contributions, unsummed, in 6 rounds (under fast 6 MiB of partial sums)"
+        in accurate
+    )
+    assert "4 results, 6 rounds, 6 MiB between devices" in fast
+    assert "4 results, 6 rounds, 9 MiB between devices" in accurate
+    assert "(3 contributions of 256 KiB)" in accurate
+    assert "contributions of" not in fast.partition("\nsteps")[2]
+
+
+def test_the_page_is_named(capsys, tmp_path):
+    assert main(["explain", "--devices", "2", "--topology", "dgx1v", "--html", str(tmp_path / "a.html")]) == 0
+    assert capsys.readouterr().err.startswith(f"wrote {tmp_path / 'a.html'} (")
 
 
 def test_thousands_of_devices_are_timed_and_not_listed(capsys):
     text = said(capsys, "--ops", "tree", "--topology", "hgx_h100", "--devices", "2048", "--bytes", "1K")
-    assert "on 2048 devices on 256 nodes" in text
+    assert "on 2048 devices in 256 nodes" in text
     assert "too many devices to list the plan" in text
     assert "\nsteps" not in text
 
@@ -95,6 +117,7 @@ def test_a_terminal_with_rich_gets_tables(capsys, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.delenv("TERM", raising=False)
-    text = said(capsys, "--ops", "ring", "--topology", "dgx1v", "--devices", "2", "--bytes", "64")
+    words = ["--ops", "ring", "--topology", "dgx1v", "--devices", "2", "--bytes", "64", "--steps"]
+    text = said(capsys, *words)
     assert "what other algorithms would cost" in text
     assert "cuda:1" in text
