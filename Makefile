@@ -45,7 +45,7 @@ test-latest: $(VENV)/check-installed  ## All tests with the newest of everything
 help:  ## What one can make.
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1\t\2/p' Makefile | expand -t 14
 
-demo: $(VENV)/demo-installed  ## Trains a classifier on 4 logical CPU devices.
+demo: $(VENV)/demo-installed  ## Trains a classifier on 1, 2 and 4 devices and in 2 processes, to the same bits.
 	$(BIN)/crossdevice demo
 
 docs: $(VENV)/docs-installed  ## The documentation site, in build/docs; warnings and broken internal links are errors.

@@ -14,7 +14,7 @@ STYLE = """
 .chart { font: 13px system-ui, sans-serif; background: #ffffff; }
 .chart text { fill: #222222; } .chart .grid { stroke: #d8d8d8; } .chart .axis { stroke: #555555; }
 .chart .limit { stroke: #222222; stroke-dasharray: 2 4; } .chart .title { font-size: 15px; font-weight: 600; }
-.chart polyline, .chart .sample { fill: none; stroke-width: 2; } .chart .dashed { stroke-dasharray: 7 4; }
+.chart polyline, .chart .sample { fill: none; } .chart .dashed { stroke-dasharray: 7 4; }
 .chart .middle { text-anchor: middle; } .chart .end { text-anchor: end; }
 @media (prefers-color-scheme: dark) {
  .chart { background: #16181c; } .chart text { fill: #e6e6e6; } .chart .grid { stroke: #3a3d42; }
@@ -33,6 +33,7 @@ class Line(NamedTuple):
     points: Sequence[tuple[float, float]]
     is_dashed: bool = False
     notes: Sequence[str] = ()
+    width: float = 2.0
 
 
 class Limit(NamedTuple):
@@ -69,7 +70,7 @@ def charts_svg(charts: Sequence[Chart], *, width: int = 420, height: int = 300) 
     for number, line in enumerate(charts[-1].lines):
         y = TOP + 12 + 22 * number
         sample = f'x1="{across + 8}" x2="{across + 30}" y1="{y}" y2="{y}"'
-        parts.append(f'<line class="sample{_dashes(line)}" {sample} stroke="{_color(number)}"/>')
+        parts.append(f'<line class="sample{_dashes(line)}" {sample} {_stroke(number, line)}/>')
         parts.append(_text(across + 36, y + 4, line.name))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -104,7 +105,7 @@ def _drawn(chart: Chart, width: int, height: int) -> list[str]:
     for number, line in enumerate(chart.lines):
         places = [place(*point) for point in line.points]
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline class="{_dashes(line)}" points="{points}" stroke="{_color(number)}"/>')
+        parts.append(f'<polyline class="{_dashes(line)}" points="{points}" {_stroke(number, line)}/>')
         for (x, y), note in zip(places, line.notes, strict=False):
             point = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{_color(number)}">'
             parts.append(f"{point}<title>{escape(note)}</title></circle>")
@@ -117,6 +118,10 @@ def _text(x: float, y: float, text: str, kind: str = "") -> str:
 
 def _color(number: int) -> str:
     return COLORS[number % len(COLORS)]
+
+
+def _stroke(number: int, line: Line) -> str:
+    return f'stroke="{_color(number)}" stroke-width="{line.width:g}"'
 
 
 def _dashes(line: Line) -> str:

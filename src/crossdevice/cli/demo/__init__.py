@@ -1,1 +1,1 @@
-"""`crossdevice demo`: a classifier trained on logical devices."""
+"""`crossdevice demo`: a classifier trained on devices and in processes, to the same bits."""

@@ -1,82 +1,70 @@
-"""`crossdevice demo`: trains a classifier of digits on logical devices, and shows that it worked."""
+"""`crossdevice demo`: trains a classifier on 1, 2 and 4 devices and in 2 processes, to the same bits."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import time
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from crossdevice.algorithms.base import CrossDeviceOps
+import crossdevice
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import BACKENDS
-from crossdevice.cli.demo.networks import NETWORKS, initial_parameters
+from crossdevice.cli.demo.networks import NETWORKS
+from crossdevice.cli.demo.training import (
+    EXACT,
+    MICRO_BATCH_SIZE,
+    MICRO_BATCHES,
+    PLAIN,
+    Digits,
+    Training,
+    load_digits,
+    read_trainings,
+    strategy_in,
+    train,
+)
 from crossdevice.cli.output_file import check_ending, output_file
 from crossdevice.cli.svg import Chart, Line, charts_svg
-from crossdevice.cli.terminal import progress
-from crossdevice.errors import OptionError
-from crossdevice.execution.reading.shards import part_lengths
-from crossdevice.process_groups.cluster import Cluster, cluster_from_env
-from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.cli.terminal import Section, progress, show
+from crossdevice.errors import CrossDeviceError, OptionError
+from crossdevice.process_groups.cluster import cluster_from_env
 from crossdevice.strategies.mirrored import MirroredStrategy
-from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
 from crossdevice.values.device import host_device
-from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.quantities import counted
-from crossdevice.values.reduce_op import ReduceOp
 
-BATCH_SIZE = 96
-SEED = 7
+NUM_PROCESSES = 2
+"""How many the demo itself starts."""
 
-
-class Digits(NamedTuple):
-    """Images of 8 x 8 pixels between 0 and 1, and the digits they show."""
-
-    images: NDArray[np.float32]
-    labels: NDArray[np.int64]
-    held_out_images: NDArray[np.float32]
-    held_out_labels: NDArray[np.int64]
-
-
-class Training(NamedTuple):
-    """Results of one training run."""
-
-    losses: list[float]
-    accuracies: list[float]
-    step_milliseconds: list[float]
-    digests: list[str]
-
-    @property
-    def seconds(self) -> float:
-        """Time in training steps."""
-        return sum(self.step_milliseconds) / 1000
-
-
-Runs = dict[str, Training]
-"""Trainings by how many devices they had, in words."""
+LAUNCH_SECONDS = 600.0
 
 ALONE = counted(1, "device")
 
+DEPENDS_ON = {
+    "numpy": "It depends on the program alone: all products are exact, by any BLAS and processor.",
+    "torch": "It depends on PyTorch's products, too: on its version, its threads and the processor.",
+}
 
-class TimedOps(CrossDeviceOps):
-    """Another algorithm, with a clock on its reductions."""
+Runs = dict[str, dict[str, Training]]
+"""By where it ran, in words, the training of each precision."""
 
-    def __init__(self, ops: CrossDeviceOps) -> None:
-        self.ops = ops
-        self.microseconds: list[float] = []
 
-    def batch_reduce_implementation(
-        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Any], options: CommunicationOptions
-    ) -> list[Any]:
-        """One batch of the other algorithm."""
-        start = time.perf_counter()
-        results = self.ops.batch_reduce(reduce_op, value_destination_pairs, options)
-        self.microseconds.append((time.perf_counter() - start) * 1e6)
-        return results
+class DemoError(CrossDeviceError, RuntimeError):
+    """Processes of the demo that did not train."""
+
+
+class _Curve(NamedTuple):
+    """One line in all charts; narrower ones are drawn upon wider ones, so that all of them are seen."""
+
+    name: str
+    training: Training
+    width: float
+    is_dashed: bool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,144 +73,168 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", choices=sorted(NETWORKS), default="numpy", help="array library (numpy)")
     add("--devices", type=int, default=4, metavar="N", help="logical CPU devices in all processes (4)")
     add("--algorithm", "--ops", metavar="NAME", help=f"{', '.join(ALGORITHMS)} (chosen by devices)")
-    add("--epochs", type=int, default=30, metavar="N", help="number of passes over the training data (30)")
+    add("--epochs", type=int, default=20, metavar="N", help="number of passes over the training data (20)")
     curves = "crossdevice-demo.svg"
     add("--picture", type=output_file, default=curves, metavar="FILE", help=f"file for the curves ({curves})")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains on the devices asked for and on one, and compares; with other processes under a launcher.
+    """Trains on several numbers of devices and in two processes, and compares; exit status 1 if bits differ.
 
-    Processes share the same devices, so that they get the bits of one process; only the first speaks.
+    Under a launcher the processes share the devices; only the first speaks, and trains on one device besides.
     """
-    for name in ("devices", "epochs"):
-        if getattr(arguments, name) < 1:
-            raise OptionError(f"--{name} must be 1 or more; got {getattr(arguments, name)}")
-    check_ending(arguments.picture, "picture", ".svg")
-    BACKENDS.load(arguments.backend)
-    digits, cluster = load_digits(), cluster_from_env()
-    strategy = _strategy(arguments, cluster)
-    group = strategy.group if isinstance(strategy, MultiWorkerMirroredStrategy) else None
-    title = counted(arguments.devices, "device")
-    if cluster.rank > 0:
-        _digests_of_all(_train(digits, arguments, strategy, title, lambda _: None), group)
-        return 0
-    print(strategy.explain())
-    print(
-        f"{len(digits.labels)} digits for training, {len(digits.held_out_labels)} held out; "
-        f"{arguments.epochs} epochs in batches of {BATCH_SIZE}, {arguments.backend}"
-    )
-    timed = None
-    if group is None:
-        timed = TimedOps(strategy.extended.cross_device_ops)
-        strategy = MirroredStrategy(strategy.extended.worker_devices, timed)
-    with progress((1 if title == ALONE else 2) * arguments.epochs, lines_every=10) as advance:
-        runs = {title: _digests_of_all(_train(digits, arguments, strategy, title, advance), group)}
-        if title != ALONE:
-            runs[ALONE] = _train(digits, arguments, MirroredStrategy(["cpu:0"]), ALONE, advance)
-    names = ", ".join(map(str, strategy.extended.worker_devices))
-    _report(runs, runs[title], names if group is None else f"{title} of {cluster.size} processes", timed)
-    arguments.picture.write_text(_picture(runs), encoding="utf-8")
-    print(f"curves of loss, accuracy and time per step: {arguments.picture}")
-    return 0 if len(set(runs[title].digests)) == 1 else 1
-
-
-def _strategy(arguments: argparse.Namespace, cluster: Cluster) -> MirroredStrategy:
-    shares = part_lengths(arguments.devices, cluster.size)
-    devices = [host_device(index) for index in range(shares[cluster.rank])]
-    if cluster.size == 1:
-        return MirroredStrategy(
-            devices, ALGORITHMS.load(arguments.algorithm)() if arguments.algorithm else None
-        )
-    if arguments.algorithm is not None:
-        raise OptionError("--algorithm is for one process; several use CollectiveAllReduce")
-    if not shares[-1]:
-        raise OptionError(f"{cluster.size} processes need as many devices; got --devices {arguments.devices}")
-    return MultiWorkerMirroredStrategy(cluster, devices=devices)
-
-
-def _digests_of_all(training: Training, group: ProcessGroup | None) -> Training:
-    """The same with the digests of all processes."""
-    if group is None:
-        return training
-    with group.call("compare parameters", b"digests") as call:
-        of_ranks = call.all_gather_uneven("\n".join(training.digests).encode())
-    return training._replace(digests=[line for text in of_ranks for line in text.decode().split("\n")])
-
-
-def load_digits() -> Digits:
-    """scikit-learn's handwritten digits, every fifth of a fixed shuffle held out."""
-    try:
-        datasets = importlib.import_module("sklearn.datasets")
-    except ImportError as error:
+    epochs, devices, backend = arguments.epochs, arguments.devices, arguments.backend
+    if epochs < 1:
+        raise OptionError(f"--epochs must be 1 or more; got {epochs}")
+    if not 1 <= devices <= MICRO_BATCHES:
         raise OptionError(
-            "the demo's digits come with scikit-learn: pip install 'crossdevice[demo]'"
-        ) from error
-    images, labels = datasets.load_digits(return_X_y=True)
-    order = np.random.default_rng(SEED).permutation(len(labels))
-    images, labels = (images[order] / 16.0).astype(np.float32), labels[order].astype(np.int64)
-    held_out = np.arange(len(labels)) % 5 == 0
-    return Digits(images[~held_out], labels[~held_out], images[held_out], labels[held_out])
-
-
-def _train(
-    digits: Digits,
-    arguments: argparse.Namespace,
-    strategy: MirroredStrategy,
-    title: str,
-    advance: Callable[[str], None],
-) -> Training:
-    network = NETWORKS[arguments.backend](strategy, initial_parameters(SEED))
-    generator = np.random.default_rng(SEED)
-    training = Training([], [], [], [])
-    for epoch in range(arguments.epochs):
-        order = generator.permutation(len(digits.labels))
-        batches = [order[start : start + BATCH_SIZE] for start in range(0, len(order), BATCH_SIZE)]
-        pairs = [(digits.images[batch], digits.labels[batch]) for batch in batches]
-        dataset = strategy.experimental_distribute_dataset(pairs)
-        for batch, (images, labels) in zip(batches, dataset, strict=True):
-            start = time.perf_counter()
-            training.losses.append(network.train(images, labels, len(batch)))
-            training.step_milliseconds.append((time.perf_counter() - start) * 1e3)
-        training.accuracies.append(network.accuracy(digits.held_out_images, digits.held_out_labels))
-        advance(f"{title}: epoch {epoch + 1}, accuracy {training.accuracies[-1]:.3f}")
-    training.digests.extend(network.digests())
-    return training
-
-
-def _report(runs: Runs, many: Training, places: str, timed: TimedOps | None) -> None:
-    print()
-    print(f"{'':<12} accuracy on held-out digits   training, seconds")
-    for title, training in runs.items():
-        print(f"{title:<12} {training.accuracies[-1]:>27.4f}   {training.seconds:>17.2f}")
-    if len(set(many.digests)) == 1:
-        print(f"all replicas hold the same bits: sha256 {many.digests[0][:16]}... on {places}")
+            f"--devices must be 1 to {MICRO_BATCHES}, the micro-batches of a step; got {devices}"
+        )
+    check_ending(arguments.picture, "picture", ".svg")
+    BACKENDS.load(backend)
+    digits, cluster = load_digits(), cluster_from_env()
+    if cluster.size > 1:
+        if arguments.algorithm is not None:
+            raise OptionError("--algorithm is for one process; several use CollectiveAllReduce")
+        jointly = strategy_in(cluster, devices)
+        if cluster.rank > 0:
+            for precision in (EXACT, PLAIN):
+                train(digits, backend, epochs, jointly, precision)
+            return 0
+        places = {f"{cluster.size} processes": jointly, ALONE: MirroredStrategy(["cpu:0"])}
     else:
-        print(f"REPLICAS DIFFER: {[digest[:16] for digest in many.digests]}")
-    if timed is not None and timed.microseconds:
-        median, total = np.median(timed.microseconds), sum(timed.microseconds) / 1e6
-        reductions = f"{len(timed.microseconds)} reductions by {type(timed.ops).__name__}"
-        print(f"{reductions}: {median:.0f} us each (median), {total:.2f} s in all")
+        algorithm = ALGORITHMS.load(arguments.algorithm) if arguments.algorithm else None
+        counts = sorted({1, max(devices // 2, 1), devices}, reverse=True)
+        places = {
+            counted(count, "device"): MirroredStrategy(
+                [host_device(index) for index in range(count)], algorithm() if algorithm else None
+            )
+            for count in counts
+        }
+    print(next(iter(places.values())).explain())
+    print(
+        f"{len(digits.labels)} digits for training, {len(digits.held_out_labels)} held out; {epochs} epochs, "
+        f"steps of {MICRO_BATCHES} micro-batches of {MICRO_BATCH_SIZE} on any number of devices, {backend}"
+    )
+    runs = _trained(places, digits, backend, epochs)
+    if cluster.size == 1 and devices > 1:
+        runs = {f"{NUM_PROCESSES} processes": _launched(backend, devices, epochs), **runs}
+    is_one = _report(runs, backend)
+    arguments.picture.write_text(_picture(runs), encoding="utf-8")
+    print(f"curves of loss, accuracy and differing parameters: {arguments.picture}")
+    return 0 if is_one else 1
+
+
+def _trained(places: dict[str, MirroredStrategy], digits: Digits, backend: str, epochs: int) -> Runs:
+    with progress(2 * epochs * len(places)) as advance:
+        return {
+            title: {
+                precision: train(
+                    digits,
+                    backend,
+                    epochs,
+                    strategy,
+                    precision,
+                    lambda word=f"{title}, {precision}": advance(word),  # type: ignore[misc]
+                )
+                for precision in (EXACT, PLAIN)
+            }
+            for title, strategy in places.items()
+        }
+
+
+def _launched(backend: str, devices: int, epochs: int) -> dict[str, Training]:
+    """The same in processes of their own, which `crossdevice run` starts."""
+    paths = [str(Path(crossdevice.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    with tempfile.TemporaryDirectory(prefix="crossdevice-demo-") as folder:
+        path = Path(folder) / "trainings.npz"
+        command = [sys.executable, "-m", "crossdevice", "run", "-n", str(NUM_PROCESSES), "-m"]
+        command += ["crossdevice.cli.demo.rank", backend, str(devices), str(epochs), str(path)]
+        try:
+            ended = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=LAUNCH_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise DemoError(
+                f"{NUM_PROCESSES} processes have not ended in {LAUNCH_SECONDS:g} seconds"
+            ) from None
+        if ended.returncode or not path.exists():
+            said = [line for line in ended.stderr.splitlines() if line.strip()]
+            raise DemoError(f"{NUM_PROCESSES} processes failed: {said[-1] if said else 'they said nothing'}")
+        return read_trainings(path)
+
+
+def _report(runs: Runs, backend: str) -> bool:
+    """Prints what all came to; whether exact sums gave the same bits everywhere."""
+    rows = []
+    for title in sorted(runs, key=lambda title: (title.endswith("processes"), title)):
+        exact, plain = runs[title][EXACT], runs[title][PLAIN]
+        rows.append([title, *_cells(exact), *_cells(plain)])
+    headings = ("", "exact sum", "accuracy", "seconds", "float32 sum", "accuracy", "seconds")
+    show(["after the last step:"], [Section("SHA-256 of all parameters", headings, rows)])
+    exact_digests = {digest for trainings in runs.values() for digest in trainings[EXACT].digests}
+    is_one = len(exact_digests) == 1
+    if not is_one:
+        print(f"DIGESTS DIFFER: {', '.join(sorted(digest[:16] for digest in exact_digests))}")
+    else:
+        print(f"one digest for all with exact sums: {min(exact_digests)[:16]}... {DEPENDS_ON[backend]}")
+        num_plain = len({digest for trainings in runs.values() for digest in trainings[PLAIN].digests})
+        if len(runs) > 1:
+            print(f"{num_plain} digests with float32 sums: they depend on where micro-batches are added.")
+    print(_about_times(runs))
+    return is_one
+
+
+def _cells(training: Training) -> list[str]:
+    digests = " ".join(f"{digest[:16]}..." for digest in training.digests)
+    return [digests, f"{training.accuracies[-1]:.4f}", f"{training.seconds:.2f}"]
+
+
+def _about_times(runs: Runs) -> str:
+    steps = {title: _median(trainings[EXACT].step_milliseconds) for title, trainings in runs.items()}
+    added = _median(runs[ALONE][EXACT].reduction_milliseconds)
+    cores = os.cpu_count() or 1
+    others = ", ".join(f"{time:.2f} in {title}" for title, time in steps.items() if "processes" in title)
+    most = next(title for title in steps if "processes" not in title)
+    many = f", {steps[most]:.2f} on {most}" if most != ALONE else ""
+    return (
+        f"Milliseconds of a step: {steps[ALONE]:.2f} on {ALONE} ({added:.2f} of them to add {MICRO_BATCHES} "
+        f"gradients){many}{f', {others}' if others else ''}. All do the same products on the same {cores} "
+        "cores, and these are far too small to gain by threads or processes: the rest is what it costs to "
+        "share them out."
+    )
+
+
+def _median(milliseconds: Sequence[float]) -> float:
+    """The very first step also loads kernels."""
+    return float(np.median(milliseconds))
 
 
 def _picture(runs: Runs) -> str:
+    curves = [
+        _Curve(f"{title}, exact", runs[title][EXACT], 2.0 * (len(runs) - number), is_dashed=False)
+        for number, title in enumerate(runs)
+    ]
+    most = next(iter(runs))
+    curves.append(_Curve(f"{most}, float32", runs[most][PLAIN], 2.0, is_dashed=True))
+    reference = runs[ALONE][EXACT]
+
     def lines(numbers: Callable[[Training], Sequence[float]]) -> list[Line]:
         return [
-            Line(title, list(enumerate(numbers(training), 1)), is_dashed=title != ALONE)
-            for title, training in runs.items()
+            Line(curve.name, list(enumerate(numbers(curve.training), 1)), curve.is_dashed, width=curve.width)
+            for curve in curves
         ]
+
+    def differing(training: Training) -> list[float]:
+        pairs = zip(training.parameters, reference.parameters, strict=True)
+        return [100.0 * float(np.mean(own != others)) for own, others in pairs]
 
     losses, accuracies = lines(lambda training: training.losses), lines(lambda training: training.accuracies)
     return charts_svg(
         [
             Chart("loss", "step", losses),
             Chart("accuracy on held-out digits", "epoch", accuracies, shows_zero=False),
-            Chart("milliseconds per step, median", "epoch", lines(_median_milliseconds)),
+            Chart(f"% of parameters unlike those of {ALONE}", "epoch", lines(differing)),
         ]
     )
-
-
-def _median_milliseconds(training: Training) -> list[float]:
-    """For each epoch; the very first step also loads the kernels."""
-    epochs = np.array_split(np.array(training.step_milliseconds), len(training.accuracies))
-    return [float(np.median(epoch)) for epoch in epochs]
