@@ -71,6 +71,16 @@ def shards(group):
             even = [torch.cat([tensor] * group.size) for tensor in tree]
             ours, theirs = (ops.reduce_scatter(op, even, 0, each) for each in (options, ring))
             same += list(map(torch.equal, ours, theirs))
+    counters = [torch.tensor([3 + group.rank, 8]), torch.ones(2)]
+    integers = {}
+    for policy in ("mean", "max", "min"):
+        ours, theirs = (
+            ops.reduce(
+                "mean", counters, "cpu:0", cd.CommunicationOptions(implementation=way, integers=policy)
+            )
+            for way in ("nccl", "auto")
+        )
+        integers[policy] = [str(ours[0].dtype), ours[0].tolist() == theirs[0].tolist()]
     whole, out = torch.arange(5.0) + group.rank, torch.zeros(5)
     options = cd.CommunicationOptions(implementation="nccl")
     is_out = ops.reduce("sum", whole, "cpu:0", options, out=out) is out
@@ -78,6 +88,7 @@ def shards(group):
     return {
         "same bits": all(same),
         "compared": len(same),
+        "integers": integers,
         "in out": [is_out, out.tolist()],
         "several replicas": ops.reduce("sum", several, "cpu:0", options).tolist(),
         "explained": told(ops, whole, "cpu:0", options),

@@ -18,9 +18,14 @@ def test_the_engines_own_all_reduce_gives_the_same_results(tmp_path):
         "shards": {
             "same bits": True,
             "compared": 2 * (4 * 7 - 1) * 8,
+            "integers": {
+                "mean": ["torch.float64", True],
+                "min": ["torch.int64", True],
+                "max": ["torch.int64", True],
+            },
             "in out": [True, [1.0, 3.0, 5.0, 7.0, 9.0]],
             "several replicas": [2.0, 6.0, 10.0, 14.0, 18.0],
-            "all-to-alls": 2 * (4 * 7 - 1) * (1 + 4) + 1,
+            "all-to-alls": 2 * (4 * 7 - 1) * (1 + 4) + (2 + 1 + 1) + 1,
             "explained": "1 values by NCCL shards: the engine's all-to-all of shards, one fused pass on the "
             "devices they are on, and the engine's all-gather",
         },

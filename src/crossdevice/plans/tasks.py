@@ -216,16 +216,26 @@ class Piece(NamedTuple):
     stop: int
 
 
-def pieces_of(lengths: Sequence[int], workers: Sequence[int]) -> Iterator[Piece]:
+def pieces_of(lengths: Sequence[int], workers: Sequence[int], *, is_even: bool = False) -> Iterator[Piece]:
     """Leaves laid end to end, each from a cache line on, and cut into a shard for each worker.
+
+    With `is_even` all shards but the last ones have as many elements, an even number, and leaves follow each
+    other without gaps.
 
     >>> [tuple(piece) for piece in pieces_of([3, 130], [0, 1])]
     [(0, 0, 0, 3), (0, 1, 0, 64), (1, 1, 64, 130)]
+    >>> [tuple(piece) for piece in pieces_of([3, 130], [0, 1], is_even=True)]
+    [(0, 0, 0, 3), (0, 1, 0, 65), (1, 1, 65, 130)]
     """
-    firsts = list(itertools.accumulate([aligned(length) for length in lengths], initial=0))
+    firsts = list(itertools.accumulate(lengths if is_even else map(aligned, lengths), initial=0))
     end = firsts[-2] + lengths[-1] if lengths else 0
+    if is_even:
+        each = -(-end // (2 * len(workers))) * 2
+        edges = [min(each * shard, end) for shard in range(len(workers) + 1)]
+    else:
+        edges = shard_edges(end, len(workers))
     leaf = 0
-    for worker, (low, high) in zip(workers, itertools.pairwise(shard_edges(end, len(workers))), strict=True):
+    for worker, (low, high) in zip(workers, itertools.pairwise(edges), strict=True):
         while leaf < len(lengths) and firsts[leaf] < high:
             start, stop = max(low - firsts[leaf], 0), min(high - firsts[leaf], lengths[leaf])
             if start < stop:

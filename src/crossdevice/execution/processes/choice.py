@@ -47,7 +47,7 @@ class Prepared(Protocol):
 
     @property
     def plans(self) -> Sequence[TaskPlan]:
-        """Its tasks, as this rank knows them; none if the transport lays out shards of its own."""
+        """Its tasks, as this rank knows them; none of the all-reduce of an engine."""
 
     def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
         """Reduces with the other ranks; the delivery writes to `outs`."""

@@ -154,17 +154,18 @@ class ReducedBatch:
         *,
         workers: Sequence[int] | None = None,
         is_small: bool = False,
+        is_even: bool = False,
         seen_by: int | None = None,
     ) -> TaskPlan:
         """The tasks for some of its leaves, proved.
 
         `workers` has for each rank the one that combines in its place; if leaves are small every rank
-        combines everything, unless each gets its own part anyway.
+        combines everything, and with `is_even` equal shards, unless each gets its own part anyway.
         """
         recipes = {leaf.number: self._recipe(leaf.number) for leaf in leaves}
         if self.parts is None:
             combining = None if workers is None else sorted(set(workers))
-            plan = all_reduce(leaves, combining, is_small=is_small, seen_by=seen_by)
+            plan = all_reduce(leaves, combining, is_small=is_small, is_even=is_even, seen_by=seen_by)
             whole = {leaf.number: (leaf.length, leaf.counts, recipes[leaf.number]) for leaf in leaves}
             check_tasks(plan, meaning_of_all_reduce(whole))
             return plan

@@ -24,7 +24,7 @@ class Course(NamedTuple):
     transport: str
     leaves: Sequence[int]
     plans: Sequence[TaskPlan]
-    """None of transports that lay out their own shards."""
+    """None of the all-reduce of an engine."""
 
     def __str__(self) -> str:
         return f"{self.transport} for leaves {', '.join(map(str, self.leaves))}"

@@ -73,12 +73,16 @@ def cases(draw):
     some = st.integers(0, 70)
     lengths = draw(LENGTHS)
     match draw(
-        st.sampled_from(["reduce", "small", "workers", "scatter", "gather", "broadcast", "all to all"])
+        st.sampled_from(
+            ["reduce", "small", "even", "workers", "scatter", "gather", "broadcast", "all to all"]
+        )
     ):
         case "reduce":
             return reduced(lengths, counts, partial)
         case "small":
             return reduced(lengths, counts, partial, is_small=True)
+        case "even":
+            return reduced(lengths, counts, partial, is_even=True)
         case "workers":
             return reduced(lengths, counts, partial, workers=sorted({0, size - 1}))
         case "scatter":
@@ -190,6 +194,15 @@ def test_tasks_run_one_by_one_make_what_numpy_makes(counts, lengths, is_small):
     for (_, leaf), result in results.items():
         whole = [array for (_, which, _), array in arrays.items() if which == leaf]
         assert np.array_equal(result, np.mean(whole, axis=0))
+
+
+@given(LENGTHS, st.integers(1, 5))
+def test_even_shards_are_as_long_as_each_other_but_the_last_ones(lengths, size):
+    _, emit = reduced(lengths, (1,) * size, None, is_even=True)
+    made = [sum(task.length for task in emit().results if task.worker == rank) for rank in range(size)]
+    assert sum(made) == sum(lengths)
+    assert made == sorted(made, reverse=True)
+    assert len({length for length in made if length not in (0, min(filter(None, made), default=0))}) <= 1
 
 
 def test_bytes_sent_are_counted_from_the_tasks():

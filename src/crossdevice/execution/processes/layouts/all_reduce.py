@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from crossdevice.plans.reduced_leaf import ContributionsOfRanks, ReducedLeaf
-from crossdevice.plans.tasks import Ref, Task, TaskPlan, pieces_of
+from crossdevice.plans.tasks import Piece, Ref, Task, TaskPlan, pieces_of
 
 
 def all_reduce(
@@ -13,21 +13,27 @@ def all_reduce(
     workers: Sequence[int] | None = None,
     *,
     is_small: bool = False,
+    is_even: bool = False,
     seen_by: int | None = None,
 ) -> TaskPlan:
     """The tasks for leaves that travel together; `workers` are the ranks that combine, else all of them.
 
-    If they are small every rank combines everything: one exchange instead of two.
+    If they are small every rank combines everything: one exchange instead of two. With `is_even` shards are
+    equal, as engines move them.
     """
     size = len(leaves[0].counts)
-    emit = _combined_by_all(leaves, seen_by) if is_small else _shards(leaves, workers or range(size), seen_by)
+    if is_small:
+        emit = _combined_by_all(leaves, seen_by)
+    else:
+        pieces = pieces_of([leaf.length for leaf in leaves], workers or range(size), is_even=is_even)
+        emit = _shards(leaves, pieces, seen_by)
     partials = [task for leaf in leaves for task in leaf.partial_tasks()]
     return TaskPlan(size, (*partials, *emit), seen_by, is_brought_to_all=is_small)
 
 
-def _shards(leaves: Sequence[ReducedLeaf], workers: Sequence[int], seen_by: int | None) -> Iterator[Task]:
+def _shards(leaves: Sequence[ReducedLeaf], pieces: Iterable[Piece], seen_by: int | None) -> Iterator[Task]:
     contributions = list(map(ContributionsOfRanks, leaves))
-    for worker, number, start, stop in pieces_of([leaf.length for leaf in leaves], workers):
+    for worker, number, start, stop in pieces:
         leaf, seen = leaves[number], None if worker == seen_by else seen_by
         ranks = range(len(leaf.counts)) if seen is None else (seen,)
         yield Task(

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from crossdevice.backends.protocol import Array
-from crossdevice.execution.local.prepared import PreparedReduction
 from crossdevice.execution.processes.peers import peers_unavailable
 from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted
 from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import delivered
-from crossdevice.plans.tasks import TaskPlan
+from crossdevice.plans.tasks import Task, TaskPlan
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.options import CommunicationImplementation
 from crossdevice.values.weights import Weights, refuse_weights
@@ -33,17 +32,93 @@ def nccl_shards_unavailable(wanted: Wanted) -> str | None:
         return "ranks reach each other's GPU memory, and may share GPUs"
     if counts is not None and (is_weighted or set(counts) != {1}):
         return "shards are of one replica per process, without weights"
+    if spec.own_op is not None or spec.into is not None:
+        return "shards have the operation of the whole batch, and the dtype that it gives"
     if parts is not None and not parts.is_even:
         return "parts are not equal, or not along the first axis"
     return None
 
 
-class _Pack(NamedTuple):
-    """Leaves of one dtype on one device, end to end, and what combines this rank's shard of them."""
+class _Shards:
+    """The tasks of leaves of one dtype on one device, as NCCL moves them: a shard per rank, as long as all.
 
-    leaves: Sequence[int]
-    shard_length: int
-    reduction: PreparedReduction
+    Shards that are shorter than the longest are padded.
+    """
+
+    def __init__(self, plan: TaskPlan, batch: ReducedBatch, leaves: Sequence[int]) -> None:
+        rank, spec = batch.group.rank, batch.specs[leaves[0]]
+        self.plan, self._leaves, self._spec = plan, leaves, spec
+        # A complex number is two elements of a task.
+        parts = batch.leaves[leaves[0]].length // spec.num_elements
+        of_ranks: list[list[Task]] = [[] for _ in range(plan.size)]
+        for task in plan.results:
+            of_ranks[task.worker].append(task)
+        length = max(sum(task.length for task in tasks) for tasks in of_ranks) // parts
+        self._sent: list[_Run] = []
+        self._places: dict[int, list[_Run]] = {leaf: [] for leaf in leaves}
+        """Of each leaf, the ranges of all shards, end to end, that hold its result."""
+        for worker, tasks in enumerate(of_ranks):
+            end = worker * length
+            for task in tasks:
+                (own,) = [ref for ref in task.inputs if ref.buffer.rank == rank]
+                _append(self._sent, _Run(own.buffer.leaf, own.start // parts, own.stop // parts))
+                start, end = end, end + task.length // parts
+                for ref in task.outputs:
+                    if ref.buffer.rank == rank:
+                        _append(self._places[ref.buffer.leaf], _Run(ref.buffer.leaf, start, end))
+            if end < (worker + 1) * length:
+                _append(self._sent, _Run(None, 0, (worker + 1) * length - end))
+        self._num_elements = plan.size * length
+        shards = LeafSpec(spec.backend, spec.dtype, (length,), spec.devices * plan.size, spec.devices)
+        self._reduction = batch.prepare((shards,), batch.op, batch.options)
+
+    def combined(self, call: GroupCall, columns: Columns) -> Array:
+        """This rank's shard of what all ranks send, combined in their order."""
+        backend, at, size = self._spec.backend, self._spec.devices[0], self.plan.size
+        flats = {leaf: backend.flat(columns[leaf][0]) for leaf in self._leaves}
+        like, sent = flats[self._leaves[0]], []
+        for leaf, start, stop in self._sent:
+            if leaf is None:
+                zeros = backend.namespace().zeros((stop,), dtype=like.dtype, device=like.device)
+                sent.append(zeros)
+            elif stop - start == flats[leaf].shape[0]:
+                sent.append(flats[leaf])
+            else:
+                sent.append(backend.part_of(flats[leaf], start, stop))
+        ours = sent[0] if len(sent) == 1 else backend.concat(sent, 0, at)
+        received = backend.namespace().empty_like(ours)
+        call.all_to_all(received, ours, at.type)
+        edges = range(0, self._num_elements + 1, self._num_elements // size)
+        contributions = [backend.part_of(received, start, stop) for start, stop in itertools.pairwise(edges)]
+        ((shard,),) = self._reduction.run([contributions], [None])
+        return shard
+
+    def reduced(self, call: GroupCall, columns: Columns) -> dict[int, Array]:
+        """The results of all leaves, by their numbers."""
+        backend, at = self._spec.backend, self._spec.devices[0]
+        shard = self.combined(call, columns)
+        whole = backend.namespace().empty((self._num_elements,), dtype=shard.dtype, device=shard.device)
+        call.all_gather_arrays(whole, shard, at.type)
+        results = {}
+        for leaf, runs in self._places.items():
+            parts = [backend.part_of(whole, start, stop) for _, start, stop in runs]
+            results[leaf] = parts[0] if len(parts) == 1 else backend.concat(parts, 0, at)
+        return results
+
+
+class _Run(NamedTuple):
+    """Consecutive elements, of a leaf or, if that is None, of padding."""
+
+    leaf: int | None
+    start: int
+    stop: int
+
+
+def _append(runs: list[_Run], run: _Run) -> None:
+    """Adds a run, or lengthens the last one if it follows that."""
+    if runs and runs[-1].leaf == run.leaf is not None and runs[-1].stop == run.start:
+        run = runs.pop()._replace(stop=run.stop)
+    runs.append(run)
 
 
 class DeviceShards:
@@ -53,23 +128,16 @@ class DeviceShards:
     of ranks, and an all-gather distributes the results: the bytes of a ring, and the bits of one process.
     """
 
-    plans: Sequence[TaskPlan] = ()
-    """None: its shards are laid out here."""
-
     def __init__(self, batch: ReducedBatch) -> None:
-        specs, op, options, prepare = batch.specs, batch.op, batch.options, batch.prepare
-        size = batch.group.size
-        self._specs, self._size = specs, size
+        self._specs = batch.specs
         alike: dict[object, list[int]] = {}
-        for number, spec in enumerate(specs):
+        for number, spec in enumerate(batch.specs):
             alike.setdefault((spec.dtype, spec.devices), []).append(number)
         self._packs = []
         for leaves in alike.values():
-            first = specs[leaves[0]]
-            length = -(-sum(specs[leaf].num_elements for leaf in leaves) // size)
-            self._packs.append(
-                _Pack(leaves, length, prepare((_shards_of(first, length, size),), op, options))
-            )
+            plan = batch.plan([batch.leaves[leaf] for leaf in leaves], is_even=True, seen_by=batch.group.rank)
+            self._packs.append(_Shards(plan, batch, leaves))
+        self.plans = [pack.plan for pack in self._packs]
 
     def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
         """Reduces with the other ranks; `outs` are written to by whoever calls the delivery."""
@@ -77,48 +145,24 @@ class DeviceShards:
         _meet(call)
         results: dict[int, Array] = {}
         for pack in self._packs:
-            whole = self._reduced(call, pack, [columns[leaf][0] for leaf in pack.leaves])
-            lengths = [self._specs[leaf].num_elements for leaf in pack.leaves]
-            edges = itertools.pairwise(itertools.accumulate(lengths, initial=0))
-            for leaf, (start, stop) in zip(pack.leaves, edges, strict=True):
-                spec = self._specs[leaf]
-                results[leaf] = spec.backend.reshape(spec.backend.part_of(whole, start, stop), spec.shape)
+            results |= pack.reduced(call, columns)
+        shaped = [spec.backend.reshape(results[leaf], spec.shape) for leaf, spec in enumerate(self._specs)]
         return lambda: [
-            delivered(
-                [spec.backend.copy(results[leaf], device) for device in spec.destinations], out, spec.backend
-            )
-            for leaf, (spec, out) in enumerate(zip(self._specs, outs, strict=True))
+            delivered([spec.backend.copy(result, device) for device in spec.destinations], out, spec.backend)
+            for spec, result, out in zip(self._specs, shaped, outs, strict=True)
         ]
-
-    def _reduced(self, call: GroupCall, pack: _Pack, arrays: Sequence[Array]) -> Array:
-        """The pack's result, flat, with some elements more if it has no equal shards."""
-        spec, length = self._specs[pack.leaves[0]], pack.shard_length
-        backend, at = spec.backend, spec.devices[0]
-        xp = backend.namespace()
-        flats = [backend.flat(array) for array in arrays]
-        missing = self._size * length - sum(flat.shape[0] for flat in flats)
-        if missing:
-            flats.append(xp.zeros((missing,), dtype=flats[0].dtype, device=flats[0].device))
-        sent = flats[0] if len(flats) == 1 else backend.concat(flats, 0, at)
-        shard = _combined(call, sent, spec, pack.reduction)
-        whole = xp.empty((self._size * length,), dtype=shard.dtype, device=shard.device)
-        call.all_gather_arrays(whole, shard, at.type)
-        return whole
 
 
 class DeviceReduceScatter:
     """The first half of it, for leaves that are cut along their first axis into equal parts."""
 
-    plans: Sequence[TaskPlan] = ()
-    """None, as above."""
-
     def __init__(self, batch: ReducedBatch) -> None:
-        specs, op, options, prepare = batch.specs, batch.op, batch.options, batch.prepare
-        size = batch.group.size
-        self._specs, self._size = specs, size
-        self._reductions = [
-            prepare((_shards_of(spec, spec.num_elements // size, size),), op, options) for spec in specs
+        self._specs, self._size = batch.specs, batch.group.size
+        self._shards = [
+            _Shards(batch.plan([leaf], seen_by=batch.group.rank), batch, [number])
+            for number, leaf in enumerate(batch.leaves)
         ]
+        self.plans = [shards.plan for shards in self._shards]
 
     def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
         """Reduces with the other ranks; `outs` are written to by whoever calls the delivery."""
@@ -126,10 +170,9 @@ class DeviceReduceScatter:
         _meet(call)
         parts = [
             spec.backend.reshape(
-                _combined(call, spec.backend.flat(arrays[0]), spec, reduction),
-                (spec.shape[0] // self._size, *spec.shape[1:]),
+                shards.combined(call, columns), (spec.shape[0] // self._size, *spec.shape[1:])
             )
-            for spec, arrays, reduction in zip(self._specs, columns, self._reductions, strict=True)
+            for spec, shards in zip(self._specs, self._shards, strict=True)
         ]
         return lambda: [
             delivered([part], out, spec.backend)
@@ -137,23 +180,7 @@ class DeviceReduceScatter:
         ]
 
 
-def _shards_of(spec: LeafSpec, length: int, size: int) -> LeafSpec:
-    """One rank's shard of the arrays of all ranks, which is on the leaf's device."""
-    return LeafSpec(spec.backend, spec.dtype, (length,), spec.devices * size, spec.devices)
-
-
 def _meet(call: GroupCall) -> None:
     """The engine's own collectives have no tags: ranks meet under those of the call first."""
     if call.group.checks != "off":
         call.all_gather(b"ready")
-
-
-def _combined(call: GroupCall, sent: Array, spec: LeafSpec, reduction: PreparedReduction) -> Array:
-    """This rank's shard of what all ranks send, combined in their order."""
-    backend, size = spec.backend, call.group.size
-    received = backend.namespace().empty_like(sent)
-    call.all_to_all(received, sent, spec.devices[0].type)
-    length = sent.shape[0] // size
-    contributions = [backend.part_of(received, rank * length, (rank + 1) * length) for rank in range(size)]
-    ((shard,),) = reduction.run([contributions], [None])
-    return shard
