@@ -227,8 +227,52 @@ def values_from_a_function(d: Any) -> Any:
 
 
 def local_results(kind: str, d: Any) -> Any:
-    value = d.per_replica([d.array([1.0]), d.array([2.0])]) if kind == "per replica" else 3.0
+    value = {
+        "per replica": d.per_replica([d.array([1.0]), d.array([2.0])]),
+        "plain": 3.0,
+        "names": {"a": ["x", ("y", "z")], "b": None},
+        "nothing": [],
+    }[kind]
     return two_replicas(d).experimental_local_results(value)
+
+
+def inside_another(call: str, d: Any) -> Any:
+    strategy, value = two_replicas(d), d.per_replica([d.array([1.0]), d.array([2.0])])
+    with strategy.scope():
+        variable = d.Variable(1.0)
+    with two_replicas(d).scope():
+        return {
+            "reduce": lambda: strategy.reduce("SUM", value, axis=None),
+            "gather": lambda: strategy.gather(value, axis=0),
+            "reduce_to": lambda: strategy.extended.reduce_to("SUM", value, "/cpu:0"),
+            "batch_reduce_to": lambda: strategy.extended.batch_reduce_to("SUM", [(value, "/cpu:0")]),
+            "broadcast_to": lambda: strategy.extended.broadcast_to(d.array([1.0]), "/cpu:0"),
+            "update": lambda: strategy.extended.update(variable, lambda v: v.assign(2.0)),
+        }[call]()
+
+
+def update_of_a_lone_copy(structure: str, d: Any) -> Any:
+    strategy = d.OneDeviceStrategy("/cpu:0")
+    with strategy.scope():
+        variable = d.Variable(d.array([2.0]))
+    compute = {"array": lambda v: v + 1.0, "dict": lambda v: {"a": v + 1.0}}[structure]
+    return strategy.extended.update(variable, compute, group=False)
+
+
+def counter_on_one_device(method: str, d: Any) -> Any:
+    with d.OneDeviceStrategy("/cpu:0").scope():
+        counter = d.Variable(
+            2.0, synchronization=d.VariableSynchronization.ON_READ, aggregation=d.VariableAggregation.SUM
+        )
+        getattr(counter, method)(3.0)
+        return counter.numpy().tolist(), counter.read_value()
+
+
+def default_update_non_slot(d: Any) -> Any:
+    extended = d.get_strategy().extended
+    return extended.update_non_slot(d.array(1.0), lambda x: x + 1, args=(6,)), extended.update_non_slot(
+        [], lambda: 7, group=False
+    )
 
 
 def duplicates(d: Any) -> Any:
@@ -443,7 +487,23 @@ PROGRAMS = {
     "dataset from a function": dataset_from_a_function,
     "uneven share": uneven_share,
     "values from a function": values_from_a_function,
-    **{f"local results/{kind}": functools.partial(local_results, kind) for kind in ("per replica", "plain")},
+    **{
+        f"local results/{kind}": functools.partial(local_results, kind)
+        for kind in ("per replica", "plain", "names", "nothing")
+    },
+    **{
+        f"inside another/{call}": functools.partial(inside_another, call)
+        for call in ("reduce", "gather", "reduce_to", "batch_reduce_to", "broadcast_to", "update")
+    },
+    **{
+        f"update of a lone copy/{structure}": functools.partial(update_of_a_lone_copy, structure)
+        for structure in ("array", "dict")
+    },
+    **{
+        f"counter on one device/{method}": functools.partial(counter_on_one_device, method)
+        for method in ("assign", "assign_add", "assign_sub")
+    },
+    "default update_non_slot": default_update_non_slot,
     "duplicates": duplicates,
     **{
         f"wrong devices/{each!r}": functools.partial(wrong_devices, each)

@@ -102,13 +102,37 @@ def update(group: bool, d: Any) -> Any:
     return result if not group else None, variable.values
 
 
-def scope_kind(d: Any) -> Any:
+def update_to_a_structure(d: Any) -> Any:
     strategy = two_replicas(d)
+    variable = made(d, strategy, d.array([2.0]), "AUTO", "NONE")
+    return strategy.extended.update(variable, lambda v: {"a": v + 1.0, "b": [v * 2.0]}, group=False)
+
+
+def scope_kind(d: Any) -> Any:
+    strategy, other = two_replicas(d), two_replicas(d)
     with strategy.scope():
         variable = d.Variable(1.0)
     outside = d.Variable(1.0)
-    created = strategy.extended.variable_created_in_scope
-    return variable, created(variable), created(outside)
+    results = [variable]
+    for each in (strategy, other, d.get_strategy()):
+        created = each.extended.variable_created_in_scope
+        results.append([created(variable), created(variable.values[0]), created(outside)])
+    return results
+
+
+def is_a_variable(synchronization: str, d: Any) -> Any:
+    variable = made(d, two_replicas(d), 1.0, synchronization, "SUM")
+    values = (variable, type(variable), variable.values[0], variable.read_value(), 1.0)
+    return [
+        isinstance(each, d.Variable) or (isinstance(each, type) and issubclass(each, d.Variable))
+        for each in values
+    ]
+
+
+def no_aggregation(d: Any) -> Any:
+    with two_replicas(d).scope():
+        variable = d.Variable(1.0, aggregation=None)
+    return variable, variable.aggregation.name, d.Variable(1.0, aggregation=None).aggregation.name
 
 
 def trainable_on_read(d: Any) -> Any:
@@ -305,7 +329,10 @@ PROGRAMS = {
     "arguments": arguments,
     "of a function": of_a_function,
     "arithmetic": arithmetic,
+    "update/to a structure": update_to_a_structure,
     "scope": scope_kind,
+    **{f"is a variable/{each}": functools.partial(is_a_variable, each) for each in ("AUTO", "ON_READ")},
+    "no aggregation": no_aggregation,
     "trainable on read": trainable_on_read,
     "wrong synchronization": wrong_synchronization,
 }

@@ -14,13 +14,12 @@ from crossdevice.strategies.data import regrouping
 from crossdevice.strategies.data.along_axis import reduce_along_axis
 from crossdevice.strategies.data.input import InputContext, ReplicaPlacement, ValueContext
 from crossdevice.strategies.extended import StrategyExtended
-from crossdevice.strategies.running.place import scope_of
+from crossdevice.strategies.running.place import check_cross_replica_of, scope_of
 from crossdevice.strategies.variables.variables import MirroredVariable, SyncOnReadVariable, create_variable
 from crossdevice.values.device import host_device
 from crossdevice.values.distributed import DelegatingValues, DistributedValues, PerReplica
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
-from crossdevice.values.replica_scope import check_cross_replica
 
 
 class Strategy(abc.ABC):
@@ -141,7 +140,7 @@ class Strategy(abc.ABC):
             return result if isinstance(value, PerReplica) else regrouping.map_structure(_bare, result)
         if weights is not None:
             raise OptionError("weights with an axis: every element counts once there; reduce with axis=None")
-        check_cross_replica("reduce")
+        check_cross_replica_of(self, "reduce")
         devices = self._extended.worker_devices
 
         value = regrouping.in_our_classes(value)
@@ -174,7 +173,7 @@ class Strategy(abc.ABC):
         >>> MirroredStrategy(["cpu:0", "cpu:1"]).gather(PerReplica([[1, 2], [3]]), axis=0)
         array([1, 2, 3], dtype=int32)
         """
-        check_cross_replica("gather")
+        check_cross_replica_of(self, "gather")
         value = regrouping.in_our_classes(value)
         if regrouping.is_sparse(value):
             raise NotImplementedError("gather of IndexedSlices is not defined; reduce them instead")
@@ -189,7 +188,7 @@ class Strategy(abc.ABC):
         dtype: Any = None,
         trainable: bool | None = None,
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
-        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+        aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
         shape: Any = None,
     ) -> MirroredVariable | SyncOnReadVariable:
         """Creates a variable with a copy on each device, inside or outside of the scope.
@@ -223,12 +222,13 @@ class Strategy(abc.ABC):
             value: any value.
 
         Returns:
-            A tuple; a value that is not distributed is the only one in it.
+            A tuple; a value that is not distributed is the only one in it. Of a structure there is one for
+            each replica, with what is not distributed in all of them.
         """
         value = regrouping.in_our_classes(value)
         if isinstance(value, DistributedValues):
             return value.values
-        if not regrouping.distributed_leaves(value):
+        if not regrouping.is_structure(value):
             return (value,)
         own = range(len(self._extended.worker_devices))
         return tuple(regrouping.select_replica(replica, value) for replica in own)

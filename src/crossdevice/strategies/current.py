@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any
 
-from crossdevice.errors import ContextError
+from crossdevice.errors import ContextError, ConversionError
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.default_strategy import DEFAULT_CONTEXT, DEFAULT_STRATEGY
 from crossdevice.strategies.running.place import current_context, current_strategy
@@ -61,6 +61,10 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     OneDeviceStrategy('cpu:0')
     >>> experimental_set_strategy(None)
     """
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise ConversionError(
+            f"experimental_set_strategy takes a strategy or None, got a {type(strategy).__name__}"
+        )
     code = RUNNING_CODE.get()
     # What an earlier call has set may be replaced, what a `with` block has entered may not.
     if code.strategy is not None and code is not _set_code.get():

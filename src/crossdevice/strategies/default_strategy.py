@@ -13,6 +13,7 @@ from crossdevice.strategies.data.input import ValueContext
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running.place import check_same, outside_of_replicas
 from crossdevice.strategies.running.replica_context import ReplicaContext
+from crossdevice.strategies.variables.distributed import DistributedVariable
 from crossdevice.values.device import host_device
 from crossdevice.values.options import CommunicationOptions, as_options, either
 from crossdevice.values.reduce_op import ReduceOp
@@ -64,6 +65,22 @@ class DefaultExtended(StrategyExtended):
         """Calls `fn` on the variable itself."""
         result = fn(var, *args, **(kwargs or {}))
         return result if group else (result,)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,  # noqa: ARG002
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls `fn`."""
+        result = fn(*args, **(kwargs or {}))
+        return result if group else (result,)
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Returns whether a variable belongs to no strategy."""
+        return not isinstance(self.value_container(v), DistributedVariable)
 
 
 class DefaultStrategy(Strategy):

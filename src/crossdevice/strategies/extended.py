@@ -18,7 +18,7 @@ from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.structures import checked_pairs
 from crossdevice.strategies.data.regrouping import in_our_classes, is_array, map_structure, regroup, spread
-from crossdevice.strategies.running.place import current_context
+from crossdevice.strategies.running.place import check_cross_replica_of, current_context
 from crossdevice.strategies.variables.distributed import (
     DistributedVariable,
     ReplicaVariable,
@@ -30,7 +30,6 @@ from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.nesting import NUMBERS
 from crossdevice.values.options import CommunicationOptions, either
 from crossdevice.values.reduce_op import ReduceOp, VariableSynchronization
-from crossdevice.values.replica_scope import check_cross_replica
 from crossdevice.values.variable import PlacedArray
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class StrategyExtended:
     @property
     def should_checkpoint(self) -> bool:
         """True in the process that saves, which has the first replica."""
-        strategy = None if self._owner is None else self._owner()
+        strategy = self._strategy
         return strategy is None or strategy.first_replica == 0
 
     should_save_summary = should_checkpoint
@@ -139,7 +138,7 @@ class StrategyExtended:
             DeadlineError: other processes did not come in time.
             ProcessGroupError: a process of the group was lost.
         """
-        check_cross_replica("reduce_to")
+        check_cross_replica_of(self._strategy, "reduce_to")
         op, options, value = ReduceOp(reduce_op), either(options, experimental_hints), in_our_classes(value)
         if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
             return self._cross_device_ops.reduce(op, value, destinations, options, **_given(weights))
@@ -232,7 +231,7 @@ class StrategyExtended:
             ConversionError: something cannot be read as an array.
             DestinationError: `destinations` names no device.
         """
-        check_cross_replica("broadcast_to")
+        check_cross_replica_of(self._strategy, "broadcast_to")
         read_destinations(destinations)
         if isinstance(tensor, NUMBERS):
             return tensor
@@ -251,20 +250,21 @@ class StrategyExtended:
         """Calls `fn(copy, ...)` for each copy of a variable, on its device, with its components of arguments.
 
         A PerReplica argument would make the copies differ, so only variables synchronized ON_READ take it.
-        `group=False` gives the tuple of all results; otherwise arrays come back as Mirrored and anything
-        else as None. In a replica function all replicas meet, and each updates its copy with its arguments.
+        In a replica function all replicas meet, and each updates its copy with its arguments.
 
         Args:
             var: a variable of this strategy.
             fn: the function, called with a copy of the variable, `args` and `kwargs`.
             args: its arguments; of distributed ones each call gets its own component.
             kwargs: its keyword arguments, likewise.
-            group: False gives the tuple of all results.
+            group: False gives all results.
 
         Returns:
-            Arrays as a Mirrored, and None for anything else; with `group=False` a tuple.
+            Arrays as a Mirrored, None for anything else. With `group=False` a tuple of all results, or the
+            structure that `fn` returned, of such tuples.
 
         Raises:
+            ContextError: another strategy was entered.
             ConversionError: `var` is no variable of this strategy, or a PerReplica argument would make the
                 copies differ.
         """
@@ -279,6 +279,7 @@ class StrategyExtended:
             and var.synchronization is not VariableSynchronization.ON_READ  # whose copies are there to differ
         ):
             refuse_per_replica("update", var.name, arguments)
+        check_cross_replica_of(self._strategy, "update")
         return self._updated(var, fn, arguments, group)
 
     def _updated(
@@ -312,15 +313,23 @@ class StrategyExtended:
             fn: the function, called with `args` and `kwargs`.
             args: its arguments; of distributed ones each call gets its own component.
             kwargs: its keyword arguments, likewise.
-            group: False gives the tuple of all results.
+            group: False gives all results.
 
         Returns:
-            Arrays as a Mirrored, and None for anything else; with `group=False` a tuple.
+            Arrays as a Mirrored, None for anything else. With `group=False` a tuple of all results, or the
+            structure that `fn` returned, of such tuples.
 
         Raises:
+            ContextError: another strategy was entered.
+            ConversionError: `colocate_with` is no list of devices.
             DeviceError: a device name cannot be read, or there is no such device.
         """
-        check_cross_replica("update_non_slot")
+        check_cross_replica_of(self._strategy, "update_non_slot")
+        if isinstance(colocate_with, str) or not isinstance(colocate_with, Sequence):
+            raise ConversionError(
+                "update_non_slot takes the devices that non_slot_devices returned; got a "
+                f"{type(colocate_with).__name__}"
+            )
         devices = tuple(map(Device.parse, colocate_with))
         spread_out = spread((tuple(args), dict(kwargs or {})), devices)
         return _grouped([fn(*own_args, **own_kwargs) for own_args, own_kwargs in spread_out], devices, group)
@@ -348,14 +357,15 @@ class StrategyExtended:
         return v.read_value()
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Returns whether a variable belongs to this strategy.
+        """Returns whether a variable, or a copy of one, belongs to this strategy.
 
         Args:
             v: anything.
 
         Returns:
-            True for a variable of this strategy.
+            True for a variable of this strategy, and for each of its copies.
         """
+        v = self.value_container(v)
         return isinstance(v, DistributedVariable) and v.distribute_strategy.extended is self
 
     @contextlib.contextmanager
@@ -395,10 +405,14 @@ class StrategyExtended:
             ReplicaError: replicas make different calls, or some have ended.
             DeadlineError: a replica did not come in time.
         """
-        strategy = None if self._owner is None else self._owner()
+        strategy = self._strategy
         if strategy is None:
             raise ContextError("call_for_each_replica needs the strategy of this object, which is gone")
         return strategy.run(fn, args, kwargs)
+
+    @property
+    def _strategy(self) -> Strategy | None:
+        return None if self._owner is None else self._owner()
 
     def belongs_to(self, strategy: Strategy) -> None:
         """Remembers the strategy this is of, without keeping it alive."""
@@ -426,7 +440,7 @@ class StrategyExtended:
         reduce: Callable[[list[tuple[Any, Any]]], list[Any]],
         weights: Any,
     ) -> list[Any]:
-        check_cross_replica("reduce_to")
+        check_cross_replica_of(self._strategy, "reduce_to")
         to_reduce: list[tuple[Any, Any]] = []
         spots: list[tuple[list[Any], int]] = []
         answers: list[tuple[list[Any], Any]] = []
@@ -472,10 +486,12 @@ def _given(weights: Any) -> dict[str, Any]:
 
 
 def _grouped(results: list[Any], devices: tuple[Device, ...], group: bool) -> Any:
+    if not group:
+        if all(result is None for result in results):
+            return tuple(results)
+        return map_structure(lambda each: each.values, regroup(results, devices, always_wrap=True))
     if len(results) == 1:
         return results[0]
-    if not group:
-        return tuple(results)
     arrays = [map_structure(_array_of, result) for result in results]
     if all(result is results[0] for result in results):
         return results[0]

@@ -173,6 +173,11 @@ def as_setting(kind: type[_Setting], value: object) -> _Setting:
     return member
 
 
+def as_aggregation(value: object) -> VariableAggregation:
+    """An aggregation, given as such or by name; None is TensorFlow's other spelling of NONE."""
+    return VariableAggregation.NONE if value is None else as_setting(VariableAggregation, value)
+
+
 def _name_among(value: object, *kinds: str) -> str:
     """The name of a string, or of a member of another library's type of this name; empty for all else."""
     if isinstance(value, str):

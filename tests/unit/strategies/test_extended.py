@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import crossdevice as cd
-from crossdevice.errors import ConversionError, DestinationError, OptionError, ReduceOpError
+from crossdevice.errors import ContextError, ConversionError, DestinationError, OptionError, ReduceOpError
 
 MEAN_LIKE = ["mean", "MIN", cd.ReduceOp.MAX]
 
@@ -252,6 +252,70 @@ def test_a_strategy_is_set_until_it_is_unset(strategy):
     assert not cd.has_strategy()
     with strategy.scope(), pytest.raises(RuntimeError, match="inside the scope of"):
         cd.experimental_set_strategy(strategy)
+
+
+def test_only_a_strategy_is_set(strategy):
+    with pytest.raises(ConversionError, match="takes a strategy or None, got a list"):
+        cd.experimental_set_strategy([strategy])
+    assert not cd.has_strategy()
+
+
+def test_calls_of_a_strategy_are_refused_inside_the_scope_of_another(strategy):
+    value, variable = cd.PerReplica([1.0] * 2), strategy.create_variable(1.0)
+    for call in (
+        lambda: strategy.reduce("sum", value, axis=None),
+        lambda: strategy.reduce("sum", cd.PerReplica([np.ones(2)] * 2), axis=0),
+        lambda: strategy.gather(cd.PerReplica([np.ones(2)] * 2), axis=0),
+        lambda: strategy.extended.reduce_to("sum", value, "cpu:0"),
+        lambda: strategy.extended.batch_reduce_to("sum", [(value, "cpu:0")]),
+        lambda: strategy.extended.broadcast_to(1.0, "cpu:0"),
+        lambda: strategy.extended.update(variable, lambda copy: copy.assign(2.0)),
+        lambda: strategy.extended.update_non_slot(["cpu:0"], lambda: 1),
+    ):
+        with cd.OneDeviceStrategy("cpu:0").scope(), pytest.raises(ContextError, match="inside the scope of"):
+            call()
+        with strategy.scope():
+            call()
+
+
+def test_a_structure_of_what_is_not_distributed_is_every_replicas(strategy):
+    names = {"a": ["x", ("y", None)]}
+    assert strategy.experimental_local_results(names) == (names, names)
+    assert strategy.experimental_local_results([]) == ([], [])
+    assert strategy.experimental_local_results(None) == (None,)
+    assert cd.OneDeviceStrategy("cpu:0").experimental_local_results([1]) == ([1],)
+
+
+def test_results_of_an_update_are_tuples_in_the_structure_that_the_function_returns(strategy):
+    variable = strategy.create_variable(2.0)
+    found = strategy.extended.update(variable, lambda copy: {"a": copy + 1.0, "b": None}, group=False)
+    assert [float(each) for each in found["a"]] == [3.0, 3.0]
+    assert found["b"] == (None, None)
+    assert strategy.extended.update(variable, lambda _: None, group=False) == (None, None)
+
+
+def test_a_name_of_a_device_is_no_list_of_devices(strategy):
+    for wrong in ("/cpu:0", np.ones(())):
+        with pytest.raises(ConversionError, match="takes the devices that non_slot_devices returned"):
+            strategy.extended.update_non_slot(wrong, lambda: 1)
+
+
+def test_a_variable_of_a_strategy_is_a_variable(strategy):
+    mirrored = strategy.create_variable(1.0)
+    counter = strategy.create_variable(1.0, synchronization="on_read", aggregation="sum")
+    for each in (mirrored, counter, mirrored.values[0], cd.Variable(1.0)):
+        assert isinstance(each, cd.Variable)
+        assert issubclass(type(each), cd.Variable)
+    assert not isinstance(cd.Mirrored([1.0, 1.0]), cd.Variable)
+    assert not isinstance(mirrored, cd.SyncOnReadVariable)
+    created = strategy.extended.variable_created_in_scope
+    assert [created(each) for each in (mirrored, mirrored.values[1], cd.Variable(1.0))] == [True, True, False]
+
+
+def test_a_counter_of_one_replica_is_counted_up_outside_of_it():
+    counter = cd.OneDeviceStrategy("cpu:0").create_variable(2.0, synchronization="on_read", aggregation="sum")
+    counter.assign_add(3.0)
+    assert float(counter) == 5.0
 
 
 def test_datasets_from_functions_are_there_by_their_older_name(strategy):

@@ -89,6 +89,11 @@ def distributed_leaves(tree: Any) -> list[DistributedValues]:
     return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, DistributedValues)]
 
 
+def is_structure(tree: Any) -> bool:
+    """True for a container of values, even an empty one; None is a value."""
+    return not optree.tree_is_leaf(tree, none_is_leaf=True)
+
+
 def in_our_classes(tree: Any) -> Any:
     """A structure in which the distributed values of tf.distribute are ours."""
     return map_structure(as_distributed, tree) if "tensorflow" in sys.modules else tree

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from crossdevice.errors import ContextError
-from crossdevice.values.replica_scope import RUNNING_CODE, RunningCode, running_as
+from crossdevice.values.replica_scope import RUNNING_CODE, RunningCode, check_cross_replica, running_as
 
 if TYPE_CHECKING:
     from crossdevice.strategies.base import Strategy
@@ -54,6 +54,13 @@ def outside_of_replicas(strategy: Strategy) -> contextlib.AbstractContextManager
 def enter_replica_context(context: ReplicaContext) -> None:
     """Makes the running contextvars context one replica's; each replica has a copy of its own."""
     RUNNING_CODE.set(RunningCode(context.strategy, context.local_replica, context))
+
+
+def check_cross_replica_of(strategy: Strategy | None, call: str) -> None:
+    """Refuses a call inside a replica, or inside the scope of another strategy."""
+    check_cross_replica(call)
+    if strategy is not None:
+        check_same(strategy, call)
 
 
 def check_same(strategy: Strategy, call: str) -> None:

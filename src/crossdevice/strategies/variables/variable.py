@@ -28,7 +28,12 @@ from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DelegatingValues, DistributedValues
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
 from crossdevice.values.nesting import is_number, is_number_list
-from crossdevice.values.reduce_op import VariableAggregation, VariableSynchronization, as_setting
+from crossdevice.values.reduce_op import (
+    VariableAggregation,
+    VariableSynchronization,
+    as_aggregation,
+    as_setting,
+)
 from crossdevice.values.replica_scope import RUNNING_CODE
 from crossdevice.values.variable import PlacedArray
 
@@ -118,6 +123,13 @@ class _MadeInScope(type):
         given.pop("device", None)
         return strategy.create_variable(**given)
 
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return cls.__subclasscheck__(type(instance))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        """True for variables of strategies too: a program asks whether it may assign to something."""
+        return super().__subclasscheck__(subclass) or (cls is Variable and ReadsAsArray in subclass.__mro__)
+
 
 class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope):
     """An array with a name and a device; as a destination it says where, and is never written.
@@ -155,14 +167,14 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
         name: str | None = None,
         dtype: Any = None,
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
-        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+        aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
         shape: Any = None,
         device: Device | str | None = None,
     ) -> None:
         self.name = name or "Variable"
         self.trainable = checked_trainable(trainable, self.name) is not False
         self.synchronization = as_setting(VariableSynchronization, synchronization)
-        self.aggregation = as_setting(VariableAggregation, aggregation)
+        self.aggregation = as_aggregation(aggregation)
         array = initial_array(initial_value, dtype, shape, self.name)
         self.device = Device.parse(device) if device is not None else device_of(array) or host_device(0)
         backend = backend_of_variable(array)

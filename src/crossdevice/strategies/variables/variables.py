@@ -22,7 +22,13 @@ from crossdevice.values.distributed import Mirrored, PerReplica, components_of
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import NUMBERS
-from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization, as_setting
+from crossdevice.values.reduce_op import (
+    ReduceOp,
+    VariableAggregation,
+    VariableSynchronization,
+    as_aggregation,
+    as_setting,
+)
 
 if TYPE_CHECKING:
     from crossdevice.strategies.base import Strategy
@@ -120,14 +126,15 @@ class SyncOnReadVariable(DistributedVariable):
         if self.aggregation is VariableAggregation.NONE:
             raise self._no_common_value()
         if self.aggregation is VariableAggregation.SUM:
-            if method != "assign":
+            if method != "assign" and self._strategy.num_replicas_in_sync > 1:
                 raise ReduceOpError(
                     f"{method} of variable {self.name!r}, whose copies are summed on reading: it is unclear "
                     "how much belongs to each copy; call it in a replica function"
                 )
             # Copies that add up to the value, as near as their dtype allows.
             dtype = self._backend.dtype_of(value)
-            value = self._backend.cast(value / self._strategy.num_replicas_in_sync, dtype)
+            if method == "assign":
+                value = self._backend.cast(value / self._strategy.num_replicas_in_sync, dtype)
         self._written(write, self._strategy.extended.cross_device_ops.broadcast(value, self))
         return self.value()
 
@@ -145,7 +152,7 @@ def create_variable(
     dtype: Any,
     trainable: bool | None,
     synchronization: VariableSynchronization | str,
-    aggregation: VariableAggregation | str,
+    aggregation: VariableAggregation | str | None,
     shape: Any,
 ) -> MirroredVariable | SyncOnReadVariable:
     """A variable with one copy of its initial value on each device of a strategy.
@@ -155,7 +162,7 @@ def create_variable(
     """
     name = name or "Variable"
     timing = as_setting(VariableSynchronization, synchronization)
-    aggregation = as_setting(VariableAggregation, aggregation)
+    aggregation = as_aggregation(aggregation)
     on_read = timing is VariableSynchronization.ON_READ
     if timing is VariableSynchronization.NONE:
         raise OptionError(f"variable {name!r} has synchronization NONE; expected AUTO, ON_WRITE or ON_READ")

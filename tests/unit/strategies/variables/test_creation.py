@@ -102,11 +102,14 @@ def test_settings_of_variables_are_names_in_any_case_and_anything_else_is_refuse
         assert isinstance(counter, cd.SyncOnReadVariable)
         assert counter.aggregation is Aggregation.SUM
     for make in (cd.Variable, strategy.create_variable):
-        for wrong in ("READ", None, 1):
+        for wrong in ("READ", 1):
             with pytest.raises(OptionError, match="is not a synchronization of variables; expected one of"):
                 make(1.0, synchronization=wrong)
             with pytest.raises(OptionError, match="is not an aggregation of variables; expected one of"):
                 make(1.0, aggregation=wrong)
+        with pytest.raises(OptionError, match="is not a synchronization of variables; expected one of"):
+            make(1.0, synchronization=None)
+        assert make(1.0, aggregation=None).aggregation is Aggregation.NONE
         with pytest.raises(OptionError, match="trainable of variable"):
             make(1.0, trainable="cpu:0")
 

@@ -62,8 +62,12 @@ def test_nothing_that_it_hands_out_can_be_used_to_write_to_it(make, kind):
         lambda: np.asarray(variable),
         lambda: variable.numpy(),
         lambda: torch.from_dlpack(variable),
-        lambda: variable.assign([1.0, 2.0]).value() if isinstance(variable, cd.Variable) else None,
-        lambda: None if isinstance(variable, cd.Variable) else components_of(variable.assign([1.0, 2.0]))[-1],
+        lambda: None if isinstance(variable, cd.DistributedValues) else variable.assign([1.0, 2.0]).value(),
+        lambda: (
+            components_of(variable.assign([1.0, 2.0]))[-1]
+            if isinstance(variable, cd.DistributedValues)
+            else None
+        ),
     ]
     for read in readers:
         seen = read()
