@@ -10,6 +10,9 @@ FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/costs tests/unit
 .PHONY: help test test-all test-latest check quick-checks demo docs lock format clean fuzz soak flower battery
 .DEFAULT_GOAL := test
 
+# Hundreds of processes would compile the same modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two workers more than there are processors: many tests wait for processes of their own. Workers begin with neighbouring
 # tests, which share what they set up, and take over from each other at the end.
 NUM_WORKERS := $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 2)")

@@ -64,13 +64,21 @@ def _needed_by(path: Path) -> str | None:
     is_of_triton = name.startswith(
         ("tests/unit/kernels/cuda/compiled_", "tests/unit/kernels/cuda/interpreted_")
     )
-    return "triton" if is_of_triton else NEEDED.get(name)
+    if is_of_triton:
+        return "triton"
+    return "tensorflow" if name.startswith("tests/parity/test_") else NEEDED.get(name)
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leaves out files that cannot be imported here."""
-    needed = _needed_by(collection_path)
-    return True if needed and importlib.util.find_spec(needed) is None else None
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files without tests or examples, which would be imported, and those of unused libraries."""
+    if collection_path.suffix != ".py" or collection_path.name == "conftest.py":
+        is_left_out = False
+    else:
+        is_test = collection_path.name.startswith("test_")
+        is_left_out = not is_test and ">>>" not in collection_path.read_text()
+    if needed := _needed_by(collection_path):
+        is_left_out |= config.option.markexpr == "not more" or importlib.util.find_spec(needed) is None
+    return is_left_out or None
 
 
 @pytest.hookimpl(tryfirst=True)

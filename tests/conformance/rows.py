@@ -109,7 +109,7 @@ class BackendRow:
     is_immutable: bool = False
     dtypes: Sequence[str] = DTYPES
     is_sampled: bool = False
-    """Whether of long tables some combinations stand for all, since every call is slow."""
+    """Some combinations of long tables stand for all of them."""
 
     @property
     def is_installed(self) -> bool:
@@ -186,10 +186,12 @@ def _memory_of_tensor(tensor: torch.Tensor) -> np.ndarray:
 
 
 NUMPY = BackendRow("numpy", lambda array, _: np.array(array), np.asarray)
-TORCH = BackendRow("torch", lambda array, _: _torch_of(array), _memory_of_tensor)
+TORCH = BackendRow("torch", lambda array, _: _torch_of(array), _memory_of_tensor, is_sampled=True)
+TORCH_IN_FULL = dataclasses.replace(TORCH, is_sampled=False)
 BACKEND_ROWS = (
     NUMPY,
     TORCH,
+    TORCH_IN_FULL,
     BackendRow(
         "jax",
         array_libraries.jax_array,
@@ -214,7 +216,8 @@ BACKEND_ROWS = (
         is_sampled=True,
     ),
 )
-INSTALLED_ROWS = tuple(row for row in BACKEND_ROWS if row.is_installed)
+INSTALLED_ROWS = tuple(row for row in BACKEND_ROWS if row.is_installed and row is not TORCH_IN_FULL)
+"""One row for each library that is there."""
 
 
 def each_algorithm(law: str) -> pytest.MarkDecorator:
@@ -228,15 +231,19 @@ def each_backend(law: str) -> pytest.MarkDecorator:
 
 
 def with_gaps(rows: Sequence[Any], law: str = "") -> list[Any]:
-    """Parameters for rows: gaps are expected failures, and `make test` has NumPy and PyTorch."""
-    return [pytest.param(row, id=row.name, marks=list(_marks_of(row, law))) for row in rows]
+    """Parameters for rows: gaps are expected failures; `make test` has NumPy, and a sample of PyTorch."""
+    return [pytest.param(row, id=_id_of(row), marks=list(_marks_of(row, law))) for row in rows]
+
+
+def _id_of(row: AlgorithmRow | BackendRow) -> str:
+    return f"{row.name}_in_full" if row is TORCH_IN_FULL else row.name
 
 
 def _marks_of(row: AlgorithmRow | BackendRow, law: str) -> Iterator[pytest.MarkDecorator]:
     if law in row.gaps:
         yield pytest.mark.xfail(reason=row.gaps[law], strict=True)
     if isinstance(row, BackendRow) and row not in (NUMPY, TORCH):
-        yield pytest.mark.more(f"the laws with {row.name}")
+        yield pytest.mark.more(f"the laws with {_id_of(row)}")
         yield pytest.mark.skipif(not row.is_installed, reason=f"{row.name} is not installed")
 
 

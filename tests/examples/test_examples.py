@@ -14,6 +14,8 @@ NEEDED = {
     "torch_training_loop": "torch",
     "reproducible_ddp": "torch",
     "fsdp2_reproducible": "torch",
+    "data_parallel": "torch",
+    "where_runs_part": "torch",
 }
 """Libraries that examples need and crossdevice does not."""
 
@@ -29,15 +31,15 @@ def text_and_numbers(output):
     return NUMBER.sub("NUMBER", text), [float(number) for number in NUMBER.findall(text)]
 
 
+def marks_of(path):
+    """`make test` has the examples on NumPy, which take a second each."""
+    reason = {"tensorflow": "TensorFlow", "torch": "a repetition"}.get(NEEDED.get(path.stem))
+    return [pytest.mark.more(reason)] if reason else []
+
+
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, marks=pytest.mark.more("TensorFlow"))
-        if NEEDED.get(path.stem) == "tensorflow"
-        else path
-        for path in EXAMPLES
-    ],
-    ids=lambda path: path.stem,
+    [pytest.param(path, marks=marks_of(path), id=path.stem) for path in EXAMPLES],
 )
 def test_the_example_prints_what_was_recorded(path, tmp_path):
     library = NEEDED.get(path.stem, "numpy")

@@ -64,7 +64,7 @@ def refusal(group, expected, calls):
 def exact_results_have_the_bits_of_one_process(group, form_another):
     ops, options = cd.CollectiveAllReduce(group=group), cd.CommunicationOptions(precision="exact")
     for dtype, op in cases():
-        for size in (0, 1, 1000, 30_000):
+        for size in (0, 1, 1000, 30_000) if op == "MEAN" else (1, 300):
             values = replicas(dtype, size)
             expected = cd.ReductionToOneDevice().reduce(op, cd.PerReplica(values), "cpu:0", options)
             own = share_of(group, values)

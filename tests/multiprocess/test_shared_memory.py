@@ -13,7 +13,7 @@ from multiprocess.launching import check_survivors, scenarios
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux")
 
-NUM_KILLS = os.environ.get("CROSSDEVICE_TEST_KILLS", "20")
+NUM_KILLS = os.environ.get("CROSSDEVICE_TEST_KILLS", "6")
 """More take longer: 100 of them about half a minute."""
 
 

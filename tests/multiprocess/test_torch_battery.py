@@ -54,7 +54,7 @@ def outcomes(backend, size, folder, names=()):
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.more("a repetition")), 3])
 def test_a_sample_passes(tmp_path, size):
     found = outcomes("crossdevice", size, tmp_path, SAMPLE)
     assert {name: row for name, row in found.items() if row[0] == "failed"} == {}

@@ -11,7 +11,7 @@ from multiprocess.launching import check_survivors, scenarios
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux")
 
-NUM_KILLS = os.environ.get("CROSSDEVICE_TEST_KILLS", "4")
+NUM_KILLS = os.environ.get("CROSSDEVICE_TEST_KILLS", "2")
 
 
 @pytest.fixture(scope="module")

@@ -218,7 +218,7 @@ else:
 """
 
 
-@pytest.mark.more("processes")
+@pytest.mark.more("one more launch")
 def test_processes_that_do_not_fit_a_group_that_is_there_are_refused_and_leave_it_whole(folder):
     def process(rank, size):
         command = [sys.executable, "-c", COMES, folder, str(rank), str(size)]

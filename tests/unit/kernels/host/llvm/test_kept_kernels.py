@@ -82,7 +82,9 @@ def elsewhere(place):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="users and permissions are those of POSIX")
-@pytest.mark.parametrize("home", ["unwritable", "unset"])
+@pytest.mark.parametrize(
+    "home", ["unwritable", pytest.param("unset", marks=pytest.mark.more("a repetition"))]
+)
 def test_nowhere_to_write_is_said_once_and_everything_works(elsewhere, home):
     homes = {"unwritable": {"HOME": str(elsewhere / "home")}, "unset": {}}
     ended = run_elsewhere(elsewhere, **homes[home])
