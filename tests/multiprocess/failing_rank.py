@@ -8,8 +8,11 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
+
 from crossdevice.errors import CrossDeviceError
 from crossdevice.process_groups import cluster
+from crossdevice.process_groups.protocol import Message
 from crossdevice.process_groups.shared.host_agreement import HOST_VARIABLE
 from multiprocess.launching import FOLDER, report
 
@@ -109,6 +112,28 @@ def differ(group):
     once(group, "gather" if group.rank == ODD_RANK else "reduce")
 
 
+def relay(group):
+    """On each of two hosts one rank waits for the other; between them one connection is waited at, which lives.
+
+    So nobody but rank 1 can see that rank 0 is gone, and the board has gone with it.
+    """
+    mail, number = [np.zeros(1, np.uint8) for _ in range(2)], group.rank
+    if number == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        with group.call("relay", b"relay") as call:
+            call.exchange(
+                [Message(2, mail[0])] if number == 3 else [],
+                [Message({1: 0, 2: 3}[number], mail[0])] if number in (1, 2) else [],
+            )
+            call.exchange(
+                [Message(3, mail[1])] if number == 1 else [], [Message(1, mail[1])] if number == 3 else []
+            )
+    finally:
+        if number != 3:  # whoever leaves hangs up, which would be news
+            wait_for("rank 3.json")
+
+
 def cut(group):
     """Until somebody pulls the cable."""
     for _ in range(100):
@@ -125,6 +150,7 @@ SCENARIOS = {
     "hang": hang,
     "leave": leave,
     "differ": differ,
+    "relay": relay,
     "cut": cut,
 }
 

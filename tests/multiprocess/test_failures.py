@@ -117,6 +117,16 @@ def test_on_two_hosts_all_survivors_learn_soon_that_the_rank_with_the_store_is_g
 
 
 @pytest.mark.more("one more launch")
+def test_whoever_waits_for_a_rank_that_gave_up_hears_of_it_when_the_board_is_gone_too(fail):
+    outcome = fail("relay", seconds=LONG_DEADLINE_SECONDS, odd=("0",), shares=True, size=4, HOSTS_OF_TWO="1")
+    for rank in (1, 3):
+        facts = outcome.reports[rank]
+        assert facts["error"] == "ProcessGroupError", facts
+        assert facts["members"][0] in facts["text"], facts
+        assert facts["seconds"] < LONG_DEADLINE_SECONDS / 2
+
+
+@pytest.mark.more("one more launch")
 @needs_mpi
 def test_on_mpi_a_stalled_rank_is_named_and_the_job_ends(fail):
     outcome = fail("hang", "mpi", launching.mpirun, shares=True)
