@@ -113,7 +113,7 @@ def differ(group):
 
 
 def relay(group):
-    """On each of two hosts one rank waits for the other; between them one connection is waited at, which lives.
+    """On each of two hosts one rank waits for the other; between hosts one rank waits for one that lives.
 
     So nobody but rank 1 can see that rank 0 is gone, and the board has gone with it.
     """
