@@ -104,7 +104,7 @@ test: $(VENV)/test-installed  ## Every law, on NumPy and PyTorch, and two real l
 	$(PYTEST) --nothing-left -m 'not more' --durations=10
 
 # Here more is installed: TensorFlow, JAX, Triton, transformers, timm and others into .venv; by root also Chromium and iproute2.
-test-all: $(addsuffix -installed,$(addprefix $(VENV)/,test test-all demo)) $(LOOKED_FOR)  ## What `make test` leaves out: other libraries, the browser, three hosts, repetitions.
+test-all: $(addsuffix -installed,$(addprefix $(VENV)/,test test-all demo docs)) $(LOOKED_FOR)  ## What `make test` leaves out: other libraries, the browser, three hosts, repetitions.
 	$(PYTEST) --nothing-left -m more --durations=10
 
 # Flower needs another uv than `check`: it gets an environment of its own.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
+import importlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -19,7 +22,7 @@ REPOSITORY = "https://github.com/crossdevice/crossdevice/blob/main/"
 project = "crossdevice"
 author = "the crossdevice authors"
 version = release = crossdevice.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.linkcode", "sphinx.ext.napoleon"]
 highlight_language = "none"
 default_role = "py:obj"
 python_maximum_signature_line_length = 110
@@ -49,6 +52,7 @@ html_theme = "furo"
 html_title = f"crossdevice {version}"
 html_static_path = ["_static"]
 html_css_files = ["crossdevice.css"]
+html_js_files = ["site.js"]
 html_copy_source = False
 html_show_sphinx = html_show_copyright = False
 
@@ -99,15 +103,35 @@ def read_source(app: Any, docname: str, source: list[str]) -> None:
 def own_signature(
     _app: Any, what: str, _name: str, thing: Any, _options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """The signature of a class's own constructor, which a mock object as its base class hides."""
-    from sphinx.util import inspect
+    """The signature of a class's own constructor, which a mock object as its base class, or enum, hides."""
+    from sphinx.util import inspect as sphinx_inspect
 
+    if isinstance(thing, type) and issubclass(thing, enum.Enum):
+        return "(value)", returns
     if what == "class" and autodoc_mock_imports and "__init__" in vars(thing):
-        own = inspect.signature(thing.__init__, bound_method=True)
-        return inspect.stringify_signature(
+        own = sphinx_inspect.signature(thing.__init__, bound_method=True)
+        return sphinx_inspect.stringify_signature(
             own, show_return_annotation=False, unqualified_typehints=True
         ), returns
     return signature, returns
+
+
+def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
+    """The address of an object's source in the repository; None for what has none."""
+    if domain != "py":
+        return None
+    thing: Any = importlib.import_module(info["module"])
+    for name in info["fullname"].split("."):
+        thing = getattr(thing, name, None)
+    thing = inspect.unwrap(getattr(thing, "fget", thing))
+    try:
+        lines, first = inspect.getsourcelines(thing)
+        path = Path(inspect.getsourcefile(thing) or "").resolve()
+    except (OSError, TypeError):
+        return None
+    if not path.is_relative_to(ROOT):
+        return None
+    return f"{REPOSITORY}{path.relative_to(ROOT)}#L{first}-L{first + len(lines) - 1}"
 
 
 def setup(app: Any) -> None:

@@ -323,7 +323,7 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
             reduce_op: the operation, as for `reduce`.
 
         Returns:
-            Text for people: the algorithm and why it was chosen, steps, bytes.
+            Text with the algorithm, why it was chosen, its steps and the bytes it sends.
 
         Raises:
             MismatchError: replicas differ in shape, dtype, structure, device or library; the message names

@@ -71,7 +71,7 @@ class PreparedCalls:
             weights: a number for each replica, as in `reduce`.
 
         Returns:
-            A `BoundReduction`: calling it returns the results, `start()` runs it while Python goes on.
+            A `BoundReduction`. Calling it returns the results; `start()` runs it while Python goes on.
 
         Raises:
             MismatchError: replicas differ in shape, dtype, structure, device or library; the message names

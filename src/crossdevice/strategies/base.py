@@ -117,7 +117,7 @@ class Strategy(abc.ABC):
             weights: without an axis, a number for each replica here, as in `CrossDeviceOps.reduce`.
 
         Returns:
-            The result, on `cpu:0`.
+            The result, on the first device of the host.
 
         Raises:
             MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
@@ -160,7 +160,7 @@ class Strategy(abc.ABC):
             axis: the axis along which arrays are concatenated.
 
         Returns:
-            The whole array, on `cpu:0`.
+            The whole array, on the first device of the host.
 
         Raises:
             MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
