@@ -88,6 +88,25 @@ def cases(rank, size):
         return tensors
 
     @case
+    def a_tensor_twice(group):
+        tensor = values(3)
+        group.allreduce_coalesced([tensor, tensor]).wait()
+        return tensor
+
+    @case
+    def gathered_lists(group):
+        out = [[torch.zeros(2), torch.zeros(3)] for _ in range(size)]
+        work = group.allgather_coalesced(out, [values(2), values(3, seed=1)])
+        work.wait()
+        return [out, work.get_future().wait()]
+
+    @case
+    def a_functional_result(group):
+        found = funcol.all_reduce(values(4), "sum", group)
+        dist.all_reduce(found, group=group)
+        return found
+
+    @case
     def reduce(group):
         tensor = values(4)
         dist.reduce(tensor, 1, group=group)

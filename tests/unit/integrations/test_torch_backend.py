@@ -107,3 +107,95 @@ def test_wait_gives_up_after_its_timeout_and_may_be_called_again():
     assert work.wait()
     assert work.result() == [1]
     queue.stop()
+
+
+@pytest.fixture
+def lone_group():
+    from torch.distributed import HashStore
+
+    from crossdevice.integrations.torch.distributed import BackendOptions, CrossdeviceProcessGroup
+
+    group = CrossdeviceProcessGroup(HashStore(), 0, 1, timedelta(seconds=60), BackendOptions())
+    yield group
+    group.shutdown()
+
+
+def test_comm_debug_mode_counts_collectives_as_those_of_other_backends(lone_group):
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    tensor, whole = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    with CommDebugMode() as mode:
+        lone_group.allreduce([tensor]).wait()
+        lone_group.broadcast(tensor, root=0).wait()
+        lone_group._allgather_base(whole, tensor).wait()
+    found = {str(operator): count for operator, count in mode.get_comm_counts().items()}
+    assert found == {"c10d.allreduce_": 1, "c10d.broadcast_": 1, "c10d._allgather_base_": 1}
+    assert whole.tolist() == [1.0, 2.0]
+
+
+def test_modes_see_the_operator_and_nothing_of_how_it_is_made(lone_group):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen, strided = [], torch.arange(8.0)[::2]
+    with Seen():
+        lone_group.allreduce([strided]).wait()
+        lone_group.broadcast([strided]).wait()
+    assert seen == ["c10d.allreduce_.default", "c10d.broadcast_.default"]
+    assert strided.tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_tensors_without_data_are_not_exchanged(lone_group):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.ones(3)
+        lone_group.allreduce([fake]).wait()
+    assert type(fake).__name__ == "FakeTensor"
+    lone_group.allreduce([torch.empty(3, device="meta")]).wait()
+
+
+def test_a_tensor_may_occur_twice_in_a_coalesced_call(lone_group):
+    tensor = torch.tensor([1.0, 2.0])
+    lone_group.allreduce_coalesced([tensor, tensor]).wait()
+    assert tensor.tolist() == [1.0, 2.0]
+
+
+def test_arguments_are_refused_with_both_types_that_programs_expect(lone_group):
+    from torch.distributed import ReduceOp
+
+    one, two, wide = torch.ones(1), torch.ones(2), torch.ones(1, dtype=torch.float64)
+    refused = {
+        "invalid root rank: 7": lambda: lone_group.broadcast(one, root=7),
+        "requires non-empty tensor list": lambda: lone_group.allreduce([]),
+        "invalid tensor type": lambda: lone_group.allreduce([one, wide]),
+        "invalid tensor size at index 1": lambda: lone_group.allreduce([one, two]),
+        "invalid tensor size: this rank's input": lambda: lone_group.allgather([[two]], [one]),
+        "invalid output size": lambda: lone_group.allgather_coalesced([[one, one]], [one]),
+        "invalid tensor type of an output": lambda: lone_group.allgather_coalesced([[wide]], [one]),
+        "should be equal to world size": lambda: lone_group.allgather_coalesced([], [one]),
+        "Tensors must be contiguous": lambda: lone_group.alltoall_base(two, torch.ones(4)[::2], [], []),
+        "Split sizes doesn't match total dim 0 size": lambda: lone_group.alltoall_base(two, two, [1], [2]),
+        "send: invalid rank: 3": lambda: lone_group.send([one], 3, 0),
+        "recv: invalid rank: 0": lambda: lone_group.recv([one], 0, 0),
+        "Cannot use ReduceOp.BAND with non-integral": lambda: lone_group.allreduce([one], ReduceOp.BAND),
+    }
+    for text, call in refused.items():
+        with pytest.raises(ValueError, match=text) as found:
+            call()
+        assert isinstance(found.value, RuntimeError)
+    lone_group.allreduce([one]).wait()  # nothing was sent
+
+
+def test_small_reductions_are_bound_once_for_each_length(lone_group):
+    for value in (1.0, 2.0):
+        for length in (3, 5):
+            tensor = torch.full((length,), value)
+            lone_group.allreduce([tensor]).wait()
+            assert tensor.tolist() == [value] * length
+    (reduction,) = lone_group._reductions.values()
+    assert {length for length, _ in reduction._bound} == {3, 5}

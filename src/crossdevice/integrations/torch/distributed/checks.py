@@ -6,26 +6,38 @@ from collections.abc import Sequence
 
 import torch
 
+from crossdevice.errors import CrossDeviceError
+
 Tensors = Sequence[torch.Tensor]
+
+
+class ArgumentError(CrossDeviceError, ValueError, RuntimeError):
+    """An argument that is refused on this rank alone, before anything is sent.
+
+    Programs expect a RuntimeError where gloo checks it, and a ValueError where `torch.distributed` does.
+    """
 
 
 def check_tensors(name: str, tensors: Tensors) -> None:
     """Refuses empty lists, sparse tensors, and tensors of several dtypes or sizes in one list."""
     if not tensors:
-        raise ValueError(f"crossdevice {name}: requires non-empty tensor list")
+        raise ArgumentError(f"crossdevice {name}: requires non-empty tensor list")
     first = tensors[0]
+    if len(tensors) == 1 and first.layout == torch.strided:
+        return
     for number, tensor in enumerate(tensors):
         if tensor.layout != torch.strided:
-            raise ValueError(
-                f"crossdevice {name}: only supports dense tensors; tensor {number} is {tensor.layout}"
+            raise ArgumentError(
+                f"crossdevice {name}: invalid tensor layout at index {number}: only supports dense tensors; "
+                f"got {tensor.layout}"
             )
         if tensor.dtype != first.dtype:
-            raise ValueError(
-                f"crossdevice {name}: invalid tensor type at index {number} (expected {first.dtype}, got "
-                f"{tensor.dtype})"
+            raise ArgumentError(
+                f"crossdevice {name}: tensors must all have the same type; invalid tensor type at index "
+                f"{number} (expected {first.dtype}, got {tensor.dtype})"
             )
         if tensor.device.type != first.device.type:
-            raise ValueError(
+            raise ArgumentError(
                 f"crossdevice {name}: tensor {number} is on {tensor.device}, and tensor 0 is on "
                 f"{first.device}; expected one type of device"
             )
@@ -34,9 +46,9 @@ def check_tensors(name: str, tensors: Tensors) -> None:
 def check_alike(name: str, tensors: Tensors) -> None:
     """The same for tensors of which each stands for one device, so that they have one size too."""
     check_tensors(name, tensors)
-    for number, tensor in enumerate(tensors):
+    for number, tensor in enumerate(tensors[1:], 1):
         if tensor.shape != tensors[0].shape:
-            raise ValueError(
+            raise ArgumentError(
                 f"crossdevice {name}: invalid tensor size at index {number} (expected "
                 f"{list(tensors[0].shape)}, got {list(tensor.shape)})"
             )
@@ -45,9 +57,11 @@ def check_alike(name: str, tensors: Tensors) -> None:
 def check_root(name: str, root: int, size: int, root_tensor: int = 0, num_tensors: int = 1) -> None:
     """Refuses a root that is no rank of the group, or a tensor of it that is not in its list."""
     if not 0 <= root < size:
-        raise ValueError(f"crossdevice {name}: invalid root rank: {root}; expected one from 0 to {size - 1}")
+        raise ArgumentError(
+            f"crossdevice {name}: invalid root rank: {root}; expected one from 0 to {size - 1}"
+        )
     if not 0 <= root_tensor < num_tensors:
-        raise ValueError(
+        raise ArgumentError(
             f"crossdevice {name}: invalid root tensor: {root_tensor}; expected one from 0 to "
             f"{num_tensors - 1}"
         )
@@ -57,25 +71,69 @@ def check_lists(name: str, lists: Sequence[Tensors], tensors: Tensors, size: int
     """Compares lists with an entry for each rank to the tensors they belong to."""
     check_alike(name, tensors)
     if len(lists) != len(tensors):
-        raise ValueError(
+        raise ArgumentError(
             f"crossdevice {name}: requires input/output tensor lists to have the same length; got "
             f"{len(lists)} {of} lists for {len(tensors)} tensors"
         )
     for number, each in enumerate(lists):
         expected = size * len(tensors)
         if len(each) != expected:
-            raise ValueError(
+            raise ArgumentError(
                 f"crossdevice {name}: invalid {of} tensor list at index {number} (expected length "
                 f"{expected}, got {len(each)})"
             )
         for tensor in each:
             if tensor.dtype != tensors[0].dtype:
-                raise ValueError(
+                raise ArgumentError(
                     f"crossdevice {name}: invalid tensor type at index {number} (expected "
                     f"{tensors[0].dtype}, got {tensor.dtype})"
                 )
             if tensor.layout != torch.strided:
-                raise ValueError(f"crossdevice {name}: only supports dense tensors; got {tensor.layout}")
+                raise ArgumentError(f"crossdevice {name}: only supports dense tensors; got {tensor.layout}")
+
+
+def check_own(name: str, target: torch.Tensor, own: torch.Tensor) -> None:
+    """Refuses an output that cannot hold this rank's own input."""
+    if target.dtype != own.dtype:
+        raise ArgumentError(
+            f"crossdevice {name}: invalid tensor type of an output (expected {own.dtype}, got {target.dtype})"
+        )
+    if target.numel() != own.numel():
+        raise ArgumentError(
+            f"crossdevice {name}: invalid tensor size: this rank's input has {own.numel()} elements, and the "
+            f"output for it {target.numel()}"
+        )
+
+
+def check_coalesced(name: str, lists: Sequence[Tensors], tensors: Tensors, size: int) -> None:
+    """Compares a list for each rank to the tensors that each of them brings."""
+    check_tensors(name, tensors[:1])
+    if len(lists) != size:
+        raise ArgumentError(
+            f"crossdevice {name}: output lists should be equal to world size: {len(lists)} for {size} ranks"
+        )
+    for number, each in enumerate(lists):
+        if len(each) != len(tensors):
+            raise ArgumentError(
+                f"crossdevice {name}: invalid output size at index {number} (expected length {len(tensors)}, "
+                f"got {len(each)})"
+            )
+        for target, own in zip(each, tensors, strict=True):
+            check_own(name, target, own)
+
+
+def check_contiguous(tensors: Tensors) -> None:
+    """Refuses what PyTorch refuses in an all-to-all of one tensor."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ArgumentError("Tensors must be contiguous")
+
+
+def check_peer(name: str, peer: int, rank: int, size: int) -> None:
+    """Refuses to send to, or receive from, what is no other rank: gloo would end the process."""
+    if not 0 <= peer < size or peer == rank:
+        raise ArgumentError(
+            f"crossdevice {name}: invalid rank: {peer}; expected one from 0 to {size - 1} other than {rank}"
+        )
 
 
 def check_root_lists(
@@ -85,18 +143,21 @@ def check_root_lists(
     other = "input" if of == "output" else "output"
     check_root(name, root, size)
     if len(tensors) != 1:
-        raise ValueError(
+        raise ArgumentError(
             f"crossdevice {name}: requires a single-element {other} tensor list; got {len(tensors)}"
         )
     check_tensors(name, tensors)
     if rank != root:
         if any(len(each) for each in lists):
-            raise ValueError(f"crossdevice {name}: requires empty {of} on non-root")
+            raise ArgumentError(f"crossdevice {name}: requires empty {of} on non-root")
         return
     if len(lists) != 1:
-        raise ValueError(f"crossdevice {name}: requires a single-element {of} list on root; got {len(lists)}")
+        raise ArgumentError(
+            f"crossdevice {name}: requires a single-element {of} list containing a list with {size} tensors "
+            f"on root; got {len(lists)} lists"
+        )
     if len(lists[0]) != size:
-        raise ValueError(
+        raise ArgumentError(
             f"crossdevice {name}: Incorrect {of} list size {len(lists[0])}. {of.capitalize()} list size "
             f"should be {size}, same as size of the process group."
         )
@@ -106,12 +167,12 @@ def check_root_lists(
 def check_whole(name: str, whole: torch.Tensor, part: torch.Tensor, size: int) -> None:
     """Refuses a whole that is not `size` parts, or has another dtype."""
     if whole.dtype != part.dtype:
-        raise ValueError(
+        raise ArgumentError(
             f"crossdevice {name}: output tensor must have the same type as input tensor; got {whole.dtype} "
             f"and {part.dtype}"
         )
     if whole.numel() != part.numel() * size:
-        raise ValueError(
+        raise ArgumentError(
             f"crossdevice {name}: input tensor must be the same size as output size times world size; got "
             f"{whole.numel()} elements for {size} parts of {part.numel()}"
         )
@@ -122,14 +183,14 @@ def split_lengths(tensor: torch.Tensor, sizes: Sequence[int], size: int) -> list
     rows = tensor.shape[0] if tensor.ndim else 1
     if not sizes:
         if rows % size:
-            raise ValueError(
+            raise ArgumentError(
                 f"Tensor's dim 0 does not divide equally across group size: {rows} rows for {size} ranks"
             )
         return [rows // size] * size
     if len(sizes) != size:
-        raise ValueError(f"Number of tensor splits not equal to group size: {len(sizes)} for {size} ranks")
+        raise ArgumentError(f"Number of tensor splits not equal to group size: {len(sizes)} for {size} ranks")
     if sum(sizes) != rows:
-        raise ValueError(
+        raise ArgumentError(
             f"Split sizes doesn't match total dim 0 size: they add up to {sum(sizes)}, not {rows}"
         )
     return list(sizes)

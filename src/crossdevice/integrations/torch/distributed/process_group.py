@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,20 @@ from torch._C._distributed_c10d import (
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.integrations.torch.distributed import copies, delegated, devices
 from crossdevice.integrations.torch.distributed.checks import (
+    ArgumentError,
     check_alike,
+    check_coalesced,
+    check_contiguous,
     check_lists,
+    check_own,
+    check_peer,
     check_root,
     check_root_lists,
     check_tensors,
     check_whole,
     split_lengths,
 )
+from crossdevice.integrations.torch.distributed.dispatch_modes import seen_by_modes
 from crossdevice.integrations.torch.distributed.kernels import late_kernels
 from crossdevice.integrations.torch.distributed.options import BackendOptions, read_options
 from crossdevice.integrations.torch.distributed.profiling import ended_elsewhere, recorded
@@ -49,16 +55,9 @@ from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.options import CommunicationOptions
 
 Tensors = Sequence[torch.Tensor]
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 SMALLEST_TIMEOUT = timedelta(0)
 """What C++ leaves unset is less."""
-
-
-def _untraced(method: Method) -> Method:
-    """Keeps Dynamo out of a method, without importing it as `torch._disable_dynamo` would."""
-    method._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return method
 
 
 class CrossdeviceProcessGroup(dist.ProcessGroup):
@@ -82,12 +81,15 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         self._gloo: Any = delegated.gloo_of(store, rank, size, timeout)
         self._nccl: Any = None
         self._stream: torch.cuda.Stream | None = None
-        # The base class hands to this what is not overridden here, such as `monitored_barrier`.
-        kinds = dist.ProcessGroup.BackendType
-        self._register_backend(torch.device("cpu"), kinds.GLOO, self._gloo)
-        if torch.cuda.is_available():
-            self._register_backend(torch.device("cuda"), kinds.GLOO, self._gloo)
-        self._set_default_backend(kinds.GLOO)
+        self.of_operators = dist.ProcessGroup(rank, size)
+        """Calls the operators `c10d::*`, for `dispatch_modes`."""
+        # The base class hands to gloo what is not overridden here, such as `monitored_barrier`.
+        kind = dist.ProcessGroup.BackendType.GLOO
+        for group in (self, self.of_operators):
+            group._register_backend(torch.device("cpu"), kind, self._gloo)
+            if torch.cuda.is_available():
+                group._register_backend(torch.device("cuda"), kind, self._gloo)
+            group._set_default_backend(kind)
         self._sequence = 0
         self._coalesced: list[dist.Work] | None = None
         self._reductions: dict[Any, Reduction] = {}
@@ -103,7 +105,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
     # ---------------------------------------------------------------- reductions
 
-    @_untraced
+    @seen_by_modes
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> dist.Work:
         """Combines the tensors of all ranks in place; several of one rank count as those of several."""
         if isinstance(tensors, torch.Tensor):
@@ -132,7 +134,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
         return self._run("all_reduce", call, tensors, tensors, opts)
 
-    @_untraced
+    @seen_by_modes
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Combines each tensor with those of all ranks in its place, all of them in one go."""
         opts = _read((AllreduceCoalescedOptions, AllreduceOptions), opts)
@@ -143,12 +145,12 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         reduction, options = self._reduction(opts.reduceOp, tensors), self._options_of(opts)
 
         def call() -> None:
-            with _dense(tensors) as dense:
-                reduction.batch(self._ops, [reduction.memory(tensor) for tensor in dense], options)
+            with _dense(tensors) as dense, _each_once(dense) as apart:
+                reduction.batch(self._ops, [reduction.memory(tensor) for tensor in apart], options)
 
         return self._run("all_reduce", call, tensors, tensors, opts)
 
-    @_untraced
+    @seen_by_modes
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, root: int | None = None
     ) -> dist.Work:
@@ -174,7 +176,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
         return self._run("reduce", call, tensors, tensors, opts)
 
-    @_untraced
+    @seen_by_modes
     def reduce_scatter_single(
         self,
         output: torch.Tensor,
@@ -189,7 +191,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    @_untraced
+    @seen_by_modes
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -201,7 +203,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    @_untraced
+    @seen_by_modes
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, op: Any = None
     ) -> dist.Work:
@@ -217,7 +219,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         sizes = [[part.numel() for part in parts] for parts in inputs]
         for output, lengths in zip(outputs, sizes, strict=True):
             if output.numel() != lengths[self._rank]:
-                raise ValueError(
+                raise ArgumentError(
                     f"crossdevice reduce_scatter: output has {output.numel()} elements, and the part of rank "
                     f"{self._rank} has {lengths[self._rank]}"
                 )
@@ -247,7 +249,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
     # ---------------------------------------------------------------- copies
 
-    @_untraced
+    @seen_by_modes
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: Any = None, root: int | None = None
     ) -> dist.Work:
@@ -272,7 +274,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
         return self._run("broadcast", call, tensors, tensors, opts)
 
-    @_untraced
+    @seen_by_modes
     def all_gather_single(
         self,
         output: torch.Tensor,
@@ -284,7 +286,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    @_untraced
+    @seen_by_modes
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -314,7 +316,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
         return self._run(name, call, outputs, inputs, opts)
 
-    @_untraced
+    @seen_by_modes
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Fills each list with the tensors of all ranks; these may have other sizes."""
         if isinstance(inputs, torch.Tensor):
@@ -326,18 +328,13 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
             return nccl.allgather(outputs, inputs, opts)
         return self._all_gather("all_gather", outputs, inputs, opts)
 
-    @_untraced
+    @seen_by_modes
     def allgather_coalesced(self, outputs: Any, inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Fills for each rank a list with its tensors."""
         opts = _read(AllgatherOptions, opts)
-        check_tensors("allgather_coalesced", inputs[:1])
-        if len(outputs) != self._size or any(len(each) != len(inputs) for each in outputs):
-            raise ValueError(
-                "crossdevice allgather_coalesced: output lists should be one for each rank, with as many "
-                f"tensors as the input list; got {[len(each) for each in outputs]} for {len(inputs)} tensors"
-            )
+        check_coalesced("allgather_coalesced", outputs, inputs, self._size)
         by_input = [list(each) for each in zip(*outputs, strict=True)]
-        return self._all_gather("all_gather", by_input, inputs, opts, [t for each in outputs for t in each])
+        return self._all_gather("all_gather", by_input, inputs, opts, outputs)
 
     def _all_gather(
         self,
@@ -345,8 +342,11 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         outputs: Sequence[Tensors],
         inputs: Tensors,
         opts: Any,
-        results: Tensors | None = None,
+        results: Sequence[Any] | None = None,
     ) -> dist.Work:
+        if len(inputs) == 1 or results is not None:
+            for targets, own in zip(outputs, inputs, strict=True):
+                check_own(name, targets[self._rank], own)
         seconds, number = self._seconds_of(opts), len(inputs)
         everything = [tensor for each in outputs for tensor in each]
 
@@ -364,12 +364,11 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
                 for place, own in enumerate(read):
                     targets = written[place * self._size : (place + 1) * self._size]
                     what = f"all_gather of {own.dtype} {[target.numel() for target in targets]}"
-                    _check_own(targets[self._rank], own)
                     self._copies_of(own).all_gather(targets, own, what, seconds)
 
         return self._run(name, call, results if results is not None else _results(outputs), inputs, opts)
 
-    @_untraced
+    @seen_by_modes
     def gather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int | None = None
     ) -> dist.Work:
@@ -397,7 +396,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
         return self._run("gather", call, list(targets), inputs, opts)
 
-    @_untraced
+    @seen_by_modes
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int | None = None
     ) -> dist.Work:
@@ -421,7 +420,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
         return self._run("scatter", call, outputs, sources or outputs, opts)
 
-    @_untraced
+    @seen_by_modes
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -434,6 +433,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         """Gives each rank a part of the input, and puts the parts of all ranks end to end."""
         opts = _read(AllToAllOptions, opts, None, timeout)
         check_tensors("all_to_all", [input, output])
+        check_contiguous([input, output])
         lengths = [
             split_lengths(tensor, sizes, self._size)
             for tensor, sizes in ((output, output_split_sizes), (input, input_split_sizes))
@@ -452,7 +452,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    @_untraced
+    @seen_by_modes
     def alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None, timeout: Any = None
     ) -> dist.Work:
@@ -461,9 +461,9 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         check_tensors("all_to_all", [*inputs, *outputs])
         for tensors, of in ((outputs, "output"), (inputs, "input")):
             if len(tensors) != self._size:
-                raise ValueError(
-                    f"crossdevice all_to_all: the {of} list has {len(tensors)} tensors, and the group has "
-                    f"{self._size} ranks"
+                raise ArgumentError(
+                    f"crossdevice all_to_all: {of} tensor list size {len(tensors)} does not match world size "
+                    f"{self._size}"
                 )
         nccl = self._nccl_for(inputs[0])
         if nccl is not None:
@@ -476,7 +476,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
         return self._run("all_to_all", call, outputs, inputs, opts)
 
-    @_untraced
+    @seen_by_modes
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Ends when all ranks have come."""
         opts = _read(BarrierOptions, opts, None, timeout)
@@ -487,17 +487,19 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
     # ---------------------------------------------------------------- from rank to rank
 
-    @_untraced
+    @seen_by_modes
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
         """Sends a tensor to one rank, over gloo; over NCCL from GPUs that use it."""
+        check_peer("send", dst, self._rank, self._size)
         return self._point_to_point("send", tensors, lambda engine: engine.send(tensors, dst, tag))
 
-    @_untraced
+    @seen_by_modes
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:
         """Receives a tensor from one rank."""
+        check_peer("recv", src, self._rank, self._size)
         return self._point_to_point("recv", tensors, lambda engine: engine.recv(tensors, src, tag))
 
-    @_untraced
+    @seen_by_modes
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
         """Receives a tensor from any rank."""
         return self._point_to_point(
@@ -532,6 +534,10 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         return "crossdevice"
 
     _get_backend_name = name = getBackendName
+
+    def _set_group_name(self, name: str) -> None:
+        super()._set_group_name(name)
+        self.of_operators._set_group_name(name)
 
     def get_group_store(self) -> dist.Store:
         """The store in which its ranks met."""
@@ -610,6 +616,8 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Makes a call now, if the program waits for it and nothing is under way; else starts it."""
         self._sequence += 1
+        if tensors and tensors[0].is_meta:  # which have nothing to exchange, as in gloo
+            return EndedWork(results)
         is_profiled = torch.autograd._profiler_enabled()
         on_gpu = bool(tensors) and tensors[0].is_cuda
         if not (opts.asyncOp or is_profiled or on_gpu or self._coalesced is not None):
@@ -651,6 +659,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         late_kernels.note_reduction(num_bytes)
         if late_kernels.is_settled:
             self._has_late_kernels = False
+            self._reductions.clear()
             self._ops = CollectiveAllReduce(group=self._formed, options=self._communication)
 
     def _options_of(self, opts: Any) -> CommunicationOptions:
@@ -716,6 +725,18 @@ def _dense(tensors: Tensors, *, writes: bool = True) -> Iterator[Tensors]:
                 tensor.detach().copy_(copy)
 
 
+@contextlib.contextmanager
+def _each_once(tensors: Tensors) -> Iterator[Tensors]:
+    """The tensors themselves, or copies if one of them occurs twice; the last one is written last."""
+    if len({tensor.data_ptr() for tensor in tensors}) == len(tensors):
+        yield tensors
+        return
+    copies_of_all = [tensor.clone() for tensor in tensors]
+    yield copies_of_all
+    for tensor, copy in zip(tensors, copies_of_all, strict=True):
+        tensor.copy_(copy)
+
+
 def _split(whole: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
     return list(whole.split(list(lengths))) if whole.ndim else [whole]
 
@@ -729,16 +750,8 @@ def _results(lists: Sequence[Tensors]) -> list[Any]:
     return list(lists[0]) if len(lists) == 1 else list(lists)
 
 
-def _check_own(target: torch.Tensor, own: torch.Tensor) -> None:
-    if target.numel() != own.numel():
-        raise ValueError(
-            f"crossdevice all_gather: invalid tensor size: this rank's input has {own.numel()} elements, "
-            f"and the output for it {target.numel()}"
-        )
-
-
 def create(opts: Any, pg_options: Any = None) -> CrossdeviceProcessGroup:
     """Makes a group for `torch.distributed`, which calls this on each rank of it."""
-    return CrossdeviceProcessGroup(
-        opts.store, opts.group_rank, opts.group_size, opts.timeout, read_options(pg_options)
-    )
+    options = read_options(pg_options)
+    options.group_name, options.global_ranks_in_group = opts.group_id, opts.global_ranks_in_group
+    return CrossdeviceProcessGroup(opts.store, opts.group_rank, opts.group_size, opts.timeout, options)

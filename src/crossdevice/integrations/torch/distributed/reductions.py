@@ -15,6 +15,7 @@ from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ReduceOpError
 from crossdevice.integrations.torch.distributed.copies import HostCopies
+from crossdevice.integrations.torch.distributed.work import named
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.options import CommunicationOptions
 
@@ -38,6 +39,12 @@ _BITWISE: dict[Any, Any] = {
     _KIND.BOR: np.bitwise_or,
     _KIND.BXOR: np.bitwise_xor,
 }
+
+SMALL_BYTES = 64 << 10
+"""Up to here two copies take less time than reading a call does."""
+
+MAX_BOUND = 64
+"""Small reductions of one operation and dtype that are kept bound."""
 
 _torch = backend_of_type(torch.Tensor)
 assert _torch is not None
@@ -71,6 +78,7 @@ class Reduction:
         if name is None:
             raise _refusal(kind, dtype)
         self.name = name
+        self._bound: dict[tuple[int, Any], tuple[Flat, Callable[[], Any]]] = {}
 
     def memory(self, tensor: torch.Tensor) -> Any:
         """A contiguous tensor's elements, flat: on the host as NumPy has them; truth values as 0 and 1."""
@@ -85,9 +93,29 @@ class Reduction:
         if self.bitwise is not None:
             _write(flat, self._combined(ops, [_on_host(flat)] * _size(ops), options))
             return
-        ops.reduce(self.name, flat, _place(flat), options, out=flat, weights=self.weights)
+        if self.weights is None and isinstance(flat, np.ndarray) and flat.nbytes <= SMALL_BYTES:
+            memory, reduce = self._bound_to(ops, flat, options)
+            memory[...] = flat
+            reduce()
+            flat[...] = memory
+        else:
+            ops.reduce(self.name, flat, _place(flat), options, out=flat, weights=self.weights)
         if self._divides:
             self._divide(flat, _size(ops))
+
+    def _bound_to(
+        self, ops: CollectiveAllReduce, flat: Flat, options: CommunicationOptions
+    ) -> tuple[Flat, Callable[[], Any]]:
+        """Memory of as many elements, and what reduces it in place."""
+        key = flat.size, options.timeout_seconds
+        known = self._bound.get(key)
+        if known is None:
+            memory = np.empty_like(flat)
+            if len(self._bound) >= MAX_BOUND:
+                self._bound.clear()
+            known = memory, ops.bind(self.name, memory, _place(memory), options, out=memory)
+            self._bound[key] = known
+        return known
 
     def batch(self, ops: CollectiveAllReduce, flats: Sequence[Any], options: CommunicationOptions) -> None:
         """The same for several, which travel together."""
@@ -181,12 +209,16 @@ def _write(target: Any, total: Flat) -> None:
         target.copy_(torch.from_numpy(total))
 
 
-def _refusal(kind: Any, dtype: torch.dtype) -> ReduceOpError:
+def _refusal(kind: Any, dtype: torch.dtype) -> BaseException:
     """Makes the error for an operation that a dtype does not have."""
-    return ReduceOpError(
-        f"{str(kind).removeprefix('RedOpType.')} is not defined for {dtype}: expected SUM, PRODUCT, MIN, "
-        "MAX, AVG or PREMUL_SUM for floats, SUM, PRODUCT, MIN, MAX, AVG, BAND, BOR or BXOR for integers, "
-        "SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR for truth values"
+    name = str(kind).removeprefix("RedOpType.")
+    needed = "non-integral dtype " if kind in _BITWISE else ""
+    return named(
+        ReduceOpError(
+            f"Cannot use ReduceOp.{name} with {needed}{dtype}: expected SUM, PRODUCT, MIN, "
+            "MAX, AVG or PREMUL_SUM for floats, SUM, PRODUCT, MIN, MAX, AVG, BAND, BOR or BXOR for integers, "
+            "SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR for truth values"
+        )
     )
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from crossdevice.errors import CrossDeviceError, DeadlineError
+from crossdevice.integrations.torch.distributed.dispatch_modes import without_modes
 from crossdevice.process_groups.background import POLL_SECONDS, BackgroundThread
 
 NO_TIMEOUT = timedelta(0)
@@ -131,7 +132,8 @@ class StartedWork(EndedWork):
     def run(self) -> None:
         """Makes the call; called once, by the holder of the turn."""
         try:
-            self._function()
+            with without_modes():
+                self._function()
         except BaseException as error:  # raised where it is waited for
             self._error = named(error)
         del self._function  # with the tensors it holds

@@ -1,0 +1,111 @@
+"""Dispatch modes and tensor subclasses, which see a collective as the operator `c10d::*` that it stands for.
+
+A process group that is written in Python is called directly, and not through these operators. Where a mode is
+active (`CommDebugMode`, `FakeTensorMode`) or a tensor is of a subclass (an `AsyncCollectiveTensor`), the
+call takes that way after all, with a mode beneath all others that makes it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._pytree import tree_map
+
+num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes are active in this thread."""
+
+_PLAIN = torch.Tensor.__torch_dispatch__
+
+
+def seen_by_modes(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    """The same method of a process group, also for modes and tensor subclasses."""
+    # Dynamo is kept out without `torch._disable_dynamo`, which would import it.
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(group: Any, *args: Any, **named: Any) -> dist.Work:
+        if num_modes() or (args and _is_of_subclass(args[0])):
+            return _dispatched(group, name, method, args, named)
+        return method(group, *args, **named)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Keeps what a collective does to tensors from the modes of the program."""
+    if num_modes():
+        with _disable_current_modes():
+            yield
+    else:
+        yield
+
+
+def _is_of_subclass(tensors: Any) -> bool:
+    while isinstance(tensors, (list, tuple)) and tensors:
+        tensors = tensors[0]
+    return isinstance(tensors, torch.Tensor) and type(tensors).__torch_dispatch__ is not _PLAIN
+
+
+class _Beneath(TorchDispatchMode):
+    """Makes the collective when its operator has come through all other modes."""
+
+    def __init__(self, make: Callable[..., dist.Work]) -> None:
+        super().__init__()
+        self._make = make
+        self.work: dist.Work | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        if self.work is None:
+            self.work = self._make()
+        boxed = self.work.boxed()
+        return boxed if len(func._schema.returns) == 1 else (args[0], boxed)
+
+
+def _dispatched(
+    group: Any, name: str, method: Callable[..., dist.Work], args: Any, named: dict[str, Any]
+) -> dist.Work:
+    args = tree_map(_waited_for, args)
+    # A group without methods in Python calls the operators.
+    operator = functools.partial(getattr(group.of_operators, name), *args, **named)
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    if is_fake or (args and _is_of_subclass(args[0])):
+        found: dist.Work = operator()  # the mode or the subclass says what becomes of it
+        return found
+    if not num_modes():
+        return method(group, *args, **named)
+    beneath = _Beneath(functools.partial(method, group, *args, **named))
+    modes = _get_current_dispatch_mode_stack()
+    with _disable_current_modes(), _entered([beneath, *modes]):
+        found = operator()
+    return found if beneath.work is None else beneath.work
+
+
+def _waited_for(value: Any) -> Any:
+    """The tensor itself of a functional collective's result."""
+    return value.trigger_wait() if hasattr(type(value), "trigger_wait") else value
+
+
+@contextmanager
+def _entered(modes: list[Any]) -> Iterator[None]:
+    for mode in modes:
+        torch._C._push_on_torch_dispatch_stack(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            torch._C._pop_torch_dispatch_stack(None)
