@@ -69,6 +69,22 @@ def test_a_bit_that_has_turned_in_a_compressed_npz_or_in_a_header_is_found(tmp_p
         averaged(path)
 
 
+@pytest.mark.parametrize("place", [28, 30, 46])
+def test_a_directory_that_loses_or_renames_an_array_is_found(place, tmp_path):
+    """Places are those of the lengths of the name and the extra field, and of the name."""
+    path = npz(tmp_path / "a.npz", {"a": np.arange(3.0), "b": np.ones(2)})
+    cd.average_files([path], tmp_path / "mean.npz")
+    for written in (path, tmp_path / "mean.npz"):
+        found = bytearray(written.read_bytes())
+        at = found.index(b"PK\1\2") + place
+        following = found.index(b"PK\1\2", at)
+        # One entry takes the next one for a part of itself, or has another name.
+        found[at] = ord("x") if place == 46 else found[at] + found.index(b"PK\5\6") - following & 255
+        written.write_bytes(found)
+        with pytest.raises(FileError, match=r"cannot be read"):
+            averaged(written)
+
+
 def test_a_bit_that_has_turned_in_a_file_of_pytorch_is_found(tmp_path):
     torch = pytest.importorskip("torch")
     tensor = torch.arange(1000.0)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import struct
 import threading
-import tokenize
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +20,7 @@ from crossdevice.combining.files.model_file import ModelFile, ModelWriter, Tenso
 from crossdevice.combining.files.replacing import replaced, write_at
 from crossdevice.combining.files.stored_file import StoredFile
 from crossdevice.combining.files.zip_members import (
+    BAD_ARCHIVE,
     Checksum,
     StoredZip,
     check_members,
@@ -35,13 +33,6 @@ HEADER_BYTES = 1 << 14
 
 ONLY = "array"
 """What the one array of a .npy is called."""
-
-BAD_ARCHIVE = (
-    *(OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, NotImplementedError),
-    *(RecursionError, MemoryError, OverflowError, SyntaxError, zipfile.BadZipFile, zlib.error),
-    *(tokenize.TokenError, struct.error, IndexError, AttributeError),
-)
-"""What NumPy, `zipfile` and decompressors raise for bytes that are no archive of arrays."""
 
 
 class NumpyFile(StoredFile):
@@ -62,7 +53,7 @@ class NumpyFile(StoredFile):
                 return
             with zipfile.ZipFile(path) as archive:
                 members = archive.infolist()
-                check_members(members, self.num_bytes)
+                check_members(members, self.num_bytes, self.bytes_at)
                 for member in members:
                     self._add(member.filename.removesuffix(".npy"), self.start_of(member), member, archive)
         except FileError:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.combining.files.model_file import FileState, ModelFile, unreadable
-from crossdevice.combining.files.zip_members import LOCAL_HEADER_BYTES
+from crossdevice.combining.files.zip_members import local_header_bytes
 from crossdevice.kernels.host.resources.pool import result_pool
 
 DIGESTED_BYTES = 1 << 20
@@ -49,9 +49,7 @@ class StoredFile(ModelFile):
 
     def start_of(self, member: zipfile.ZipInfo) -> int:
         """The byte at which the data of a member starts, if the file is an archive."""
-        header = self.bytes_at(member.header_offset, member.header_offset + LOCAL_HEADER_BYTES)
-        lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        return member.header_offset + LOCAL_HEADER_BYTES + lengths
+        return member.header_offset + local_header_bytes(member, self.bytes_at)
 
     def bytes_at(self, start: int, stop: int) -> bytes:
         """Reads bytes, as many as there are."""

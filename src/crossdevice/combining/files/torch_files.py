@@ -25,7 +25,7 @@ from crossdevice.combining.files.model_file import (
 )
 from crossdevice.combining.files.replacing import replaced
 from crossdevice.combining.files.stored_file import StoredFile
-from crossdevice.combining.files.zip_members import Checksum, check_members
+from crossdevice.combining.files.zip_members import BAD_ARCHIVE, Checksum, check_members
 from crossdevice.errors import FileError
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.values.device import host_device
@@ -44,8 +44,7 @@ class TorchFile(StoredFile):
     def __init__(self, path: Path) -> None:
         self._arrays: dict[str, torch.Tensor] = {}
         super().__init__(path)
-        if zipfile.is_zipfile(path):
-            self._check_members()
+        self._check_members()
         self.metadata = _loaded(path)
         backend = backend_named("torch")
         self.tensors = {}
@@ -99,15 +98,17 @@ class TorchFile(StoredFile):
     def _check_members(self) -> None:
         """Compares all members with their checksums; PyTorch does not."""
         try:
+            if self.bytes_at(0, 2) != b"PK" and not zipfile.is_zipfile(self.path):
+                return  # written before PyTorch 1.6, without checksums
             with zipfile.ZipFile(self.path) as archive:
                 members = archive.infolist()
-            check_members(members, self.num_bytes)
+            check_members(members, self.num_bytes, self.bytes_at)
             # 0: saved without any.
             waiting = iter(
                 [each for each in members if each.CRC and each.compress_type == zipfile.ZIP_STORED]
             )
             run_together(lambda: self._check_some(waiting), num_threads())
-        except (ValueError, OSError, NotImplementedError, zipfile.BadZipFile) as error:
+        except BAD_ARCHIVE as error:
             raise error if isinstance(error, FileError) else unreadable(self.path, error) from error
 
     def _check_some(self, waiting: Iterator[zipfile.ZipInfo]) -> None:

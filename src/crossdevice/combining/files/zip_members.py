@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 import struct
 import threading
+import tokenize
 import zipfile
 import zlib
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 CRC_POLYNOMIAL = 0xEDB88320
 """With its bits as zip has them: the highest power is not there, and x**0 is the highest bit."""
+
+MAX_END_BYTES = (1 << 16) + 200
+"""Behind the directory of an archive: its longest comment, and what says how long all is."""
 
 LOCAL_HEADER_BYTES = 30
 """The fixed part of a member's header in an archive, before its name and extra fields."""
@@ -19,6 +24,14 @@ MOST_COMPRESSED = 1032
 """Deflate makes no more bytes than that of one."""
 
 _ZIP64_EXTRA_BYTES = 20
+
+
+BAD_ARCHIVE = (
+    *(OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, NotImplementedError),
+    *(RecursionError, MemoryError, OverflowError, SyntaxError, zipfile.BadZipFile, zlib.error),
+    *(tokenize.TokenError, struct.error, IndexError, AttributeError),
+)
+"""What NumPy, `zipfile` and decompressors raise for bytes that are no archive of arrays."""
 
 
 class Checksum:
@@ -78,8 +91,16 @@ def _times(left: int, right: int) -> int:
     return product
 
 
-def check_members(members: list[zipfile.ZipInfo], num_bytes: int) -> None:
-    """Refuses archives with two members of one name, and sizes that cannot be, before anything is read."""
+def check_members(
+    members: list[zipfile.ZipInfo], num_bytes: int, bytes_at: Callable[[int, int], bytes]
+) -> None:
+    """Refuses archives with two members of one name, and sizes that cannot be, before anything is read.
+
+    An entry whose length has changed swallows others: their number counts, too.
+    """
+    number = _announced_members(num_bytes, bytes_at)
+    if number != len(members):
+        raise ValueError(f"its directory has {len(members)} entries, and the archive says {number}")
     names = set[str]()
     for member in members:
         if member.filename in names:
@@ -94,6 +115,30 @@ def check_members(members: list[zipfile.ZipInfo], num_bytes: int) -> None:
             )
         if member.flag_bits & 1:
             raise ValueError(f"member {member.filename!r} is encrypted")
+
+
+def _announced_members(num_bytes: int, bytes_at: Callable[[int, int], bytes]) -> int:
+    """Returns how many members the end of an archive says there are."""
+    tail = bytes_at(max(num_bytes - MAX_END_BYTES, 0), num_bytes)
+    at = tail.rfind(b"PK\5\6")
+    number = int.from_bytes(tail[at + 10 : at + 12], "little")
+    if at >= 20 and tail[at - 20 : at - 16] == b"PK\6\7":
+        place = int.from_bytes(tail[at - 12 : at - 4], "little")
+        end = bytes_at(place, place + 56)
+        if end[:4] == b"PK\6\6":
+            return int.from_bytes(end[32:40], "little")
+    return number
+
+
+def local_header_bytes(member: zipfile.ZipInfo, bytes_at: Callable[[int, int], bytes]) -> int:
+    """The length of a member's own header, which has to name it as the directory does."""
+    named = member.orig_filename.encode("utf-8" if member.flag_bits & 1 << 11 else "cp437")
+    start = member.header_offset
+    header = bytes_at(start, start + LOCAL_HEADER_BYTES + len(named))
+    name_bytes, extra_bytes = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+    if header[:4] != b"PK\3\4" or header[LOCAL_HEADER_BYTES:] != named or name_bytes != len(named):
+        raise ValueError(f"member {member.filename!r} has another name where it starts")
+    return LOCAL_HEADER_BYTES + name_bytes + extra_bytes
 
 
 class StoredZip:
