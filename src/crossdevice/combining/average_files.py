@@ -207,6 +207,9 @@ def _tensors(
     files: Sequence[ModelFile], factors: Sequence[float], dtype: str | None, keys: Keys
 ) -> Iterator[_Tensor]:
     """Lists the tensors of the result, in the order of the first file that has each; checks all of them."""
+    if all(file.tensors == files[0].tensors for file in files[1:]):
+        yield from _same_tensors(files, factors, dtype)
+        return
     everything = dict.fromkeys(name for file in files for name in file.tensors)
     _check_names(files, everything, keys)
     names = [f"file {number} ({file.path})" for number, file in enumerate(files)]
@@ -242,6 +245,23 @@ def _tensors(
         )
 
 
+def _same_tensors(
+    files: Sequence[ModelFile], factors: Sequence[float], dtype: str | None
+) -> Iterator[_Tensor]:
+    """The same where there is nothing to compare; models may have very many tensors."""
+    weights, all_files = weights_for(tuple(factors), ReduceOp.MEAN), list(files)
+    of_dtype: dict[str, tuple[str, int, int]] = {}
+    for name, spec in files[0].tensors.items():
+        found = of_dtype.get(spec.dtype)
+        if found is None:
+            into = dtype if dtype is not None and spec.dtype in _FLOATS else spec.dtype
+            size = dtype_named(spec.dtype).itemsize
+            found = of_dtype[spec.dtype] = into, len(files) * size, max(size, dtype_named(into).itemsize)
+        into, all_bytes, widest_bytes = found
+        result = spec if into == spec.dtype else TensorSpec(into, spec.shape)
+        yield _Tensor(name, result, all_files, weights, all_bytes, widest_bytes)
+
+
 def _check_names(files: Sequence[ModelFile], everything: dict[str, None], keys: Keys) -> None:
     if keys != "strict":
         return
@@ -264,20 +284,29 @@ def _check_names(files: Sequence[ModelFile], everything: dict[str, None], keys: 
 def _joined(tensors: Sequence[_Tensor], writer: ModelWriter) -> list[_Tensor]:
     """The tensors; those that lie next to each other in all files, and in the output, become one."""
     joined: list[_Tensor] = []
-    last = ""
+    count, last = 0, ""
+    asked: list[ModelFile] = []
+
+    def finish() -> None:
+        if joined and count != joined[-1].spec.num_elements:
+            joined[-1] = joined[-1]._replace(spec=TensorSpec(joined[-1].spec.dtype, (count,)))
+
     for tensor in tensors:
         if (
             joined
             and joined[-1].spec.dtype == tensor.spec.dtype
             and joined[-1].weights is tensor.weights  # and so the files
-            and all(file.is_before(last, tensor.name) for file in tensor.files)
+            and all(file.is_before(last, tensor.name) for file in asked)
             and writer.is_before(last, tensor.name)
         ):
-            count = joined[-1].spec.num_elements + tensor.spec.num_elements
-            joined[-1] = joined[-1]._replace(spec=TensorSpec(tensor.spec.dtype, (count,)))
+            count += tensor.spec.num_elements
         else:
+            finish()
             joined.append(tensor)
+            count = tensor.spec.num_elements
+            asked = list({id(file.layout or file): file for file in tensor.files}.values())
         last = tensor.name
+    finish()
     return joined
 
 

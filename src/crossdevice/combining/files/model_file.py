@@ -90,6 +90,8 @@ class ModelFile(abc.ABC):
     """In the order of the file."""
     metadata: Any = None
     """What else is in the file, for a new file of the same format."""
+    layout: object = None
+    """Equal only for files with the same tensors in the same places; None if that is not known."""
     state: FileState | None = None
     """When it was opened."""
 

@@ -77,9 +77,10 @@ class NumpyFile(StoredFile):
             header = self.bytes_at(start, start + HEADER_BYTES)
         head = io.BytesIO(header)
         shape, is_fortran, dtype = npy_header(head)
-        if dtype.name not in ITEM_BYTES:
+        kind = _name_of(dtype)
+        if kind not in ITEM_BYTES:
             raise ValueError(f"array {name!r} has dtype {dtype}; expected one of {', '.join(ITEM_BYTES)}")
-        spec = TensorSpec.checked(name, dtype.name, shape)
+        spec = TensorSpec.checked(name, kind, shape)
         available = self.num_bytes - start if member is None else member.file_size
         if head.tell() + spec.num_bytes > available:
             raise ValueError(f"array {name!r} ends behind the end of the file, which is truncated")
@@ -130,6 +131,12 @@ def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     version = np.lib.format.read_magic(file)
     length = file.read(2 if version == (1, 0) else 4)
     return _parsed_header(version == (1, 0), length + file.read(int.from_bytes(length, "little")))
+
+
+@functools.lru_cache(maxsize=256)
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """The name of a dtype, which NumPy makes anew each time."""
+    return dtype.name
 
 
 @functools.lru_cache(maxsize=256)

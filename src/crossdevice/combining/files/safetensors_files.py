@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,32 +52,19 @@ class SafetensorsFile(StoredFile):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.tensors, self.places = {}, {}
-        header, start = self._header()
-        self.metadata = header.pop("__metadata__", None)
-        try:
-            rows = sorted(header.items(), key=lambda row: row[1]["data_offsets"])
-            place = start
-            for name, row in rows:
-                begin, end = row["data_offsets"]
-                self._add(name, row["dtype"], tuple(row["shape"]), start + begin, start + end)
-                if start + begin != place:
-                    raise unreadable(path, f"tensor {name!r} does not begin where the one before it ends")
-                place = start + end
-        except FileError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise unreadable(path, f"its header is not one of safetensors: {error!r}") from error
-        if place != self.num_bytes:
-            raise unreadable(path, f"it has {self.num_bytes} bytes, and its tensors end at byte {place}")
+        text = self._header_text()
+        self.layout = self._header = _known_headers.get((self.num_bytes, text)) or _Header(
+            path, text, self.num_bytes
+        )
+        _known_headers[self.num_bytes, text] = self._header
+        self.tensors, self.places = self._header.tensors, self._header.places
+        self.metadata = self._header.metadata
 
     def is_before(self, name: str, other: str) -> bool:
         """As the format has them, in the order of their bytes."""
-        first = self.tensors[name]
-        is_next = self.places[name] + first.num_bytes == self.places[other]
-        return is_next and first.dtype == self.tensors[other].dtype
+        return self._header.following.get(name) == other
 
-    def _header(self) -> tuple[dict[str, Any], int]:
+    def _header_text(self) -> bytes:
         length = int.from_bytes(self.bytes_at(0, LENGTH_BYTES), "little")
         start = LENGTH_BYTES + length
         if self.num_bytes < start or not length:
@@ -85,34 +73,82 @@ class SafetensorsFile(StoredFile):
             )
         if length > MAX_HEADER_BYTES:
             raise unreadable(self.path, f"its header has {length} bytes; expected at most {MAX_HEADER_BYTES}")
-        try:
-            header = json.loads(self.bytes_at(LENGTH_BYTES, start), object_pairs_hook=_without_duplicates)
-        except (ValueError, RecursionError, MemoryError) as error:
-            raise unreadable(self.path, f"its header is not valid JSON: {error}") from error
-        if not isinstance(header, dict):
-            raise unreadable(self.path, "its header is not a JSON object")
-        return header, start
+        return self.bytes_at(LENGTH_BYTES, start)
 
-    def _add(self, name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) -> None:
+
+class _Header:
+    """Checked header of a file of this many bytes; files of one model share it while they are open."""
+
+    def __init__(self, path: Path, text: bytes, num_bytes: int) -> None:
+        self.tensors: dict[str, TensorSpec] = {}
+        self.places: dict[str, int] = {}
+        self.following: dict[str, str] = {}
+        """The tensor whose bytes come next, if it has the same dtype."""
+        self._path, self._num_bytes = path, num_bytes
+        try:
+            header = json.loads(text, object_pairs_hook=_without_duplicates)
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise unreadable(path, f"its header is not valid JSON: {error}") from error
+        if not isinstance(header, dict):
+            raise unreadable(path, "its header is not a JSON object")
+        self.metadata = header.pop("__metadata__", None)
+        place = LENGTH_BYTES + len(text)
+        try:
+            place = self._add_all(header, place)
+        except FileError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise unreadable(path, f"its header is not one of safetensors: {error!r}") from error
+        if place != num_bytes:
+            raise unreadable(path, f"it has {num_bytes} bytes, and its tensors end at byte {place}")
+
+    def _add_all(self, header: dict[str, Any], start: int) -> int:
+        """Adds all tensors, in the order of their bytes; returns where they end."""
+        specs: dict[tuple[str, tuple[int, ...]], tuple[TensorSpec, int]] = {}
+        place, last, last_dtype = start, "", ""
+        for name, row in sorted(header.items(), key=lambda row: row[1]["data_offsets"]):
+            begin, end = row["data_offsets"]
+            key = row["dtype"], tuple(row["shape"])
+            if key not in specs or not all(type(length) is int for length in key[1]):
+                specs[key] = self._spec(name, *key)
+            spec, num_bytes = specs[key]
+            self._check(name, key, start + begin, start + end, num_bytes)
+            if start + begin != place:
+                raise unreadable(self._path, f"tensor {name!r} does not begin where the one before it ends")
+            self.tensors[name], self.places[name] = spec, place
+            if spec.dtype == last_dtype:
+                self.following[last] = name
+            place, last, last_dtype = start + end, name, spec.dtype
+        return place
+
+    def _spec(self, name: str, dtype: str, shape: tuple[int, ...]) -> tuple[TensorSpec, int]:
         if dtype not in DTYPES:
             known = ", ".join(DTYPES)
-            raise unreadable(self.path, f"tensor {name!r} has dtype {dtype}; expected one of {known}")
+            raise unreadable(self._path, f"tensor {name!r} has dtype {dtype}; expected one of {known}")
         spec = TensorSpec.checked(name, DTYPES[dtype], shape)
-        if not type(begin) is type(end) is int or not self.num_bytes >= begin >= 0:
+        return spec, spec.num_bytes
+
+    def _check(
+        self, name: str, key: tuple[str, tuple[int, ...]], begin: int, end: int, num_bytes: int
+    ) -> None:
+        if not type(begin) is type(end) is int or not self._num_bytes >= begin >= 0:
             raise ValueError(f"tensor {name!r} is at bytes {begin!r:.30} to {end!r:.30}")
-        name.encode()  # ValueError for what cannot be written again
-        if end > self.num_bytes:
+        if not name.isascii():
+            name.encode()  # ValueError for what cannot be written again
+        if end > self._num_bytes:
             raise unreadable(
-                self.path,
-                f"tensor {name!r} ends at byte {end} of {self.num_bytes}; the file is truncated",
+                self._path,
+                f"tensor {name!r} ends at byte {end} of {self._num_bytes}; the file is truncated",
             )
-        if end - begin != spec.num_bytes:
+        if end - begin != num_bytes:
             raise unreadable(
-                self.path,
-                f"tensor {name!r} has {end - begin} bytes; shape {list(shape)} of {dtype} needs "
-                f"{spec.num_bytes}",
+                self._path,
+                f"tensor {name!r} has {end - begin} bytes; shape {list(key[1])} of {key[0]} needs "
+                f"{num_bytes}",
             )
-        self.tensors[name], self.places[name] = spec, begin
+
+
+_known_headers: weakref.WeakValueDictionary[tuple[int, bytes], _Header] = weakref.WeakValueDictionary()
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -47,16 +47,23 @@ class Checksum:
 
     def add(self, start: int, data: Any) -> None:
         """Counts the bytes from `start` on; ValueError if all have been read, and were others once."""
-        part = start + len(data), zlib.crc32(data)
         with self._lock:
-            if start >= self._at and len(data):
-                self._parts[start] = part
+            at, crc = self._at, self._crc
+        # Most often the next bytes, whose CRC goes on from that of those before.
+        is_next = start == at
+        end, found = start + len(data), zlib.crc32(data, crc if is_next else 0)
+        with self._lock:
+            if is_next and start == self._at:
+                self._at, self._crc = end, found
+            elif start >= self._at and len(data):
+                self._parts[start] = end, found
             while self._at in self._parts:
                 end, crc = self._parts.pop(self._at)
                 self._crc, self._at = combined_crc(self._crc, crc, end - self._at), end
-        if self._at == self._num_bytes and self._crc != self._expected:
+            at, crc = self._at, self._crc
+        if at == self._num_bytes and crc != self._expected:
             raise ValueError(
-                f"member {self._name!r} has CRC-32 {self._crc:08x}, and the archive says "
+                f"member {self._name!r} has CRC-32 {crc:08x}, and the archive says "
                 f"{self._expected:08x}: its bytes have changed since it was written"
             )
 
