@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/costs tests/unit/choosing tests/unit/test_architecture.py \
 	tests/unit/test_documentation.py tests/unit/test_release.py
 
-.PHONY: help test test-all test-latest check quick-checks demo docs lock format clean fuzz soak flower battery
+.PHONY: help test test-all test-latest check quick-checks generated demo docs lock format clean fuzz soak flower battery
 .DEFAULT_GOAL := test
 
 # Hundreds of processes would compile the same modules again.
@@ -116,6 +116,9 @@ $(VENV)/flower-installed: pyproject.toml
 
 flower: $(VENV)/flower-installed  ## The strategies for Flower, with the real one; other targets skip them.
 	$(VENV)/flower/bin/python -m pytest -q tests/unit/integrations/test_flower.py tests/unit/integrations/test_flower_simulation.py
+
+generated: $(VENV)/test-installed  ## Writes exports, contracts and tables that follow from the registries.
+	$(BIN)/python checks/generated.py
 
 format: $(VENV)/check-installed  ## Formats, and fixes what can be fixed automatically.
 	$(BIN)/ruff format .

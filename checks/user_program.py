@@ -77,10 +77,15 @@ def classes() -> None:
     algorithms: list[cd.CrossDeviceOps] = [
         cd.ReductionToOneDevice(reduce_to_device="cpu:0"),
         cd.HierarchicalCopyAllReduce(num_packs=2),
+        # begin: checks/generated.py instances
+        cd.ReductionToOneDevice(),
+        cd.HierarchicalCopyAllReduce(),
+        cd.NcclAllReduce(),
         cd.RingAllReduce(),
         cd.HalvingDoublingAllReduce(),
         cd.TreeAllReduce(),
         cd.DirectAllReduce(),
+        # end
     ]
     for ops in algorithms:
         mean = ops.reduce("mean", grads, destinations=grads)

@@ -1,7 +1,7 @@
 """The one table of the laws: algorithms x backends x dtypes x replica counts x operations x precisions.
 
-A new algorithm or backend gets a row here and is then held to every law. A law that a row cannot keep
-yet is named in its `gaps` with the reason, and shows as an expected failure.
+Algorithms of the registry have their rows from there. A new backend gets one here, and is then held to every
+law. What a row cannot keep yet is named in its `gaps` with the reason, and shows as an expected failure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import crossdevice as cd
 from conformance import array_libraries
 from conformance.oracle import FORMATS, NUMPY_DTYPES, expected
-from crossdevice.algorithms.registry import ALGORITHMS
+from crossdevice.algorithms.registry import ALGORITHMS, OWN_ALGORITHMS
 from crossdevice.process_groups.engines.thread_engine import Mailboxes, ThreadEngine
 from crossdevice.process_groups.group import ProcessGroup
 
@@ -72,14 +72,8 @@ class AlgorithmRow:
 
 
 ALGORITHM_ROWS = (
-    AlgorithmRow("one_device", cd.ReductionToOneDevice, "one_device"),
+    *(AlgorithmRow(name, ALGORITHMS.load(name), name) for name in OWN_ALGORITHMS),
     AlgorithmRow("one_other_device", lambda: cd.ReductionToOneDevice(reduce_to_device="cpu:11")),
-    AlgorithmRow("hierarchical_copy", cd.HierarchicalCopyAllReduce, "hierarchical_copy"),
-    AlgorithmRow("nccl", cd.NcclAllReduce, "nccl"),
-    AlgorithmRow("ring", cd.RingAllReduce, "ring"),
-    AlgorithmRow("halving_doubling", cd.HalvingDoublingAllReduce, "halving_doubling"),
-    AlgorithmRow("tree", cd.TreeAllReduce, "tree"),
-    AlgorithmRow("direct", cd.DirectAllReduce, "direct"),
     AlgorithmRow("by_name_in_packs", lambda: cd.AllReduceCrossDeviceOps("tree", num_packs=3)),
     AlgorithmRow(
         "by_name_in_small_groups", lambda: cd.AllReduceCrossDeviceOps("hierarchical_copy", 0, 64, 3)

@@ -22,7 +22,6 @@ from conformance.rows import (
     plain_result,
     same_numbers,
 )
-from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import BACKENDS
 from crossdevice.errors import ReduceOpError
 
@@ -34,16 +33,6 @@ TABLE_OPTIONS = [
 
 ORDER_OPTIONS = list(each_option(("accurate",)))
 """Minima and maxima are not rounded: precision means nothing to them."""
-
-
-def test_every_registered_algorithm_has_a_row():
-    assert set(ALGORITHMS) == {row.registered for row in ALGORITHM_ROWS} - {None}
-
-
-def test_every_row_is_the_algorithm_of_its_name():
-    for row in ALGORITHM_ROWS:
-        if row.registered is not None:
-            assert type(row.make()) is ALGORITHMS.load(row.registered)
 
 
 def test_every_public_algorithm_has_a_row():

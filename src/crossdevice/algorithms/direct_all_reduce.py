@@ -1,4 +1,4 @@
-"""Everyone sums one shard of everybody."""
+"""Each device reduces one shard, then shares it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from crossdevice.values.device import Device
 
 
 class DirectAllReduce(PackedOps):
-    """Each device sums one shard of all replicas, then sends it to all destinations.
+    """Each device sums one shard of all replicas, then sends it to all destinations::
+
+        shard 0 of each replica ─► 0 ─► every destination
+        shard 1 of each replica ─► 1 ─► every destination
+        ...
 
     It takes 2 rounds, and each device moves 2 (N - 1) / N of an array, as in a ring. No partial sums
-    travel, so `"accurate"` and `"exact"` cost no extra traffic. Use it where every device has a direct
+    travel, so all three precisions cost the same. Use it where every device has a direct
     path to every other (NVSwitch, shared memory); on a ring of links it causes congestion.
+    `crossdevice.all_reduce` uses it.
 
     Args:
         num_packs: the number of packs into which a batch is split; 0 reduces value by value.

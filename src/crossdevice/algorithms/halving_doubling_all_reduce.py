@@ -13,7 +13,10 @@ from crossdevice.values.device import Device
 
 
 class HalvingDoublingAllReduce(PackedOps):
-    """Recursive halving to sum shards, recursive doubling to share them (Rabenseifner's algorithm).
+    """Recursive halving to sum shards, recursive doubling to share them (Rabenseifner's algorithm)::
+
+        halves:    0 ⇄ 2, 1 ⇄ 3   then   0 ⇄ 1, 2 ⇄ 3     each ends with one summed shard
+        doubling:  0 ⇄ 1, 2 ⇄ 3   then   0 ⇄ 2, 1 ⇄ 3     each ends with everything
 
     It takes 2 log2 N rounds if N is a power of two, and each device moves 2 (N - 1) / N of an array, as in a
     ring. For other N the surplus replicas first send their arrays to partners and get the result last, in

@@ -13,11 +13,16 @@ from crossdevice.values.device import Device
 
 
 class HierarchicalCopyAllReduce(PackedOps):
-    """Sums each half of the replicas on its own root, adds the two sums, and copies back the same way.
+    """Sums each half of the replicas on its own root, adds the two sums, and copies back the same way::
+
+        half A: 1,2,3 ─► 0 ─────► 0 = Σ ─► 1,2,3
+                           ▲    │
+        half B: 5,6,7 ─► 4 ┘    └─► 4 ───► 5,6,7
 
     It takes at most 4 rounds and moves 2 (N - 1) arrays, of which only one pair crosses between the halves.
     It was designed for the DGX-1, whose two groups of four GPUs have few links between them. Pack k has its
-    root on replica k mod N, so several packs spread the load over all devices.
+    root on replica k mod N, so several packs (`num_packs=N`) spread the load over all devices. If the number
+    of replicas is odd, the second half is larger.
 
     Args:
         num_packs: the number of packs into which a batch is split; 0 reduces value by value.

@@ -1,4 +1,4 @@
-"""One collective of NVIDIA's library."""
+"""All-reduce through NCCL."""
 
 from __future__ import annotations
 

@@ -14,10 +14,15 @@ from crossdevice.values.device import Device
 
 
 class ReductionToOneDevice(CrossDeviceOps):
-    """Sums all replicas on one device, then copies the result to each destination.
+    """Sums all replicas on one device, then copies the result to each destination::
+
+        1 ─┐          ┌─► 1
+        2 ─┼─► 0 = Σ ─┼─► 2
+        3 ─┘          └─► 3
 
     For N replicas and D destinations, N - 1 arrays go into that device and D - 1 come out, in 2 rounds.
-    Use it for few devices and small values; it is slow for large values on many GPUs.
+    Use it for few devices, small values, a single destination, or an `accumulation_fn` of your own. It is
+    slow for large values on many GPUs.
 
     Args:
         reduce_to_device: where to sum; by default the first destination.

@@ -13,10 +13,15 @@ from crossdevice.values.device import Device
 
 
 class RingAllReduce(PackedOps):
-    """Passes shards around a ring until each is summed, then passes the sums around again.
+    """Passes shards around a ring until each is summed, then passes the sums around again::
+
+        0 ─► 1 ─► 2 ─► 3 ─► 0     N - 1 hops: each shard is summed
+        0 ─► 1 ─► 2 ─► 3 ─► 0     N - 1 hops: each sum is shared
 
     It takes 2 (N - 1) rounds; each device sends and receives 2 (N - 1) / N of an array, the least
     possible, over one link in and one out. Use it for large values; on small ones its rounds cost latency.
+    It passes on partial sums, which costs extra traffic under `"accurate"` and `"exact"`: prefer
+    `DirectAllReduce` there.
 
     Args:
         num_packs: the number of packs into which a batch is split; 0 reduces value by value.

@@ -13,7 +13,12 @@ from crossdevice.values.device import Device
 
 
 class TreeAllReduce(PackedOps):
-    """Sums up a binary tree and copies back down it, one half of the data in each of two trees.
+    """Sums up a binary tree and copies back down it, one half of the data in each of two trees::
+
+        first half of the data        second half
+                4                            3
+              2   6                        5   1
+             1 3 5 7                      6 4 2 0
 
     It takes about 2 log2 N rounds, and no device sends or receives more than two arrays: an inner node of
     one tree is a leaf of the other (the double binary tree of Sanders, Speck and Traeff, 2009). Use it for

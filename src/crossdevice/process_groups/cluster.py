@@ -11,7 +11,7 @@ from crossdevice.errors import OptionError
 from crossdevice.process_groups.engines.registry import PROCESS_ENGINES
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
 from crossdevice.values.launchers import FOLDER_VARIABLE, Launch, is_of_launcher, launched
-from crossdevice.values.libraries import INSTALLED_BY
+from crossdevice.values.libraries import LIBRARIES
 
 
 class Cluster(Launch):
@@ -76,7 +76,7 @@ class Cluster(Launch):
         except OptionError as error:
             if not lacks_mpi:
                 raise
-            advice = f"{self.launcher} needs no more than mpi4py: pip install {INSTALLED_BY['mpi4py']}"
+            advice = f"{self.launcher} needs no more than mpi4py: pip install {LIBRARIES['mpi4py'].install}"
             raise OptionError(f"{advice}; without it: {error}") from error
         return ProcessGroup(
             joined, timeout_seconds=timeout_seconds, checks=checks, shared_memory=shared_memory

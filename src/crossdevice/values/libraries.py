@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
-INSTALLED_BY: Mapping[str, str] = {
-    "torch": "'crossdevice[torch]'",
-    "jax": "'crossdevice[jax]'",
-    "tensorflow": "'crossdevice[tensorflow]'",
-    "cupy": "cupy-cuda13x",
-    "mpi4py": "'crossdevice[mpi]'",
+
+class Library(NamedTuple):
+    """The names a library is distributed under, what pip installs it as, and the features it brings."""
+
+    distributions: tuple[str, ...]
+    install: str = ""
+    gives: str = ""
+    needs_gpu: bool = False
+
+
+LIBRARIES: Mapping[str, Library] = {
+    "numpy": Library(("numpy",)),
+    "numba": Library(("numba",), "numba", "compiled fused passes; NumPy is used now"),
+    "ml_dtypes": Library(("ml_dtypes",)),
+    "optree": Library(("optree",)),
+    "array-api-compat": Library(("array-api-compat",)),
+    "torch": Library(("torch",), "'crossdevice[torch]'", "PyTorch tensors and modules"),
+    "jax": Library(("jax",), "'crossdevice[jax]'", "JAX arrays"),
+    "tensorflow": Library(
+        ("tensorflow", "tensorflow-cpu"), "'crossdevice[tensorflow]'", "TensorFlow tensors, and tf.distribute"
+    ),
+    "cupy": Library(
+        ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x"), "cupy-cuda13x", "CuPy arrays", True
+    ),
+    "triton": Library(("triton",), "'crossdevice[gpu]'", "the fused GPU kernel", True),
+    "nccl4py": Library(("nccl4py",), "'nccl4py[cu13]'", "NCCL through NVIDIA's own binding", True),
+    "nvidia-ml-py": Library(("nvidia-ml-py",), "'crossdevice[gpu]'", "GPUs and links in this report", True),
+    "mpi4py": Library(("mpi4py",), "'crossdevice[mpi]'", "reductions between the processes of MPI"),
+    "rich": Library(("rich",), "'crossdevice[cli]'", "tables and progress bars on a terminal"),
 }
-"""For pip, by the name of the module."""
+"""By the names that `crossdevice doctor` prints: of the modules, where arrays or processes need them."""
 
 
 def missing_library(error: ModuleNotFoundError) -> str:
@@ -21,5 +45,7 @@ def missing_library(error: ModuleNotFoundError) -> str:
     "mpi4py: pip install 'crossdevice[mpi]'"
     """
     library = str(error.name).partition(".")[0]
-    known = INSTALLED_BY.get(library)
-    return f"{library}: pip install {known}" if known else f"{library}, which is not installed"
+    known = LIBRARIES.get(library)
+    if known is None:
+        return f"{library}, which is not installed"
+    return f"{library}: pip install {known.install or library}"

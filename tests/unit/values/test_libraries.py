@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from crossdevice.values.libraries import INSTALLED_BY
+from crossdevice.values.libraries import LIBRARIES
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
@@ -23,8 +24,8 @@ def test_an_integration_says_what_to_install(library):
 
 
 def test_the_extras_exist():
-    text = PYPROJECT.read_text()
-    for library, install in INSTALLED_BY.items():
-        if "crossdevice" in install:
-            extra = install.removeprefix("'crossdevice[").removesuffix("]'")
-            assert f'\n{extra} = ["{library}>=' in text
+    extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
+    for name, library in LIBRARIES.items():
+        if "crossdevice" in library.install:
+            extra = library.install.removeprefix("'crossdevice[").removesuffix("]'")
+            assert any(row.startswith(f"{name}>=") for row in extras[extra]), name

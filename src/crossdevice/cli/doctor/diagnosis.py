@@ -28,7 +28,7 @@ from crossdevice.process_groups.shared.shared_memory import (
     unavailable_reason,
 )
 from crossdevice.values.device import Device, host_device
-from crossdevice.values.libraries import INSTALLED_BY
+from crossdevice.values.libraries import LIBRARIES
 from crossdevice.values.quantities import size_text
 
 
@@ -41,15 +41,6 @@ class Finding(NamedTuple):
     advice: str = ""
     is_complete: bool = True
     """Whether all was looked at that should have been."""
-
-
-class Library(NamedTuple):
-    """Under which names a library is distributed, and what one gets by installing which."""
-
-    distributions: tuple[str, ...]
-    install: str = ""
-    gives: str = ""
-    needs_gpu: bool = False
 
 
 class Gpus(NamedTuple):
@@ -70,27 +61,6 @@ class Gpus(NamedTuple):
         managed = isinstance(self.managed, Managed) and bool(self.managed.gpus)
         return managed or bool(self.usable) or Path("/dev/nvidiactl").exists()
 
-
-LIBRARIES = {
-    "numpy": Library(("numpy",)),
-    "numba": Library(("numba",), "numba", "compiled fused passes; NumPy is used now"),
-    "ml_dtypes": Library(("ml_dtypes",)),
-    "optree": Library(("optree",)),
-    "array-api-compat": Library(("array-api-compat",)),
-    "torch": Library(("torch",), INSTALLED_BY["torch"], "PyTorch tensors and modules"),
-    "jax": Library(("jax",), INSTALLED_BY["jax"], "JAX arrays"),
-    "tensorflow": Library(
-        ("tensorflow", "tensorflow-cpu"), INSTALLED_BY["tensorflow"], "TensorFlow tensors, and tf.distribute"
-    ),
-    "cupy": Library(
-        ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x"), INSTALLED_BY["cupy"], "CuPy arrays", True
-    ),
-    "triton": Library(("triton",), "'crossdevice[gpu]'", "the fused GPU kernel", True),
-    "nccl4py": Library(("nccl4py",), "'nccl4py[cu13]'", "NCCL through NVIDIA's own binding", True),
-    "nvidia-ml-py": Library(("nvidia-ml-py",), "'crossdevice[gpu]'", "GPUs and links in this report", True),
-    "mpi4py": Library(("mpi4py",), INSTALLED_BY["mpi4py"], "reductions between the processes of MPI"),
-    "rich": Library(("rich",), "'crossdevice[cli]'", "tables and progress bars on a terminal"),
-}
 
 SMALL_SHARED_MEMORY_BYTES = 1 << 30
 """Containers get 64 MiB unless told otherwise, which processes that share arrays fill at once."""
