@@ -12,10 +12,12 @@ from typing import Any
 from numpy.typing import NDArray
 
 from crossdevice.combining.leaf_total import INTEGERS, Integers, LeafTotal, check_like, results_of
+from crossdevice.combining.rank_totals import results_of_ranks
 from crossdevice.combining.saving import load, save
 from crossdevice.combining.trees import ArrivedTree, check_same, read_tree, rebuilt, united
 from crossdevice.errors import ContextError, FileError, OptionError
 from crossdevice.kernels.host.running_sum import RunningSum, add_all
+from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.options import Precision
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import factor_of
@@ -138,27 +140,49 @@ class Accumulator:
                     self._totals[path].merge(total)
                 self._count += other._count
 
-    def mean(self) -> Any:
+    def mean(self, group: ProcessGroup | None = None) -> Any:
         """Divides the weighted sum of each leaf by the sum of its weights; rounds once to the leaf's dtype.
 
+        Args:
+            group: processes whose accumulators are combined, which must be exact: all of them call this, and
+                get the same mean of all that any of them has added, whoever has added what. Each adds up
+                a share of it; accumulators stay as they are, and may be empty on some.
+
         Returns:
             A tree like those that were added.
 
         Raises:
             ContextError: nothing has been added yet.
-        """
-        return self._result(is_mean=True)
+            OptionError: there is a group, and sums are not exact.
+            MismatchError: ranks have added different trees.
 
-    def sum(self) -> Any:
+        >>> import numpy as np
+        >>> from crossdevice.testing import run_ranks
+        >>> def train(group):
+        ...     total = Accumulator("exact")
+        ...     for number in range(group.rank, 5, group.size):  # its share of five micro-batches
+        ...         total.add(np.float32([0.1, 0.7]) ** number)
+        ...     return total.mean(group).tobytes()
+        >>> len({*run_ranks(1, train), *run_ranks(2, train), *run_ranks(3, train)})
+        1
+        """
+        return self._result(group, is_mean=True)
+
+    def sum(self, group: ProcessGroup | None = None) -> Any:
         """Rounds the sum of weights times values once to the dtype of each leaf.
 
+        Args:
+            group: processes whose accumulators are combined, as in `mean`.
+
         Returns:
             A tree like those that were added.
 
         Raises:
             ContextError: nothing has been added yet.
+            OptionError: there is a group, and sums are not exact.
+            MismatchError: ranks have added different trees.
         """
-        return self._result(is_mean=False)
+        return self._result(group, is_mean=False)
 
     def save(self, file: str | PathLike[str]) -> None:
         """Writes what `load` needs to go on, as an `.npz` without pickles; it replaces an old one at the end.
@@ -210,12 +234,26 @@ class Accumulator:
     def __copy__(self) -> Accumulator:
         return copy.deepcopy(self)  # two must not add to the same sums
 
-    def _result(self, *, is_mean: bool) -> Any:
+    def _result(self, group: ProcessGroup | None, *, is_mean: bool) -> Any:
+        if group is not None and self.precision != "exact":
+            raise OptionError(
+                f"accumulators of several processes are combined under precision='exact'; this one has "
+                f"{self.precision!r}, whose bits would depend on who has added what"
+            )
         with self._lock:
-            if not self._count:
-                raise ContextError("nothing has been added yet, so there is no result")
+            if group is None or group.size == 1:
+                if not self._count:
+                    raise ContextError("nothing has been added yet, so there is no result")
+                self._settle()
+                return rebuilt(self._skeleton, results_of(self._totals, is_mean=is_mean))
             self._settle()
-            return rebuilt(self._skeleton, results_of(self._totals, is_mean=is_mean))
+            skeleton, results = results_of_ranks(
+                *(group, self._skeleton, self._totals),
+                is_partial=self.partial,
+                integers=self.integers,
+                is_mean=is_mean,
+            )
+            return rebuilt(skeleton, results)
 
     def _checked(self, arrived: ArrivedTree) -> Any:
         """The structure of all trees so far, this one included."""

@@ -81,21 +81,21 @@ class LeafTotal:
         elif other.kept is not None:
             self._keep(other.kept)
 
-    def divisor(self, path: str) -> Fraction:
-        """The divisor of a mean."""
-        weight = self.weight
-        if weight <= 0:
-            raise OptionError(
-                f"the weights{f' at {path}' if path else ''} add up to {float(weight):g}; "
-                "a mean needs a positive sum of weights"
-            )
-        return weight
-
     def _keep(self, flat: NDArray[Any]) -> None:
         if self.kept is None:
             self.kept = flat.copy()
         elif self._takes_largest:
             np.maximum(self.kept, flat, out=self.kept)
+
+
+def divisor_of(weight: Fraction, path: str) -> Fraction:
+    """The divisor of a mean: the sum of the weights of a leaf."""
+    if weight <= 0:
+        raise OptionError(
+            f"the weights{f' at {path}' if path else ''} add up to {float(weight):g}; "
+            "a mean needs a positive sum of weights"
+        )
+    return weight
 
 
 def num_parts(leaf: Leaf, precision: Precision, integers: Integers) -> int:
@@ -113,7 +113,7 @@ def results_of(totals: Mapping[str, LeafTotal], *, is_mean: bool) -> dict[str, A
         if total.running is None:
             flats[path][:] = total.kept
         else:
-            divisor = total.divisor(path) if is_mean else Fraction(1)
+            divisor = divisor_of(total.weight, path) if is_mean else Fraction(1)
             by_divisor.setdefault(divisor, []).append((total.running, flats[path].view(total.running.dtype)))
     for divisor, tasks in by_divisor.items():
         write_all(tasks, divisor)

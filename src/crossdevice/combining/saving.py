@@ -22,11 +22,15 @@ from crossdevice.combining.files.replacing import replaced
 from crossdevice.combining.files.zip_members import MOST_COMPRESSED
 from crossdevice.combining.leaf_total import INTEGERS, Leaf, LeafTotal, num_parts
 from crossdevice.errors import ConversionError, FileError
+from crossdevice.kernels.host.reference.running import NUM_PARTS
+from crossdevice.kernels.host.running_sum import sum_family
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES, PARTS
 from crossdevice.values.nesting import flatten
 
 FORMAT = "crossdevice accumulator 1"
+WIDENED_FORMAT = "crossdevice accumulator 2"
+"""Of sums with more parts than usual, which older versions would leave out."""
 
 CONTAINERS: dict[str, type[Any]] = {"dict": dict, "OrderedDict": OrderedDict, "list": list, "tuple": tuple}
 
@@ -37,6 +41,7 @@ def save(
     """Writes to a new file that takes the place of an old one when it is complete."""
     arrays: dict[str, Any] = {}
     leaves = []
+    format_name = FORMAT
     for number, (path, total) in enumerate(totals.items()):
         leaf, running = total.leaf, total.running
         row: dict[str, Any] = {
@@ -51,11 +56,15 @@ def save(
             arrays[f"{number}/kept"] = total.kept
         else:
             row["fractions"] = {element: str(value) for element, value in running.fractions.items()}
-            row["specials"] = running.specials
+            row["specials"] = running.all_specials
+            row["parts"] = len(running.parts)
+            if len(running.parts) > NUM_PARTS[sum_family(running.dtype, "exact")]:
+                format_name = WIDENED_FORMAT
             arrays.update({f"{number}/{part}": values for part, values in enumerate(running.parts)})
         leaves.append(row)
-    described = {"format": FORMAT, **header, "tree": _described(skeleton), "leaves": leaves}
-    text = json.dumps(described).encode()
+    text = json.dumps(
+        {"format": format_name, **header, "tree": described(skeleton), "leaves": leaves}
+    ).encode()
     with replaced(file) as new:
         np.savez(new, header=np.frombuffer(text, np.uint8), **arrays)
 
@@ -65,11 +74,11 @@ def load(file: str | PathLike[str]) -> tuple[dict[str, Any], Any, dict[str, Leaf
     try:
         with opened(NumpyFile(Path(file))) as arrays:
             header = json.loads(_array(arrays, "header", "uint8").tobytes())
-            if header.get("format") != FORMAT:
+            if header.get("format") not in (FORMAT, WIDENED_FORMAT):
                 raise FileError(f"{file} has format {header.get('format')!r:.60}; expected {FORMAT!r}")
             rows = header["leaves"]
             totals = {row["path"]: _total(row, number, arrays, header) for number, row in enumerate(rows)}
-            skeleton = _undescribed(header["tree"])
+            skeleton = undescribed(header["tree"])
             if sorted(flatten(skeleton)[0]) != sorted(totals) or len(totals) < len(rows):
                 raise ValueError("its tree does not have the leaves that it lists")
             if type(header["count"]) is not int or header["count"] < 0:
@@ -116,6 +125,8 @@ def _total(row: Mapping[str, Any], number: int, arrays: NumpyFile, header: Mappi
     if spec.num_elements * ITEM_BYTES[dtype] > arrays.num_bytes * MOST_COMPRESSED:
         raise ValueError(f"leaf {path!r} has shape {spec.shape}, more than the file holds")
     parts = num_parts(leaf, header["precision"], header["integers"])
+    if parts and row.get("parts", parts) != parts:
+        parts = _widened_parts(row["parts"], parts, header["precision"])
     size = spec.num_elements * (2 if dtype in PARTS else 1)
     held = [_array(arrays, f"{number}/{part}", "float64", size) for part in range(parts)]
     kept = None if parts else _array(arrays, f"{number}/kept", dtype, size)
@@ -124,6 +135,8 @@ def _total(row: Mapping[str, Any], number: int, arrays: NumpyFile, header: Mappi
     total.kept = kept
     if total.running is None:
         return total
+    while len(total.running.parts) < parts:
+        total.running.widen()
     for values, found in zip(total.running.parts, held, strict=True):
         values[:] = found
     for name, read in (("fractions", _fraction), ("specials", _special)):
@@ -132,6 +145,12 @@ def _total(row: Mapping[str, Any], number: int, arrays: NumpyFile, header: Mappi
             raise ValueError(f"leaf {path!r} has {name} outside of its {size} elements")
         getattr(total.running, name).update(numbers)
     return total
+
+
+def _widened_parts(found: Any, usual: int, precision: Any) -> int:
+    if precision != "exact" or type(found) is not int or not usual < found <= max(NUM_PARTS.values()):
+        raise ValueError(f"a leaf has {found!r:.60} parts; expected {usual}")
+    return found
 
 
 def _fraction(text: Any) -> Fraction:
@@ -151,7 +170,7 @@ def _special(value: Any) -> float:
     return value
 
 
-def _described(node: Any) -> Any:
+def described(node: Any) -> Any:
     """A skeleton as JSON: containers by name, leaves as their paths."""
     if node is None or isinstance(node, str):
         return node
@@ -159,19 +178,20 @@ def _described(node: Any) -> Any:
     if CONTAINERS.get(name) is not type(node):
         raise ConversionError(f"a tree with a {name} cannot be saved; expected {', '.join(CONTAINERS)}")
     if not isinstance(node, dict):
-        return {name: [_described(child) for child in node]}
+        return {name: [described(child) for child in node]}
     for key in node:
         if type(key) not in (str, int, bool):
             raise ConversionError(
                 f"a tree with the key {key!r} cannot be saved; expected strings or integers"
             )
-    return {name: [[key, _described(child)] for key, child in node.items()]}
+    return {name: [[key, described(child)] for key, child in node.items()]}
 
 
-def _undescribed(node: Any) -> Any:
+def undescribed(node: Any) -> Any:
+    """The skeleton that `described` has described."""
     if node is None or isinstance(node, str):
         return node
     ((name, children),) = node.items()
     if issubclass(CONTAINERS[name], dict):
-        return CONTAINERS[name]((key, _undescribed(child)) for key, child in children)
-    return CONTAINERS[name](map(_undescribed, children))
+        return CONTAINERS[name]((key, undescribed(child)) for key, child in children)
+    return CONTAINERS[name](map(undescribed, children))

@@ -323,3 +323,21 @@ def test_tensors_come_back_as_tensors():
 
 def test_plain_numbers_count_as_arrays():
     assert float(accumulated([1.0, 2.0, 6.0]).mean()) == 3.0
+
+
+def test_a_saved_accumulator_keeps_all_parts_of_sums_that_have_more_than_usual(tmp_path):
+    random = np.random.default_rng(6)
+    arrays = [
+        (random.standard_normal(20_000) * 2.0 ** random.integers(-120, 120, 20_000)).astype(np.float32)
+        for _ in range(5)
+    ]
+    total = cd.Accumulator("exact")
+    for array in arrays[:4]:
+        total.add({"w": array})
+    total.save(tmp_path / "sums.npz")
+    loaded = cd.Accumulator.load(tmp_path / "sums.npz")
+    for each in (total, loaded):
+        each.add({"w": arrays[4]})
+    assert total.mean()["w"].tobytes() == loaded.mean()["w"].tobytes()
+    with np.load(tmp_path / "sums.npz") as held:
+        assert "0/2" in held.files

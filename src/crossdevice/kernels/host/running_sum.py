@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.kernels.host.fused_pass import THREADED_BYTES, selected_kernels
 from crossdevice.kernels.host.reference.numpy_pass import BLOCK_ELEMENTS
+from crossdevice.kernels.host.reference.rounding import with_one_nan
 from crossdevice.kernels.host.reference.running import (
     NUM_PARTS,
     add_weighted,
@@ -36,6 +38,8 @@ from crossdevice.values.weights import Weights
 
 Floats = NDArray[np.float64]
 
+Kept = TypeVar("Kept")
+
 AddRange = Callable[[int, int], None]
 """Adds some inputs to the elements from start to stop."""
 
@@ -51,7 +55,17 @@ LONG_RANGE_ELEMENTS = 1 << 18
 MAX_LEFTOVERS = 1 << 10
 """Elements that the parts cannot hold, after which Python looks at them."""
 
+FEW = 1 << 8
+"""Infinities and NaNs in a range, after which they are added by NumPy."""
+
+MIN_CROWD, CROWDED_SHARE = 1 << 12, 256
+"""Elements are kept apart up to this many, or one of so many, before all get one more part."""
+
+LARGEST = Fraction(np.finfo(np.float64).max)
+
 ONE = Fraction(1)
+
+_allocating = threading.Lock()
 
 
 class RunningSum:
@@ -60,6 +74,7 @@ class RunningSum:
     Under `"accurate"` it is kept in float64, that of float64 with its rounding errors, and has the bits that
     adding all arrays at once has. Under `"exact"` it is kept without any error, whatever the order: elements
     that two float64 (three for float64) cannot hold, as exponents lie too far apart, are kept as fractions.
+    Where these become many, every element gets one more float64.
     """
 
     def __init__(self, size: int, dtype: np.dtype[Any], precision: Precision) -> None:
@@ -73,6 +88,8 @@ class RunningSum:
         """What parts do not hold, by element."""
         self.specials: dict[int, float] = {}
         """Sums of infinities and NaNs, by element, where parts hold the rest."""
+        self._many_specials: Floats | None = None
+        """The same for all elements, 0 where there is none, once a range has many."""
         self._is_empty = True
 
     @property
@@ -84,6 +101,102 @@ class RunningSum:
                 part.fill(0.0 if number else -0.0)
             self._is_empty = False
         return self._parts
+
+    @property
+    def all_specials(self) -> dict[int, float]:
+        """Sums of infinities and NaNs, by element, few or many."""
+        if self._many_specials is None:
+            return self.specials
+        found = {int(place): float(self._many_specials[place]) for place in self._special_places}
+        return {
+            element: found.get(element, 0.0) + self.specials.get(element, 0.0)
+            for element in {*found, *self.specials}
+        }
+
+    def travelling_parts(self, start: int, stop: int) -> list[Floats]:
+        """The parts of some elements, in which infinities and NaNs stand where they are the sum."""
+        parts = [part[start:stop] for part in self.parts]
+        few = _within(self.specials, start, stop) if self.specials else {}
+        if not few and self._many_specials is None:
+            return parts
+        specials = np.zeros(stop - start)
+        if self._many_specials is not None:
+            specials += self._many_specials[start:stop]
+        with np.errstate(invalid="ignore"):
+            for element, special in few.items():
+                specials[element] += special
+        places = np.flatnonzero(specials)
+        first, *rests = (part.copy() for part in parts)
+        first[places] = specials[places]
+        for rest in rests:
+            rest[places] = 0.0
+        return [first, *rests]
+
+    @property
+    def num_apart(self) -> int:
+        """The number of elements that the parts cannot hold."""
+        return len(self.fractions)
+
+    def clear(self) -> None:
+        """Drops what was added, and keeps the memory."""
+        self.fractions, self.specials, self._many_specials = {}, {}, None
+        self._is_empty = True
+
+    def copy_of(self, start: int, stop: int) -> RunningSum:
+        """A sum of the elements from start to stop, with memory of its own."""
+        copied = RunningSum(stop - start, self.dtype, "exact" if self.is_exact else "accurate")
+        while copied.family != self.family:
+            copied.widen()
+        copied._is_empty = False
+        for part, own in zip(copied.parts, self.parts, strict=True):
+            part[:] = own[start:stop]
+        copied.fractions = _within(self.fractions, start, stop)
+        copied.specials = _within(self.specials, start, stop)
+        if self._many_specials is not None:
+            copied._many_specials = self._many_specials[start:stop].copy()
+        return copied
+
+    def spread_to(self, size: int, places: NDArray[np.intp]) -> RunningSum:
+        """A sum of more elements, in which these are at other places, and the others are empty."""
+        spread = RunningSum(size, self.dtype, "exact" if self.is_exact else "accurate")
+        while spread.family != self.family:
+            spread.widen()
+        for part, own in zip(spread.parts, self.parts, strict=True):
+            part[places] = own
+        spread.fractions = {int(places[element]): value for element, value in self.fractions.items()}
+        spread.specials = {int(places[element]): value for element, value in self.all_specials.items()}
+        return spread
+
+    @property
+    def is_exact(self) -> bool:
+        """True if nothing is ever rounded."""
+        return self.family.startswith("expansion")
+
+    def widen(self) -> None:
+        """Gives all elements one more part, which takes what was kept apart where it can."""
+        (more,) = result_pool.empty_batch([(self.size, np.dtype(np.float64))])
+        more.fill(0.0)
+        self._parts = (*self._parts, more)
+        self.family = f"expansion{len(self._parts)}"
+        for element, fraction in list(self.fractions.items()):
+            left = fraction + sum(Fraction(part[element]) for part in self.parts)
+            terms = []
+            for _ in self._parts:
+                terms.append(float(left) if abs(left) <= LARGEST else 0.0)
+                left -= Fraction(terms[-1])
+            if not left:
+                del self.fractions[element]
+                for part, term in zip(self.parts, terms, strict=True):
+                    part[element] = term
+
+    def widen_if_crowded(self) -> None:
+        """Widens the sum while more elements are kept apart than may be."""
+        while (
+            self.num_apart > max(MIN_CROWD, self.size // CROWDED_SHARE)
+            and self.is_exact
+            and f"expansion{len(self._parts) + 1}" in NUM_PARTS
+        ):
+            self.widen()
 
     def task_of(self, inputs: Sequence[NDArray[Any]]) -> tuple[Callable[..., None], Task] | None:
         """The pass that adds these arrays, the first ones or others, if there is a kernel for it."""
@@ -113,7 +226,7 @@ class RunningSum:
         self.add(with_neutral_rests(other.parts), [1.0] * len(other.parts))
         for element, fraction in other.fractions.items():
             self.fractions[element] = self.fractions.get(element, Fraction(0)) + fraction
-        for element, special in other.specials.items():
+        for element, special in other.all_specials.items():
             self.specials[element] = self.specials.get(element, 0.0) + special
 
     def write(self, out: NDArray[Any], divisor: Fraction = ONE) -> None:
@@ -140,6 +253,18 @@ class RunningSum:
         """Writes the elements of which parts do not hold all."""
         for element in sorted({*self.fractions, *self.specials}):
             out[element] = self._decided(element, divisor, out.dtype)
+        if self._many_specials is not None:
+            places = self._special_places
+            with np.errstate(all="ignore"):
+                for element, special in self.specials.items():
+                    self._many_specials[element] += special
+                self.specials = {}
+                out[places] = with_one_nan((self._many_specials[places] / float(divisor)).astype(out.dtype))
+
+    @property
+    def _special_places(self) -> NDArray[np.intp]:
+        assert self._many_specials is not None
+        return np.flatnonzero(self._many_specials)
 
     def _decided(self, element: int, divisor: Fraction, dtype: np.dtype[Any]) -> Any:
         if element in self.specials:
@@ -166,6 +291,10 @@ class RunningSum:
                 )
                 for element in leftovers[1 : 1 + leftovers[0]]:
                     self._keep_apart(element, inputs, weights)
+                if start < stop:  # there are many: most likely infinities or NaNs everywhere
+                    end = min(start + BLOCK_ELEMENTS, stop)
+                    self._add_range(inputs, weights, start, end)
+                    start = end
 
         return add_range
 
@@ -174,8 +303,26 @@ class RunningSum:
     ) -> None:
         parts = [part[start:stop] for part in self.parts]
         lost = add_weighted(parts, [item[start:stop] for item in inputs], weights, self.family)
-        for element in np.flatnonzero(lost):
-            self._keep_apart(int(start + element), inputs, weights)
+        elements = start + np.flatnonzero(lost)
+        if elements.size > FEW:
+            elements = self._add_specials(inputs, weights, elements)
+        for element in elements:
+            self._keep_apart(int(element), inputs, weights)
+
+    def _add_specials(
+        self, inputs: Sequence[NDArray[Any]], weights: Sequence[float], elements: NDArray[np.intp]
+    ) -> NDArray[np.intp]:
+        """Adds infinities and NaNs to those of all elements; returns the elements that have none."""
+        found = np.zeros(elements.size)
+        with np.errstate(all="ignore"):
+            for item, weight in zip(inputs, weights, strict=True):
+                values = item[elements].astype(np.float64)
+                found += np.where(np.isfinite(values), 0.0, values * weight)
+            with _allocating:
+                if self._many_specials is None:
+                    self._many_specials = np.zeros(self.size)
+            self._many_specials[elements] += found
+        return elements[found == 0]  # beside an infinity or a NaN finite values do not count
 
     def _keep_apart(self, element: int, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> None:
         """Adds to an element what its parts cannot hold."""
@@ -239,6 +386,12 @@ def add_all(
     for (kernel, factors), group in passes.items():
         summed_batch(group, kernel, factors)
     _share_out(works, traffic)
+    for running, _, _ in tasks:
+        running.widen_if_crowded()
+
+
+def _within(kept: Mapping[int, Kept], start: int, stop: int) -> dict[int, Kept]:
+    return {element - start: value for element, value in kept.items() if start <= element < stop}
 
 
 def _take_steps(steps: Sequence[AddRange], start: int, stop: int) -> None:

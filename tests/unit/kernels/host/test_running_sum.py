@@ -10,7 +10,7 @@ import pytest
 from conformance.oracle import rounded
 from crossdevice.kernels.host import running_sum
 from crossdevice.kernels.host.fused_pass import fused_pass, select_kernels
-from crossdevice.kernels.host.running_sum import RANGE_ELEMENTS, RunningSum
+from crossdevice.kernels.host.running_sum import MAX_LEFTOVERS, MIN_CROWD, RANGE_ELEMENTS, RunningSum
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from unit.kernels.host.adversarial import adversarial, bits_of, dtype_named, misaligned, spread_out
@@ -186,3 +186,46 @@ def test_only_what_the_rounding_kernel_is_not_certain_of_is_rounded_in_numpy(mon
     assert slowly.pop() == size
     assert sum(slowly) < size
     assert name == "float32" or sum(slowly) > 0
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_where_many_elements_do_not_fit_all_get_more_parts_until_none_is_left(kernels, name):
+    random, dtype = np.random.default_rng(5), dtype_named(name)
+    size = 3 * MIN_CROWD
+    arrays = [(random.standard_normal(size) * 2.0 ** random.integers(-110, 110, size)) for _ in range(6)]
+    arrays = [array.astype(dtype) for array in arrays]
+    running = RunningSum(size, dtype, "exact")
+    for array, weight in zip(arrays, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], strict=True):
+        running.add([array], [weight])
+    assert len(running.parts) > 2
+    assert running.num_apart <= MIN_CROWD
+    mean = written(running, 21)
+    few = slice(0, size, 97)
+    right = true_mean([array[few] for array in arrays], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], dtype)
+    assert mean[few].tobytes() == right.tobytes()
+
+
+@pytest.mark.parametrize("number", [1, MAX_LEFTOVERS + 5, 3 * MAX_LEFTOVERS])
+def test_overflown_elements_are_those_that_one_pass_gives_however_many_they_are(kernels, number):
+    plain = np.linspace(-3, 5, 4 * MAX_LEFTOVERS).astype(np.float32)
+    arrays = [plain, plain.copy(), -plain]
+    arrays[1][:number] = np.inf
+    arrays[1][1:number:3] = np.nan
+    arrays[2][2:number:5] = -np.inf
+    out = np.empty_like(plain)
+    fused_pass(arrays, [out], Recipe(ReduceOp.SUM, "exact", None))
+    whole, half, other = (RunningSum(plain.size, plain.dtype, "exact") for _ in range(3))
+    for array in arrays:
+        whole.add([array], [1.0])
+    half.add(arrays[:2], [1.0, 1.0])
+    other.add(arrays[2:], [1.0])
+    half.merge(other)
+    for running in (whole, half):
+        assert written(running).tobytes() == out.tobytes()
+        assert written(running).tobytes() == out.tobytes()  # it stays as it is
+    copied = np.empty(plain.size - 7, np.float32)
+    whole.copy_of(7, plain.size).write(copied)
+    assert copied.tobytes() == out[7:].tobytes()
+    whole.clear()
+    whole.add([plain], [1.0])
+    assert written(whole).tobytes() == plain.tobytes()

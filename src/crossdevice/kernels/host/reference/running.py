@@ -4,7 +4,7 @@
 | --- | --- |
 | wide | its sum in float64 |
 | compensated | its sum in float64, and the sum of the rounding errors |
-| expansion2, expansion3 | float64 numbers whose sum is the true one: what they cannot hold is named |
+| expansion2 to expansion6 | float64 numbers whose sum is the true one: what they cannot hold is named |
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from crossdevice.kernels.host.reference.rounding import (
 )
 from crossdevice.values.weights import Weights
 
-NUM_PARTS = {"wide": 1, "compensated": 2, "expansion2": 2, "expansion3": 3}
+NUM_PARTS = {"wide": 1, "compensated": 2, **{f"expansion{parts}": parts for parts in range(2, 7)}}
+"""Six float64 hold any sum of floats narrower than float64."""
 
 
 def add_weighted(
