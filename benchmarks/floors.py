@@ -26,8 +26,8 @@ from resnet50 import gradient_shapes
 
 from crossdevice.cli.bench import data, limit
 from crossdevice.cli.bench.calls import Competitor, Inspection, Measurable
+from crossdevice.cli.bench.local_competitors import CrossDeviceCompetitor
 from crossdevice.cli.bench.measure import Schedule, seconds_in_turns
-from crossdevice.cli.bench.ours import CrossDeviceCompetitor
 from crossdevice.cli.bench.peers import PEERS, lacking, peer_class
 from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
 from crossdevice.cli.bench.report import machine

@@ -14,47 +14,55 @@ from crossdevice.errors import CrossDeviceError
 
 
 class Command(NamedTuple):
-    """A sentence on a command, and the example that its help shows."""
+    """A command: its module (which has `add_arguments` and `run`), a sentence on it, and an example."""
 
+    module: str
     summary: str
     example: str
 
 
 COMMANDS = {
     "average": Command(
+        "crossdevice.cli.average",
         "Averages the tensors of several model files into one file, whatever their size.",
         "crossdevice average run1.safetensors run2.safetensors -o mean.safetensors --weights 3,1",
     ),
     "bench": Command(
+        "crossdevice.cli.bench.command",
         "Measures how fast this machine reduces, gathers and copies, beside other libraries.",
         "crossdevice bench -b 4K -e 64M --against numpy,torch",
     ),
     "bits": Command(
+        "crossdevice.cli.bits.command",
         "Compares two recorded runs, and names the first call in which their bits differ.",
         "crossdevice bits run_a.bits run_b.bits",
     ),
     "demo": Command(
+        "crossdevice.cli.demo.command",
         "Trains a small classifier on several logical devices, and checks that all of them agree.",
         "crossdevice demo --devices 4",
     ),
     "determinism": Command(
+        "crossdevice.cli.determinism.command",
         "Shows which settings change the bits of sums in gloo, MPI and crossdevice.",
         "crossdevice determinism --backends gloo,crossdevice -n 4",
     ),
     "doctor": Command(
+        "crossdevice.cli.doctor.command",
         "Checks this machine: devices, libraries, what is chosen and why, what is missing.",
         "crossdevice doctor --verify",
     ),
     "explain": Command(
+        "crossdevice.cli.explain.command",
         "Predicts the time and the traffic of an all-reduce on a machine, and animates it.",
         "crossdevice explain --algorithm ring --topology dgx1v --bytes 100MiB --html plan.html",
     ),
     "run": Command(
+        "crossdevice.cli.run",
         "Starts a program as several processes of this host, which form a group.",
         "crossdevice run -n 4 train.py --epochs 3",
     ),
 }
-"""Each command is a folder of this package with a `command.py`: `add_arguments(parser)`, `run(arguments)`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"crossdevice {crossdevice.__version__}")
     parser.epilog = "`crossdevice COMMAND --help` describes a command, with an example."
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, (summary, example) in COMMANDS.items():
+    for name, (module, summary, example) in COMMANDS.items():
         command = commands.add_parser(
             name,
             help=summary,
@@ -73,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if given[:1] == [name]:  # only the chosen one is imported
-            importlib.import_module(f"crossdevice.cli.{name}.command").add_arguments(command)
+            importlib.import_module(module).add_arguments(command)
     chosen, unknown = parser.parse_known_args(given)
     if chosen.command is None:
         if unknown:
@@ -83,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:  # by itself, argparse would show how to use `crossdevice`, not the command
         commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        code: int = importlib.import_module(f"crossdevice.cli.{chosen.command}.command").run(chosen)
+        code: int = importlib.import_module(COMMANDS[chosen.command].module).run(chosen)
         sys.stdout.flush()
     except CrossDeviceError as error:
         print(f"crossdevice {chosen.command}: {error}", file=sys.stderr)

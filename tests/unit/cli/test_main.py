@@ -20,7 +20,9 @@ def a_command(monkeypatch):
     module.add_arguments = lambda parser: parser.add_argument("--number", type=int, default=0)
     module.run = lambda arguments: arguments.number
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(command.COMMANDS, "made_up", command.Command("does what it is told", ""))
+    monkeypatch.setitem(
+        command.COMMANDS, "made_up", command.Command(module.__name__, "does what it is told", "")
+    )
     return module
 
 
@@ -88,7 +90,7 @@ def test_every_command_explains_itself(name, capsys):
 def test_the_example_of_a_command_is_one_that_it_takes(name):
     words = shlex.split(command.COMMANDS[name].example)
     parser = argparse.ArgumentParser(prog=name)
-    importlib.import_module(f"crossdevice.cli.{name}.command").add_arguments(parser)
+    importlib.import_module(command.COMMANDS[name].module).add_arguments(parser)
     assert words[:2] == ["crossdevice", name]
     parser.parse_args(words[2:])
 

@@ -12,17 +12,16 @@ from collections.abc import Sequence
 
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import BACKENDS
+from crossdevice.cli.arguments import check_ending, output_file, size_in_bytes
 from crossdevice.cli.bench.calibration import calibrate
 from crossdevice.cli.bench.calls import Competitor
-from crossdevice.cli.bench.host_devices import make_host_devices
+from crossdevice.cli.bench.compiled_peers import make_host_devices
+from crossdevice.cli.bench.local_competitors import CrossDeviceCompetitor
 from crossdevice.cli.bench.measure import Schedule, measured_rows
-from crossdevice.cli.bench.ours import CrossDeviceCompetitor
 from crossdevice.cli.bench.peers import PEERS, lacking, peer_class
 from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
 from crossdevice.cli.bench.report import Report
 from crossdevice.cli.bench.workload import COLLECTIVES, Workload, dtype_of, op_of, sizes_between
-from crossdevice.cli.output_file import check_ending, output_file
-from crossdevice.cli.sizes import size_in_bytes
 from crossdevice.cli.terminal import progress
 from crossdevice.errors import OptionError
 from crossdevice.functions import DEFAULT_ALGORITHM

@@ -34,25 +34,27 @@ class Peer(NamedTuple):
 
 
 PEERS: Mapping[str, Peer] = {
-    "numpy": Peer("loops:NumpyLoop", "numpy", "here", "a loop of NumPy additions and copies"),
-    "torch": Peer("loops:TorchLoop", "torch", "here", "a loop of PyTorch additions and copies"),
-    "torch_flatten": Peer("loops:TorchFlatten", "torch", "here", "PyTorch: concatenate, add, clone, split"),
+    "numpy": Peer("local_competitors:NumpyLoop", "numpy", "here", "a loop of NumPy additions and copies"),
+    "torch": Peer("local_competitors:TorchLoop", "torch", "here", "a loop of PyTorch additions and copies"),
+    "torch_flatten": Peer(
+        "local_competitors:TorchFlatten", "torch", "here", "PyTorch: concatenate, add, clone, split"
+    ),
     "tensorflow": Peer(
-        "tensorflow_peer:TensorflowReductionToOneDevice",
+        "compiled_peers:TensorflowReductionToOneDevice",
         "tensorflow",
         "process",
         "TensorFlow's ReductionToOneDevice in a tf.function",
     ),
     "tensorflow_hierarchical_copy": Peer(
-        "tensorflow_peer:TensorflowHierarchicalCopy",
+        "compiled_peers:TensorflowHierarchicalCopy",
         "tensorflow",
         "process",
         "TensorFlow's HierarchicalCopyAllReduce(num_packs=1) in a tf.function",
     ),
     "tensorflow_ring": Peer(
-        "tensorflow_peer:TensorflowRing", "tensorflow", "process", "TensorFlow's ring in a tf.function"
+        "compiled_peers:TensorflowRing", "tensorflow", "process", "TensorFlow's ring in a tf.function"
     ),
-    "jax": Peer("jax_peer:JaxPsum", "jax", "process", "JAX's psum in a shard_map"),
+    "jax": Peer("compiled_peers:JaxPsum", "jax", "process", "JAX's psum in a shard_map"),
     "gloo": Peer("ranks:GlooRank", "torch", "processes", "torch.distributed on gloo"),
     "mpi": Peer("ranks:MpiRank", "mpi4py", "mpirun", "MPI through mpi4py"),
 }

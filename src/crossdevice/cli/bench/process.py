@@ -1,4 +1,10 @@
-"""A peer that runs in processes of its own: starts them, and hands them work and turns one at a time."""
+"""A peer that runs in processes of its own, from both sides: the benchmark, and the inside of a process.
+
+The benchmark starts them, and hands them work and turns one at a time. A message is the name of a method and
+its arguments, by position and by name. As a program this file is the other side:
+
+    python -m crossdevice.cli.bench.process NAME PORT NUM_DEVICES NUM_PROCESSES RANK FOLDER
+"""
 
 from __future__ import annotations
 
@@ -12,17 +18,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
 import crossdevice
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Competitor, Inspection
-from crossdevice.cli.bench.peer import TOKEN_VARIABLE
-from crossdevice.cli.bench.peers import PEERS, Runs, launcher
+from crossdevice.cli.bench.calls import Competitor, Inspection, Measurable
+from crossdevice.cli.bench.peers import PEERS, PeerSetup, Runs, launcher, peer_class
 from crossdevice.cli.bench.workload import ResultPlace, UnsupportedWorkError, Workload
 from crossdevice.errors import CrossDeviceError
+
+TOKEN_VARIABLE = "CROSSDEVICE_BENCH_TOKEN"
+"""The first message of a peer, so that no other process is taken for it."""
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 600.0
@@ -98,7 +106,7 @@ class PeerProcesses(Competitor):
             port = server.getsockname()[1]
             for rank in range(1 if runs == "mpirun" else num_processes):
                 given = (self.name, port, num_devices, num_processes, rank, self._folder)
-                command = [sys.executable, "-m", "crossdevice.cli.bench.peer", *map(str, given)]
+                command = [sys.executable, "-m", "crossdevice.cli.bench.process", *map(str, given)]
                 if runs == "mpirun":
                     command = [str(launcher()), "-n", str(num_processes), *command]
                 process = subprocess.Popen(
@@ -160,3 +168,32 @@ MPI_ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
+
+
+def main(arguments: list[str]) -> int:
+    """Serves until the benchmark hangs up."""
+    name, port, num_devices, num_processes, rank, folder = arguments
+    setup = PeerSetup(int(num_devices), int(num_processes), int(rank), folder)
+    competitor: Competitor = peer_class(name)(setup)
+    ready: Measurable | None = None
+    with Client(("127.0.0.1", int(port))) as connection, contextlib.suppress(EOFError):
+        connection.send_bytes(os.environ.get(TOKEN_VARIABLE, "").encode())
+        while True:
+            method, given, named = connection.recv()
+            if method == "ready":
+                ready = None  # lets go of the last work's arrays first
+                (work,) = given
+                inputs = [data.replica_arrays(work, replica) for replica in competitor.replicas(work)]
+                try:
+                    ready = competitor.ready(work, inputs)
+                    connection.send(ready.places)
+                except UnsupportedWorkError as error:
+                    connection.send(error)
+            else:
+                connection.send(getattr(ready, method)(*given, **named))
+    competitor.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

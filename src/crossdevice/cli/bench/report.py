@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 import crossdevice
-from crossdevice.cli.bench import table
+from crossdevice.cli.arguments import size_in_bytes
+from crossdevice.cli.bench import tables
 from crossdevice.cli.bench.limit import measured_limit
 from crossdevice.cli.bench.measure import Figure, Row
-from crossdevice.cli.bench.page import page_of, svg_of
+from crossdevice.cli.bench.tables import page_of, svg_of
 from crossdevice.cli.bench.workload import GIGABYTE, Workload
-from crossdevice.cli.sizes import size_in_bytes
 from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources.threads import num_threads
 from crossdevice.values.device import host_device
@@ -63,36 +63,36 @@ class Report:
     def open_table(self, *, compares: bool) -> None:
         """The names of the columns."""
         self._compares = compares
-        for line in table.column_lines(compares=compares):
+        for line in tables.column_lines(compares=compares):
             print(line, flush=True)
 
     def add(self, rows: Sequence[Row]) -> None:
         """The lines of one size."""
         self._rows += rows
         for row in rows:
-            print(table.row_line(row, compares=self._compares), flush=True)
+            print(tables.row_line(row, compares=self._compares), flush=True)
 
     def end(self) -> int:
         """The footer and the files; 1 if a result of ours was wrong."""
         given, work = self._arguments, self._work
-        for line in (*table.comparison_lines(self._rows), *table.footer_lines(self._rows, self._ours)):
+        for line in (*tables.comparison_lines(self._rows), *tables.footer_lines(self._rows, self._ours)):
             print(line)
         if given.json is not None:
             given.json.write_text(json.dumps(self._record(), indent=1, default=str) + "\n", encoding="utf-8")
         if given.chart and self._rows:
-            words = [f"{given.collective} over {given.ngpus} devices", work.dtype, table.redop_of(work)]
+            words = [f"{given.collective} over {given.ngpus} devices", work.dtype, tables.redop_of(work)]
             title = ", ".join(word for word in words if word != "none")
             svg = svg_of(self._rows, self._limit, title)
             page = page_of(self._rows, svg, title, self._command, self._remarks)
             for path in given.chart:
                 path.write_text(svg if path.suffix == ".svg" else page, encoding="utf-8")
-        return 1 if table.num_wrong(self._rows, self._ours) else 0
+        return 1 if tables.num_wrong(self._rows, self._ours) else 0
 
     def _record(self) -> dict[str, Any]:
         """The results with the keys of nccl-tests' `-J` and a few more; times are in microseconds."""
         about = {"command": self._command, "machine": machine(), "crossdevice": crossdevice.__version__}
-        wrong = table.num_wrong(self._rows, self._ours)
-        average = table.average_bus_bandwidth(self._rows, self._ours[:1])
+        wrong = tables.num_wrong(self._rows, self._ours)
+        average = tables.average_bus_bandwidth(self._rows, self._ours[:1])
         return {
             "config": vars(self._arguments) | about,
             "copy_limit": {"bandwidth": self._limit.bytes_per_second / GIGABYTE, "way": self._limit.way},
@@ -109,7 +109,7 @@ class Report:
             "size": work.size_bytes,
             "count": work.count,
             "type": work.dtype,
-            "redop": table.redop_of(work),
+            "redop": tables.redop_of(work),
             "root": work.root,
             "out_of_place": _cells(row.out_of_place),
             "in_place": _cells(row.in_place),

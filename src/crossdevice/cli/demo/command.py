@@ -16,6 +16,7 @@ import numpy as np
 import crossdevice
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import BACKENDS
+from crossdevice.cli.arguments import check_ending, output_file
 from crossdevice.cli.demo.networks import NETWORKS
 from crossdevice.cli.demo.training import (
     EXACT,
@@ -29,7 +30,6 @@ from crossdevice.cli.demo.training import (
     strategy_in,
     train,
 )
-from crossdevice.cli.output_file import check_ending, output_file
 from crossdevice.cli.svg import Chart, Line, charts_svg
 from crossdevice.cli.terminal import Section, progress, show
 from crossdevice.errors import CrossDeviceError, OptionError
@@ -150,7 +150,7 @@ def _launched(backend: str, devices: int, epochs: int) -> dict[str, Training]:
     with tempfile.TemporaryDirectory(prefix="crossdevice-demo-") as folder:
         path = Path(folder) / "trainings.npz"
         command = [sys.executable, "-m", "crossdevice", "run", "-n", str(NUM_PROCESSES), "-m"]
-        command += ["crossdevice.cli.demo.rank", backend, str(devices), str(epochs), str(path)]
+        command += ["crossdevice.cli.demo.training", backend, str(devices), str(epochs), str(path)]
         try:
             ended = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=LAUNCH_SECONDS, check=False

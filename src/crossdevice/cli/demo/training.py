@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from crossdevice.cli.demo.networks import NETWORKS, Array, digest, initial_parameters
 from crossdevice.errors import OptionError
 from crossdevice.execution.reading.shards import part_lengths
-from crossdevice.process_groups.cluster import Cluster
+from crossdevice.process_groups.cluster import Cluster, cluster_from_env
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -189,3 +190,19 @@ def _of_all_processes(own: Sequence[str], group: ProcessGroup | None) -> list[st
     with group.call("compare parameters", b"digests") as call:
         of_ranks = call.all_gather_uneven("\n".join(own).encode())
     return [line for text in of_ranks for line in text.decode().split("\n")]
+
+
+def main(backend: str, num_devices: str, num_epochs: str, path: str) -> None:
+    """Trains as one process of a launch, by each kind of sum; rank 0 writes the trainings."""
+    digits, cluster = load_digits(), cluster_from_env()
+    strategy = strategy_in(cluster, int(num_devices))
+    trainings = {
+        precision: train(digits, backend, int(num_epochs), strategy, precision)
+        for precision in (EXACT, PLAIN)
+    }
+    if cluster.rank == 0:
+        write_trainings(Path(path), trainings)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

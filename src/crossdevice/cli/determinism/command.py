@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import crossdevice
+from crossdevice.cli.arguments import output_file
 from crossdevice.cli.bench.peers import launcher
 from crossdevice.cli.bench.process import MPI_ENVIRONMENT
 from crossdevice.cli.determinism.sums import (
@@ -31,7 +32,6 @@ from crossdevice.cli.determinism.sums import (
     share_of,
     sums_in_all_ways,
 )
-from crossdevice.cli.output_file import output_file
 from crossdevice.cli.terminal import Section, show
 from crossdevice.errors import CrossDeviceError, FileError, OptionError
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from crossdevice.backends.protocol import dtype_named
-from crossdevice.cli.bench import data, limit, loops, measure, process
+from crossdevice.cli.bench import data, limit, local_competitors, measure, process
 from crossdevice.cli.bench.peers import PEERS
 from crossdevice.cli.bench.workload import COLLECTIVES, DTYPES, Workload
 from crossdevice.cli.main import main
@@ -215,7 +215,7 @@ def test_wrong_results_are_counted_and_fail(name, least, capsys):
 )
 def test_the_oracle_accepts_a_plain_loop_and_refuses_a_changed_element(dtype, op):
     work = Workload("all_reduce", op, dtype, 3, ((70000,), (5, 2)))
-    ready = loops.NumpyLoop().ready(work, data.all_arrays(work))
+    ready = local_competitors.NumpyLoop().ready(work, data.all_arrays(work))
     for place in ready.places:
         assert ready.inspect(place, counts_wrong=True) == ("own", 0)
     arrays = [array.copy() for array in data.replica_arrays(work, 0)]

@@ -1,10 +1,10 @@
-"""TensorFlow's own cross-device algorithms in a tf.function, on logical CPU devices: a peer.
+"""JAX and TensorFlow on logical CPU devices: peers that compile the whole call.
 
-It runs in a process of its own, since logical devices can be made only once, before anything else.
-"""
+Each runs in a process of its own, since the number of devices is fixed when the library starts."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable, Sequence
@@ -14,11 +14,73 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import dtype_named
+from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Calls, Competitor
-from crossdevice.cli.bench.host_devices import make_host_devices
 from crossdevice.cli.bench.peers import PeerSetup
 from crossdevice.cli.bench.workload import Workload
+from crossdevice.values.device import host_device
+
+
+def make_host_devices(library: str, number: int) -> None:
+    """Has the library make so many; refused where it has started already with fewer, or has none."""
+    backend = backend_named(library)
+    with contextlib.suppress(RuntimeError):  # it has started: what it has may do
+        if library == "jax":
+            config = importlib.import_module("jax").config
+            config.update("jax_enable_x64", True)  # else its doubles have 32 bits, and are counted as wrong
+            config.update("jax_num_cpu_devices", number)
+        elif library == "tensorflow":
+            config = importlib.import_module("tensorflow").config
+            host = config.list_physical_devices("CPU")[0]
+            config.set_logical_device_configuration(host, [config.LogicalDeviceConfiguration()] * number)
+    for index in range(number):
+        backend.check_device(host_device(index))
+
+
+_FUNCTIONS = {"SUM": "psum", "MEAN": "pmean", "MIN": "pmin", "MAX": "pmax"}
+
+
+class JaxPsum(Competitor):
+    """One compiled psum over all arrays, waited for."""
+
+    name = "jax"
+    collectives = ("all_reduce",)
+    ops = tuple(_FUNCTIONS)
+
+    def __init__(self, setup: PeerSetup) -> None:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        make_host_devices("jax", setup.num_devices)
+        self._jax: Any = importlib.import_module("jax")
+
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
+        """JAX arrays cannot be written to: results are always new."""
+        self.check(work)
+        jax, sharding = self._jax, importlib.import_module("jax.sharding")
+        devices = jax.devices("cpu")[: work.num_devices]
+        mesh = sharding.Mesh(np.array(devices), ("replicas",))
+        split, whole = sharding.PartitionSpec("replicas"), sharding.PartitionSpec()
+        function = getattr(jax.lax, _FUNCTIONS[work.op])
+
+        def all_reduce(arrays: list[Any]) -> list[Any]:
+            return [function(array, "replicas") for array in arrays]
+
+        compiled = jax.jit(jax.shard_map(all_reduce, mesh=mesh, in_specs=split, out_specs=whole))
+        values = [
+            jax.make_array_from_single_device_arrays(
+                (work.num_devices * column[0].size,),
+                sharding.NamedSharding(mesh, split),
+                [jax.device_put(array, device) for array, device in zip(column, devices, strict=True)],
+            )
+            for column in zip(*inputs, strict=True)
+        ]
+        return Calls(work, {"fresh": lambda: jax.block_until_ready(compiled(values))}, read=_read)
+
+
+def _read(results: list[Any]) -> list[data.Arrays]:
+    columns = [[np.asarray(shard.data) for shard in result.addressable_shards] for result in results]
+    return [list(arrays) for arrays in zip(*columns, strict=True)]
+
 
 Columns = list[list[Any]]
 """For each array, the tensors of all replicas."""

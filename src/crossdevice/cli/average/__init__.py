@@ -1,1 +1,0 @@
-"""`crossdevice average`."""

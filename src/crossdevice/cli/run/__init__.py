@@ -1,1 +1,0 @@
-"""`crossdevice run`: processes of one host that form a group."""
