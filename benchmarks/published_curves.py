@@ -17,7 +17,7 @@ import math
 import sys
 from typing import NamedTuple
 
-from crossdevice.costs.engines import engine_duration
+from crossdevice.costs.timing import engine_duration
 from crossdevice.costs.topology import Topology
 from crossdevice.costs.topology_files import read_topology
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import crossdevice as cd
 from crossdevice.process_groups import cluster
-from crossdevice.process_groups.engines.torch_collectives import TorchCollectives
+from crossdevice.process_groups.engines.torch_engine import TorchCollectives
 from multiprocess.launching import report
 
 DTYPES = (

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing.choice import Choice, chosen
+from crossdevice.choosing.by_devices import Choice, chosen
 from crossdevice.choosing.prediction import MAX_PLANNED_DEVICES, knows_rounds, predicted
 from crossdevice.costs.timing import Duration
 from crossdevice.costs.topology import Topology

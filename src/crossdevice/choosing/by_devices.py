@@ -1,12 +1,29 @@
-"""Choosing by the devices alone: what is right for every size, without a model of the machine."""
+"""The answer of `choose_algorithm`, and the choice by devices alone, without a model of the machine."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from crossdevice.choosing.choice import Choice, chosen
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.values.device import Device
+
+
+class Choice(NamedTuple):
+    """An algorithm, why it was chosen and, if by cost, the seconds that each would take, fastest first."""
+
+    name: str
+    cross_device_ops: CrossDeviceOps
+    reason: str
+    seconds: Mapping[str, float] = types.MappingProxyType({})
+
+
+def chosen(name: str, reason: str, seconds: Mapping[str, float] = types.MappingProxyType({})) -> Choice:
+    """The choice of the algorithm of that name, with its default settings."""
+    return Choice(name, ALGORITHMS.load(name)(), reason, seconds)
 
 
 def choice_by_devices(devices: Sequence[Device]) -> Choice:

@@ -6,8 +6,7 @@ from collections.abc import Sequence, Sized
 from pathlib import Path
 
 from crossdevice.choosing.by_cost import choice_by_cost
-from crossdevice.choosing.by_devices import choice_by_devices
-from crossdevice.choosing.choice import Choice
+from crossdevice.choosing.by_devices import Choice, choice_by_devices
 from crossdevice.costs.topology import Topology
 from crossdevice.errors import OptionError
 from crossdevice.values.device import Device

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.nccl_all_reduce import NcclAllReduce
-from crossdevice.costs.engines import engine_duration
 from crossdevice.costs.rounds import rounds_duration
 from crossdevice.costs.simulation import simulate
-from crossdevice.costs.timing import Duration, fused_pass_duration
+from crossdevice.costs.timing import Duration, engine_duration, fused_pass_duration
 from crossdevice.costs.topology import Topology
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.ledger import proved_plan

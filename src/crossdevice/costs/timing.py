@@ -1,11 +1,13 @@
-"""The parts of predicted time: additions and messages on a topology."""
+"""The parts of predicted time: additions, messages and calls of an engine on a topology."""
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import NamedTuple
 
 from crossdevice.costs.topology import Route, Topology
+from crossdevice.errors import TopologyError
 
 
 class Duration(NamedTuple):
@@ -50,3 +52,36 @@ def transfer_duration(busy_seconds: float, num_bytes: float, route: Route) -> Du
     served = served_bytes(num_bytes, route)
     bandwidth = busy_seconds * num_bytes / served if served else 0.0
     return Duration(route.cost.latency_seconds + busy_seconds - bandwidth, bandwidth)
+
+
+HOPS_IN_SWITCH = 4
+"""To the switch and back, once to add and once to share."""
+
+
+def engine_duration(topology: Topology, num_bytes: float) -> Duration:
+    """One all-reduce by the engine: the faster of rings and, where there is one, a switch that adds."""
+    engine = topology.engine
+    if engine is None:
+        raise TopologyError(f"topology {topology.name!r} describes no engine; expected an [engine] table")
+    count = topology.num_devices
+    call = Duration(engine.call_seconds)
+    if count == 1:
+        return call
+    # Around the devices of a node twice, over rings that use every link.
+    latency = 2 * (min(count, topology.devices_per_node) - 1) * engine.hop_seconds
+    each = topology.ring_bytes_per_second()
+    network = topology.network
+    if network is not None and topology.num_nodes > 1:
+        # Up and down a tree of nodes, through every port.
+        latency += 2 * math.ceil(math.log2(topology.num_nodes)) * network.cost.latency_seconds
+        each = min(each, network.ports_per_node / network.oversubscription * network.bytes_per_second)
+    ways = [_piped(latency, num_bytes * 2 * (count - 1) / (each * count))]
+    if engine.in_switch_efficiency > 0 and topology.num_nodes == 1:
+        # A device's own share needs no link.
+        bandwidth = topology.ring_bytes_per_second() * engine.in_switch_efficiency * (count - 1) / count
+        ways.append(_piped(HOPS_IN_SWITCH * engine.hop_seconds, num_bytes / bandwidth))
+    return call.plus(min(ways, key=lambda duration: duration.seconds))
+
+
+def _piped(latency_seconds: float, bytes_seconds: float) -> Duration:
+    return Duration(latency_seconds + 2 * math.sqrt(latency_seconds * bytes_seconds), bytes_seconds)

@@ -19,13 +19,13 @@ from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
 from crossdevice.kernels.host.fingerprint_pass import PIECE_BYTES, Piece, pieces_of, sums_of
 from crossdevice.kernels.position_keys import Words
 from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.values.delegation import PlacedArray
 from crossdevice.values.device import device_of
 from crossdevice.values.disagreement import differing_leaves
 from crossdevice.values.distributed import DistributedValues, as_distributed
 from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import flatten, is_number, leaf_paths
-from crossdevice.values.variable import PlacedArray
 
 DIGEST_BYTES = 16
 

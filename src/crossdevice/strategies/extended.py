@@ -25,12 +25,12 @@ from crossdevice.strategies.variables.distributed import (
     refuse_per_replica,
 )
 from crossdevice.strategies.variables.variable import backend_of_variable
+from crossdevice.values.delegation import PlacedArray
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.nesting import NUMBERS
 from crossdevice.values.options import CommunicationOptions, either
 from crossdevice.values.reduce_op import ReduceOp, VariableSynchronization
-from crossdevice.values.variable import PlacedArray
 
 if TYPE_CHECKING:
     from crossdevice.strategies.base import Strategy

@@ -18,14 +18,13 @@ from crossdevice.errors import ConversionError, DeviceError, OptionError
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.data.regrouping import regroup, spread
 from crossdevice.strategies.extended import StrategyExtended
-from crossdevice.strategies.running import loaded_torch
+from crossdevice.strategies.running import loaded_libraries
+from crossdevice.strategies.running.loaded_libraries import refuse_tracing
 from crossdevice.strategies.running.place import enter_replica_context, run_of
 from crossdevice.strategies.running.random_streams import RandomStreams
 from crossdevice.strategies.running.rendezvous import Deadline, Rendezvous
 from crossdevice.strategies.running.replica_context import ReplicaContext
-from crossdevice.strategies.running.thread_state import thread_state
-from crossdevice.strategies.running.threads import ReplicaThreads
-from crossdevice.strategies.running.tracing import refuse_tracing
+from crossdevice.strategies.running.threads import ReplicaThreads, thread_state
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.options import CommunicationOptions, as_options
 
@@ -201,7 +200,7 @@ def _call_as_replica(
 
 def default_devices(process: int = 0, num_processes: int = 1) -> tuple[Device, ...]:
     """All GPUs, or a logical device for each core; their share for one of several processes of a host."""
-    num_gpus = loaded_torch.num_gpus()
+    num_gpus = loaded_libraries.num_torch_gpus()
     if num_gpus:
         own = range(process, num_gpus, num_processes) or [process % num_gpus]
         return tuple(Device("cuda", index) for index in own)
@@ -214,8 +213,8 @@ def _checked_devices(devices: Sequence[Device | str]) -> tuple[Device, ...]:
     if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
         raise DeviceError(f"devices must be a list of device names, got {devices!r}")
     read = tuple(Device.parse(device) for device in devices)
-    library = "torch" if loaded_torch.is_loaded() else "numpy"
+    library = "torch" if loaded_libraries.is_torch_loaded() else "numpy"
     for device in read:
-        if device.is_host or loaded_torch.is_loaded():
+        if device.is_host or loaded_libraries.is_torch_loaded():
             backend_named(library).check_device(device)
     return read

@@ -9,8 +9,11 @@ import inspect
 import itertools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import group_of
@@ -19,10 +22,12 @@ from crossdevice.errors import OptionError
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.pending import start
 from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.process_groups.protocol import Message
+from crossdevice.process_groups.shared.shared_arrays import NOWHERE
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.running.place import current_context
 from crossdevice.testing.fault import Fault, Injected, replaced
-from crossdevice.testing.group_faults import in_group
 from crossdevice.values.options import whole_number
 
 
@@ -203,3 +208,71 @@ def _checked_delay(given: object) -> float:
     if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 <= float(given) < math.inf:
         raise OptionError(f"delay must be a number of seconds, 0 or more; got {given!r}")
     return float(given)
+
+
+@contextlib.contextmanager
+def in_group(group: ProcessGroup, fault: Fault) -> Iterator[Injected]:
+    """Makes calls of this rank faulty."""
+    call, make_call, calls = group.call, group.make_call, itertools.count()
+
+    @contextlib.contextmanager
+    def due_fault() -> Iterator[None]:
+        with contextlib.ExitStack() as changes:
+            if fault.is_due(next(calls)):
+                fault.strike()
+                changes.enter_context(_faulty_engine(group, fault))
+                changes.enter_context(_faulty_memory(group, fault))
+            yield
+
+    @contextlib.contextmanager
+    def faulty_call(*args: Any, **kwargs: Any) -> Iterator[GroupCall]:
+        with due_fault(), call(*args, **kwargs) as made:
+            yield made
+
+    def faulty_make_call(*args: Any, **kwargs: Any) -> Any:
+        with due_fault():
+            return make_call(*args, **kwargs)
+
+    with replaced(group, call=faulty_call, make_call=faulty_make_call):
+        yield fault.injected
+
+
+def _faulty_engine(group: ProcessGroup, fault: Fault) -> contextlib.AbstractContextManager[None]:
+    engine: Any = group._engine
+    names = [name for name in ("exchange", "begin") if hasattr(engine, name)]
+
+    def faulty(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(sends: Sequence[Message], *rest: Any) -> Any:
+            if fault.drop:
+                return method([], *rest)
+            changed = [each._replace(memory=_changed(each.memory, fault)) for each in sends]
+            return method(changed, *rest)
+
+        return call
+
+    return replaced(engine, **{name: faulty(getattr(engine, name)) for name in names})
+
+
+@contextlib.contextmanager
+def _faulty_memory(group: ProcessGroup, fault: Fault) -> Iterator[None]:
+    shared = group._memory
+    if shared is None or not (fault.drop or fault.corrupt):
+        yield
+    elif fault.drop:
+        with replaced(shared.steps, post=shared.steps.withhold, come=shared.steps.withhold):
+            yield
+    else:
+
+        def corrupt(shown: NDArray[Any]) -> None:
+            shown.view(np.uint8)[:] = _changed(shown, fault)
+
+        # Arrays in shared memory are the caller's own, so what others get of them goes through a window.
+        with replaced(shared, on_shown=corrupt), replaced(shared.arrays, place_of=lambda _: NOWHERE):
+            yield
+
+
+def _changed(memory: NDArray[Any], fault: Fault) -> NDArray[np.uint8]:
+    sent = memory.reshape(-1).view(np.uint8)
+    if fault.corrupt is None:
+        return sent
+    return np.asarray(fault.corrupt(sent.copy()), np.uint8).reshape(sent.shape)

@@ -6,6 +6,8 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from crossdevice.values.device import Device
+
 
 class DelegatesToArray:
     """Arithmetic, ordering, indexing and attributes are those of `current`; `==` is identity."""
@@ -80,3 +82,16 @@ for _name in (*_BINARY, *_OTHERS):
     setattr(DelegatesToArray, f"__{_word}__", _forward(getattr(operator, _name)))
     if _name in _BINARY:
         setattr(DelegatesToArray, f"__r{_word}__", _reflected(getattr(operator, _name)))
+
+
+class PlacedArray(DelegatesToArray):
+    """An array and the device it is on; as a destination it says where, and is never written."""
+
+    __slots__ = ("_value", "device")
+
+    _value: Any
+    device: Device
+
+    def operand(self) -> Any:
+        """The array itself: to be read, never to be written or handed on."""
+        return self._value

@@ -6,9 +6,8 @@ import pytest
 
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.choosing.prediction import planned_all_reduce
-from crossdevice.costs.memory import peak_bytes
 from crossdevice.costs.rounds import rounds_duration
-from crossdevice.costs.simulation import simulate
+from crossdevice.costs.simulation import peak_bytes, simulate
 from crossdevice.costs.topology import Cost, Switched
 from crossdevice.costs.topology_files import read_topology
 from crossdevice.errors import TopologyError

@@ -29,14 +29,14 @@ def own_replica():
 
 @pytest.mark.parametrize("devices", [None, []])
 def test_without_devices_and_gpus_every_usable_core_is_one(devices, monkeypatch):
-    monkeypatch.setattr("crossdevice.strategies.running.loaded_torch.num_gpus", lambda: 0)
+    monkeypatch.setattr("crossdevice.strategies.running.loaded_libraries.num_torch_gpus", lambda: 0)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = cd.MirroredStrategy(devices).extended.worker_devices
     assert [str(device) for device in found] == [f"cpu:{core}" for core in range(cores)]
 
 
 def test_without_devices_all_gpus_that_pytorch_sees_are_used(monkeypatch):
-    monkeypatch.setattr("crossdevice.strategies.running.loaded_torch.num_gpus", lambda: 2)
+    monkeypatch.setattr("crossdevice.strategies.running.loaded_libraries.num_torch_gpus", lambda: 2)
     found = cd.MirroredStrategy().extended.worker_devices
     assert [str(device) for device in found] == ["cuda:0", "cuda:1"]
 

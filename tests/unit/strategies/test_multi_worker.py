@@ -139,7 +139,7 @@ def test_without_a_launcher_there_is_one_process(monkeypatch):
 def test_processes_of_a_host_share_its_devices(num_gpus, local_rank, local_size, expected, monkeypatch):
     from crossdevice.strategies import multi_worker
 
-    monkeypatch.setattr("crossdevice.strategies.running.loaded_torch.num_gpus", lambda: num_gpus)
+    monkeypatch.setattr("crossdevice.strategies.running.loaded_libraries.num_torch_gpus", lambda: num_gpus)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4), raising=False)
     here = cluster.Cluster(rank=0, size=16, local_rank=local_rank, local_size=local_size)
     assert [str(device) for device in multi_worker.share_of(here)] == expected

@@ -20,6 +20,7 @@ from crossdevice.errors import (
 )
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.execution.signature_cache import SignatureCache
+from crossdevice.values.delegation import PlacedArray
 from crossdevice.values.device import Device, device_of, host_device, misplaced
 from crossdevice.values.disagreement import disagreement
 from crossdevice.values.distributed import DistributedValues, as_distributed
@@ -35,7 +36,6 @@ from crossdevice.values.nesting import (
     spelled_structure,
 )
 from crossdevice.values.reduce_op import ReduceOp
-from crossdevice.values.variable import PlacedArray
 
 
 class Leaf(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from crossdevice.execution.tracing import Phase, Work, flight_recorder, now, recorded
-from crossdevice.strategies.running.recomputing import BACKWARD_PASSES
+from crossdevice.strategies.running.loaded_libraries import BACKWARD_PASSES
 from crossdevice.values.device import Device
 
 

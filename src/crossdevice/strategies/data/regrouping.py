@@ -13,11 +13,11 @@ from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import StructureMismatchError
 from crossdevice.execution.reading.values import check_agreement
 from crossdevice.strategies.variables.distributed import DistributedVariable
+from crossdevice.values.delegation import PlacedArray
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DistributedValues, PerReplica, as_distributed
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import NUMBERS, first_leaf, spelled_structure
-from crossdevice.values.variable import PlacedArray
 
 
 def regroup(

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from crossdevice.strategies.running import loaded_torch
+from crossdevice.strategies.running import loaded_libraries
 from crossdevice.strategies.running.rendezvous import ReplicaStopped
 from crossdevice.values.device import Device
 
@@ -141,7 +141,7 @@ class _Turn:
 
 def _generators_of(device: Device, *, is_alone: bool) -> list[Any]:
     """PyTorch's generators for a device; the host's too where no replica is elsewhere."""
-    torch = loaded_torch.loaded()
+    torch = loaded_libraries.loaded_torch()
     if torch is None:
         return []
     found = [torch.default_generator] if device.is_host or is_alone else []
@@ -155,9 +155,9 @@ def _seeded(generator: Any, replica: int) -> Any:
     """The state of a replica's stream, which depends on a generator's state and the replica's number."""
     state = generator.get_state().numpy().tobytes()
     digest = hashlib.blake2b(state, digest_size=8, salt=replica.to_bytes(8, "little")).digest()
-    own = loaded_torch.loaded().Generator(generator.device)
+    own = loaded_libraries.loaded_torch().Generator(generator.device)
     return own.manual_seed(int.from_bytes(digest, "little")).get_state()
 
 
 def _advance(generator: Any) -> None:
-    loaded_torch.loaded().empty((), device=generator.device).uniform_(generator=generator)
+    loaded_libraries.loaded_torch().empty((), device=generator.device).uniform_(generator=generator)

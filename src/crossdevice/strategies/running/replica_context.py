@@ -10,10 +10,10 @@ from crossdevice.backends.protocol import Merge
 from crossdevice.backends.registry import backend_named
 from crossdevice.errors import ContextError
 from crossdevice.strategies.data.regrouping import own_component, placed_on, regroup, spread
-from crossdevice.strategies.running import loaded_torch
+from crossdevice.strategies.running import loaded_libraries
+from crossdevice.strategies.running.loaded_libraries import refuse_tracing
 from crossdevice.strategies.running.place import current_context
 from crossdevice.strategies.running.rendezvous import Call, Deadline, Rendezvous
-from crossdevice.strategies.running.tracing import refuse_tracing
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, components_of
 from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions, as_options, differences, either
@@ -296,7 +296,7 @@ class ReplicaContext:
         Every replica has a graph of its own and runs its own backward pass, in which all of them meet again.
         Those of a context that `joins_graphs` share one graph, for one backward pass after the run.
         """
-        autograd = backend_named("torch").autograd if loaded_torch.is_loaded() else None
+        autograd = backend_named("torch").autograd if loaded_libraries.is_torch_loaded() else None
         if autograd is None:
             return self.meet(name, details, value, merge, options)
 

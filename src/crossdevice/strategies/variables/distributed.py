@@ -12,7 +12,7 @@ import optree
 from crossdevice.backends.protocol import Backend
 from crossdevice.errors import ContextError, ConversionError
 from crossdevice.strategies.running.place import current_context, current_strategy
-from crossdevice.strategies.variables.scattering import ScatterMethods
+from crossdevice.strategies.variables.row_updates import ScatterMethods
 from crossdevice.strategies.variables.variable import ReadsAsArray, Variable, backend_of_variable, converted
 from crossdevice.values.delegation import operand_of
 from crossdevice.values.device import Device

@@ -21,9 +21,9 @@ from crossdevice.errors import (
     OptionError,
     ShapeMismatchError,
 )
-from crossdevice.strategies.running.tracing import refuse_graph
-from crossdevice.strategies.variables.scattering import ScatterMethods, rows_of, scatter_with
-from crossdevice.values.delegation import DelegatesToArray, operand_of
+from crossdevice.strategies.running.loaded_libraries import refuse_graph
+from crossdevice.strategies.variables.row_updates import ScatterMethods, rows_of, scatter_with
+from crossdevice.values.delegation import DelegatesToArray, PlacedArray, operand_of
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DelegatingValues, DistributedValues
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
@@ -35,7 +35,6 @@ from crossdevice.values.reduce_op import (
     as_setting,
 )
 from crossdevice.values.replica_scope import RUNNING_CODE
-from crossdevice.values.variable import PlacedArray
 
 
 class Reference:

@@ -16,7 +16,7 @@ from crossdevice.strategies.variables.distributed import (
     Write,
     refuse_per_replica,
 )
-from crossdevice.strategies.variables.scattering import rows_of, scatter_with
+from crossdevice.strategies.variables.row_updates import rows_of, scatter_with
 from crossdevice.strategies.variables.variable import backend_of_variable, checked_trainable, initial_array
 from crossdevice.values.distributed import Mirrored, PerReplica, components_of
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
