@@ -28,7 +28,7 @@ from crossdevice.cli.bench import data, limit
 from crossdevice.cli.bench.calls import Competitor, Inspection, Measurable
 from crossdevice.cli.bench.local_competitors import CrossDeviceCompetitor
 from crossdevice.cli.bench.measure import Schedule, seconds_in_turns
-from crossdevice.cli.bench.peers import PEERS, lacking, peer_class
+from crossdevice.cli.bench.peers import PEERS, peer_class, peer_unavailable
 from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
 from crossdevice.cli.bench.report import machine
 from crossdevice.cli.bench.workload import ResultPlace, Workload
@@ -219,7 +219,7 @@ def _made(name: str, num_devices: int) -> Competitor | str:
     """The competitor, or why there is none."""
     if name in OURS:
         return CrossDeviceCompetitor(DEFAULT_ALGORITHM, "numpy", OURS[name], name=name)
-    missing = lacking(name)
+    missing = peer_unavailable(name)
     if missing is not None:
         return missing
     if PEERS[name].runs == "here":

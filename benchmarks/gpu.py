@@ -23,7 +23,7 @@ import torch
 from resnet50 import gradient_shapes
 
 import crossdevice as cd
-from crossdevice.kernels.cuda.availability import kernels_missing
+from crossdevice.kernels.cuda.availability import kernels_unavailable
 
 NUM_REPLICAS = 8
 MIB = 1 << 20
@@ -267,7 +267,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=25, help="of which the median counts (25)")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that all runs")
     arguments = parser.parse_args()
-    missing = kernels_missing() if torch.cuda.is_available() else "PyTorch sees no GPU"
+    missing = kernels_unavailable() if torch.cuda.is_available() else "PyTorch sees no GPU"
     if missing is not None:
         print(f"nothing to measure: {missing}", file=sys.stderr)
         return 2

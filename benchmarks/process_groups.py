@@ -25,7 +25,7 @@ from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Calls, Inspection, Measurable
 from crossdevice.cli.bench.measure import Schedule, seconds_in_turns
-from crossdevice.cli.bench.peers import PeerSetup, Runs, lacking
+from crossdevice.cli.bench.peers import PeerSetup, Runs, peer_unavailable
 from crossdevice.cli.bench.process import PeerProcesses
 from crossdevice.cli.bench.ranks import Rank
 from crossdevice.cli.bench.report import machine
@@ -251,7 +251,7 @@ def pairs(*, quick: bool) -> list[Pair]:
 
 def lines(pair: Pair, schedule: Schedule, *, quick: bool) -> Iterator[tuple[str, bool]]:
     """Each row's line, and whether its promise is kept; a peer that is missing breaks none."""
-    missing = lacking(pair.against.needs)
+    missing = peer_unavailable(pair.against.needs)
     if missing is not None:
         yield from ((f"{row.text:<56} skipped: {missing}", True) for row in pair.rows)
         return

@@ -24,7 +24,7 @@ import process_groups
 from promised_rows import is_asked_for, parser_of, schedule_of
 
 import crossdevice as cd
-from crossdevice.cli.bench.peers import lacking
+from crossdevice.cli.bench.peers import peer_unavailable
 from crossdevice.cli.bench.report import machine
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -187,7 +187,7 @@ def lines(table: Sequence[Row], rounds: int, *, quick: bool) -> Iterator[tuple[s
     for row in table:
         launches.setdefault((row.engine, row.num_ranks), []).append(row)
     for (engine, num_ranks), together in launches.items():
-        missing = lacking("gloo" if engine == "gloo" else "mpi")
+        missing = peer_unavailable("gloo" if engine == "gloo" else "mpi")
         if missing is not None:
             yield from ((f"{row.text}, {engine}: skipped: {missing}", True) for row in together)
             continue

@@ -28,7 +28,7 @@ def test_floors_and_ceilings_are_judged(is_ceiling, ours, against, is_kept, benc
 
 
 def test_a_missing_library_is_said_and_breaks_no_promise(benchmark, monkeypatch):
-    monkeypatch.setattr(benchmark, "lacking", lambda name: "no mpirun or mpiexec found")
+    monkeypatch.setattr(benchmark, "peer_unavailable", lambda name: "no mpirun or mpiexec found")
     (pair,) = benchmark.selected(benchmark.pairs(quick=False), "16 MiB on MPI")
     assert list(benchmark.lines(pair, None, quick=False)) == [
         ("2 x 4 x 16 MiB on MPI against 8 ranks of MPI             skipped: no mpirun or mpiexec found", True)

@@ -22,7 +22,7 @@ def test_times_and_ratios_are_judged(ours, is_kept, benchmark):
 
 
 def test_a_missing_engine_is_said_and_breaks_no_promise(benchmark, monkeypatch):
-    monkeypatch.setattr(benchmark, "lacking", lambda name: "not here")
+    monkeypatch.setattr(benchmark, "peer_unavailable", lambda name: "not here")
     lines = list(benchmark.lines(benchmark.rows(), 1, quick=False))
     assert len(lines) == 12
     assert all(is_kept and line.endswith("skipped: not here") for line, is_kept in lines)

@@ -10,7 +10,7 @@ import crossdevice as cd
 from conformance import array_libraries
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.errors import ConversionError, DeviceError, OutError
-from crossdevice.kernels.cuda.availability import kernels_missing
+from crossdevice.kernels.cuda.availability import kernels_unavailable
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "uint8", "complex64")
 PLACEMENTS = {
@@ -78,7 +78,7 @@ def test_results_have_the_bits_of_the_host(library, name, precision, lowering):
     for dtype, placement, op in itertools.product(DTYPES, PLACEMENTS[library], ("sum", "mean", "max")):
         if (dtype == "complex64" and op == "max") or (dtype, library) == ("bfloat16", "cupy"):
             continue
-        is_stepped = lowering == "off" or "cpu:0" in placement or kernels_missing() is not None
+        is_stepped = lowering == "off" or "cpu:0" in placement or kernels_unavailable() is not None
         if is_stepped and precision == "fast":
             continue  # in the order of the plan, whose steps on one device the host does not take
         if is_stepped and (library, op) == ("jax", "mean") and dtype in ("int8", "uint8"):
@@ -122,8 +122,8 @@ def test_out_is_written_where_the_library_can(library):
 
 
 def test_a_gpu_is_one_memory_and_its_plans_are_fused(library):
-    if kernels_missing() is not None:
-        pytest.skip(str(kernels_missing()))
+    if kernels_unavailable() is not None:
+        pytest.skip(str(kernels_unavailable()))
     value = cd.PerReplica([placed(library, np.ones(3, np.float32), "cuda:0") for _ in range(3)])
     assert "one fused pass adds" in cd.RingAllReduce().explain(value, value)
 

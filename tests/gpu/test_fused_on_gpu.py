@@ -7,11 +7,11 @@ import pytest
 import crossdevice as cd
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.errors import OutError
-from crossdevice.kernels.cuda.availability import kernels_missing
+from crossdevice.kernels.cuda.availability import kernels_unavailable
 from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, SHORT_FLOATS
 
 torch = pytest.importorskip("torch")
-MISSING = kernels_missing() if torch.cuda.is_available() else "no CUDA device on this machine"
+MISSING = kernels_unavailable() if torch.cuda.is_available() else "no CUDA device on this machine"
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 OPS = ("sum", "mean", "min", "max", "prod")

@@ -63,7 +63,7 @@ def test_every_dtype_and_operation_that_is_left_to_nccl(backend, dtype):
     rows = rows_of(dtype)
     done = 0
     for op in ReduceOp:
-        if backend.engine_lack(dtype, op, len(GPUS)) is not None:
+        if backend.engine_unavailable(dtype, op, len(GPUS)) is not None:
             continue
         arrays = [placed(backend, row, device) for row, device in zip(rows, GPUS, strict=True)]
         expected = {"SUM": rows.sum(0), "PROD": rows.prod(0)} if len(GPUS) > 1 else {}

@@ -226,7 +226,7 @@ class NcclBackend(Backend):
         """NCCL, through one of its bindings."""
         return name_of_engine(self.name)
 
-    def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
+    def engine_unavailable(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
         """Reason NCCL cannot do this, or only with other bits; None if it can."""
         engine = engine_for(self.name)
         if engine is None:
@@ -253,7 +253,7 @@ class NcclBackend(Backend):
         devices = [device_of(array) or Device("cpu") for array in arrays]
         engine = engine_for(self.name)
         if engine is None:
-            raise EngineError(self.engine_lack(dtype, op, len(arrays)))
+            raise EngineError(self.engine_unavailable(dtype, op, len(arrays)))
         travels_as = PARTS.get(dtype) or (dtype if dtype in engine.dtypes else WIDER[dtype])
         shares: list[Share] = []
         for array, device in zip(arrays, devices, strict=True):

@@ -236,7 +236,7 @@ class Backend(abc.ABC):
         """The engine that does whole collectives on these arrays, with its version; None if there is none."""
         return None
 
-    def engine_lack(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:  # noqa: ARG002
+    def engine_unavailable(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:  # noqa: ARG002
         """Reason no engine can reproduce this result on that many devices; None if one can."""
         return f"{self.name} arrays have no collective engine"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from crossdevice.execution.local.batch import CheckedBatch, Request
-from crossdevice.execution.local.gpu_passes import why_stepped
+from crossdevice.execution.local.gpu_passes import fused_pass_unavailable
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import recipe_for
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec, items_of
@@ -48,7 +48,7 @@ def _on_one_gpu(spec: LeafSpec, op: ReduceOp, options: CommunicationOptions) -> 
     reason = "lowering is off"
     if options.lowering == "auto":
         recipe = recipe_for(spec.own_op or op, options, len(spec.devices))
-        unfit = why_stepped(spec, recipe, spec.result_dtype(op))
+        unfit = fused_pass_unavailable(spec, recipe, spec.result_dtype(op))
         if unfit is None:
             return f"{where}: {_in_one_pass(options)}"
         reason = unfit
@@ -63,5 +63,5 @@ def _in_one_pass(options: CommunicationOptions) -> str:
 
 
 def _engine_line(planner: Planner, spec: LeafSpec, options: CommunicationOptions, op: ReduceOp) -> str:
-    lack = planner.engine_lack(spec, options.precision, op)
+    lack = planner.engine_unavailable(spec, options.precision, op)
     return f"engine: {spec.backend.engine_name()}" if lack is None else f"does without an engine: {lack}"

@@ -15,7 +15,7 @@ import numpy as np
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import BitsMismatchError, ConversionError, DtypeError
 from crossdevice.execution.reading.values import backend_of, is_leaf, replica_at
-from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
+from crossdevice.kernels.cuda.availability import gpu_unavailable, kernels_unavailable
 from crossdevice.kernels.host.fingerprint_pass import PIECE_BYTES, Piece, pieces_of, sums_of
 from crossdevice.kernels.position_keys import Words
 from crossdevice.process_groups.group import ProcessGroup
@@ -228,8 +228,8 @@ def _is_read_on_gpu(backend: Backend, array: Array) -> bool:
         device is not None
         and device.type == "cuda"
         and backend.shares_gpu_arrays
-        and kernels_missing() is None
-        and gpu_unfit(device.index) is None
+        and kernels_unavailable() is None
+        and gpu_unavailable(device.index) is None
     )
 
 

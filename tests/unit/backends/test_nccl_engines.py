@@ -115,7 +115,7 @@ def test_integers_of_all_widths_wrap_as_ours_do(dtype, engine, monkeypatch):
     rows = np.random.default_rng(0).integers(limits.min, limits.max, (4, 50), dtype, endpoint=True)
     rows[:, :2] = limits.min, limits.max
     for op, function in FUNCTIONS.items():
-        if TorchBackend().engine_lack(dtype, op, 4) is not None:
+        if TorchBackend().engine_unavailable(dtype, op, 4) is not None:
             assert (dtype, op.name[0]) == ("uint64", "M")
             assert isinstance(engine, PretendedOfPyTorch)
             continue
@@ -132,25 +132,27 @@ def test_complex_numbers_are_summed_as_their_parts(dtype, engine, monkeypatch):
     for result in all_reduced([torch.from_numpy(row) for row in rows], ReduceOp.SUM, monkeypatch):
         assert result.numpy().dtype == dtype
         assert np.array_equal(result.numpy(), rows.sum(0))
-    assert "complex" in TorchBackend().engine_lack(dtype, ReduceOp.PROD, 4)
+    assert "complex" in TorchBackend().engine_unavailable(dtype, ReduceOp.PROD, 4)
 
 
 @pytest.mark.usefixtures("engine")
 def test_what_would_have_other_values_is_not_left_to_nccl():
     for dtype in ("float16", "bfloat16", "float32", "float64"):
-        assert TorchBackend().engine_lack(dtype, ReduceOp.SUM, 3) is None
-        assert TorchBackend().engine_lack(dtype, ReduceOp.PROD, 3) is None
+        assert TorchBackend().engine_unavailable(dtype, ReduceOp.SUM, 3) is None
+        assert TorchBackend().engine_unavailable(dtype, ReduceOp.PROD, 3) is None
         for op in (ReduceOp.MIN, ReduceOp.MAX):
-            assert TorchBackend().engine_lack(dtype, op, 4) == "NCCL's minimum and maximum lose NaN"
+            assert TorchBackend().engine_unavailable(dtype, op, 4) == "NCCL's minimum and maximum lose NaN"
 
 
 @pytest.mark.usefixtures("engine")
 def test_an_average_is_nccls_where_its_divisor_is_a_power_of_two():
     counts = [
-        count for count in range(1, 17) if TorchBackend().engine_lack("float32", ReduceOp.MEAN, count) is None
+        count
+        for count in range(1, 17)
+        if TorchBackend().engine_unavailable("float32", ReduceOp.MEAN, count) is None
     ]
     assert counts == [1, 2, 4, 8, 16]
-    assert TorchBackend().engine_lack("int32", ReduceOp.MEAN, 4) is not None
+    assert TorchBackend().engine_unavailable("int32", ReduceOp.MEAN, 4) is not None
 
 
 def test_communicators_are_kept_for_each_tuple_of_devices(engine, monkeypatch):
@@ -217,7 +219,7 @@ def test_without_a_binding_the_reason_names_those_that_would_do(monkeypatch):
     assert engine_named("missing") == "not installed"
     assert engine_for("torch") is None
     reason = "none of NCCL's bindings for torch arrays is here (missing)"
-    assert TorchBackend().engine_lack("float32", ReduceOp.SUM, 2) == reason
+    assert TorchBackend().engine_unavailable("float32", ReduceOp.SUM, 2) == reason
     with pytest.raises(EngineError, match="none of NCCL's bindings"):
         OnHost().engine_all_reduce([torch.ones(2)], ReduceOp.SUM)
     engine_named.cache_clear()

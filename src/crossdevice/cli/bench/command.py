@@ -18,7 +18,7 @@ from crossdevice.cli.bench.calls import Competitor
 from crossdevice.cli.bench.compiled_peers import make_host_devices
 from crossdevice.cli.bench.local_competitors import CrossDeviceCompetitor
 from crossdevice.cli.bench.measure import Schedule, measured_rows
-from crossdevice.cli.bench.peers import PEERS, lacking, peer_class
+from crossdevice.cli.bench.peers import PEERS, peer_class, peer_unavailable
 from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
 from crossdevice.cli.bench.report import Report
 from crossdevice.cli.bench.workload import COLLECTIVES, Workload, dtype_of, op_of, sizes_between
@@ -136,7 +136,7 @@ def _started(
 ) -> list[Competitor]:
     started: list[Competitor] = []
     for name in peers:
-        missing = lacking(name)
+        missing = peer_unavailable(name)
         if missing is not None:
             report.remark(f"{name}: left out, {missing}")
             continue

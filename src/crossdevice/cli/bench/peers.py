@@ -60,7 +60,7 @@ PEERS: Mapping[str, Peer] = {
 }
 
 
-def lacking(name: str) -> str | None:
+def peer_unavailable(name: str) -> str | None:
     """Names what a peer needs and this machine lacks; None if it can run."""
     peer = PEERS[name]
     if importlib.util.find_spec(peer.needs) is None:

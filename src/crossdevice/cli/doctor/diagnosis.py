@@ -16,7 +16,7 @@ from crossdevice.backends.nccl_engines import NCCL_ENGINES, NcclEngine, engine_n
 from crossdevice.choosing.choose_algorithm import choose_algorithm
 from crossdevice.cli.doctor.gpu_facts import Managed, managed, seen_by_libraries
 from crossdevice.errors import OptionError
-from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
+from crossdevice.kernels.cuda.availability import gpu_unavailable, kernels_unavailable
 from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources import threads
 from crossdevice.kernels.host.resources.control_groups import words_of_groups
@@ -25,7 +25,7 @@ from crossdevice.process_groups.shared.host_agreement import HOST_VARIABLE
 from crossdevice.process_groups.shared.shared_memory import (
     SHARED_MEMORY_VARIABLE,
     is_wanted,
-    unavailable_reason,
+    shared_memory_unavailable,
 )
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.libraries import LIBRARIES
@@ -201,8 +201,8 @@ def _threads(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
 def _kernels(gpus: Gpus) -> Iterator[Finding]:
     """Finds GPUs with fused kernels, and numba's cache of kernels."""
     for device in gpus.usable:
-        missing = kernels_missing()
-        reason = missing or gpu_unfit(device.index)
+        missing = kernels_unavailable()
+        reason = missing or gpu_unavailable(device.index)
         found = f"unavailable, plans are run step by step: {reason}" if reason else "by Triton kernels"
         advice = "pip install 'crossdevice[gpu]', on Linux" if missing else ""
         yield Finding(f"fused passes on {device}", found, reason is None, advice)
@@ -233,7 +233,7 @@ def _processes(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
         yield Finding("launcher", cluster_from_env().recognised)
     except OptionError as refused:
         yield Finding("launcher", str(refused), False, "set the missing variables, or unset the others")
-    reason = unavailable_reason() if is_wanted(None) else f"{SHARED_MEMORY_VARIABLE} is 0"
+    reason = shared_memory_unavailable() if is_wanted(None) else f"{SHARED_MEMORY_VARIABLE} is 0"
     word = os.environ.get(HOST_VARIABLE)
     those = f", with those that have {HOST_VARIABLE}={word} too" if word else ""
     found = f"no: {reason}" if reason else f"can be used by groups within this host{those}"

@@ -121,7 +121,9 @@ class _Run:
             case steps.EngineAllReduce():
                 arrays = [source[0][1] for source in sources]
                 divisor, dtype = recipe.divisor, backend.dtype_of(arrays[0])
-                has_mean = divisor == len(arrays) and not backend.engine_lack(dtype, ReduceOp.MEAN, divisor)
+                has_mean = divisor == len(arrays) and not backend.engine_unavailable(
+                    dtype, ReduceOp.MEAN, divisor
+                )
                 made = backend.engine_all_reduce(arrays, ReduceOp.MEAN if has_mean else recipe.op)
                 if divisor is None or has_mean:
                     return [((0, array),) for array in made]

@@ -13,7 +13,7 @@ from crossdevice.execution.local.passes import LeafRange, Passes, Results
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Out, Outs
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.tracing import Work, flight_recorder, now
-from crossdevice.kernels.cuda.availability import gpu_unfit, kernels_missing
+from crossdevice.kernels.cuda.availability import gpu_unavailable, kernels_unavailable
 from crossdevice.kernels.cuda.families import MAX_ARRAYS, MAX_EXACT_ARRAYS, arranged, parts_in
 from crossdevice.kernels.cuda.task import AddressOffset, KernelTask
 from crossdevice.values.device import Device
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-def why_stepped(spec: LeafSpec, recipe: Recipe, dtype: str) -> str | None:
+def fused_pass_unavailable(spec: LeafSpec, recipe: Recipe, dtype: str) -> str | None:
     """Reason a leaf on one GPU is reduced step by step; None if a fused pass does it."""
     if not spec.backend.shares_gpu_arrays:
         return f"arrays of {spec.backend.name} do not reach the kernels of the GPU"
@@ -38,7 +38,7 @@ def why_stepped(spec: LeafSpec, recipe: Recipe, dtype: str) -> str | None:
     arrangement = arranged(recipe, spec.dtype, dtype)
     if isinstance(arrangement, str):
         return arrangement
-    return kernels_missing() or gpu_unfit(spec.devices[0].index)
+    return kernels_unavailable() or gpu_unavailable(spec.devices[0].index)
 
 
 def _bits_of(weights: Weights | None) -> list[int]:
@@ -219,7 +219,7 @@ class GpuPasses(Passes):
         """A task as kernels take it; nothing if it only writes to results that share another's memory."""
         spec, dtype = self._specs[task.leaf], self._dtypes[task.leaf]
         arrangement = arranged(recipe, spec.dtype, dtype)
-        assert not isinstance(arrangement, str), arrangement  # asked before, by why_stepped
+        assert not isinstance(arrangement, str), arrangement  # asked before, by fused_pass_unavailable
         written = [targets[position] for position in task.outputs if position < len(targets)]
         if not written:
             return

@@ -69,7 +69,7 @@ class Planner:
             known = self._prepared[key] = PreparedReduction(specs, op, options, self, is_weighted=is_weighted)
         return known
 
-    def engine_lack(self, spec: LeafSpec, precision: Precision, op: ReduceOp) -> str | None:
+    def engine_unavailable(self, spec: LeafSpec, precision: Precision, op: ReduceOp) -> str | None:
         """Reason the engine cannot be used for these arrays; None if it can."""
         reason = self.algorithm.fallback_reason(spec.devices)
         if reason is not None:
@@ -78,7 +78,7 @@ class Planner:
             return f"an engine adds in an order of its own, and precision is {precision}"
         # A mean is a sum that is divided.
         summed = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        return spec.backend.engine_lack(spec.dtype, summed, len(spec.devices))
+        return spec.backend.engine_unavailable(spec.dtype, summed, len(spec.devices))
 
     def plan_pack(
         self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision, op: ReduceOp
@@ -105,7 +105,7 @@ class Planner:
         self, spec: LeafSpec, num_elements: int, pack_number: int, precision: Precision, op: ReduceOp
     ) -> PlanKey:
         is_asked = self.algorithm.uses_engine and len(spec.devices) > 1
-        has_engine = is_asked and self.engine_lack(spec, precision, op) is None
+        has_engine = is_asked and self.engine_unavailable(spec, precision, op) is None
         return spec.devices, spec.destinations, num_elements, pack_number, has_engine
 
     def _plan(
@@ -129,6 +129,6 @@ class Planner:
             subject = reason.partition(",")[0]
             self._log_once.warning(f"{self.name} sums on the first destination instead: {reason}", subject)
         elif self.algorithm.uses_engine and options.precision == "fast" and len(spec.devices) > 1:
-            lack = self.engine_lack(spec, options.precision, op)
+            lack = self.engine_unavailable(spec, options.precision, op)
             if lack is not None:
                 self._log_once.warning(f"{self.name} does without an engine: {lack}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from crossdevice.backends.protocol import Array, Backend
-from crossdevice.execution.local.gpu_passes import GpuPasses, why_stepped
+from crossdevice.execution.local.gpu_passes import GpuPasses, fused_pass_unavailable
 from crossdevice.execution.local.host_passes import FlatPasses, HostPasses
 from crossdevice.execution.local.passes import Results, in_sequence
 from crossdevice.execution.local.stepped_packs import SteppedPacks
@@ -131,7 +131,7 @@ def _fused_passes(
         if spec.shares_host_memory and (via is None or via.is_host):
             on_host[number] = spec
         gpu = spec.shared_gpu if via in (None, spec.shared_gpu) else None
-        if gpu is not None and why_stepped(spec, recipes[number], dtypes[number]) is None:
+        if gpu is not None and fused_pass_unavailable(spec, recipes[number], dtypes[number]) is None:
             on_gpus.setdefault((spec.backend, gpu), {})[number] = spec
     fused: dict[int, HostPasses | GpuPasses] = {}
     if on_host:

@@ -116,7 +116,7 @@ class Copies:
         """The flat arrays of one rank, which every rank has in the same lengths and dtypes."""
         group, peers = self._group, known_peers(self._group)
         is_on_gpu = False
-        if peers is not None and peers.why_not is None:  # which all ranks know, or none
+        if peers is not None and peers.unavailable is None:  # which all ranks know, or none
             gpu = offered_gpu(arrays, group)
             answers = call.all_gather(b"0" if gpu is None else b"1")
             is_on_gpu = are_reached(call, gpu, [answer == b"1" for answer in answers])

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from crossdevice.execution.local.gpu_passes import why_stepped
+from crossdevice.execution.local.gpu_passes import fused_pass_unavailable
 from crossdevice.execution.local.prepared import recipe_for
 from crossdevice.execution.processes.peer_addresses import PeerAddresses
 from crossdevice.execution.reading.leaf_spec import LeafSpec
@@ -35,7 +35,7 @@ class Peers:
         gpu: Device | None = None,
         addresses: PeerAddresses | None = None,
         workers: Sequence[int] = (),
-        why_not: str | None = None,
+        unavailable: str | None = None,
         are_on_gpus: bool = True,
     ) -> None:
         self.gpu = gpu
@@ -43,7 +43,7 @@ class Peers:
         self.addresses = addresses
         self.workers = workers
         """For each rank the one that reduces on its GPU: processes on one GPU would take turns on it."""
-        self.why_not = why_not
+        self.unavailable = unavailable
         self.are_on_gpus = are_on_gpus
         """Whether the arrays of all ranks are on GPUs, whether or not these are reached."""
 
@@ -60,14 +60,6 @@ def known_peers(group: ProcessGroup) -> Peers | None:
     return _peers.get(group)
 
 
-def why_no_peers(group: ProcessGroup) -> str:
-    """For people: why ranks do not use each other's GPU memory."""
-    peers = known_peers(group)
-    if peers is None:
-        return "the group finds out in its first reduction"
-    return peers.why_not or "kernels cannot repeat the bits of the host"
-
-
 def peers_unavailable(
     spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, group: ProcessGroup
 ) -> str | None:
@@ -76,8 +68,10 @@ def peers_unavailable(
     Only what does not depend on the replicas of other ranks.
     """
     peers = known_peers(group)
-    if peers is None or peers.why_not is not None:
-        return why_no_peers(group)
+    if peers is None:
+        return "the group finds out in its first reduction"
+    if peers.unavailable is not None:
+        return peers.unavailable
     if spec.backend.name != "torch" or not spec.num_elements or group.size == 1:
         return "there is nothing that other ranks could read: expected elements of PyTorch's tensors"
     if spec.shared_gpu is None or spec.shared_gpu != peers.gpu:
@@ -86,11 +80,11 @@ def peers_unavailable(
         return "lowering is off"
     if op.is_order_statistic or spec.into is not None or spec.own_op is not None:
         return "kernels sort no values, and results have the dtype that the operation gives"
-    return why_stepped(spec, recipe_for(op, options, group.size), result_dtype(spec.dtype, op))
+    return fused_pass_unavailable(spec, recipe_for(op, options, group.size), result_dtype(spec.dtype, op))
 
 
 def explained_peers(group: ProcessGroup) -> str:
-    """For people: which ranks reduce what from the GPU memory of all."""
+    """Names the ranks that reduce from the GPU memory of all, and what."""
     peers = known_peers(group)
     assert peers is not None
     workers = list(dict.fromkeys(peers.workers))
@@ -113,13 +107,13 @@ def find_peers(call: GroupCall, gpu: Device | None) -> None:
 
 
 def _found(call: GroupCall, gpu: Device | None) -> Peers:
-    why_not, record = _own_record(gpu)
+    unavailable, record = _own_record(gpu)
     kind = NO_GPU if gpu is None else NO_PEER if record is None else PEER
-    answers = call.all_gather_uneven(kind + (why_not.encode() if record is None else record))
+    answers = call.all_gather_uneven(kind + (unavailable.encode() if record is None else record))
     refusing = [rank for rank, answer in enumerate(answers) if answer[:1] != PEER]
     if refusing:
         why = f"{call.group.members[refusing[0]]} {answers[refusing[0]][1:].decode()}"
-        return Peers(why_not=why, are_on_gpus=all(answer[:1] != NO_GPU for answer in answers))
+        return Peers(unavailable=why, are_on_gpus=all(answer[:1] != NO_GPU for answer in answers))
     records = [answer[1:] for answer in answers]
     from crossdevice.kernels.cuda.driver import DriverError
     from crossdevice.kernels.cuda.peer_memory import Found, Mapped, Probe
@@ -131,14 +125,14 @@ def _found(call: GroupCall, gpu: Device | None) -> Peers:
             rank == call.group.rank or Probe.finds(probe, mapped[rank]) for rank, probe in enumerate(probes)
         ]
     except DriverError as error:
-        why_not, found = str(error), [False]
+        unavailable, found = str(error), [False]
     answers = call.all_gather(b"1" if all(found) else b"0")
     if b"0" not in answers:
         gpus = [probe.gpu for probe in probes]
         return Peers(gpu, PeerAddresses(call.group.rank, mapped), [gpus.index(each) for each in gpus])
     rank = answers.index(b"0")
     why = f"{call.group.members[rank]} cannot map the GPU memory of all others"
-    return Peers(why_not=f"{why} ({why_not})" if why_not else why)
+    return Peers(unavailable=f"{why} ({unavailable})" if unavailable else why)
 
 
 def offered_gpu(arrays: Sequence[Any], group: ProcessGroup) -> Device | None:
@@ -147,7 +141,7 @@ def offered_gpu(arrays: Sequence[Any], group: ProcessGroup) -> Device | None:
     if len(places) != 1 or group.size == 1 or not all(hasattr(array, "data_ptr") for array in arrays):
         return None
     gpu, peers = Device.parse(places.pop() or "cpu"), known_peers(group)
-    is_reached = peers is None or (peers.why_not is None and peers.gpu == gpu)
+    is_reached = peers is None or (peers.unavailable is None and peers.gpu == gpu)
     return gpu if gpu.type == "cuda" and is_reached else None
 
 
@@ -157,7 +151,7 @@ def are_reached(call: GroupCall, gpu: Device | None, are_offered: Sequence[bool]
         return False
     find_peers(call, gpu)
     peers = known_peers(call.group)
-    return peers is not None and peers.why_not is None
+    return peers is not None and peers.unavailable is None
 
 
 _probes: list[object] = []
@@ -171,9 +165,9 @@ def _own_record(gpu: Device | None) -> tuple[str, bytes | None]:
         return f"has {PEER_MEMORY_VARIABLE}=0", None
     if gpu is None or not sys.platform.startswith("linux"):
         return "had nothing on a GPU of its own in the group's first reduction", None
-    from crossdevice.kernels.cuda.availability import kernels_missing
+    from crossdevice.kernels.cuda.availability import kernels_unavailable
 
-    missing = kernels_missing()
+    missing = kernels_unavailable()
     if missing is not None:
         return f"lacks kernels: {missing}", None
     from crossdevice.kernels.cuda.driver import DriverError

@@ -13,7 +13,7 @@ OLDEST_CAPABILITY = (8, 0)
 
 
 @functools.cache
-def kernels_missing() -> str | None:
+def kernels_unavailable() -> str | None:
     """Reason the kernels cannot be used; None if they can."""
     if "tensorflow" in sys.modules and "triton" not in sys.modules:
         # Both bring an LLVM; loaded in this order, the second one ends the process.
@@ -30,7 +30,7 @@ def kernels_missing() -> str | None:
 
 
 @functools.cache
-def gpu_unfit(index: int) -> str | None:
+def gpu_unavailable(index: int) -> str | None:
     """Reason the GPU of this number cannot run the kernels; None if it can. Needs PyTorch."""
     import torch
 

@@ -21,7 +21,7 @@ from crossdevice.process_groups.shared.shared_memory import (
     SHARED_MEMORY_VARIABLE,
     SharedMemory,
     memory_bytes,
-    unavailable_reason,
+    shared_memory_unavailable,
 )
 from crossdevice.process_groups.shared.shared_steps import start_time_of
 
@@ -67,7 +67,7 @@ def found_hosts(call: GroupCall, *, wanted: bool) -> tuple[SharedMemory | None, 
     if len({member.partition(" ")[2].partition(" ")[2] for member in members}) < size:
         return None, None, "several ranks are threads of one process"
     reason = (
-        unavailable_reason()
+        shared_memory_unavailable()
         if wanted
         else f"it was switched off (shared_memory=False or {SHARED_MEMORY_VARIABLE}=0)"
     )

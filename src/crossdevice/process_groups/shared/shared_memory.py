@@ -90,7 +90,7 @@ def is_wanted(given: bool | None) -> bool:
     return word == "1"
 
 
-def unavailable_reason() -> str | None:
+def shared_memory_unavailable() -> str | None:
     """Reason why this process cannot share memory with others; None if it can."""
     if sys.platform != "linux":
         return f"it is implemented for Linux, and this is {sys.platform}"

@@ -139,13 +139,15 @@ def test_gpus_links_and_the_choice_for_them(machine, capsys):
 
 
 def test_gpus_that_fuse_are_told_from_those_that_do_not(machine, capsys, monkeypatch):
-    monkeypatch.setattr(diagnosis, "kernels_missing", lambda: None)
-    monkeypatch.setattr(diagnosis, "gpu_unfit", lambda index: "this GPU has 7.5" if index == 2 else None)
+    monkeypatch.setattr(diagnosis, "kernels_unavailable", lambda: None)
+    monkeypatch.setattr(
+        diagnosis, "gpu_unavailable", lambda index: "this GPU has 7.5" if index == 2 else None
+    )
     kernels = findings(capsys)["kernels"]
     assert kernels["fused passes on cuda:0"]["found"] == "by Triton kernels"
     assert kernels["fused passes on cuda:2"]["found"].endswith("run step by step: this GPU has 7.5")
     assert not kernels["fused passes on cuda:2"]["is_well"]
-    monkeypatch.setattr(diagnosis, "kernels_missing", lambda: "its kernels need Triton")
+    monkeypatch.setattr(diagnosis, "kernels_unavailable", lambda: "its kernels need Triton")
     missing = findings(capsys)["kernels"]["fused passes on cuda:1"]
     assert (missing["is_well"], missing["advice"]) == (False, "pip install 'crossdevice[gpu]', on Linux")
 

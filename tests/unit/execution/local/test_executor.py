@@ -149,7 +149,7 @@ class LateGpus:
     def concat(self, arrays, axis, device):
         return self.late(device, lambda: np.concatenate([array.read() for array in arrays]))
 
-    def engine_lack(self, dtype, op, num_devices):
+    def engine_unavailable(self, dtype, op, num_devices):
         return "no averages here" if op is ReduceOp.MEAN else None
 
     def engine_all_reduce(self, arrays, op):

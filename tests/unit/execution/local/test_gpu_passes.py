@@ -12,7 +12,7 @@ from crossdevice.backends.registry import backend_named
 from crossdevice.execution import explaining
 from crossdevice.execution.local import gpu_passes
 from crossdevice.execution.local import prepared as reduction
-from crossdevice.execution.local.gpu_passes import why_stepped
+from crossdevice.execution.local.gpu_passes import fused_pass_unavailable
 from crossdevice.execution.local.passes import Passes
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import recipe_for
@@ -34,7 +34,7 @@ def spec_on(*devices, destinations=None, dtype="float32", library="torch"):
 
 def reason_for(spec, op="sum", options=DEFAULT):
     recipe = recipe_for(ReduceOp(op), options, len(spec.devices))
-    return why_stepped(spec, recipe, result_dtype(spec.dtype, ReduceOp(op)))
+    return fused_pass_unavailable(spec, recipe, result_dtype(spec.dtype, ReduceOp(op)))
 
 
 class Recorded(Passes):
@@ -56,14 +56,14 @@ def num_fused(spec, options=DEFAULT, via=None):
 
 @pytest.fixture
 def _no_kernels(monkeypatch):
-    monkeypatch.setattr(gpu_passes, "kernels_missing", lambda: "its kernels need Triton")
+    monkeypatch.setattr(gpu_passes, "kernels_unavailable", lambda: "its kernels need Triton")
 
 
 @pytest.fixture
 def _kernels(monkeypatch):
     monkeypatch.setattr(reduction, "GpuPasses", Recorded)
-    monkeypatch.setattr(gpu_passes, "kernels_missing", lambda: None)
-    monkeypatch.setattr(gpu_passes, "gpu_unfit", lambda index: None)
+    monkeypatch.setattr(gpu_passes, "kernels_unavailable", lambda: None)
+    monkeypatch.setattr(gpu_passes, "gpu_unavailable", lambda index: None)
 
 
 def test_one_gpu_is_one_memory_and_two_are_not():
@@ -119,20 +119,20 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (6, index))
-    availability.gpu_unfit.cache_clear()
+    availability.gpu_unavailable.cache_clear()
     try:
-        assert availability.gpu_unfit(1) == (
+        assert availability.gpu_unavailable(1) == (
             "its kernels need compute capability 8.0 or later, and this GPU has 6.1"
         )
     finally:
-        availability.gpu_unfit.cache_clear()
+        availability.gpu_unavailable.cache_clear()
 
 
 @pytest.fixture
 def _asked_anew():
-    availability.kernels_missing.cache_clear()
+    availability.kernels_unavailable.cache_clear()
     yield
-    availability.kernels_missing.cache_clear()
+    availability.kernels_unavailable.cache_clear()
 
 
 @pytest.mark.usefixtures("_asked_anew")
@@ -147,7 +147,7 @@ def _asked_anew():
 )
 def test_a_triton_that_is_missing_or_too_old_is_named(monkeypatch, triton, reason):
     monkeypatch.setitem(sys.modules, "triton", triton)
-    found = availability.kernels_missing()
+    found = availability.kernels_unavailable()
     assert found is None if reason is None else reason in found
 
 
@@ -155,5 +155,5 @@ def test_a_triton_that_is_missing_or_too_old_is_named(monkeypatch, triton, reaso
 def test_triton_is_not_imported_after_tensorflow_which_would_end_the_process(monkeypatch):
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.setitem(sys.modules, "tensorflow", types.SimpleNamespace())
-    assert "before TensorFlow" in availability.kernels_missing()
+    assert "before TensorFlow" in availability.kernels_unavailable()
     assert "triton" not in sys.modules

@@ -100,4 +100,4 @@ def test_the_variable_and_the_argument_decide(monkeypatch):
 
 def test_other_systems_say_so(monkeypatch):
     monkeypatch.setattr(shared_memory.sys, "platform", "darwin")
-    assert shared_memory.unavailable_reason() == "it is implemented for Linux, and this is darwin"
+    assert shared_memory.shared_memory_unavailable() == "it is implemented for Linux, and this is darwin"
