@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from crossdevice.backends.protocol import Array, Backend
+from crossdevice.backends.registry import BACKENDS
 from crossdevice.errors import BitsMismatchError, ConversionError, DtypeError
 from crossdevice.execution.reading.values import backend_of, is_leaf, replica_at
 from crossdevice.kernels.cuda.availability import gpu_unavailable, kernels_unavailable
@@ -173,7 +174,11 @@ def _items(tree: Any, path: str) -> list[_Item]:
         return _array_items(tree, path)
     leaves, structure = flatten(tree, is_leaf)
     if len(leaves) == 1 and leaves[0] is tree:
-        backend_of(tree, 0)  # which says what it is, and what is expected
+        has_state = " (its state_dict() is one)" if hasattr(tree, "state_dict") else ""
+        raise ConversionError(
+            f"{path} is a {type(tree).__name__}; expected an array of {', '.join(BACKENDS)}, a number, or a "
+            f"tree of them{has_state}"
+        )
     paths = leaf_paths(structure, path)
     return [item for leaf, place in zip(leaves, paths, strict=True) for item in _items(leaf, place)]
 
@@ -185,7 +190,12 @@ def _rows(rows: IndexedSlices, path: str) -> list[_Item]:
 
 def _array_items(array: Any, path: str) -> list[_Item]:
     if is_number(array) or isinstance(array, (list, tuple)):
-        return [_Item(path, np.asarray(array))]
+        try:
+            return [_Item(path, np.asarray(array))]
+        except ValueError:
+            raise ConversionError(
+                f"{path} is a {type(array).__name__} of lists of several lengths; expected those of one array"
+            ) from None
     slices = backend_of(array, 0, path).as_indexed_slices(array)
     return [_Item(path, array)] if slices is None else _rows(slices, path)
 

@@ -145,6 +145,7 @@ class _Worker:
     def start(self, work: Callable[[], Any]) -> Pending:
         def run() -> Any:
             self._thread = threading.get_ident()
+            _started_work.is_running = True
             return work()
 
         call = self._last = self._background.submit(run)
@@ -157,6 +158,22 @@ class _Worker:
 
 
 _workers: weakref.WeakKeyDictionary[object, _Worker] = weakref.WeakKeyDictionary()
+
+
+class _StartedWork(threading.local):
+    """Mark of the threads that run what was started."""
+
+    is_running = False
+
+
+_started_work = _StartedWork()
+
+
+def is_started_work() -> bool:
+    """Returns True in a thread that runs what was started."""
+    return _started_work.is_running
+
+
 _has_started = False
 """Whether a worker was ever needed: most programs start nothing, and every call would look for a worker."""
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import logging
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +25,8 @@ _FRAME = struct.Struct("<II")
 _NUMBER = struct.Struct("<I")
 
 HEADER, DEFINITION, EVENT = b"H", b"D", b"E"
+
+logger = logging.getLogger("crossdevice")
 
 
 class Kind(NamedTuple):
@@ -49,17 +55,22 @@ class Header(NamedTuple):
 
 
 class BitsWriter:
-    """Appends events to a new file; each is one `write`, which needs no closing to be there."""
+    """Appends events to a new file; each is one `write`, which needs no closing to be there.
+
+    Raises:
+        FileError: the file cannot be written, or another process is writing it.
+    """
 
     def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
         self.path = Path(path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | getattr(os, "O_BINARY", 0)
         try:
-            self._descriptor = os.open(self.path, flags, 0o666)
+            self._descriptor: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise FileError(f"{self.path} cannot be written: {error.strerror}") from None
+        self._take()
         self._kinds: dict[Kind, int] = {}
-        os.write(self._descriptor, MAGIC + _framed(HEADER + json.dumps(header._asdict()).encode()))
+        _open_writers.add(self)
+        self._write(MAGIC + _framed(HEADER + json.dumps(header._asdict()).encode()))
 
     def append(self, event: Event) -> None:
         """Writes one event, and before it its kind if that is new."""
@@ -68,12 +79,59 @@ class BitsWriter:
         if number is None:
             number = self._kinds[event.kind] = len(self._kinds)
             text = _framed(DEFINITION + json.dumps(event.kind).encode())
-        text += _framed(EVENT + _NUMBER.pack(number) + b"".join(event.digests))
-        os.write(self._descriptor, text)
+        self._write(text + _framed(EVENT + _NUMBER.pack(number) + b"".join(event.digests)))
 
     def close(self) -> None:
         """Closes the file."""
-        os.close(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _take(self) -> None:
+        """Locks the file for this process, and empties it."""
+        assert self._descriptor is not None
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise FileError(
+                f"{self.path} is being written by another process; if these are ranks of one launch, begin "
+                "to record after init_process_group, or give each a file of its own, such as "
+                f"{path_of_rank(self.path, 0).name}"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        os.ftruncate(self._descriptor, 0)
+
+    def _write(self, text: bytes) -> None:
+        """Writes all of it; where that fails, the record ends and the program goes on."""
+        if self._descriptor is None:
+            return
+        try:
+            while text:
+                text = text[os.write(self._descriptor, text) :]
+        except OSError as error:
+            logger.error("the record %s ends here, it cannot be written: %s", self.path, error.strerror)
+            with contextlib.suppress(OSError):
+                self.close()
+
+
+_open_writers: weakref.WeakSet[BitsWriter] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Closes what a forked process has inherited: its parent's lock would last as long as it does."""
+    for writer in _open_writers:
+        writer.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def path_of_rank(path: Path, rank: int | str) -> Path:
+    """The file of one of several processes: `run.rank3.bits` for `run.bits`; `*` stands for all."""
+    return path.with_suffix(f".rank{rank}{path.suffix}")
 
 
 class BitsFile(NamedTuple):
@@ -93,7 +151,8 @@ def read_bits(path: str | os.PathLike[str]) -> BitsFile:
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror}") from None
     if not text.startswith(MAGIC):
-        raise FileError(f"{path} is not a file of crossdevice.record_bits; it begins with {text[:18]!r}")
+        found = f"it begins with {text[:18]!r}" if text else "it is empty"
+        raise FileError(f"{path} is not a file of crossdevice.record_bits: {found}")
     header, kinds, events, end = Header(0, 1), [], [], len(MAGIC)
     try:
         for payload in _frames(text, len(MAGIC)):
@@ -118,13 +177,15 @@ def _framed(payload: bytes) -> bytes:
 
 
 def _frames(text: bytes, start: int) -> Iterator[bytes]:
-    """Each payload, up to the first that is cut off or was not written whole."""
+    """Each payload, up to the first that is cut off; zeros are what a power failure may leave of the end."""
     while start + _FRAME.size <= len(text):
         length, check = _FRAME.unpack_from(text, start)
         begin = start + _FRAME.size
         payload = text[begin : begin + length]
-        if len(payload) < length or zlib.crc32(payload) != check:
+        if not length or len(payload) < length:
             return
+        if zlib.crc32(payload) != check:
+            raise ValueError("a checksum is wrong")
         start = begin + length
         yield payload
 

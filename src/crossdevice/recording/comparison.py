@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from crossdevice.errors import FileError
-from crossdevice.recording.bits_file import BitsFile, Event, read_bits
+from crossdevice.recording.bits_file import BitsFile, Event, path_of_rank, read_bits
 from crossdevice.values.disagreement import numbered
 
 Values = dict[str, tuple[bytes, ...]]
@@ -34,9 +34,9 @@ class Run(NamedTuple):
     files: list[BitsFile]
 
     @property
-    def num_events(self) -> int:
-        """Calls and marks of all ranks."""
-        return sum(map(len, self.ranks.values()))
+    def absent_ranks(self) -> list[int]:
+        """Ranks of the launch whose files are not there."""
+        return sorted(set(range(self.files[0].header.size)) - {file.header.rank for file in self.files})
 
 
 class Parting(NamedTuple):
@@ -50,7 +50,9 @@ class Parting(NamedTuple):
     """The leaves that differ: inputs if any do, else results."""
     num_leaves: int
     cause: str
-    """ "inputs", "result", "missing" if only one run has the event, or "value" for a mark without inputs."""
+    """ "inputs", "result", "value" for a mark without inputs; "missing in the first" or "... second"."""
+    after: tuple[str, int] | None
+    """The last event before it, and its occurrence."""
 
 
 class Comparison(NamedTuple):
@@ -63,6 +65,10 @@ class Comparison(NamedTuple):
     """Whether only what is the same on all ranks was compared, since the numbers of ranks differ."""
     num_ranks: int
     """How many ranks were compared one by one."""
+    left_out: tuple[list[str], list[str]] = ([], [])
+    """Names of marks that only the first run has, and those that only the second has."""
+    is_whole: bool = True
+    """Whether all ranks of both runs were compared: else one that was not may have brought something else."""
 
 
 def read_run(path: str) -> Run:
@@ -70,14 +76,23 @@ def read_run(path: str) -> Run:
 
     A folder stands for all files in it that end in `.bits`; a pattern for all that it matches.
     """
-    found = [path] if Path(path).is_file() else []
-    if not found:
-        place = Path(path)
-        pattern = str(place / "*.bits") if place.is_dir() else str(place.with_suffix(f".rank*{place.suffix}"))
-        found = sorted(glob.glob(path) if glob.has_magic(path) else glob.glob(pattern))
+    place = Path(path)
+    of_ranks = sorted(glob.glob(str(path_of_rank(place, "*")))) if place.suffix else []
+    if place.is_file():
+        if of_ranks:
+            raise FileError(
+                f"{path} and {of_ranks[0]} are of two runs; remove one of them, or name the second as "
+                f"'{path_of_rank(place, '*')}'"
+            )
+        found = [path]
+    elif place.is_dir():
+        found = sorted(map(str, place.glob("*.bits")))
+    else:
+        found = sorted(glob.glob(path)) if glob.has_magic(path) else of_ranks
     if not found:
         raise FileError(f"{path} is neither a file nor a folder of a recorded run, and no rank wrote {path}")
     files = [read_bits(each) for each in found]
+    _check_one_run(files)
     ranks: dict[int, list[Moment]] = {}
     counts: Counter[tuple[int, str]] = Counter()
     for file in files:
@@ -85,7 +100,31 @@ def read_run(path: str) -> Run:
             key = event.kind.rank, event.kind.name
             counts[key] += 1
             ranks.setdefault(event.kind.rank, []).append(_moment(event, counts[key]))
+    if not ranks:
+        raise FileError(
+            f"{path} has no events: its program called nothing of crossdevice while it was recorded, and "
+            "marked nothing with mark_bits or ModuleBits"
+        )
     return Run(ranks, files)
+
+
+def _check_one_run(files: Sequence[BitsFile]) -> None:
+    first, *others = files
+    for file in others:
+        if file.header.size != first.header.size:
+            raise FileError(
+                f"{file.path} is of a run of {_processes(file.header.size)}, {first.path} of one of "
+                f"{_processes(first.header.size)}; remove what an earlier run has left"
+            )
+    for rank, number in Counter(file.header.rank for file in files).items():
+        if number > 1:
+            same = ", ".join(str(file.path) for file in files if file.header.rank == rank)
+            raise FileError(f"{same} are all of rank {rank}; expected the files of one run")
+
+
+def _processes(number: int) -> str:
+    """The number of processes, in words."""
+    return "one process" if number == 1 else f"{number} processes"
 
 
 def _moment(event: Event, occurrence: int) -> Moment:
@@ -102,12 +141,36 @@ def compare(first: Run, second: Run) -> Comparison:
 
     Events are matched by name and by how often that name has come on a rank. Ranks go through the same
     events, so the one that comes first on its rank is first. Runs with other numbers of ranks are compared in
-    what is the same on all ranks of each, by name.
+    what is the same on all ranks of each, by name. Names of marks that only one run has are left out: it was
+    recorded with more marks.
     """
+    if first.files[0].header.size == second.files[0].header.size > 1:
+        # Of a rank whose file is missing in one run, nothing can be said.
+        both = first.ranks.keys() & second.ranks.keys()
+        first, second = (
+            run._replace(ranks={rank: run.ranks[rank] for rank in both or run.ranks})
+            for run in (first, second)
+        )
     by_name = first.ranks.keys() != second.ranks.keys() or _num_replicas(first) != _num_replicas(second)
-    if by_name:
-        return _compared({0: _common(first)}, {0: _common(second)}, by_name=True)
-    return _compared(first.ranks, second.ranks, by_name=False)
+    names = [{moment.name for moments in run.ranks.values() for moment in moments} for run in (first, second)]
+    marks = [
+        {moment.name for moments in run.ranks.values() for moment in moments if not moment.is_call}
+        for run in (first, second)
+    ]
+    left_out = sorted(marks[0] - names[1]), sorted(marks[1] - names[0])
+    ranks = [
+        _without({0: _common(run)} if by_name else run.ranks, set(names))
+        for run, names in zip((first, second), left_out, strict=True)
+    ]
+    is_whole = not (first.absent_ranks or second.absent_ranks)
+    compared = _compared(ranks[0], ranks[1], by_name=by_name)
+    return compared._replace(left_out=left_out, is_whole=is_whole)
+
+
+def _without(ranks: dict[int, list[Moment]], names: set[str]) -> dict[int, list[Moment]]:
+    return {
+        rank: [moment for moment in moments if moment.name not in names] for rank, moments in ranks.items()
+    }
 
 
 def _num_replicas(run: Run) -> set[tuple[int, str, tuple[int, ...]]]:
@@ -127,17 +190,18 @@ def _compared(
     num_same = 0
     for rank, moments in first.items():
         others = {(moment.name, moment.occurrence): moment for moment in second.get(rank, ())}
+        last: tuple[str, int] | None = None
         for position, moment in enumerate(moments):
-            other = others.pop((moment.name, moment.occurrence), None)
-            parting = _parting(moment, other, rank, by_name)
-            num_same += parting is None
+            key = moment.name, moment.occurrence
+            parting = _parting(moment, others.pop(key, None), rank, by_name)
             if parting is not None:
-                partings.append((position, rank, parting))
+                partings.append((position, rank, parting._replace(after=last)))
                 break
+            num_same, last = num_same + 1, key
         else:
             if others:
-                extra = next(iter(others.values()))
-                partings.append((len(moments), rank, _missing(extra, rank)))
+                extra = _missing(next(iter(others.values())), rank, "first")
+                partings.append((len(moments), rank, extra._replace(after=last)))
     if not partings:
         return Comparison(num_same, None, by_name, len(first))
     position, _, earliest = min(partings, key=lambda found: found[:2])
@@ -150,12 +214,13 @@ def _compared(
     at_fault = [found for found in same if found.cause == "inputs"] or same
     leaves = list(dict.fromkeys(leaf for found in at_fault for leaf in found.leaves))
     ranks = [] if by_name else [rank for found in at_fault for rank in found.ranks]
-    return Comparison(position, at_fault[0]._replace(ranks=ranks, leaves=leaves), by_name, len(first))
+    parting = at_fault[0]._replace(ranks=ranks, leaves=leaves)
+    return Comparison(position, parting, by_name, len(first))
 
 
 def _parting(moment: Moment, other: Moment | None, rank: int, by_name: bool) -> Parting | None:
     if other is None:
-        return _missing(moment, rank)
+        return _missing(moment, rank, "second")
     for cause, ours, theirs in (
         ("inputs", moment.inputs, other.inputs),
         ("result", moment.results, other.results),
@@ -167,13 +232,15 @@ def _parting(moment: Moment, other: Moment | None, rank: int, by_name: bool) -> 
         if apart:
             if cause == "result" and not moment.inputs:
                 cause = "value"
-            return Parting(moment.name, moment.occurrence, moment.is_call, [rank], apart, len(paths), cause)
+            return Parting(
+                moment.name, moment.occurrence, moment.is_call, [rank], apart, len(paths), cause, None
+            )
     return None
 
 
-def _missing(moment: Moment, rank: int) -> Parting:
-    num_leaves = len(moment.inputs) + len(moment.results)
-    return Parting(moment.name, moment.occurrence, moment.is_call, [rank], [], num_leaves, "missing")
+def _missing(moment: Moment, rank: int, run: str) -> Parting:
+    num_leaves, cause = len(moment.inputs) + len(moment.results), f"missing in the {run}"
+    return Parting(moment.name, moment.occurrence, moment.is_call, [rank], [], num_leaves, cause, None)
 
 
 def _common(run: Run) -> list[Moment]:
@@ -199,29 +266,70 @@ def _alike(values: Sequence[Values]) -> Values:
 
 def described(comparison: Comparison, first: str, second: str) -> list[str]:
     """A summary that is read in ten seconds."""
-    parting = comparison.parting
-    how = " that all ranks hold alike, by name" if comparison.by_name else ""
+    parting, count = comparison.parting, comparison.num_same
     if parting is None:
-        return [f"{first} and {second} are the same in all {comparison.num_same} events{how}"]
+        return [f"{first} and {second} are the same in {_all_events(count)}"]
     what = "call" if parting.is_call else "mark"
-    nth = f"{parting.occurrence}{_ordinal(parting.occurrence)}"
     ranks = f" on {numbered('rank', parting.ranks)}" if comparison.num_ranks > 1 else ""
-    head = f"{first} and {second} part at the {nth} {what} {parting.name!r}{ranks}"
-    if parting.cause == "missing":
-        return [head, "only one of the two runs has it: from here on they do not do the same"]
-    few = ", ".join(map(_leaf, parting.leaves[:5]))
-    more = f" and {len(parting.leaves) - 5} more" if len(parting.leaves) > 5 else ""
-    lines = [head, f"{len(parting.leaves)} of {parting.num_leaves} leaves differ: {few}{more}"]
+    lines = [f"{first} and {second} part at the {_nth(parting.occurrence)} {what} {parting.name!r}{ranks}"]
+    if parting.leaves:
+        few = ", ".join(map(_leaf, parting.leaves[:5]))
+        more = f" and {len(parting.leaves) - 5} more" if len(parting.leaves) > 5 else ""
+        verb = "differs" if len(parting.leaves) == parting.num_leaves == 1 else "differ"
+        lines.append(f"{len(parting.leaves)} of {_leaves(parting.num_leaves)} {verb}: {few}{more}")
     lines.append(
         {
             "inputs": "its inputs already differ: look at what made them (data, forward or backward pass)",
-            "result": "its inputs are the same and its result is not: it is this that is not reproducible",
-            "value": "all that was recorded before is the same",
+            "result": "its inputs are the same and its result is not: it is this that is not reproducible"
+            if comparison.is_whole
+            else "its inputs are the same on the ranks that were compared; another may have brought others",
+            "value": "what it was made from is not recorded, or not the same on all ranks",
+            "missing in the first": f"only {second} has it: {first} ended before it, or does something else",
+            "missing in the second": f"only {first} has it: {second} ended before it, or does something else",
         }[parting.cause]
     )
-    count = comparison.num_same
-    lines.append(f"{count} {'event before it is' if count == 1 else 'events before it are'} the same{how}")
-    return lines
+    if parting.after is None:
+        return [*lines, "no event comes before it"]
+    name, occurrence = parting.after
+    before = f"{count} events before it are" if count > 1 else "1 event before it is"
+    return [*lines, f"{before} the same; the last is the {_nth(occurrence)} {name!r}"]
+
+
+def notes(comparison: Comparison, runs: Sequence[tuple[str, Run]]) -> list[str]:
+    """What else one should know of a comparison: what was not compared."""
+    said = []
+    if comparison.by_name:
+        places = " and ".join(f"{path} has {_places(run)}" for path, run in runs)
+        said.append(f"{places}: what all of them hold alike was compared, by name")
+    for (path, run), names in zip(runs, comparison.left_out, strict=True):
+        if run.absent_ranks:
+            size = run.files[0].header.size
+            said.append(f"{path} has no file of {numbered('rank', run.absent_ranks)} of its {size}")
+        said += [
+            f"the end of {file.path} is missing, as after a kill; what is whole was compared"
+            for file in run.files
+            if file.is_cut
+        ]
+        if names:
+            number = "1 name" if len(names) == 1 else f"{len(names)} names"
+            said.append(f"only {path} has marks of {number}, which were left out: {names[0]!r}, ...")
+    return [f"note: {each}" for each in said]
+
+
+def _all_events(number: int) -> str:
+    return "the one event of both" if number == 1 else f"all {number} events"
+
+
+def _leaves(number: int) -> str:
+    return "1 leaf" if number == 1 else f"{number} leaves"
+
+
+def _places(run: Run) -> str:
+    """How many ranks and replicas the calls of a run have."""
+    replicas = {count for *_, counts in _num_replicas(run) for count in counts}
+    ranks = "1 rank" if len(run.ranks) == 1 else f"{len(run.ranks)} ranks"
+    most = max(replicas, default=1)
+    return ranks if most == 1 else f"{ranks} of {most} replicas"
 
 
 def _leaf(path: str) -> str:
@@ -230,10 +338,10 @@ def _leaf(path: str) -> str:
     return named[1] if named else path
 
 
-def _ordinal(number: int) -> str:
-    if number % 100 in (11, 12, 13):
-        return "th"
-    return {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+def _nth(number: int) -> str:
+    """The ordinal of a number."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def as_json(comparison: Comparison, runs: Sequence[Run]) -> dict[str, object]:
@@ -244,5 +352,6 @@ def as_json(comparison: Comparison, runs: Sequence[Run]) -> dict[str, object]:
         "num_same": comparison.num_same,
         "by_name": comparison.by_name,
         "first_difference": None if parting is None else parting._asdict(),
+        "left_out": list(comparison.left_out),
         "files": [[str(file.path) for file in run.files] for run in runs],
     }

@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,13 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.errors import FileError
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.fingerprints import fingerprint
-from crossdevice.execution.pending import Pending
-from crossdevice.process_groups.background import is_background_thread
+from crossdevice.execution.pending import Pending, is_started_work
 from crossdevice.process_groups.cluster import cluster_from_env
-from crossdevice.recording.bits_file import DIGEST_BYTES, BitsWriter, Event, Header, Kind
+from crossdevice.recording.bits_file import (
+    DIGEST_BYTES,
+    BitsWriter,
+    Event,
+    Header,
+    Kind,
+    path_of_rank,
+)
 from crossdevice.values.nesting import flatten
+from crossdevice.values.replica_scope import current_replica
 
 VARIABLE = "CROSSDEVICE_RECORD_BITS"
 """Names a file: the whole process is recorded in it."""
@@ -66,7 +75,7 @@ def record_bits(path: str | os.PathLike[str]) -> Iterator[None]:
         A context manager.
 
     Raises:
-        FileError: the file cannot be written.
+        FileError: the file cannot be written, or another process is writing it.
 
     >>> import pathlib, tempfile, numpy as np, crossdevice as cd
     >>> path = pathlib.Path(tempfile.mkdtemp(), "run.bits")
@@ -77,6 +86,7 @@ def record_bits(path: str | os.PathLike[str]) -> Iterator[None]:
     """
     global _recorder
     outer, recorder = _recorder, _Recorder(path)
+    recorder.open()
     try:
         _recorder = recorder
         if outer is None:
@@ -94,6 +104,8 @@ def record_from_environment() -> None:
     global _recorder
     path = os.environ.get(VARIABLE)
     if path and _recorder is None:
+        if not os.access(Path(path).parent, os.W_OK):
+            raise FileError(f"{VARIABLE} is {path}; expected a file in a folder that can be written to")
         _recorder = _Recorder(path)
         _instrument()
 
@@ -106,7 +118,8 @@ def is_recording() -> bool:
 def mark_bits(name: str, tree: Any, *, inputs: Any = None) -> None:
     """Adds fingerprints of a structure of arrays to the record, under a name; does nothing without one.
 
-    A name may be used again: a comparison counts how often it was.
+    A name may be used again: a comparison counts how often it was. In a replica function the replica's number
+    is put behind it.
 
     Args:
         name: what the record calls this place of the program.
@@ -118,48 +131,79 @@ def mark_bits(name: str, tree: Any, *, inputs: Any = None) -> None:
     >>> cd.mark_bits("after forward", {"loss": np.float32(0.5)})
     """
     if _recorder is not None:
-        write_mark(name, digests_of(inputs), digests_of(tree))
+        write_mark(named_by_replica(name), digests_of(inputs), digests_of(tree))
+
+
+def named_by_replica(name: str) -> str:
+    """The name, with the replica whose function marks something: in which order replicas do is by chance."""
+    replica = current_replica()
+    return name if replica is None else f"{name} in replica {replica}"
 
 
 def write_mark(name: str, inputs: Leaves, results: Leaves) -> None:
-    """The same for what was digested before."""
-    recorder = _recorder
-    if recorder is not None:
-        recorder.write(name, recorder.rank, False, inputs, results)
+    """Adds a mark of what was digested before."""
+    if _recorder is not None:
+        _recorder.write(name, None, False, inputs, results)
+
+
+def write_call(name: str, rank: int, inputs: Leaves, results: Leaves) -> None:
+    """Adds a call of an integration; those of crossdevice that it makes are to be `as_one_call`."""
+    if _recorder is not None:
+        _recorder.write(name, rank, True, inputs, results)
 
 
 class _Recorder:
-    """Writes the events of this process; a process forked from it has none."""
+    """Writes the events of this process; a process forked from it has none.
+
+    Its file is made with the first event: until then a launcher, or a program that starts its ranks itself,
+    may have said nothing of ranks.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        cluster = cluster_from_env()
-        self.rank = cluster.rank
+        self._path = Path(path)
         self._process = os.getpid()
         self._lock = threading.RLock()
-        own = Path(path) if cluster.size == 1 else path_of_rank(Path(path), cluster.rank)
-        self._file: BitsWriter | None = BitsWriter(own, Header(cluster.rank, cluster.size))
+        self._file: BitsWriter | None = None
+        self._is_closed = False
 
-    def write(self, name: str, rank: int, is_call: bool, inputs: Leaves, results: Leaves) -> None:
-        """Appends an event."""
+    def open(self) -> BitsWriter:
+        """Makes the file, if there is none yet."""
+        with self._lock:
+            if self._file is None:
+                header = self._header = Header(*_rank_and_size())
+                own = self._path if header.size == 1 else path_of_rank(self._path, header.rank)
+                self._file = BitsWriter(own, header)
+            return self._file
+
+    def write(self, name: str, rank: int | None, is_call: bool, inputs: Leaves, results: Leaves) -> None:
+        """Appends an event; its rank counts where one process has several, each with a thread."""
         counts = [tuple((path, len(found)) for path, found in part.items()) for part in (inputs, results)]
         digests = [digest for part in (inputs, results) for found in part.values() for digest in found]
-        kind = Kind(name, rank, is_call, counts[0], counts[1])
-        event = Event(kind, tuple(bytes.fromhex(digest[: 2 * DIGEST_BYTES]) for digest in digests))
         with self._lock:
-            if self._file is not None and os.getpid() == self._process:
-                self._file.append(event)
+            if self._is_closed or os.getpid() != self._process:
+                return
+            file = self.open()
+            if rank is None or self._header.size > 1:
+                rank = self._header.rank
+            kind = Kind(name, rank, is_call, counts[0], counts[1])
+            file.append(Event(kind, tuple(bytes.fromhex(digest[: 2 * DIGEST_BYTES]) for digest in digests)))
 
     def close(self) -> None:
         """Ends the record."""
         with self._lock:
-            file, self._file = self._file, None
-            if file is not None:
-                file.close()
+            self._is_closed = True
+            if self._file is not None:
+                self._file.close()
 
 
-def path_of_rank(path: Path, rank: int) -> Path:
-    """The file of one of several processes: `run.rank3.bits` for `run.bits`."""
-    return path.with_suffix(f".rank{rank}{path.suffix}")
+def _rank_and_size() -> tuple[int, int]:
+    """The process's place: what its launcher says, or torch.distributed where the program numbers ranks."""
+    cluster = cluster_from_env()
+    distributed = sys.modules.get("torch.distributed")
+    is_formed = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if cluster.size == 1 and distributed is not None and is_formed:
+        return distributed.get_rank(), distributed.get_world_size()
+    return cluster.rank, cluster.size
 
 
 _recorder: _Recorder | None = None
@@ -167,10 +211,10 @@ _recorder: _Recorder | None = None
 _originals: list[tuple[type, str, Any]] = []
 """The methods that recording ones have taken the place of."""
 
-_bound: weakref.WeakKeyDictionary[BoundReduction, tuple[str, int, Any]] = weakref.WeakKeyDictionary()
+_bound: weakref.WeakKeyDictionary[BoundReduction, tuple[str, int | None, Any]] = weakref.WeakKeyDictionary()
 """The values of bound reductions: what they are called, and the rank that bound them."""
 
-_started: weakref.WeakKeyDictionary[Pending, tuple[str, int, Leaves]] = weakref.WeakKeyDictionary()
+_started: weakref.WeakKeyDictionary[Pending, tuple[str, int | None, Leaves]] = weakref.WeakKeyDictionary()
 
 
 class _Inside(threading.local):
@@ -218,11 +262,12 @@ def _is_seen() -> bool:
 
     One of the program's own, not a part of another.
     """
-    return _recorder is not None and not _inside.is_inside and not is_background_thread()
+    return _recorder is not None and not _inside.is_inside and not is_started_work()
 
 
 @contextlib.contextmanager
-def _as_one_call() -> Iterator[None]:
+def as_one_call() -> Iterator[None]:
+    """Calls of crossdevice in the block are part of one that is recorded as a whole."""
     _inside.is_inside = True
     try:
         yield
@@ -239,9 +284,9 @@ def _recorded_call(name: str, method: Any) -> Any:
             return method(self, *args, **kwargs)
         value, what, args, kwargs = _given(signature, name, self, args, kwargs)
         before = digests_of(value)
-        with _as_one_call():
+        with as_one_call():
             result = method(self, *args, **kwargs)
-        recorder.write(what, _rank_of(self, recorder), True, before, digests_of(result))
+        recorder.write(what, _rank_of(self), True, before, digests_of(result))
         return result
 
     return call
@@ -255,9 +300,9 @@ def _recorded_bind(name: str, method: Any) -> Any:
         if recorder is None or not _is_seen():
             return method(self, *args, **kwargs)
         value, what, args, kwargs = _given(signature, name, self, args, kwargs)
-        with _as_one_call():
+        with as_one_call():
             bound = method(self, *args, **kwargs)
-        _bound[bound] = what.replace("bind", "bound reduce"), _rank_of(self, recorder), value
+        _bound[bound] = what.replace("bind", "bound reduce"), _rank_of(self), value
         return bound
 
     return bind
@@ -272,9 +317,9 @@ def _recorded_start_reduce(name: str, method: Any) -> Any:
             return method(self, *args, **kwargs)
         value, what, args, kwargs = _given(signature, name, self, args, kwargs)
         before = digests_of(value)
-        with _as_one_call():
+        with as_one_call():
             pending = method(self, *args, **kwargs)
-        _started[pending] = what, _rank_of(self, recorder), before
+        _started[pending] = what, _rank_of(self), before
         return pending
 
     return start
@@ -288,9 +333,9 @@ def _recorded_bound(_name: str, method: Any) -> Any:
         recorder = _recorder
         if recorder is None or not _is_seen():
             return method(self)
-        what, rank, value = _bound.get(self, ("bound reduce", recorder.rank, None))
+        what, rank, value = _bound.get(self, ("bound reduce", None, None))
         before = digests_of(value)
-        with _as_one_call():
+        with as_one_call():
             result = method(self)
         recorder.write(what, rank, True, before, digests_of(result))
         return result
@@ -303,7 +348,7 @@ def _recorded_start(_name: str, method: Any) -> Any:
         recorder = _recorder
         if recorder is None or not _is_seen():
             return method(self)
-        what, rank, value = _bound.get(self, ("bound reduce", recorder.rank, None))
+        what, rank, value = _bound.get(self, ("bound reduce", None, None))
         before = digests_of(value)
         pending = method(self)
         _started[pending] = what, rank, before
@@ -343,9 +388,9 @@ def _given(
     return value, what, found.args[1:], found.kwargs
 
 
-def _rank_of(ops: CrossDeviceOps, recorder: _Recorder) -> int:
+def _rank_of(ops: CrossDeviceOps) -> int | None:
     group = getattr(ops, "group", None)
-    return recorder.rank if group is None else int(group.rank)
+    return None if group is None else int(group.rank)
 
 
 def digests_of(tree: Any) -> Leaves:

@@ -192,8 +192,10 @@ def test_trees_have_a_digest_for_each_leaf_and_one_for_all():
 def test_what_has_no_bits_is_refused():
     with pytest.raises(cd.errors.DtypeError, match=r"value\['a'\] has dtype object"):
         cd.fingerprint({"a": np.array([None])})
-    with pytest.raises(cd.errors.ConversionError, match="holds a str; expected a number or an array"):
+    with pytest.raises(cd.errors.ConversionError, match=r"value\[0\] is a str; expected an array of numpy"):
         cd.fingerprint(["text"])
+    with pytest.raises(cd.errors.ConversionError, match="value is a list of lists of several lengths"):
+        cd.fingerprint([[1, 2], [3]])
 
 
 def test_replicas_in_the_minority_are_named():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -151,11 +152,37 @@ def test_marks_with_inputs_tell_where_a_difference_is_made(tmp_path):
 def test_an_event_that_only_one_run_has_is_said_to_be_missing(tmp_path, capsys):
     first = recorded(tmp_path / "a.bits", lambda: [cd.mark_bits("step", 1), cd.mark_bits("step", 2)])
     second = recorded(tmp_path / "b.bits", lambda: cd.mark_bits("step", 1))
-    for pair in ((first, second), (second, first)):
+    for pair, lacks_it in (((first, second), "second"), ((second, first), "first")):
         assert main(["bits", *pair, "--json"]) == 1
         found = json.loads(capsys.readouterr().out)
-        assert found["first_difference"]["cause"] == "missing"
+        assert found["first_difference"]["cause"] == f"missing in the {lacks_it}"
         assert found["first_difference"]["occurrence"] == 2
+        assert found["first_difference"]["after"] == ["step", 1]
+    assert main(["bits", first, second]) == 1
+    assert f"only {first} has it: {second} ended before it" in capsys.readouterr().out
+
+
+def test_marks_that_only_one_run_has_are_left_out(tmp_path, capsys):
+    def program(with_marks):
+        for step in (1.0, 2.0):
+            if with_marks:
+                cd.mark_bits("layer", np.ones(3))
+            cd.DirectAllReduce().reduce("sum", arrays(step, 1.0), "cpu:0")
+
+    first, second = (
+        recorded(tmp_path / name, lambda has=has: program(has))
+        for name, has in (("a.bits", False), ("b.bits", True))
+    )
+    assert main(["bits", first, second]) == 0
+    said = capsys.readouterr().out
+    assert "are the same in all 2 events" in said
+    assert f"note: only {second} has marks of 1 name, which were left out: 'layer'" in said
+
+
+def test_replicas_mark_under_their_numbers(tmp_path):
+    strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
+    path = recorded(tmp_path / "a", lambda: strategy.run(lambda: cd.mark_bits("x", np.ones(1))))
+    assert {event.kind.name for event in read_bits(path).events} == {"x in replica 0", "x in replica 1"}
 
 
 def program_of(bias):
@@ -176,7 +203,7 @@ def test_the_rank_whose_inputs_differ_is_named(tmp_path, capsys):
             run_ranks(3, program_of(bias))
     assert main(["bits", str(tmp_path / "a.bits"), str(tmp_path / "b.bits")]) == 1
     said = capsys.readouterr().out
-    assert "part at the 3rd call 'reduce SUM' on rank 1\n1 of 1 leaves differ: w\nits inputs already" in said
+    assert "part at the 3rd call 'reduce SUM' on rank 1\n1 of 1 leaf differs: w\nits inputs already" in said
 
 
 @pytest.mark.parametrize("last", [12.0, 24.0])
@@ -215,6 +242,79 @@ def test_every_rank_of_a_launch_writes_a_file_of_its_own(tmp_path, monkeypatch):
     assert sorted(read_run(str(tmp_path / "*1.bits")).ranks) == [1]
 
 
+def test_files_that_are_not_of_one_run_are_refused(tmp_path, monkeypatch):
+    recorded(tmp_path / "run.bits", lambda: cd.mark_bits("step", 1))
+    for rank, size in ((0, 2), (1, 2), (2, 3)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+        recorded(tmp_path / "run.bits", lambda: cd.mark_bits("step", 1))
+    with pytest.raises(FileError, match=r"run\.bits and .*run\.rank0\.bits are of two runs"):
+        read_run(str(tmp_path / "run.bits"))
+    (tmp_path / "run.bits").unlink()
+    with pytest.raises(FileError, match=r"rank2\.bits is of a run of 3 processes, .* of one of 2"):
+        read_run(str(tmp_path / "run.bits"))
+
+
+def test_a_rank_whose_file_is_missing_is_named_and_what_it_brought_is_not_guessed(
+    tmp_path, monkeypatch, capsys
+):
+    for run, ranks, last in (("a.bits", (0, 1), 2.0), ("b.bits", (0,), 3.0)):
+        for rank in ranks:
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            recorded(
+                tmp_path / run, lambda last=last: cd.mark_bits("sum", np.ones(1) * last, inputs=np.ones(1))
+            )
+    assert main(["bits", str(tmp_path / "a.bits"), str(tmp_path / "b.bits")]) == 1
+    said = capsys.readouterr().out
+    assert "its inputs are the same on the ranks that were compared; another may have brought others" in said
+    assert "b.bits has no file of rank 1 of its 2" in said
+
+
+def test_a_record_without_events_is_an_error_and_not_a_run_that_is_the_same(tmp_path, capsys):
+    path = recorded(tmp_path / "a.bits", lambda: None)
+    assert main(["bits", path, path]) == 2
+    assert "a.bits has no events" in capsys.readouterr().err
+
+
+def test_a_file_belongs_to_one_process_at_a_time(tmp_path):
+    path = tmp_path / "run.bits"
+    with cd.record_bits(path):
+        with pytest.raises(FileError, match="is being written by another process"), cd.record_bits(path):
+            pass
+        cd.mark_bits("step", 1)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b".")
+            signal.pause()
+    try:
+        os.read(reader, 1)
+        with cd.record_bits(path):  # what was forked has left it to its parent
+            cd.mark_bits("step", 2)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reader)
+        os.close(writer)
+    assert len(read_bits(path).events) == 1
+
+
+def test_a_record_that_cannot_go_on_does_not_stop_the_program(tmp_path, caplog, monkeypatch):
+    with cd.record_bits(tmp_path / "run.bits"):
+        cd.mark_bits("step", 1)
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full)
+            cd.mark_bits("step", 2)
+        cd.mark_bits("step", 3)
+    assert len(read_bits(tmp_path / "run.bits").events) == 1
+    assert "ends here, it cannot be written: No space left" in caplog.text
+
+
 def test_what_is_whole_of_a_file_that_was_cut_is_read(tmp_path, capsys):
     path = recorded(tmp_path / "a.bits", lambda: [cd.mark_bits("step", number) for number in range(5)])
     whole = (tmp_path / "a.bits").read_bytes()
@@ -228,6 +328,11 @@ def test_what_is_whole_of_a_file_that_was_cut_is_read(tmp_path, capsys):
     (tmp_path / "b.bits").write_bytes(whole[:-3])
     assert main(["bits", path, str(tmp_path / "b.bits")]) == 1
     assert "the end of" in capsys.readouterr().out
+    (tmp_path / "b.bits").write_bytes(whole + bytes(100))
+    assert read_bits(tmp_path / "b.bits").is_cut
+    (tmp_path / "b.bits").write_bytes(whole[:-30] + b"xxx" + whole[-27:])
+    assert main(["bits", path, str(tmp_path / "b.bits")]) == 2
+    assert "is damaged after" in capsys.readouterr().err
 
 
 def test_what_is_no_record_is_refused(tmp_path, capsys):
@@ -252,6 +357,16 @@ def test_a_variable_records_a_whole_process_also_one_that_is_killed(tmp_path):
     subprocess.run([sys.executable, "-c", program], env=variables, check=False)
     events = read_bits(tmp_path / "run.bits").events
     assert [event.kind.name for event in events] == ["reduce SUM"] * 3
+
+
+def test_a_launcher_that_calls_nothing_writes_no_file(tmp_path):
+    variables = {**os.environ, "CROSSDEVICE_RECORD_BITS": str(tmp_path / "run.bits")}
+    subprocess.run([sys.executable, "-c", "import crossdevice"], env=variables, check=True)
+    assert list(tmp_path.iterdir()) == []
+    variables["CROSSDEVICE_RECORD_BITS"] = str(tmp_path / "none" / "run.bits")
+    program = [sys.executable, "-c", "import crossdevice"]
+    ended = subprocess.run(program, env=variables, capture_output=True, text=True, check=False)
+    assert "expected a file in a folder that can be written to" in ended.stderr
 
 
 def test_values_that_cannot_be_digested_do_not_stop_the_program(tmp_path, caplog):

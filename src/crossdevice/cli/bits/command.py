@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from crossdevice.recording.comparison import as_json, compare, described, read_run
+from crossdevice.recording.comparison import as_json, compare, described, notes, read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +24,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(as_json(found, runs), indent=2))
     else:
         print("\n".join(described(found, arguments.first, arguments.second)))
-        for file in (file for each in runs for file in each.files if file.is_cut):
-            print(f"note: the end of {file.path} is missing, as after a kill; what is whole was compared")
+        for note in notes(found, [(arguments.first, runs[0]), (arguments.second, runs[1])]):
+            print(note)
     return 0 if found.parting is None else 1

@@ -15,6 +15,7 @@ from crossdevice.errors import OptionError
 from crossdevice.process_groups.background import BackgroundThread
 from crossdevice.process_groups.engines.torch_engine import form_group
 from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.recording.recorder import Leaves, as_one_call, digests_of, is_recording, write_call
 from crossdevice.values.options import CommunicationOptions, Precision
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -52,6 +53,7 @@ class ReproducibleMean:
         self._ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else None
         self._ops: CollectiveAllReduce | None = None
         self._of_models: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._names: dict[int, str] = {}
         self._thread = BackgroundThread("crossdevice gradients")
 
     @property
@@ -85,7 +87,7 @@ class ReproducibleMean:
 
         def reduce() -> None:
             try:
-                result = self._mean(gradients)
+                result = self._recorded_mean(bucket, gradients) if is_recording() else self._mean(gradients)
                 if gradients.is_cuda:
                     torch.cuda.current_stream(gradients.device).synchronize()
             except BaseException as error:
@@ -106,6 +108,20 @@ class ReproducibleMean:
         # Not into the bucket: DistributedDataParallel copies gradients from wherever the result is.
         return self._ops.reduce(ReduceOp.MEAN, gradients, gradients)
 
+    def _recorded_mean(self, bucket: dist.GradBucket, gradients: torch.Tensor) -> Any:
+        """The same, recorded by the names of parameters: buckets may differ from run to run."""
+        names = [self._names.get(id(parameter), "without a name") for parameter in bucket.parameters()]
+        parts = bucket.gradients()
+        before = _by_name(names, digests_of(_parts(names, gradients, parts)))
+        with as_one_call():
+            result = self._mean(gradients)
+        after = _by_name(names, digests_of(_parts(names, result, parts)))
+        assert self._ops is not None
+        assert self._ops.group is not None
+        for name in names:
+            write_call(f"mean of gradient {name}", self._ops.group.rank, before[name], after[name])
+        return result
+
     def _check_model_of(self, parameters: list[torch.Tensor]) -> None:
         """Refuses buckets of a model on other processes; each model is looked for once."""
         if self._of_models.get(id(parameters[0])) is parameters[0]:
@@ -120,6 +136,8 @@ class ReproducibleMean:
             )
         own = [parameter for model in models for parameter in model.parameters()]
         self._of_models.update({id(parameter): parameter for parameter in (*parameters, *own)})
+        for model in models:
+            self._names.update((id(own), name) for name, own in model.module.named_parameters())
 
     def _check_ranks(self, ranks: list[int]) -> None:
         if self._given is not None and self._given.size != len(ranks):
@@ -133,6 +151,24 @@ class ReproducibleMean:
                 f"a bucket is from a model on ranks {ranks}, and this ReproducibleMean is for ranks "
                 f"{self._ranks}: make one for each group of processes"
             )
+
+
+def _parts(names: list[str], whole: torch.Tensor, gradients: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a bucket, or its mean, has of each parameter; a sparse bucket is of one."""
+    if whole.is_sparse:
+        return {names[0]: whole}
+    parts = whole.view(-1).split([gradient.numel() for gradient in gradients])
+    return {
+        name: part.view(gradient.shape) for name, part, gradient in zip(names, parts, gradients, strict=True)
+    }
+
+
+def _by_name(names: list[str], digests: Leaves) -> dict[str, Leaves]:
+    """The digests of each parameter's leaves, of which a sparse gradient has two."""
+    of_paths: dict[str, Leaves] = {}
+    for path, found in digests.items():
+        of_paths.setdefault(path[: path.index("]") + 1], {})[path] = found
+    return {name: of_paths[f"value[{name!r}]"] for name in names}
 
 
 def formed_group(ranks: list[int], purpose: str) -> ProcessGroup:

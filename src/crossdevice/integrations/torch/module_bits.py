@@ -9,7 +9,8 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_leaves
 
-from crossdevice.recording.recorder import Leaves, digests_of, is_recording, mark_bits, write_mark
+from crossdevice.integrations.torch.mirrored_module import MirroredModule
+from crossdevice.recording.recorder import Leaves, digests_of, is_recording, named_by_replica, write_mark
 
 
 class ModuleBits:
@@ -20,7 +21,8 @@ class ModuleBits:
     this submodule that is not reproducible. Gradients are those of outputs and of parameters.
 
     Args:
-        model: any module; one in DistributedDataParallel is marked by the names it has there.
+        model: any module; one in DistributedDataParallel is marked by the names it has there, each copy of a
+            MirroredModule with the number of its replica.
         name: what marks begin with.
 
     >>> import torch
@@ -32,6 +34,11 @@ class ModuleBits:
     def __init__(self, model: torch.nn.Module, name: str = "model") -> None:
         self._before = _Before()
         self._handles: list[Any] = []
+        copies = model.replicas if isinstance(model, MirroredModule) else (model,)
+        for replica, module in enumerate(copies):
+            self._watch(module, name, f" in replica {replica}" if len(copies) > 1 else "")
+
+    def _watch(self, model: torch.nn.Module, name: str, where: str) -> None:
         for path, module in model.named_modules():
             label = f"{name}.{path}" if path else name
             forward = functools.partial(self._after_forward, label)
@@ -41,7 +48,7 @@ class ModuleBits:
             ]
         for path, parameter in model.named_parameters():
             if parameter.requires_grad:
-                hook = functools.partial(_mark_gradient, f"{name}.{path}.grad")
+                hook = functools.partial(_mark_gradient, f"{name}.{path}.grad{where}")
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
@@ -75,11 +82,13 @@ class ModuleBits:
                 before = digests
                 break
         tensors = _tensors(output)
-        write_mark(f"{label} forward", before, digests_of({"outputs": tensors}))
+        write_mark(named_by_replica(f"{label} forward"), before, digests_of({"outputs": tensors}))
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 which = f" {number}" if len(tensors) > 1 else ""
-                tensor.register_hook(functools.partial(mark_bits, f"{label} gradient of output{which}"))
+                # Now: the backward pass of all replicas may run in one thread.
+                name = named_by_replica(f"{label} gradient of output{which}")
+                tensor.register_hook(functools.partial(_mark, name))
 
 
 class _Before(threading.local):
@@ -93,5 +102,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def _mark(name: str, gradient: torch.Tensor) -> None:
+    if is_recording():
+        write_mark(name, {}, digests_of(gradient))
+
+
 def _mark_gradient(name: str, parameter: torch.Tensor) -> None:
-    mark_bits(name, parameter.grad)
+    if parameter.grad is not None:
+        _mark(name, parameter.grad)

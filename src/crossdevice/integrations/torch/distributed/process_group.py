@@ -52,6 +52,7 @@ from crossdevice.integrations.torch.distributed.work import (
 )
 from crossdevice.process_groups.engines.torch_engine import form_group
 from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.recording.recorder import as_one_call, digests_of, is_recording, write_call
 from crossdevice.values.options import CommunicationOptions
 
 Tensors = Sequence[torch.Tensor]
@@ -618,6 +619,8 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         self._sequence += 1
         if tensors and tensors[0].is_meta:  # which have nothing to exchange, as in gloo
             return EndedWork(results)
+        if is_recording():
+            call = self._recorded_bits(name, call, results, tensors)
         is_profiled = torch.autograd._profiler_enabled()
         on_gpu = bool(tensors) and tensors[0].is_cuda
         if not (opts.asyncOp or is_profiled or on_gpu or self._coalesced is not None):
@@ -635,6 +638,19 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _recorded_bits(
+        self, name: str, call: Callable[[], None], results: Sequence[Any], tensors: Tensors
+    ) -> Callable[[], None]:
+        """The same call as one event of a record of bits; calls of crossdevice inside are part of it."""
+
+        def run() -> None:
+            before = digests_of(list(tensors))
+            with as_one_call():
+                call()
+            write_call(name.strip("_").removesuffix("_base"), self._rank, before, digests_of(list(results)))
+
+        return run
 
     def _gpu_work(
         self, call: Callable[[], None], results: Sequence[Any], tensor: torch.Tensor
