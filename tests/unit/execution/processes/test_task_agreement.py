@@ -63,9 +63,9 @@ def test_another_transport(monkeypatch, refused, size):
 def test_other_tasks(monkeypatch, refused, size):
     all_reduce = reduced_batch.all_reduce
 
-    def laid_out(leaves, workers=None, *, is_small=False, seen_by=None):
+    def laid_out(leaves, workers=None, *, seen_by=None, **_):
         workers = (0,) if seen_by == ODD else workers
-        return all_reduce(leaves, workers, is_small=False, seen_by=seen_by)
+        return all_reduce(leaves, workers, seen_by=seen_by)
 
     monkeypatch.setattr(reduced_batch, "all_reduce", laid_out)
     text = refused(size)
