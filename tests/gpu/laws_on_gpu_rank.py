@@ -144,11 +144,8 @@ def main():
     with form() as group:
         laws = laws_of_reductions.REDUCTION_LAWS | laws_of_shards.SHARD_LAWS
         fates = {name: fate(law, group, form) for name, law in laws.items() if name not in ON_THE_HOST}
-        explained = (
-            CrossdeviceOnGpu.CollectiveAllReduce(group)
-            .explain(torch.ones(3, device="cuda"), "cuda:0")
-            .splitlines()[-1]
-        )
+        told = CrossdeviceOnGpu.CollectiveAllReduce(group).explain(torch.ones(3, device="cuda"), "cuda:0")
+        explained = [line for line in told.splitlines() if not line.startswith(" ")][-1]
     report(here.rank, {"fates": fates, "explained": explained})
 
 
