@@ -59,6 +59,7 @@ def models(folder: Path) -> None:
     assert total.mean()["w"].tolist() == [2, 3]
     total.save(folder / "sum.npz")
     other = cd.Accumulator.load(str(folder / "sum.npz"))
+    assert run_ranks(2, lambda group: other.sum(group) is not None) == [True, True]
     other.merge(total)
     assert other.sum()["w"].tolist() == [160, 240]
     for name, (model, _) in zip("ab", clients, strict=True):

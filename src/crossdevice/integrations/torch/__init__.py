@@ -3,6 +3,7 @@
 `DataParallel` takes the place of `torch.nn.DataParallel`. `MirroredModule` is for training steps that run as
 replicas of a strategy, backward pass and optimizer included. `reproducible_hook` is for
 `torch.nn.parallel.DistributedDataParallel`, `ReproducibleReduceScatter` for FSDP2's `fully_shard`.
+`ExactGradients` makes a training step the same on any number of workers.
 """
 
 from crossdevice.values.libraries import missing_library
@@ -12,6 +13,9 @@ try:
     from crossdevice.integrations.torch.containers import register_container
     from crossdevice.integrations.torch.data_parallel import DataParallel
     from crossdevice.integrations.torch.distributed import BackendOptions
+    from crossdevice.integrations.torch.exact_clipping import clip_grad_norm_
+    from crossdevice.integrations.torch.exact_gradients import ExactGradients, ExactStep
+    from crossdevice.integrations.torch.micro_batch_seeds import micro_batch_seed, seeded_micro_batch
     from crossdevice.integrations.torch.mirrored_module import MirroredModule
     from crossdevice.integrations.torch.module_bits import ModuleBits
     from crossdevice.integrations.torch.sharded_gradients import ReproducibleReduceScatter
@@ -21,10 +25,15 @@ except ModuleNotFoundError as error:
 __all__ = [
     "BackendOptions",
     "DataParallel",
+    "ExactGradients",
+    "ExactStep",
     "MirroredModule",
     "ModuleBits",
     "ReproducibleMean",
     "ReproducibleReduceScatter",
+    "clip_grad_norm_",
+    "micro_batch_seed",
     "register_container",
     "reproducible_hook",
+    "seeded_micro_batch",
 ]

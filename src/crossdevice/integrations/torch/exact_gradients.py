@@ -1,0 +1,457 @@
+"""Gradients of micro-batches, added without rounding: the same bits on any number of workers."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from crossdevice.backends.protocol import dtype_named
+from crossdevice.backends.registry import backend_named
+from crossdevice.combining.between_ranks import (
+    BUCKET_BYTES,
+    RoundedSum,
+    gathered_json,
+    write_own,
+    write_totals,
+)
+from crossdevice.errors import ContextError, ConversionError, DtypeError, MismatchError, OptionError
+from crossdevice.integrations.torch.communication_hook import formed_group
+from crossdevice.integrations.torch.tensor_kinds import is_instance_of
+from crossdevice.kernels.host.running_sum import RunningSum, add_all
+from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.values.device import host_device
+from crossdevice.values.dtypes import FLOATS, PARTS
+from crossdevice.values.launchers import launched
+from crossdevice.values.reduce_op import ReduceOp
+
+LARGEST_WEIGHT = 1 << 53
+"""Whole numbers up to here are float64 without rounding."""
+
+
+class ExactStep(NamedTuple):
+    """What went into the gradients of a step, on all workers together.
+
+    Args:
+        weight: the sum of all weights.
+        micro_batches: the number of gradients that were added.
+        apart: elements of this worker that its float64 could not hold, and which were kept as fractions.
+        bytes_sent: what this worker sent to others.
+
+    >>> ExactStep(weight=64, micro_batches=8, apart=0, bytes_sent=0).weight
+    64
+    """
+
+    weight: int
+    micro_batches: int
+    apart: int
+    bytes_sent: int
+
+
+class ExactGradients:
+    """Adds gradients of micro-batches without rounding, on this worker and then over all of them.
+
+    Each worker calls `add` after the backward pass of every micro-batch it runs, and all call `finish` at the
+    end of the step. Then `.grad` of every parameter is the weighted mean over all micro-batches of all
+    workers, rounded once: its bits depend neither on the number of workers nor on who ran which micro-batch,
+    nor in which order. It needs 16 bytes a parameter (24 for float64) beside the gradients.
+
+    Plain modules need no wrapper. DistributedDataParallel runs its backward passes under `no_sync()`.
+    Modules of FSDP2 are refused: their gradients were rounded while they were scattered.
+
+    Args:
+        parameters: `model.parameters()` or `model.named_parameters()`; errors of the latter name parameters.
+        group: the workers: a group of crossdevice or of torch.distributed, of any backend. None means the
+            default group of torch.distributed, if there is one, else this process alone.
+        bucket_bytes: how much of the sums travels at once. It changes no bits.
+
+    Raises:
+        OptionError: there are no parameters, the group is of another kind, or the process was launched as
+            one of several and no group says so.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> exact = ExactGradients(model.parameters())
+    >>> for examples in (torch.ones(3, 2), torch.zeros(5, 2)):
+    ...     model(examples).mean().backward()
+    ...     exact.add(weight=len(examples))
+    >>> exact.finish().weight, model.weight.grad
+    (8, tensor([[0.3750, 0.3750]]))
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        group: ProcessGroup | dist.ProcessGroup | None = None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        named = [
+            each if isinstance(each, tuple) else (f"parameter {number}", each)
+            for number, each in enumerate(parameters)
+        ]
+        if not named:
+            raise OptionError("there are no parameters; got an empty iterable: was it used up before?")
+        if group is not None and not isinstance(group, (ProcessGroup, dist.ProcessGroup)):
+            raise OptionError(
+                "group must be a group of crossdevice or of torch.distributed that this process is in, "
+                f"got {group!r}"
+            )
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise OptionError(f"bucket_bytes must be a whole number, 1 or more; got {bucket_bytes!r}")
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._bucket_bytes = bucket_bytes
+        self._given = group
+        self._group = group if isinstance(group, ProcessGroup) else None
+        self._sums: dict[int, _Sum] = {}
+        self._kept: dict[int, _Sum] = {}  # of earlier steps, whose memory is used again
+        self._weight = self._micro_batches = 0
+        self._results: dict[int, weakref.ref[torch.Tensor]] = {}
+        size = launched(os.environ).size
+        if group is None and not _has_default_group() and size > 1:
+            raise OptionError(
+                f"this process was launched as one of {size}, and no group says so: give group=, or call "
+                "torch.distributed.init_process_group before"
+            )
+
+    @property
+    def weight(self) -> int:
+        """The sum of the weights that this worker has added in this step."""
+        return self._weight
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of gradients that this worker has added in this step."""
+        return self._micro_batches
+
+    @property
+    def apart(self) -> int:
+        """The number of elements that do not fit in float64 numbers, and are kept as fractions."""
+        return sum(each.running.num_apart for each in self._sums.values())
+
+    @torch.no_grad()
+    def add(self, weight: int = 1) -> None:
+        """Adds the gradients that a backward pass has left in `.grad`, times a weight, and clears them.
+
+        No other worker takes part. Parameters without a gradient count as if they had one of zeros.
+
+        Args:
+            weight: a whole number, 0 or more: how many examples or tokens the loss is a mean of. With a loss
+                that is a sum, leave it at 1 and call `finish("sum")`.
+
+        Raises:
+            OptionError: the weight is not a whole number from 0 to 2**53.
+            ContextError: gradients still hold the result of the last step.
+            DtypeError: a gradient is not of floats or complex numbers, or of another dtype than before.
+            ConversionError: a gradient is sharded, or sparse in another way than an embedding's.
+        """
+        factor = _checked_weight(weight)
+        found = [(n, p.grad) for n, p in enumerate(self._parameters) if p.grad is not None]
+        for number, gradient in found:
+            self._check(number, gradient)
+        tasks = []
+        for number, gradient in found if factor else ():
+            total = self._sums.get(number) or self._sum_for(number, gradient)
+            self._sums[number] = total
+            tasks.append((total.running_for(gradient), [total.flat(gradient)], [float(factor)]))
+        add_all(tasks)
+        for number, _ in found:
+            self._parameters[number].grad = None
+        self._weight += factor
+        self._micro_batches += 1
+
+    @torch.no_grad()
+    def finish(self, op: ReduceOp | str = ReduceOp.MEAN) -> ExactStep:
+        """Sets `.grad` to the mean over all micro-batches of all workers; each worker calls it.
+
+        A worker may have added nothing. A parameter that no micro-batch had a gradient of keeps `None`.
+
+        Args:
+            op: `"mean"` divides by the sum of all weights, `"sum"` does not divide.
+
+        Returns:
+            The weight and the number of micro-batches of all workers, and what it took.
+
+        Raises:
+            OptionError: the operation is neither, or the weights add up to 0.
+            ContextError: no worker has added anything.
+            MismatchError: workers differ in what they finish, or one has gradients that it has not added.
+            DeadlineError: other workers did not come in time.
+            ProcessGroupError: a worker was lost.
+        """
+        op = ReduceOp(op)
+        if op not in (ReduceOp.MEAN, ReduceOp.SUM):
+            raise OptionError(f"gradients are combined by mean or sum; got {op.name}")
+        group = self._workers()
+        own: dict[str, Any] = {
+            "op": op.name,
+            "parameters": [[str(each.dtype), list(each.shape)] for each in self._parameters],
+            "weight": self._weight,
+            "micro_batches": self._micro_batches,
+            "sums": {str(number): total.kind for number, total in self._sums.items()},
+            "left": next(
+                (n for n, p in zip(self._names, self._parameters, strict=True) if p.grad is not None), ""
+            ),
+        }
+        if group is None or group.size == 1:
+            members: tuple[str, ...] = ("this worker",)
+            of_ranks = [own]
+        else:
+            # Two calls: what is wrong is found by all alike between them, and the group stays usable.
+            with group.call("compare exact gradients", b"compare exact gradients") as call:
+                of_ranks, members = gathered_json(call, own), group.members
+        self._check_ranks(members, of_ranks)
+        weight = sum(facts["weight"] for facts in of_ranks)
+        if not any(facts["micro_batches"] for facts in of_ranks):
+            raise ContextError("no worker has added any gradients, so there is nothing to finish")
+        if op is ReduceOp.MEAN and not weight:
+            raise OptionError(
+                "the weights of all workers add up to 0; a mean needs a positive sum of weights"
+            )
+        kinds = {int(n): kind for facts in of_ranks for n, kind in facts["sums"].items()}
+        apart = self.apart
+        divisor = Fraction(weight) if op is ReduceOp.MEAN else Fraction(1)
+        sums = {n: self._sums.get(n) or self._empty_sum(n, kinds[n]) for n in sorted(kinds)}
+        if group is None or group.size == 1:
+            outs, sent = _written(None, sums, divisor, self._bucket_bytes)
+        else:
+            with group.call(f"combine exact gradients of {len(sums)} parameters", b"exact") as call:
+                outs, sent = _written(call, sums, divisor, self._bucket_bytes)
+        for number, total in sums.items():
+            parameter = self._parameters[number]
+            parameter.grad = total.gradient(outs[number], parameter)
+            self._results[number] = weakref.ref(parameter.grad)
+        micro_batches = sum(facts["micro_batches"] for facts in of_ranks)
+        self._kept |= sums
+        self.clear()
+        return ExactStep(weight, micro_batches, apart, sent)
+
+    def clear(self) -> None:
+        """Drops what this worker has added in this step; `.grad` stays as it is."""
+        for total in self._sums.values():
+            total.running.clear()
+        self._kept |= self._sums
+        self._sums = {}
+        self._weight = self._micro_batches = 0
+
+    def _workers(self) -> ProcessGroup | None:
+        """The group of all workers, formed when all of them first finish a step."""
+        if self._group is None and (self._given is not None or _has_default_group()):
+            ranks = dist.get_process_group_ranks(self._given)
+            if len(ranks) > 1:
+                self._group = formed_group(ranks, "exact gradients")
+        return self._group
+
+    def _check(self, number: int, gradient: torch.Tensor) -> None:
+        """Refuses a gradient that cannot be added, before any is."""
+        name, last = self._names[number], self._results.get(number)
+        if last is not None and last() is gradient:
+            raise ContextError(
+                f"the gradient of {name} still holds the result of the last step, to which the backward pass "
+                "has added; call optimizer.zero_grad() before it"
+            )
+        if is_instance_of(gradient, "torch.distributed.tensor", "DTensor"):
+            raise ConversionError(
+                f"the gradient of {name} is a DTensor, which was rounded when it was scattered; "
+                "expected one of a module that is not sharded"
+            )
+        if gradient.layout == torch.sparse_coo and gradient.sparse_dim() == 1 and gradient.ndim > 1:
+            kind = "rows"
+        elif gradient.layout == torch.strided and not gradient.is_nested and not gradient.is_meta:
+            kind = "dense"
+        else:
+            raise ConversionError(
+                f"the gradient of {name} is a {gradient.layout} tensor on {gradient.device}; expected a "
+                "dense one with data, or torch.sparse_coo with one sparse axis, as embeddings make them"
+            )
+        dtype = str(gradient.dtype).removeprefix("torch.")
+        if dtype not in FLOATS and dtype not in PARTS:
+            raise DtypeError(
+                f"the gradient of {name} has dtype {dtype}; expected one of {', '.join((*FLOATS, *PARTS))}"
+            )
+        known = self._sums.get(number)
+        if known is not None and known.kind != [kind, dtype]:
+            raise DtypeError(
+                f"the gradient of {name} is {kind} of {dtype}; those added before are "
+                f"{' of '.join(known.kind)}"
+            )
+
+    def _check_ranks(self, members: Sequence[str], of_ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Raises on all workers what is wrong on one of them."""
+        seen: dict[str, tuple[str, list[str]]] = {}
+        problem = ""
+        for name, facts in zip(members, of_ranks, strict=True):
+            if facts["left"]:
+                problem = problem or (
+                    f"{name} has a gradient of {facts['left']} that was not added: call add() after each "
+                    "backward pass, or clear the gradients"
+                )
+            for noun in ("op", "parameters"):
+                if facts[noun] != of_ranks[0][noun]:
+                    problem = problem or (
+                        f"{name} finishes with another {noun} than {members[0]}: "
+                        f"{_differing(facts[noun], of_ranks[0][noun])}"
+                    )
+            for number, kind in facts["sums"].items():
+                first, known = seen.setdefault(number, (name, kind))
+                if known != kind:
+                    problem = problem or (
+                        f"{name} has gradients of {self._names[int(number)]} that are {' of '.join(kind)}; "
+                        f"those of {first} are {' of '.join(known)}"
+                    )
+        if problem:
+            error = MismatchError(problem)
+            error.is_on_all_ranks = True
+            raise error
+
+    def _sum_for(self, number: int, gradient: torch.Tensor) -> _Sum:
+        kind = "dense" if gradient.layout == torch.strided else "rows"
+        return self._empty_sum(number, [kind, str(gradient.dtype).removeprefix("torch.")])
+
+    def _empty_sum(self, number: int, kind: list[str]) -> _Sum:
+        kept = self._kept.pop(number, None)
+        if kept is not None and kept.kind == kind:
+            return kept.emptied()
+        made = _RowSum if kind[0] == "rows" else _DenseSum
+        return made(kind[1], self._parameters[number].shape)
+
+
+class _DenseSum:
+    """The sum of the dense gradients of one parameter, in the order of its indices."""
+
+    def __init__(self, dtype: str, shape: torch.Size) -> None:
+        self.kind = ["dense", dtype]
+        self.part = dtype_named(PARTS.get(dtype, dtype))
+        self.running = RunningSum(shape.numel() * (2 if dtype in PARTS else 1), self.part, "exact")
+
+    def emptied(self) -> _Sum:
+        self.running.clear()
+        return self
+
+    def running_for(self, gradient: torch.Tensor) -> RunningSum:  # noqa: ARG002 - rows need it
+        return self.running
+
+    def flat(self, gradient: torch.Tensor) -> NDArray[Any]:
+        flat: NDArray[Any] = backend_named("torch").to_host(gradient).view(self.part)
+        return flat
+
+    def match_ranks(self, call: GroupCall) -> None:
+        """Dense sums have the same elements on all ranks."""
+
+    def gradient(self, out: NDArray[Any], parameter: torch.Tensor) -> torch.Tensor:
+        whole = out.view(dtype_named(self.kind[1]))
+        made: torch.Tensor = backend_named("torch").from_host(whole, tuple(parameter.shape), host_device(0))
+        if made.stride() == parameter.stride() and parameter.device == made.device:
+            return made
+        return torch.empty_like(parameter, dtype=made.dtype).copy_(made)
+
+
+class _RowSum:
+    """The sum of sparse gradients of one parameter: of those rows that any of them had."""
+
+    def __init__(self, dtype: str, shape: torch.Size) -> None:
+        self.kind = ["rows", dtype]
+        self.part = dtype_named(PARTS.get(dtype, dtype))
+        self.width = shape[1:].numel() * (2 if dtype in PARTS else 1)
+        self.rows: NDArray[np.int64] = np.empty(0, np.int64)
+        self.running = RunningSum(0, self.part, "exact")
+
+    def emptied(self) -> _Sum:
+        self.rows, self.running = np.empty(0, np.int64), RunningSum(0, self.part, "exact")
+        return self
+
+    def running_for(self, gradient: torch.Tensor) -> RunningSum:
+        # In the order in which the backward pass has left repeated rows, which is the micro-batch's own.
+        self.extend(np.unique(gradient._indices()[0].cpu().numpy()))
+        return self.running
+
+    def flat(self, gradient: torch.Tensor) -> NDArray[Any]:
+        gradient = gradient.coalesce()
+        # Rows that are absent must change nothing, not even the sign of a zero.
+        spread = np.full((len(self.rows), self.width), -0.0, self.part)
+        places = np.searchsorted(self.rows, gradient.indices()[0].cpu().numpy())
+        values = backend_named("torch").to_host(gradient.values()).view(self.part)
+        spread[places] = values.reshape(-1, self.width)
+        return spread.reshape(-1)
+
+    def extend(self, rows: NDArray[np.int64]) -> None:
+        """Makes room for more rows."""
+        united = np.union1d(self.rows, rows)
+        if len(united) == len(self.rows):
+            return
+        places = np.searchsorted(united, self.rows)
+        elements = (places[:, None] * self.width + np.arange(self.width)).reshape(-1)
+        self.running = self.running.spread_to(len(united) * self.width, elements)
+        self.rows = united
+
+    def match_ranks(self, call: GroupCall) -> None:
+        """Makes room for the rows of all ranks."""
+        for rows in call.all_gather_uneven(self.rows.astype("<i8").tobytes()):
+            self.extend(np.frombuffer(rows, "<i8").astype(np.int64))
+
+    def gradient(self, out: NDArray[Any], parameter: torch.Tensor) -> torch.Tensor:
+        whole = out.view(dtype_named(self.kind[1]))
+        shape = (len(self.rows), *parameter.shape[1:])
+        values = backend_named("torch").from_host(whole, shape, host_device(0))
+        indices = torch.from_numpy(self.rows)[None]
+        return torch.sparse_coo_tensor(
+            indices,
+            values,
+            parameter.shape,
+            device=parameter.device,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+
+_Sum = _DenseSum | _RowSum
+
+
+def _written(
+    call: GroupCall | None, sums: Mapping[int, _Sum], divisor: Fraction, bucket_bytes: int
+) -> tuple[dict[int, NDArray[Any]], int]:
+    """The sums of all ranks, rounded, and the bytes sent for them."""
+    if call is not None:
+        for total in sums.values():
+            total.match_ranks(call)
+    outs = {number: np.empty(total.running.size, total.part) for number, total in sums.items()}
+    tasks = [RoundedSum(total.running, outs[number], divisor) for number, total in sums.items()]
+    if call is None:
+        write_own(tasks)
+        return outs, 0
+    return outs, write_totals(call, tasks, bucket_bytes)
+
+
+def _checked_weight(weight: int) -> int:
+    try:
+        factor = -1 if isinstance(weight, bool) else operator.index(weight)
+    except TypeError:
+        factor = -1
+    if not 0 <= factor <= LARGEST_WEIGHT:
+        raise OptionError(f"the weight must be a whole number from 0 to 2**53; got {weight!r}")
+    return factor
+
+
+def _has_default_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _differing(found: Any, known: Any) -> str:
+    """Where two descriptions differ first."""
+    if isinstance(found, list) and isinstance(known, list):
+        if len(found) != len(known):
+            return f"{len(found)}, not {len(known)}"
+        for number, (one, other) in enumerate(zip(found, known, strict=True)):
+            if one != other:
+                return f"number {number} is {json.dumps(one)}, not {json.dumps(other)}"
+    return f"{found}, not {known}"
