@@ -19,7 +19,6 @@ DEVIATIONS = {
     "variables: dtype of a write/int32/floats": "A dtype that does not fit is a mismatch, a ValueError.",
     "variables: wrong shape/assign_add/*": _BROADCAST,
     "variables: wrong shape/assign_sub/*": _BROADCAST,
-    "variables: trainable on read": "Copies that differ have no common gradient, so this is refused.",
     "variables: scatter/an array/*": "What is given as the wrong kind of value is a ValueError.",
     "variables: update of a copy each/AUTO": "A PerReplica would make copies differ that are to be the same.",
     "reductions: own class": "What an overridden hook returns is checked: a component for each destination.",
@@ -49,6 +48,7 @@ DEVIATIONS = {
     "strategies: scalars/dataset/4 for *": _SCALARS,
     "strategies: scalars/dataset/6 for 3": _SCALARS,
     "strategies: reduce alike/*/SUM": _REFUSALS,
+    "strategies: batch reduced alike/*": "As in reduce_to: it is its own mean, and the sum is refused.",
     "strategies: duplicates": "Several replicas may sit on one device.",
 }
 """Patterns of names of programs, and the reason."""

@@ -384,6 +384,30 @@ def reduced_alike(kind: str, op: str, d: Any) -> Any:
     return strategy.reduce(op, value, axis=None)
 
 
+def reduced_on_one_device(kind: str, op: str, d: Any) -> Any:
+    strategy = d.OneDeviceStrategy("/cpu:0")
+    with strategy.scope():
+        variable = d.Variable(d.array([4.0]))
+    value = {"variable": variable, "number": 3.0, "array": d.array([2.0]), "name": "name"}[kind]
+    return strategy.reduce(op, value, axis=None)
+
+
+def batch_reduced_alike(op: str, d: Any) -> Any:
+    mirrored = d.mirrored([d.array([4.0])] * 2)
+    return two_replicas(d).extended.batch_reduce_to(op, [(mirrored, "/cpu:0"), (mirrored, mirrored)])
+
+
+def values_of_nothing(d: Any) -> Any:
+    strategy = two_replicas(d)
+    value = strategy.experimental_distribute_values_from_function(lambda context: None)
+    return value, strategy.experimental_local_results(value)
+
+
+def arithmetic_of_mirrored(d: Any) -> Any:
+    m = d.mirrored_objects((7, 8))
+    return [pow(m, 3, 10), m**2, 2**m, ~m, m & 3, 3 | m, m ^ 1, m // 2, m % 4, -m, abs(m), m < 8]
+
+
 def value_of_one_device(d: Any) -> Any:
     strategy = d.OneDeviceStrategy("/cpu:1")
     return strategy.experimental_distribute_values_from_function(
@@ -531,6 +555,13 @@ PROGRAMS = {
         for kind, op in itertools.product(("mirrored", "variable"), ("SUM", "MEAN"))
     },
     "value of one device": value_of_one_device,
+    **{
+        f"reduced on one device/{kind}/{op}": functools.partial(reduced_on_one_device, kind, op)
+        for kind, op in itertools.product(("variable", "number", "array", "name"), ("SUM", "MEAN"))
+    },
+    **{f"batch reduced alike/{op}": functools.partial(batch_reduced_alike, op) for op in ("SUM", "MEAN")},
+    "values of nothing": values_of_nothing,
+    "arithmetic of mirrored": arithmetic_of_mirrored,
     "names of devices": names_of_devices,
     **{f"attributes/{kind}": functools.partial(attributes, kind) for kind in ("mirrored", "one device")},
     **{

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from parity import libraries, reduction_programs, strategy_programs, variable_programs
+from parity import libraries, reduction_programs, strategy_programs, update_programs, variable_programs
 from parity.deviations import DEVIATIONS
 
 tf = pytest.importorskip("tensorflow")
@@ -20,6 +20,7 @@ PROGRAMS = {
         ("variables", variable_programs.PROGRAMS),
         ("reductions", reduction_programs.PROGRAMS),
         ("strategies", strategy_programs.PROGRAMS),
+        ("updates", update_programs.PROGRAMS),
     )
     for name, program in programs.items()
 }

@@ -139,6 +139,13 @@ def trainable_on_read(d: Any) -> Any:
     return made(d, two_replicas(d), 1.0, "ON_READ", "SUM", trainable=True)
 
 
+def read_of_one_replica(aggregation: str, d: Any) -> Any:
+    strategy = d.OneDeviceStrategy("/cpu:0")
+    counter = made(d, strategy, 2.0, "ON_READ", aggregation)
+    counter.assign_add(1.0)
+    return counter.read_value(), counter + 1.0
+
+
 def wrong_synchronization(d: Any) -> Any:
     with two_replicas(d).scope():
         return d.Variable(1.0, synchronization=d.VariableSynchronization.NONE)
@@ -335,4 +342,5 @@ PROGRAMS = {
     "no aggregation": no_aggregation,
     "trainable on read": trainable_on_read,
     "wrong synchronization": wrong_synchronization,
+    **{f"read of one replica/{each}": functools.partial(read_of_one_replica, each) for each in AGGREGATIONS},
 }

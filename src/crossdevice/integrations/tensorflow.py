@@ -112,6 +112,12 @@ def _device(name: str) -> Device:
     return device if device == name else _UnplacedDevice(name)
 
 
+def _name_for_tensorflow(device: Device) -> str:
+    """Name without a process, which TensorFlow fills in, unless the device names another process."""
+    is_of_this_process = (device.job, device.replica, device.task) == ("localhost", 0, 0)
+    return f"/{device.rpartition('/')[2]}" if is_of_this_process else device.canonical
+
+
 _GRAPH = GraphBackend()
 
 
@@ -126,10 +132,12 @@ class _AsTensorflow(tf.distribute.CrossDeviceOps):
         super().__init__()
         self._ops = ops
         self._options = options
-        self._planner = Planner(ops)
-        where = None if ops.reduce_to_device is None else ops.reduce_to_device.canonical
         self._own = copy.copy(_TENSORFLOWS)
-        self._own.reduce_to_device = where
+        if ops.reduce_to_device is not None:
+            self._own.reduce_to_device = _name_for_tensorflow(ops.reduce_to_device)
+            ops = copy.copy(ops)
+            ops.reduce_to_device = _device(self._own.reduce_to_device)
+        self._planner = Planner(ops)
         if ops.accumulation_fn is not None:
             self._own.accumulation_fn = ops.accumulation_fn
 

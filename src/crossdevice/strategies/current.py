@@ -11,7 +11,7 @@ from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.errors import ContextError, ConversionError, OptionError
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.data.input import ValueContext
-from crossdevice.strategies.extended import StrategyExtended
+from crossdevice.strategies.extended import StrategyExtended, grouped
 from crossdevice.strategies.running.loaded_libraries import refuse_recomputing
 from crossdevice.strategies.running.place import (
     check_same,
@@ -70,8 +70,7 @@ class DefaultExtended(StrategyExtended):
         group: bool = True,
     ) -> Any:
         """Calls `fn` on the variable itself."""
-        result = fn(var, *args, **(kwargs or {}))
-        return result if group else (result,)
+        return grouped([fn(var, *args, **(kwargs or {}))], self._devices, group)
 
     def update_non_slot(
         self,
@@ -82,8 +81,7 @@ class DefaultExtended(StrategyExtended):
         group: bool = True,
     ) -> Any:
         """Calls `fn`."""
-        result = fn(*args, **(kwargs or {}))
-        return result if group else (result,)
+        return grouped([fn(*args, **(kwargs or {}))], self._devices, group)
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Returns whether a variable belongs to no strategy."""

@@ -18,7 +18,7 @@ from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.structures import checked_pairs
 from crossdevice.strategies.data.regrouping import in_our_classes, is_array, map_structure, regroup, spread
-from crossdevice.strategies.running.place import check_cross_replica_of, current_context
+from crossdevice.strategies.running.place import check_cross_replica_of, current_context, update_of
 from crossdevice.strategies.variables.distributed import (
     DistributedVariable,
     ReplicaVariable,
@@ -260,8 +260,8 @@ class StrategyExtended:
             group: False gives all results.
 
         Returns:
-            Arrays as a Mirrored, None for anything else. With `group=False` a tuple of all results, or the
-            structure that `fn` returned, of such tuples.
+            The structure that `fn` returned, with a Mirrored for arrays, an object that all calls returned as
+            it is, and None for anything else. With `group=False` it has tuples of the results of all calls.
 
         Raises:
             ContextError: another strategy was entered.
@@ -277,6 +277,7 @@ class StrategyExtended:
         if (
             isinstance(var, DistributedVariable)
             and var.synchronization is not VariableSynchronization.ON_READ  # whose copies are there to differ
+            and self._num_replicas > 1
         ):
             refuse_per_replica("update", var.name, arguments)
         check_cross_replica_of(self._strategy, "update")
@@ -293,10 +294,11 @@ class StrategyExtended:
         enter = backend_of_variable(var.values[0].operand()).thread_state(var.devices)
         enter = enter or contextlib.nullcontext
         results = []
-        for copy, (own_args, own_kwargs) in zip(var.values, spread(arguments, var.devices), strict=True):
-            with enter(copy.device):
+        each = zip(var.values, spread(arguments, var.devices), strict=True)
+        for number, (copy, (own_args, own_kwargs)) in enumerate(each):
+            with enter(copy.device), update_of(self._strategy, number):
                 results.append(fn(copy, *own_args, **own_kwargs))
-        return _grouped(results, var.devices, group)
+        return grouped(results, var.devices, group)
 
     def update_non_slot(
         self,
@@ -316,8 +318,8 @@ class StrategyExtended:
             group: False gives all results.
 
         Returns:
-            Arrays as a Mirrored, None for anything else. With `group=False` a tuple of all results, or the
-            structure that `fn` returned, of such tuples.
+            The structure that `fn` returned, with a Mirrored for arrays, an object that all calls returned as
+            it is, and None for anything else. With `group=False` it has tuples of the results of all calls.
 
         Raises:
             ContextError: another strategy was entered.
@@ -331,8 +333,11 @@ class StrategyExtended:
                 f"{type(colocate_with).__name__}"
             )
         devices = tuple(map(Device.parse, colocate_with))
-        spread_out = spread((tuple(args), dict(kwargs or {})), devices)
-        return _grouped([fn(*own_args, **own_kwargs) for own_args, own_kwargs in spread_out], devices, group)
+        results = []
+        for number, (own_args, own_kwargs) in enumerate(spread((tuple(args), dict(kwargs or {})), devices)):
+            with update_of(self._strategy, number):
+                results.append(fn(*own_args, **own_kwargs))
+        return grouped(results, devices, group)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[Device, ...]:  # noqa: ARG002
         """Returns the devices of optimizer state that belongs to no variable: all of them.
@@ -485,19 +490,20 @@ def _given(weights: Any) -> dict[str, Any]:
     return {} if weights is None else {"weights": weights}
 
 
-def _grouped(results: list[Any], devices: tuple[Device, ...], group: bool) -> Any:
+def grouped(results: list[Any], devices: tuple[Device, ...], group: bool) -> Any:
+    """What `update` returns: for each leaf one value if `group`, or the values of all copies."""
     if not group:
-        if all(result is None for result in results):
-            return tuple(results)
         return map_structure(lambda each: each.values, regroup(results, devices, always_wrap=True))
     if len(results) == 1:
         return results[0]
-    arrays = [map_structure(_array_of, result) for result in results]
-    if all(result is results[0] for result in results):
-        return results[0]
-    if all(is_array(leaf) for result in arrays for leaf in optree.tree_leaves(result)):
-        return regroup(arrays, devices, wrap=Mirrored)
-    return None
+    return map_structure(_grouped_leaf, regroup(results, devices, always_wrap=True))
+
+
+def _grouped_leaf(each: DistributedValues) -> Any:
+    if all(result is each.values[0] for result in each.values):
+        return each.values[0]
+    arrays = tuple(map(_array_of, each.values))
+    return Mirrored.of(arrays, each.devices) if all(map(is_array, arrays)) else None
 
 
 def _is_zero(value: Any) -> bool:

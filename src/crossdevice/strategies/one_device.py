@@ -5,9 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.strategies.data.input import ValueContext
+from crossdevice.strategies.data.regrouping import is_array, is_sparse
+from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.values.device import Device
+from crossdevice.values.reduce_op import ReduceOp
+
+
+class OneDeviceExtended(StrategyExtended):
+    """Calls that combine values of the one replica: whatever it has is the whole."""
+
+    def _same_everywhere(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
+        return (
+            super()._same_everywhere(op, value, destinations)
+            if is_array(value) or is_sparse(value)
+            else value
+        )
 
 
 class OneDeviceStrategy(MirroredStrategy):
@@ -26,6 +41,9 @@ class OneDeviceStrategy(MirroredStrategy):
 
     def __init__(self, device: Device | str) -> None:
         super().__init__([device])
+
+    def _extended_of(self, ops: CrossDeviceOps) -> StrategyExtended:
+        return OneDeviceExtended(self._devices, ops)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Returns `value_fn(ValueContext())`: the one replica's value is bare.

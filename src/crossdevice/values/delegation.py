@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,9 @@ def operand_of(value: Any) -> Any:
 
 
 def as_array(component: Any, dtype: Any, copy: Any) -> Any:
-    """Calls a component's `__array__`, which does not know `copy` in every library."""
+    """Calls a component's `__array__`, which does not know `copy` in every library; numbers have none."""
+    if not hasattr(component, "__array__"):
+        return sys.modules["numpy"].array(component, dtype)  # which has called this
     array = component.__array__() if dtype is None else component.__array__(dtype)
     return array.copy() if copy else array
 
@@ -79,7 +82,7 @@ _OTHERS = ("lt", "le", "gt", "ge", "neg", "abs", "invert")
 # Python looks for operators on the class itself, so `__getattr__` would never be asked for them.
 for _name in (*_BINARY, *_OTHERS):
     _word = _name.rstrip("_")
-    setattr(DelegatesToArray, f"__{_word}__", _forward(getattr(operator, _name)))
+    setattr(DelegatesToArray, f"__{_word}__", _forward(pow if _name == "pow" else getattr(operator, _name)))
     if _name in _BINARY:
         setattr(DelegatesToArray, f"__r{_word}__", _reflected(getattr(operator, _name)))
 

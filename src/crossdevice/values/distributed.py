@@ -10,7 +10,7 @@ from crossdevice.errors import ConversionError, DeviceMismatchError, StructureMi
 from crossdevice.values.delegation import DelegatesToArray, as_array
 from crossdevice.values.device import Device, device_of, host_device, is_of_keras, misplaced
 from crossdevice.values.nesting import first_leaf
-from crossdevice.values.replica_scope import current_replica
+from crossdevice.values.replica_scope import current_component
 
 
 class DistributedValues:
@@ -115,7 +115,7 @@ class PerReplica(DistributedValues):
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         """This replica's component inside a replica function; refused outside of one."""
-        replica = current_replica()
+        replica = current_component()
         if replica is None:
             raise ConversionError(
                 "a PerReplica is not one array outside of a replica function; reduce or gather it, "
@@ -156,7 +156,7 @@ class Mirrored(DelegatingValues):
         Returns:
             The component.
         """
-        return self._values[current_replica() or 0]
+        return self._values[current_component() or 0]
 
 
 def as_distributed(value: Any) -> Any:

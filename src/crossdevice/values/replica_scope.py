@@ -43,12 +43,14 @@ def set_within(variable: contextvars.ContextVar[Value], value: Value) -> Iterato
 class RunningCode(NamedTuple):
     """The strategy that was entered, the replica and its context (None across replicas).
 
+    `updating` is the number of the copy that `extended.update` has come to, in the cross-replica context.
     Strategies lie above this module, which only hands theirs back.
     """
 
     strategy: Any = None
     replica: int | None = None
     context: Any = None
+    updating: int | None = None
 
 
 _NOBODYS = RunningCode()
@@ -60,6 +62,12 @@ RUNNING_CODE: ContextVar[RunningCode] = ContextVar("crossdevice_running_code", d
 def current_replica() -> int | None:
     """The replica whose function is running, or None in the cross-replica context."""
     return RUNNING_CODE.get().replica
+
+
+def current_component() -> int | None:
+    """The component that distributed values stand for: the running replica's, or that of a running update."""
+    code = RUNNING_CODE.get()
+    return code.updating if code.replica is None else code.replica
 
 
 def running_as(code: RunningCode) -> AbstractContextManager[None]:

@@ -1,5 +1,9 @@
 """Any algorithm inside the real tf.distribute: eager, in graphs, dense, sparse, in packs, at odd counts."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -296,7 +300,7 @@ def test_arguments_of_a_function_stay_where_tensorflow_puts_them(row):
 
     specs = [tf.TensorSpec([2]), tf.TensorSpec([2]), tf.TensorSpec([2])]
     graph = tf.function(reduce, autograph=False).get_concrete_function(*specs).graph
-    via = {""} if row.name != "one_other_device" else {"", row.make().reduce_to_device}
+    via = {""} if row.name != "one_other_device" else {"", "/device:CPU:11"}
     assert {operation.device for operation in graph.get_operations()} == via
 
     def in_a_cluster(*tensors):
@@ -306,6 +310,47 @@ def test_arguments_of_a_function_stay_where_tensorflow_puts_them(row):
 
     graph = tf.function(in_a_cluster, autograph=False).get_concrete_function(*specs).graph
     assert {operation.device for operation in graph.get_operations()} <= {*via, "/job:worker/task:1"}
+
+
+IN_A_CLUSTER = """
+import tensorflow as tf
+
+import crossdevice as cd
+from crossdevice.integrations.tensorflow import as_tensorflow
+
+host = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(host, [tf.config.LogicalDeviceConfiguration()] * 3)
+cluster = tf.train.ClusterSpec({"worker": ["localhost:0"]})
+tf.config.experimental_connect_to_cluster(cluster, job_name="worker", task_index=0)
+names = [f"/job:worker/task:0/cpu:{k}" for k in range(3)]
+for ops in (cd.RingAllReduce(), cd.ReductionToOneDevice("cpu:2"), cd.ReductionToOneDevice(None, tf.add_n)):
+    strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=as_tensorflow(ops))
+
+    def step(x):
+        context = tf.distribute.get_replica_context()
+        rows = tf.IndexedSlices(tf.reshape(x, [1, 2]), tf.constant([1]), tf.constant([2, 2]))
+        return context.all_reduce("MEAN", [x, tf.cast(x, tf.int64), rows])[:2]
+
+    x = strategy.experimental_distribute_values_from_function(lambda context: tf.constant([1.0, 3.0]))
+    for run in (strategy.run, tf.function(strategy.run)):
+        for mean in run(step, args=(x,)):
+            for part in strategy.experimental_local_results(mean):
+                assert part.numpy().tolist() == [1.0, 3.0]
+                assert part.device.startswith("/job:worker/"), part.device
+print("all right")
+"""
+
+
+def test_a_process_of_a_cluster_reduces_on_its_own_devices():
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_CLUSTER],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    assert done.stdout == "all right\n", done.stderr
 
 
 def test_mistakes_are_refused_with_the_replica():

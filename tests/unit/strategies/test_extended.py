@@ -181,6 +181,44 @@ def test_update_groups_results_as_asked(strategy, extended):
     assert alone.extended.update(alone.create_variable(1.0), lambda copy: 7) == 7
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("aggregation", ["none", "mean"])
+def test_a_variable_that_an_update_captures_is_written_once_on_each_device(num_replicas, aggregation):
+    strategy = cd.MirroredStrategy([f"cpu:{k}" for k in range(num_replicas)])
+    weights = strategy.create_variable([1.0, 1.0], aggregation=aggregation)
+    momentum = strategy.create_variable([0.0, 0.0], aggregation=aggregation)
+    steps = strategy.create_variable(0.0, synchronization="on_read", aggregation="sum")
+
+    def apply(copy, gradient):
+        momentum.assign(momentum * 0.5 + gradient)
+        steps.assign_add(1.0)
+        copy.assign_sub(momentum)
+        return momentum.device, steps.read_value()
+
+    for step in (1.0, 2.0):
+        devices, counts = strategy.extended.update(weights, apply, (np.float32([1.0, 2.0]),), group=False)
+        assert devices == strategy.extended.worker_devices
+        assert [float(count) for count in counts] == [step] * num_replicas
+    assert [copy.numpy().tolist() for copy in momentum.values] == [[1.5, 3.0]] * num_replicas
+    assert [copy.numpy().tolist() for copy in weights.values] == [[-1.5, -4.0]] * num_replicas
+    assert float(steps) == 2.0 * num_replicas
+
+
+def test_an_update_is_in_the_cross_replica_context_of_its_strategy(strategy, extended):
+    variable = strategy.create_variable(1.0)
+    each = cd.Mirrored([1.0, 2.0])
+
+    def look(*_):
+        assert cd.get_strategy() is strategy
+        assert cd.in_cross_replica_context()
+        assert np.asarray(cd.PerReplica(each.values)) == each.current()
+        return each + 1.0
+
+    assert extended.update(variable, look, group=False) == (2.0, 3.0)
+    assert extended.update_non_slot(extended.non_slot_devices([]), look, group=False) == (2.0, 3.0)
+    assert not cd.has_strategy()
+
+
 @pytest.mark.parametrize("thing", [cd.Variable(1.0), np.ones(2), cd.Mirrored([1.0, 1.0])])
 def test_update_takes_only_variables_of_a_strategy(extended, thing):
     with pytest.raises(ConversionError, match="create_variable"):

@@ -40,8 +40,6 @@ def regroup(
     """
     if (among or len(components)) == 1 and not always_wrap:
         return components[0]
-    if all(component is None for component in components):
-        return None
     flattened = [optree.tree_flatten(component, none_is_leaf=True) for component in components]
     structures = [structure for _, structure in flattened]
     check_agreement(structures, devices, "structure", StructureMismatchError, describe=spelled_structure)

@@ -51,6 +51,11 @@ def outside_of_replicas(strategy: Strategy) -> contextlib.AbstractContextManager
     return running_as(RunningCode(strategy))
 
 
+def update_of(strategy: Strategy | None, copy: int) -> contextlib.AbstractContextManager[None]:
+    """The cross-replica context, where distributed values and variables stand for this one component."""
+    return running_as(RunningCode(strategy, updating=copy))
+
+
 def enter_replica_context(context: ReplicaContext) -> None:
     """Makes the running contextvars context one replica's; each replica has a copy of its own."""
     RUNNING_CODE.set(RunningCode(context.strategy, context.local_replica, context))

@@ -11,7 +11,7 @@ import optree
 
 from crossdevice.backends.protocol import Backend
 from crossdevice.errors import ContextError, ConversionError
-from crossdevice.strategies.running.place import current_context, current_strategy
+from crossdevice.strategies.running.place import current_strategy
 from crossdevice.strategies.variables.row_updates import ScatterMethods
 from crossdevice.strategies.variables.variable import ReadsAsArray, Variable, backend_of_variable, converted
 from crossdevice.values.delegation import operand_of
@@ -19,10 +19,10 @@ from crossdevice.values.device import Device
 from crossdevice.values.distributed import DelegatingValues, Mirrored, PerReplica, components_of
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.reduce_op import VariableAggregation, VariableSynchronization
+from crossdevice.values.replica_scope import current_component
 
 if TYPE_CHECKING:
     from crossdevice.strategies.base import Strategy
-    from crossdevice.strategies.running.replica_context import ReplicaContext
 
 Write: TypeAlias = Callable[[Variable, Any], object]
 """Writes a fresh value of the right library and dtype, already on the copy's device, to one copy."""
@@ -77,9 +77,7 @@ class DistributedVariable(ScatterMethods, ReadsAsArray, DelegatingValues):
     @property
     def device(self) -> Device:
         """The device of the running replica's copy; that of the first outside of replica functions."""
-        context = self._context()
-        device: Device = self._values[0].device if context is None else self._copy_of(context).device
-        return device
+        return self._copy_here().device
 
     name: str = _of_first("name", "Its name; copy k > 0 is called `<name>/replica_k`.")
     shape: tuple[int, ...] = _of_first("shape", "The shape of each copy.")
@@ -135,22 +133,25 @@ class DistributedVariable(ScatterMethods, ReadsAsArray, DelegatingValues):
             f"{method} of variable {self.name!r}: a {type(self).__name__} has no scatter"
         )
 
-    def _context(self) -> ReplicaContext | None:
-        """The running replica, None in the cross-replica context; another strategy's is refused."""
-        context = current_context()
-        if context is not None and context.strategy is not self._strategy:
+    def _own_copy(self) -> ReplicaVariable | None:
+        """The copy of the running replica or update; None across replicas. Another strategy's is refused."""
+        number = current_component()
+        if number is None:
+            return None
+        if current_strategy() is not self._strategy:
             raise ContextError(
-                f"variable {self.name!r} belongs to {self._strategy}; it was used by {context.strategy}"
+                f"variable {self.name!r} belongs to {self._strategy}; it was used by {current_strategy()}"
             )
-        return context
-
-    def _copy_of(self, context: ReplicaContext) -> ReplicaVariable:
-        copy: ReplicaVariable = self._values[context.local_replica]
+        copy: ReplicaVariable = self._values[number]
         return copy
 
-    def _write_own(self, context: ReplicaContext, write: Write, value: Any) -> Any:
-        """Writes a converted value, in new memory, to the running replica's copy."""
-        copy = self._copy_of(context)
+    def _copy_here(self) -> ReplicaVariable:
+        """The copy of the running replica or update; the first across replicas."""
+        own = self._own_copy()
+        return self._values[0] if own is None else own
+
+    def _write_own(self, copy: ReplicaVariable, write: Write, value: Any) -> Any:
+        """Writes a converted value, in new memory, to the one copy."""
         write(copy, _moved(value, self._backend, copy.device))
         return copy.value()
 
@@ -167,11 +168,14 @@ class DistributedVariable(ScatterMethods, ReadsAsArray, DelegatingValues):
 
     def _converted(self, value: Any) -> Any:
         """A value in this variable's library and dtype, as the running replica sees it."""
-        context = self._context()
-        if context is None:
-            refuse_per_replica("assign", self.name, value)
-        elif isinstance(value, PerReplica):
-            value = value.values[context.local_replica]
+        if isinstance(value, PerReplica):
+            number = current_component()
+            if number is None and len(value.values) == self._strategy.num_replicas_in_sync == 1:
+                number = 0
+            if number is None:
+                refuse_per_replica("assign", self.name, value)
+            else:
+                value = value.values[number]
         value = operand_of(value)
         if isinstance(value, IndexedSlices):
             return IndexedSlices(self._converted(value.values), value.indices, value.dense_shape)

@@ -48,11 +48,10 @@ class MirroredVariable(DistributedVariable, Mirrored):
 
     def operand(self) -> Any:
         """The running replica's own array; the first outside of replica functions."""
-        context = self._context()
-        return self._values[0].operand() if context is None else self._copy_of(context).operand()
+        return self._copy_here().operand()
 
     def _write(self, method: str, write: Write, value: Any) -> Any:
-        context = self._context()
+        own, context = self._own_copy(), current_context()
         is_sum = self.aggregation is VariableAggregation.SUM and context is not None
         if is_sum and isinstance(value, NUMBERS):
             raise ReduceOpError(
@@ -60,11 +59,11 @@ class MirroredVariable(DistributedVariable, Mirrored):
                 "unclear whether each replica contributes it; assign an array"
             )
         value = self._converted(value)
-        if context is None:
+        if own is None:
             return self._written(write, self._strategy.extended.cross_device_ops.broadcast(value, self))
         aggregation = self.aggregation
-        if aggregation is VariableAggregation.NONE:
-            return self._write_own(context, write, value)
+        if context is None or aggregation is VariableAggregation.NONE:
+            return self._write_own(own, write, value)
 
         def merge(values: list[Any]) -> Sequence[Any]:
             ops = self._strategy.extended.cross_device_ops
@@ -102,9 +101,8 @@ class SyncOnReadVariable(DistributedVariable):
 
     def operand(self) -> Any:
         """The running replica's own array; what all copies aggregate to outside of replica functions."""
-        context = self._context()
-        if context is not None:
-            return self._copy_of(context).operand()
+        if self._own_copy() is not None or self._strategy.num_replicas_in_sync == 1:
+            return self._copy_here().operand()
         arrays = tuple(copy.operand() for copy in self._values)
         match self.aggregation:
             case VariableAggregation.SUM | VariableAggregation.MEAN as aggregation:
@@ -120,13 +118,14 @@ class SyncOnReadVariable(DistributedVariable):
 
     def _write(self, method: str, write: Write, value: Any) -> Any:
         value = self._converted(value)
-        context = self._context()
-        if context is not None:
-            return self._write_own(context, write, value)
-        if self.aggregation is VariableAggregation.NONE:
+        own = self._own_copy()
+        if own is not None:
+            return self._write_own(own, write, value)
+        is_alone = self._strategy.num_replicas_in_sync == 1
+        if self.aggregation is VariableAggregation.NONE and not is_alone:
             raise self._no_common_value()
-        if self.aggregation is VariableAggregation.SUM:
-            if method != "assign" and self._strategy.num_replicas_in_sync > 1:
+        if self.aggregation is VariableAggregation.SUM and not is_alone:
+            if method != "assign":
                 raise ReduceOpError(
                     f"{method} of variable {self.name!r}, whose copies are summed on reading: it is unclear "
                     "how much belongs to each copy; call it in a replica function"
@@ -166,8 +165,7 @@ def create_variable(
     on_read = timing is VariableSynchronization.ON_READ
     if timing is VariableSynchronization.NONE:
         raise OptionError(f"variable {name!r} has synchronization NONE; expected AUTO, ON_WRITE or ON_READ")
-    if checked_trainable(trainable, name) and on_read:
-        raise OptionError(f"variable {name!r} cannot be trainable and synchronized ON_READ")
+    checked_trainable(trainable, name)
     refuse_per_replica("the initial value", name, initial_value)
 
     def make(given: list[Any]) -> list[MirroredVariable | SyncOnReadVariable]:

@@ -140,8 +140,9 @@ def test_bad_combinations_are_refused(strategy):
     with pytest.raises(ValueError, match="aggregation MEAN"):
         strategy.create_variable(1, aggregation=Aggregation.MEAN)
     with pytest.raises(OptionError, match="trainable"):
-        on_read(strategy, 1.0, Aggregation.SUM, trainable=True)
+        on_read(strategy, 1.0, Aggregation.SUM, trainable="yes")
     assert not on_read(strategy, 1.0, Aggregation.SUM).trainable
+    assert on_read(strategy, 1.0, Aggregation.SUM, trainable=True).trainable
     for value in ("text", object(), cd.PerReplica([1.0, 1.0])):
         with pytest.raises(ConversionError):
             strategy.create_variable(value)
