@@ -58,7 +58,10 @@ def test_calls_keep_their_order_whoever_runs_them():
     from crossdevice.integrations.torch.distributed.work import CallQueue, StartedWork
 
     queue, order = CallQueue("test"), []
-    works = [StartedWork(queue, lambda number=number: order.append(number), [number]) for number in range(50)]
+    works = [
+        StartedWork(queue, "all_reduce", lambda number=number: order.append(number), [number])
+        for number in range(50)
+    ]
     for work in works:
         queue.start(work)
     works[30].wait()
@@ -70,6 +73,28 @@ def test_calls_keep_their_order_whoever_runs_them():
     queue.stop()
 
 
+def test_callbacks_of_futures_may_start_calls_and_wait_for_theirs():
+    from crossdevice.integrations.torch.distributed.work import CallQueue, StartedWork
+
+    queue, order = CallQueue("test"), []
+
+    def started(depth):
+        work = StartedWork(queue, "all_reduce", lambda: order.append(depth), [depth])
+        future = work.get_future()
+        queue.start(work)
+        return future
+
+    def and_another(future):
+        (depth,) = future.value()
+        return started(depth + 1).then(and_another).wait() if depth < 3 else depth
+
+    first, behind = started(0).then(and_another), started(10)
+    assert first.wait() == 3
+    assert behind.wait() == [10]
+    assert sorted(order) == [0, 1, 2, 3, 10]
+    queue.stop()
+
+
 def test_an_error_is_raised_by_wait_and_is_the_future_s_too():
     from crossdevice.integrations.torch.distributed.work import CallQueue, StartedWork
 
@@ -77,7 +102,7 @@ def test_an_error_is_raised_by_wait_and_is_the_future_s_too():
         raise DeadlineError("rank 3 did not come")
 
     queue = CallQueue("test")
-    work = StartedWork(queue, fail, [])
+    work = StartedWork(queue, "all_reduce", fail, [])
     future = work.get_future()
     queue.start(work)
     for kind in (DeadlineError, RuntimeError, TimeoutError):
@@ -98,7 +123,7 @@ def test_wait_gives_up_after_its_timeout_and_may_be_called_again():
     from crossdevice.integrations.torch.distributed.work import CallQueue, StartedWork
 
     go_on, queue = threading.Event(), CallQueue("test")
-    work = StartedWork(queue, go_on.wait, [1])
+    work = StartedWork(queue, "all_reduce", go_on.wait, [1])
     queue.start(work)
     with pytest.raises(DeadlineError, match="timeout"):
         work.wait(timedelta(seconds=0.05))
@@ -174,9 +199,11 @@ def test_arguments_are_refused_with_both_types_that_programs_expect(lone_group):
         "requires non-empty tensor list": lambda: lone_group.allreduce([]),
         "invalid tensor type": lambda: lone_group.allreduce([one, wide]),
         "invalid tensor size at index 1": lambda: lone_group.allreduce([one, two]),
-        "invalid tensor size: this rank's input": lambda: lone_group.allgather([[two]], [one]),
+        "invalid tensor size at index 0 of the outputs": lambda: lone_group.allgather([[two]], [one]),
         "invalid output size": lambda: lone_group.allgather_coalesced([[one, one]], [one]),
-        "invalid tensor type of an output": lambda: lone_group.allgather_coalesced([[wide]], [one]),
+        "invalid tensor type at index 0 of the outputs": lambda: lone_group.allgather_coalesced(
+            [[wide]], [one]
+        ),
         "should be equal to world size": lambda: lone_group.allgather_coalesced([], [one]),
         "Tensors must be contiguous": lambda: lone_group.alltoall_base(two, torch.ones(4)[::2], [], []),
         "Split sizes doesn't match total dim 0 size": lambda: lone_group.alltoall_base(two, two, [1], [2]),
@@ -198,4 +225,43 @@ def test_small_reductions_are_bound_once_for_each_length(lone_group):
             lone_group.allreduce([tensor]).wait()
             assert tensor.tolist() == [value] * length
     (reduction,) = lone_group._reductions.values()
-    assert {length for length, _ in reduction._bound} == {3, 5}
+    assert {shape for shape, _ in reduction._bound} == {(3,), (5,)}
+
+
+def test_works_have_the_types_of_their_collectives(lone_group):
+    from torch._C._distributed_c10d import OpType
+
+    one = torch.ones(1)
+    assert lone_group.allreduce([one])._get_op_type() == int(OpType.ALLREDUCE)
+    assert lone_group.broadcast([one])._get_op_type() == int(OpType.BROADCAST)
+    assert lone_group.barrier()._get_op_type() == int(OpType.BARRIER)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_half_complex_numbers_are_summed_and_not_multiplied(lone_group):
+    from torch.distributed import ReduceOp
+
+    tensor = torch.tensor([1.0 + 2j, 3.0]).to(torch.complex32)
+    lone_group.allreduce([tensor]).wait()
+    part = torch.zeros(2, dtype=torch.complex32)
+    lone_group._reduce_scatter_base(part, tensor).wait()
+    assert part.to(torch.complex64).tolist() == [1 + 2j, 3]
+    with pytest.raises(ValueError, match=r"PRODUCT with torch\.complex32"):
+        lone_group.reduce(tensor, 0, ReduceOp.PRODUCT)
+
+
+@pytest.mark.more("torch.compile")
+def test_compiled_functions_leave_calls_of_the_group_as_they_are():
+    program = (
+        "import torch; from torch import distributed as dist\n"
+        "import crossdevice.integrations.torch\n"
+        "dist.init_process_group('crossdevice', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "@torch.compile(backend='eager')\n"
+        "def step(tensor):\n"
+        "    dist.reduce(tensor, 0)\n"
+        "    dist.isend(tensor, 0) if tensor.numel() > 2 else dist.scatter(tensor, [tensor], 0)\n"
+        "    return tensor + 1\n"
+        "print(step(torch.ones(2)).tolist())\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert found.stdout.splitlines() == ["[2.0, 2.0]"], found.stderr

@@ -18,10 +18,10 @@ class ArgumentError(CrossDeviceError, ValueError, RuntimeError):
     """
 
 
-def check_tensors(name: str, tensors: Tensors) -> None:
+def check_tensors(name: str, tensors: Tensors, of: str = "") -> None:
     """Refuses empty lists, sparse tensors, and tensors of several dtypes or sizes in one list."""
     if not tensors:
-        raise ArgumentError(f"crossdevice {name}: requires non-empty tensor list")
+        raise ArgumentError(f"crossdevice {name}: requires non-empty {of}tensor list")
     first = tensors[0]
     if len(tensors) == 1 and first.layout == torch.strided:
         return
@@ -54,6 +54,14 @@ def check_alike(name: str, tensors: Tensors) -> None:
             )
 
 
+def check_single(name: str, tensors: Tensors) -> None:
+    """Refuses more tensors than one, as gloo does."""
+    if len(tensors) != 1:
+        raise ArgumentError(
+            f"crossdevice {name}: requires a single-element tensor list; got {len(tensors)} tensors"
+        )
+
+
 def check_root(name: str, root: int, size: int, root_tensor: int = 0, num_tensors: int = 1) -> None:
     """Refuses a root that is no rank of the group, or a tensor of it that is not in its list."""
     if not 0 <= root < size:
@@ -69,6 +77,7 @@ def check_root(name: str, root: int, size: int, root_tensor: int = 0, num_tensor
 
 def check_lists(name: str, lists: Sequence[Tensors], tensors: Tensors, size: int, of: str) -> None:
     """Compares lists with an entry for each rank to the tensors they belong to."""
+    check_tensors(name, tensors, "input " if of == "output" else "")
     check_alike(name, tensors)
     if len(lists) != len(tensors):
         raise ArgumentError(
@@ -92,22 +101,23 @@ def check_lists(name: str, lists: Sequence[Tensors], tensors: Tensors, size: int
                 raise ArgumentError(f"crossdevice {name}: only supports dense tensors; got {tensor.layout}")
 
 
-def check_own(name: str, target: torch.Tensor, own: torch.Tensor) -> None:
-    """Refuses an output that cannot hold this rank's own input."""
+def check_own(name: str, target: torch.Tensor, own: torch.Tensor, index: int) -> None:
+    """Refuses an output, by its place in a list, that cannot hold this rank's own input."""
     if target.dtype != own.dtype:
         raise ArgumentError(
-            f"crossdevice {name}: invalid tensor type of an output (expected {own.dtype}, got {target.dtype})"
+            f"crossdevice {name}: invalid tensor type at index {index} of the outputs (expected {own.dtype}, "
+            f"got {target.dtype})"
         )
     if target.numel() != own.numel():
         raise ArgumentError(
-            f"crossdevice {name}: invalid tensor size: this rank's input has {own.numel()} elements, and the "
-            f"output for it {target.numel()}"
+            f"crossdevice {name}: invalid tensor size at index {index} of the outputs (expected "
+            f"{list(own.shape)} as this rank's input, got {list(target.shape)})"
         )
 
 
 def check_coalesced(name: str, lists: Sequence[Tensors], tensors: Tensors, size: int) -> None:
     """Compares a list for each rank to the tensors that each of them brings."""
-    check_tensors(name, tensors[:1])
+    check_tensors(name, tensors[:1], "input ")
     if len(lists) != size:
         raise ArgumentError(
             f"crossdevice {name}: output lists should be equal to world size: {len(lists)} for {size} ranks"
@@ -119,7 +129,7 @@ def check_coalesced(name: str, lists: Sequence[Tensors], tensors: Tensors, size:
                 f"got {len(each)})"
             )
         for target, own in zip(each, tensors, strict=True):
-            check_own(name, target, own)
+            check_own(name, target, own, number)
 
 
 def check_contiguous(tensors: Tensors) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
+from crossdevice.integrations.torch.distributed.dispatch_modes import never_compiled
 from crossdevice.integrations.torch.distributed.work import NO_TIMEOUT, CallQueue, StartedWork
 from crossdevice.values.options import CommunicationOptions
 
@@ -69,6 +70,7 @@ class DeviceWork(StartedWork):
     def __init__(
         self,
         queue: CallQueue,
+        name: str,
         function: Callable[[], Any],
         results: Sequence[Any],
         device: torch.device,
@@ -84,12 +86,13 @@ class DeviceWork(StartedWork):
                 function()
                 self._after.record(stream)
 
-        super().__init__(queue, run, results)
+        super().__init__(queue, name, run, results)
 
     def is_completed(self) -> bool:
         """Returns True once the GPU has ended it, well or not."""
         return super().is_completed() and (self._error is not None or self._after.query())
 
+    @never_compiled
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Orders the current stream after it; the host waits until it is put on the side stream."""
         super().wait(timeout)

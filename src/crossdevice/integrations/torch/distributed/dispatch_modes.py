@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,14 @@ num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 _PLAIN = torch.Tensor.__torch_dispatch__
 
+dynamo: Any = torch._C._dynamo.eval_frame
+_skip: Any = None
+if hasattr(dynamo, "_FrameExecStrategy"):  # since PyTorch 2.7
+    _skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
+
 
 def seen_by_modes(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     """The same method of a process group, also for modes and tensor subclasses."""
-    # Dynamo is kept out without `torch._disable_dynamo`, which would import it.
     name = method.__name__
 
     @functools.wraps(method)
@@ -38,8 +42,19 @@ def seen_by_modes(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
             return _dispatched(group, name, method, args, named)
         return method(group, *args, **named)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return call
+    return never_compiled(call)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def never_compiled(function: Function) -> Function:
+    """The same function, which `torch.compile` runs as it is, with all that it calls."""
+    # Not by `torch._disable_dynamo`, which would import Dynamo.
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    if _skip is not None:  # a caller that Dynamo has broken off in would have it compile what it calls
+        dynamo.set_code_exec_strategy(function.__code__, _skip)
+    return function
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from crossdevice.integrations.torch.distributed.checks import (
     check_peer,
     check_root,
     check_root_lists,
+    check_single,
     check_tensors,
     check_whole,
     split_lengths,
@@ -112,7 +113,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         opts = _read(AllreduceOptions, opts, op, timeout)
-        if len(tensors) == 1 and tensors[0].layout != torch.strided:
+        if tensors and tensors[0].layout != torch.strided:
             return self._delegate("all_reduce", tensors, lambda: self._gloo.allreduce(tensors, opts))
         check_alike("allreduce", tensors)
         nccl = self._nccl_for(tensors[0])
@@ -161,19 +162,20 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         opts = _read(ReduceOptions, opts, op, timeout, root)
         check_alike("reduce", tensors)
         check_root("reduce", opts.rootRank, self._size, opts.rootTensor, len(tensors))
+        check_single("reduce", tensors)
         nccl = self._nccl_for(tensors[0])
         if nccl is not None:
             return nccl.reduce(tensors, opts)
         reduction, options = self._reduction(opts.reduceOp, tensors), self._options_of(opts)
-        is_root, _target = opts.rootRank == self._rank, tensors[opts.rootTensor]
+        is_root = opts.rootRank == self._rank
 
         def call() -> None:
             # Others than the root make the same call, and throw its result away.
-            with _dense(tensors, writes=is_root) as dense:
-                flats = [reduction.memory(tensor) for tensor in dense]
-                total = reduction.of_replicas(self._ops, flats, options)
+            with _dense(tensors, writes=is_root) as (own,):
+                flat = reduction.memory(own)
+                total = reduction.of_replicas(self._ops, [flat], options)
                 if is_root:
-                    flats[opts.rootTensor][...] = total
+                    flat[...] = total
 
         return self._run("reduce", call, tensors, tensors, opts)
 
@@ -345,15 +347,16 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         opts: Any,
         results: Sequence[Any] | None = None,
     ) -> dist.Work:
-        if len(inputs) == 1 or results is not None:
-            for targets, own in zip(outputs, inputs, strict=True):
-                check_own(name, targets[self._rank], own)
+        is_of_devices = len(inputs) > 1 and results is None  # then all of them have one size
+        for targets, own in zip(outputs, inputs, strict=True):
+            for place in range(len(targets)) if is_of_devices else [self._rank]:
+                check_own(name, targets[place], own, place)
         seconds, number = self._seconds_of(opts), len(inputs)
         everything = [tensor for each in outputs for tensor in each]
 
         def call() -> None:
             with _dense(everything) as written, _dense(inputs, writes=False) as read:
-                if number > 1 and results is None:  # every list gets the tensors of all devices of all ranks
+                if is_of_devices:  # every list gets the tensors of all devices of all ranks
                     own = torch.cat([each.reshape(-1) for each in read])
                     whole = own.new_empty(self._size * own.numel())
                     what = f"all_gather of {number} tensors, {_what(read[0])}"
@@ -618,7 +621,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         """Makes a call now, if the program waits for it and nothing is under way; else starts it."""
         self._sequence += 1
         if tensors and tensors[0].is_meta:  # which have nothing to exchange, as in gloo
-            return EndedWork(results)
+            return EndedWork(name, results)
         if is_recording():
             call = self._recorded_bits(name, call, results, tensors)
         is_profiled = torch.autograd._profiler_enabled()
@@ -626,13 +629,15 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         if not (opts.asyncOp or is_profiled or on_gpu or self._coalesced is not None):
             try:
                 if self._queue.run_now(call):
-                    return EndedWork(results)
+                    return EndedWork(name, results)
             except Exception as error:
                 raise named(error) from error.__cause__
         if is_profiled:
             call = recorded(name, tensors, call)
         work = (
-            self._gpu_work(call, results, tensors[0]) if on_gpu else StartedWork(self._queue, call, results)
+            self._gpu_work(name, call, results, tensors[0])
+            if on_gpu
+            else StartedWork(self._queue, name, call, results)
         )
         self._queue.start(work)
         if self._coalesced is not None:
@@ -653,11 +658,11 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         return run
 
     def _gpu_work(
-        self, call: Callable[[], None], results: Sequence[Any], tensor: torch.Tensor
+        self, name: str, call: Callable[[], None], results: Sequence[Any], tensor: torch.Tensor
     ) -> StartedWork:
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
-        return devices.DeviceWork(self._queue, call, results, tensor.device, self._stream)
+        return devices.DeviceWork(self._queue, name, call, results, tensor.device, self._stream)
 
     def _reduction(self, op: Any, tensors: Tensors) -> Reduction:
         if self._has_late_kernels:

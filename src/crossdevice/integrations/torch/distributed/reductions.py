@@ -65,6 +65,7 @@ class Reduction:
         self.weights: list[float] | None = None
         self.bitwise = _BITWISE.get(kind)
         self._is_truth = dtype == torch.bool
+        self._is_half_complex = dtype == torch.complex32  # which NumPy lacks
         self._divides = kind == _KIND.AVG and not (dtype.is_floating_point or dtype.is_complex)
         is_integer = not (dtype.is_floating_point or dtype.is_complex)
         name = (_OF_TRUTH if self._is_truth else NAMES).get(kind)
@@ -75,13 +76,20 @@ class Reduction:
             self.weights = [float(factor.item() if isinstance(factor, torch.Tensor) else factor)]
         if self.bitwise is not None and is_integer:
             name = str(kind)
+        if self._is_half_complex and name not in ("sum", "mean"):
+            name = None
         if name is None:
             raise _refusal(kind, dtype)
         self.name = name
-        self._bound: dict[tuple[int, Any], tuple[Flat, Callable[[], Any]]] = {}
+        self._bound: dict[tuple[tuple[int, ...], Any], tuple[Flat, Callable[[], Any]]] = {}
 
     def memory(self, tensor: torch.Tensor) -> Any:
-        """A contiguous tensor's elements, flat: on the host as NumPy has them; truth values as 0 and 1."""
+        """A contiguous tensor's elements, flat: on the host as NumPy has them; truth values as 0 and 1.
+
+        Complex numbers of two float16 are read as these.
+        """
+        if self._is_half_complex:
+            tensor = torch.view_as_real(tensor)
         if not tensor.is_cpu:
             flat = tensor.detach().view(-1)
             return flat.view(torch.uint8) if self._is_truth else flat
@@ -93,8 +101,8 @@ class Reduction:
         if self.bitwise is not None:
             _write(flat, self._combined(ops, [_on_host(flat)] * _size(ops), options))
             return
-        if self.weights is None and isinstance(flat, np.ndarray) and flat.nbytes <= SMALL_BYTES:
-            memory, reduce = self._bound_to(ops, flat, options)
+        if self._is_small(flat):
+            memory, reduce = self._bound_to(ops, flat, flat.shape, options)
             memory[...] = flat
             reduce()
             flat[...] = memory
@@ -103,14 +111,20 @@ class Reduction:
         if self._divides:
             self._divide(flat, _size(ops))
 
+    def _is_small(self, flat: Any) -> bool:
+        return self.weights is None and isinstance(flat, np.ndarray) and flat.nbytes <= SMALL_BYTES
+
     def _bound_to(
-        self, ops: CollectiveAllReduce, flat: Flat, options: CommunicationOptions
+        self, ops: CollectiveAllReduce, flat: Flat, shape: tuple[int, ...], options: CommunicationOptions
     ) -> tuple[Flat, Callable[[], Any]]:
-        """Memory of as many elements, and what reduces it in place."""
-        key = flat.size, options.timeout_seconds
+        """Memory of that shape for as many elements, and what reduces it in place.
+
+        Ranks compare shapes, so calls of one size that mean different things are told apart by them.
+        """
+        key = shape, options.timeout_seconds
         known = self._bound.get(key)
         if known is None:
-            memory = np.empty_like(flat)
+            memory = np.empty(shape, flat.dtype)
             if len(self._bound) >= MAX_BOUND:
                 self._bound.clear()
             known = memory, ops.bind(self.name, memory, _place(memory), options, out=memory)
@@ -155,7 +169,18 @@ class Reduction:
             parts = np.split(_on_host(whole), np.cumsum(sizes)[:-1])
             _write(out, self._combined(ops, parts, options))
             return
+        if self._is_half_complex:
+            sizes = [2 * length for length in sizes]
         uneven = None if len(set(sizes)) == 1 else sizes
+        if uneven is None and self._is_small(whole):
+            # To combine the parts of the others, too, is faster than to tell ranks apart.
+            memory, reduce = self._bound_to(ops, whole, (len(sizes), sizes[0]), options)
+            memory.reshape(-1)[...] = whole
+            reduce()
+            out[...] = memory[_rank(ops)]
+            if self._divides:
+                self._divide(out, _size(ops))
+            return
         ops.reduce_scatter(self.name, whole, options=options, sizes=uneven, out=out, weights=self.weights)
         if self._divides:
             self._divide(out, _size(ops))
@@ -191,6 +216,11 @@ def _seconds_of(options: CommunicationOptions) -> float | None:
 def _size(ops: CollectiveAllReduce) -> int:
     assert ops.group is not None
     return ops.group.size
+
+
+def _rank(ops: CollectiveAllReduce) -> int:
+    assert ops.group is not None
+    return ops.group.rank
 
 
 def _place(flat: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,23 +14,46 @@ import torch
 import torch.distributed as dist
 
 from crossdevice.errors import CrossDeviceError, DeadlineError
-from crossdevice.integrations.torch.distributed.dispatch_modes import without_modes
+from crossdevice.integrations.torch.distributed.dispatch_modes import never_compiled, without_modes
 from crossdevice.process_groups.background import POLL_SECONDS, BackgroundThread
 
 NO_TIMEOUT = timedelta(0)
+
+OpType: Any = vars(torch._C._distributed_c10d)["OpType"]
+OP_TYPES = {
+    "all_reduce": OpType.ALLREDUCE,
+    "reduce": OpType.REDUCE,
+    "reduce_scatter": OpType.REDUCE_SCATTER,
+    "_reduce_scatter_base": OpType._REDUCE_SCATTER_BASE,
+    "reduce_scatter_tensor_coalesced": OpType.REDUCE_SCATTER_TENSOR_COALESCED,
+    "broadcast": OpType.BROADCAST,
+    "all_gather": OpType.ALLGATHER,
+    "_allgather_base": OpType._ALLGATHER_BASE,
+    "allgather_into_tensor_coalesced": OpType.ALLGATHER_COALESCED,
+    "gather": OpType.GATHER,
+    "scatter": OpType.SCATTER,
+    "all_to_all": OpType.ALLTOALL,
+    "barrier": OpType.BARRIER,
+    "coalesced": OpType.COALESCED,
+}
+"""PyTorch's types of collectives, by our names for them."""
 
 
 class CallQueue:
     """Runs the calls of one group one after the other.
 
-    A call that is started is run by the group's thread, or by whoever waits for it first, in which case no
+    A call that is started is run by a thread of the group, or by whoever waits for it first, in which case no
     thread is switched. Only the holder of the turn takes a call from the queue, so their order is kept.
+    Callbacks of futures run after the turn: they may start calls and wait for them, which another thread of
+    the group then runs.
     """
 
     def __init__(self, name: str) -> None:
+        self._name = name
         self._started: collections.deque[StartedWork] = collections.deque()
         self._turn = threading.Lock()
-        self._thread = BackgroundThread(name)
+        self._threads = [BackgroundThread(name)]
+        self._in_callbacks: set[BackgroundThread] = set()
 
     def run_now(self, function: Callable[[], Any]) -> bool:
         """Runs a function in the calling thread unless something is under way; whether it has."""
@@ -44,33 +68,65 @@ class CallQueue:
     def start(self, work: StartedWork) -> None:
         """Puts a call behind those that were started before."""
         self._started.append(work)
-        self._thread.submit(self._run_next)
+        self._have_run()
 
     def run_until(self, work: StartedWork) -> None:
-        """Runs what is in the queue up to a call, unless the group's thread does."""
+        """Runs what is in the queue up to a call, unless a thread of the group does."""
         while not work.is_ended and self._turn.acquire(blocking=False):
+            ended = None
             try:
                 if self._started:
-                    self._started.popleft().run()
+                    ended = self._started.popleft()
+                    ended.run()
             finally:
                 self._turn.release()
+            if ended is not None:
+                ended.settle()
 
     def stop(self) -> None:
-        """Ends the thread after the last call."""
-        self._thread.stop()
+        """Ends the threads after the last call."""
+        for thread in self._threads:
+            thread.stop()
 
-    def _run_next(self) -> None:
-        with self._turn:
-            if self._started:
-                self._started.popleft().run()
+    def _have_run(self) -> None:
+        """Has what was started run by a thread that is not in callbacks, which may wait for that."""
+        for thread in self._threads:
+            if thread not in self._in_callbacks:
+                break
+        else:
+            thread = BackgroundThread(self._name)
+            self._threads.append(thread)
+        thread.submit(functools.partial(self._run_started, thread))
+
+    def _run_started(self, thread: BackgroundThread) -> None:
+        while self._started:
+            with self._turn:
+                if not self._started:
+                    return
+                work = self._started.popleft()
+                work.run()
+            if not work.has_futures:
+                continue
+            # A call that is started now finds the thread there, or is found by it.
+            self._in_callbacks.add(thread)
+            try:
+                if self._started:
+                    self._have_run()
+                work.settle()
+            finally:
+                self._in_callbacks.discard(thread)
 
 
 class EndedWork(dist.Work):
     """A collective that has ended; what it wrote to is its result."""
 
-    def __init__(self, results: Sequence[Any]) -> None:
+    def __init__(self, name: str, results: Sequence[Any]) -> None:
         super().__init__()
-        self._results = results
+        self._name, self._results = name, results
+
+    def _get_op_type(self) -> int:
+        """PyTorch's number for the collective."""
+        return int(OP_TYPES[self._name])
 
     def is_completed(self) -> bool:
         """Returns True once it has ended, well or not."""
@@ -84,6 +140,7 @@ class EndedWork(dist.Work):
         """The error it ended with; None if there was none."""
         return None
 
+    @never_compiled
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:  # noqa: ARG002
         """Returns at once."""
         return True
@@ -96,10 +153,12 @@ class EndedWork(dist.Work):
         """Orders the current stream after it."""
         self.wait()
 
+    @never_compiled
     def result(self) -> list[Any]:
         """The tensors it wrote to."""
         return list(self._results)
 
+    @never_compiled
     def get_future(self) -> torch.futures.Future[Any]:
         """A future with `result()` as its value."""
         future: torch.futures.Future[Any] = self._new_future()
@@ -119,8 +178,10 @@ class EndedWork(dist.Work):
 class StartedWork(EndedWork):
     """A collective that was started, and is run in its turn."""
 
-    def __init__(self, queue: CallQueue, function: Callable[[], Any], results: Sequence[Any]) -> None:
-        super().__init__(results)
+    def __init__(
+        self, queue: CallQueue, name: str, function: Callable[[], Any], results: Sequence[Any]
+    ) -> None:
+        super().__init__(name, results)
         self._queue, self._function = queue, function
         self._running = threading.Lock()
         self._running.acquire()
@@ -130,7 +191,7 @@ class StartedWork(EndedWork):
         self.is_ended = False
 
     def run(self) -> None:
-        """Makes the call; called once, by the holder of the turn."""
+        """Makes the call; called once, by the holder of the turn, who then calls `settle`."""
         try:
             with without_modes():
                 self._function()
@@ -139,8 +200,16 @@ class StartedWork(EndedWork):
         del self._function  # with the tensors it holds
         with self._fence:
             self.is_ended = True
-            futures, self._futures = self._futures, []
         self._running.release()
+
+    @property
+    def has_futures(self) -> bool:
+        """Whether anybody has asked for a future."""
+        return bool(self._futures)
+
+    def settle(self) -> None:
+        """Gives futures their value, and calls what waits for them; called once, after the turn."""
+        futures, self._futures = self._futures, []
         for future in futures:
             self._settle(future)
 
@@ -156,6 +225,7 @@ class StartedWork(EndedWork):
         """The error it ended with; None if there was none."""
         return self._error
 
+    @never_compiled
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Blocks until it has ended; raises its error. It goes on after `timeout`, and can be waited for."""
         if not self.is_ended:
@@ -166,11 +236,13 @@ class StartedWork(EndedWork):
             raise self._error
         return True
 
+    @never_compiled
     def result(self) -> list[Any]:
         """The tensors it wrote to, once it has ended."""
         self.wait()
         return list(self._results)
 
+    @never_compiled
     def get_future(self) -> torch.futures.Future[Any]:
         """A future whose value is the list of tensors it wrote to."""
         with self._fence:
@@ -199,7 +271,7 @@ class SeveralWorks(EndedWork):
     """Collectives that were started together, and are waited for together."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
-        super().__init__([])
+        super().__init__("coalesced", [])
         self._works = works
 
     def is_completed(self) -> bool:
@@ -214,16 +286,19 @@ class SeveralWorks(EndedWork):
         """The first error of any."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
+    @never_compiled
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Blocks until all have ended."""
         for work in self._works:
             work.wait(timeout) if timeout != NO_TIMEOUT else work.wait()
         return True
 
+    @never_compiled
     def result(self) -> list[Any]:
         """Lists the tensors that all of them wrote to."""
         return [tensor for work in self._works for tensor in work.result()]
 
+    @never_compiled
     def get_future(self) -> torch.futures.Future[Any]:
         """A future whose value is what all of them wrote to."""
         ended = torch.futures.collect_all([work.get_future() for work in self._works])
