@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from crossdevice import runtime
 from crossdevice.errors import CrossDeviceError
 from crossdevice.process_groups import cluster
 from crossdevice.process_groups.protocol import Message
-from crossdevice.process_groups.shared.host_agreement import HOST_VARIABLE
 from multiprocess.launching import FOLDER, report
 
 ODD_RANK = 2
@@ -29,7 +29,7 @@ def main(scenario, engine, seconds, odd_rank=None):
     ODD_RANK = ODD_RANK if odd_rank is None else int(odd_rank)
     here = cluster.cluster_from_env()
     if "HOSTS_OF_TWO" in os.environ:
-        os.environ[HOST_VARIABLE] = f"host {here.rank // 2}"
+        os.environ[runtime.HOST.variable] = f"host {here.rank // 2}"
     if scenario == "absent":
         report(here.rank, absent(here, engine, float(seconds)))
         return

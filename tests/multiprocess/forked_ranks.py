@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from crossdevice import runtime
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.protocol import RankLostError
-from crossdevice.process_groups.shared.host_agreement import HOST_VARIABLE
 
 
 class PipeEngine:
@@ -104,7 +104,7 @@ class Ranks:
         for rank in range(size):
             pid = os.fork()
             if pid == 0:
-                os.environ[HOST_VARIABLE] = hosts[rank] if hosts else ""
+                os.environ[runtime.HOST.variable] = hosts[rank] if hosts else ""
                 for other, sockets in enumerate(ends):
                     for each in sockets.values() if other != rank else ():
                         each.close()  # or nobody would see that its owner is gone

@@ -5,8 +5,8 @@ import sys
 import traceback
 import warnings
 
+from crossdevice import runtime
 from crossdevice.process_groups import cluster
-from crossdevice.process_groups.shared.host_agreement import HOST_VARIABLE
 from multiprocess.launching import report
 from multiprocess.laws import GROUP_LAWS
 from multiprocess.laws_of_reductions import REDUCTION_LAWS
@@ -19,7 +19,7 @@ def main(engine, memory):
     warnings.simplefilter("error")
     here = cluster.cluster_from_env()
     if memory == "hosts":  # of which the second has one rank
-        os.environ[HOST_VARIABLE] = f"host {here.rank == 2}"
+        os.environ[runtime.HOST.variable] = f"host {here.rank == 2}"
 
     def form():
         return here.form_group(engine, timeout_seconds=240.0, shared_memory=memory != "private")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import abc
-import atexit
 import contextlib
 import functools
 import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from crossdevice import runtime
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import EngineError
 from crossdevice.values.device import Device, device_of
@@ -66,7 +66,7 @@ class CommunicatorsEngine(NcclEngine):
 
     def __init__(self) -> None:
         self._cliques: dict[tuple[int, ...], Sequence[Any]] = {}
-        atexit.register(self._free)
+        runtime.end_with_process(self._free)
 
     @abc.abstractmethod
     def connect(self, devices: tuple[int, ...]) -> Sequence[Any]:

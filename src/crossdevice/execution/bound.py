@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from crossdevice import runtime
 from crossdevice.backends.cuda_streams import SideStreams
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import BoundError, ContextError
@@ -229,8 +229,7 @@ def _forget_turns() -> None:
         bound._start_anew()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget_turns)
+runtime.renew_after_fork(_forget_turns)
 
 
 class _Memory:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 import math
-import os
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from crossdevice import runtime
 from crossdevice.backends.cuda_streams import SideStreams, on_current_stream
 from crossdevice.errors import DeadlineError, OptionError
 from crossdevice.process_groups.background import BackgroundCall, BackgroundThread
@@ -177,8 +177,7 @@ def is_started_work() -> bool:
 _has_started = False
 """Whether a worker was ever needed: most programs start nothing, and every call would look for a worker."""
 
-if hasattr(os, "register_at_fork"):  # threads stay behind in the process that was forked
-    os.register_at_fork(after_in_child=_workers.clear)
+runtime.renew_after_fork(_workers.clear)  # threads stay behind in the process that was forked
 
 
 def _checked_seconds(timeout: float | None) -> float:

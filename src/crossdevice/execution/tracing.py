@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, assert_never
 
+from crossdevice import runtime
 from crossdevice.plans import steps
 from crossdevice.plans.steps import Step, sources_of, targets_of
 from crossdevice.values.device import Device, host_device
@@ -20,9 +21,6 @@ Phase = Literal["queue", "pack", "reduce", "copy", "unpack", "forward", "backwar
 
 MAX_RECORDED = 2048
 """Events the flight recorder keeps; a step of a plan is one, a fused reduction is one."""
-
-FOLDER_VARIABLE = "CROSSDEVICE_FLIGHT_RECORDER"
-"""Names a folder: when a running reduction fails, the record is written there."""
 
 NANO = 1e9
 
@@ -106,7 +104,7 @@ class FlightRecorder:
 
     def dump_after(self, error: BaseException) -> None:
         """Writes the record to the folder named by CROSSDEVICE_FLIGHT_RECORDER; adds a note to the error."""
-        folder = os.environ.get(FOLDER_VARIABLE)
+        folder = runtime.FLIGHT_RECORDER.read()
         if not folder or _DUMPED in error.__dict__:
             return
         # A mark on the error, not a reference to it: tracebacks keep arrays alive.

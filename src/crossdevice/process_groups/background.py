@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import queue
 import sys
@@ -11,6 +10,8 @@ import time
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
+
+from crossdevice import runtime
 
 EXIT_SECONDS = 5.0
 """How long a program that ends waits for background calls."""
@@ -190,8 +191,8 @@ def end_all() -> None:
 
 @functools.cache
 def _registered() -> None:
-    # Not when this is imported: what is registered last runs first, and threads are waited for after it.
-    atexit.register(end_all)
+    # Not when this is imported: what is handed in last ends first, and threads are waited for after it.
+    runtime.end_with_process(end_all)
 
 
-atexit.register(BackgroundThread.stop_all)
+runtime.end_with_process(BackgroundThread.stop_all)

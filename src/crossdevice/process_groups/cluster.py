@@ -7,10 +7,11 @@ import os
 import socket
 from collections.abc import Mapping
 
+from crossdevice import runtime
 from crossdevice.errors import OptionError
 from crossdevice.process_groups.engines.registry import PROCESS_ENGINES
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
-from crossdevice.values.launchers import FOLDER_VARIABLE, Launch, is_of_launcher, launched
+from crossdevice.values.launchers import Launch, is_of_launcher, launched
 from crossdevice.values.libraries import LIBRARIES
 
 
@@ -114,7 +115,7 @@ def environments_of_ranks(size: int, folder: str) -> list[dict[str, str]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     inherited = {name: value for name, value in os.environ.items() if not is_of_launcher(name)}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, FOLDER_VARIABLE: folder}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, runtime.RUN_FOLDER.variable: folder}
     sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     return [
         {**inherited, **place, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from crossdevice import runtime
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import FileError
 from crossdevice.execution.bound import BoundReduction
@@ -31,9 +32,6 @@ from crossdevice.recording.bits_file import (
 )
 from crossdevice.values.nesting import flatten
 from crossdevice.values.replica_scope import current_replica
-
-VARIABLE = "CROSSDEVICE_RECORD_BITS"
-"""Names a file: the whole process is recorded in it."""
 
 CALLS = (
     "reduce",
@@ -102,7 +100,7 @@ def record_bits(path: str | os.PathLike[str]) -> Iterator[None]:
 def record_from_environment() -> None:
     """Records this process from now on, if the variable names a file."""
     global _recorder
-    path = os.environ.get(VARIABLE)
+    path = runtime.RECORD_BITS.read()
     if path and _recorder is None:
         if not os.access(Path(path).parent, os.W_OK):
             raise FileError(f"{VARIABLE} is {path}; expected a file in a folder that can be written to")

@@ -10,15 +10,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from crossdevice import runtime
 from crossdevice.errors import OptionError
 
 USUAL_PORT = 29500
 """The default port of torch.distributed, for launchers that name no port and no job."""
 
 LARGEST_PORT = 65535
-
-FOLDER_VARIABLE = "CROSSDEVICE_RUN_FOLDER"
-"""Where `crossdevice run` has its processes meet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +151,7 @@ def _torchrun(variables: Variables) -> Launch | None:
     address, port = variables.text("MASTER_ADDR"), variables.port()
     launcher, folder = "torchrun", None  # which another launcher may have started
     if variables.text("TORCHELASTIC_RUN_ID") is None:
-        folder = variables.text(FOLDER_VARIABLE)
+        folder = variables.text(runtime.RUN_FOLDER.variable)
         launcher = "environment" if folder is None else "crossdevice run"
     has_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restart = variables.number("TORCHELASTIC_RESTART_COUNT") or 0

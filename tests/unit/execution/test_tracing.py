@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import crossdevice as cd
+from crossdevice import runtime
 from crossdevice.execution import tracing
 
 QUERY_TRACE = Path(__file__).parents[2] / "perfetto" / "query_trace.mjs"
@@ -284,7 +285,7 @@ def fail(*_):
 
 def test_an_error_that_escapes_leaves_a_file_and_a_note(tmp_path, monkeypatch):
     value = value_on(2)
-    monkeypatch.setenv(tracing.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(runtime.FLIGHT_RECORDER.variable, str(tmp_path))
     monkeypatch.setattr("crossdevice.execution.local.stepped_packs.execute", fail)
     with pytest.raises(Broken) as caught:
         cd.RingAllReduce().reduce("sum", value, value, STEPWISE)
@@ -295,7 +296,7 @@ def test_an_error_that_escapes_leaves_a_file_and_a_note(tmp_path, monkeypatch):
 
 
 def test_a_deadline_that_passes_leaves_a_file(tmp_path, monkeypatch):
-    monkeypatch.setenv(tracing.FOLDER_VARIABLE, str(tmp_path / "new"))
+    monkeypatch.setenv(runtime.FLIGHT_RECORDER.variable, str(tmp_path / "new"))
     strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])
     with pytest.raises(TimeoutError):
         strategy.run(lambda: time.sleep(0.3), options=cd.CommunicationOptions(timeout_seconds=0.05))
@@ -304,14 +305,14 @@ def test_a_deadline_that_passes_leaves_a_file(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_does_not_hide_the_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(tracing.FOLDER_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(runtime.FLIGHT_RECORDER.variable, str(tmp_path / "file"))
     monkeypatch.setattr("crossdevice.execution.local.stepped_packs.execute", fail)
     with pytest.raises(Broken):
         cd.RingAllReduce().reduce("sum", value_on(2), "cpu:0", STEPWISE)
 
 
 def test_without_a_folder_nothing_is_written_and_a_trace_is_written_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.delenv(tracing.FOLDER_VARIABLE, raising=False)
+    monkeypatch.delenv(runtime.FLIGHT_RECORDER.variable, raising=False)
     monkeypatch.setattr("crossdevice.execution.local.stepped_packs.execute", fail)
     value = value_on(2)
     with pytest.raises(Broken), cd.trace(tmp_path / "run.json"):

@@ -22,7 +22,7 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
-import crossdevice
+from crossdevice import runtime
 from crossdevice.cli.bench import data
 from crossdevice.cli.bench.calls import Competitor, Inspection, Measurable
 from crossdevice.cli.bench.peers import PEERS, PeerSetup, Runs, launcher, peer_class
@@ -100,7 +100,7 @@ class PeerProcesses(Competitor):
     def _start(self, num_devices: int) -> None:
         runs, num_processes = self._runs, self._num_processes
         token = secrets.token_hex()
-        environment = _environment(token)
+        environment = runtime.environment_of_child(**MPI_ENVIRONMENT, **{TOKEN_VARIABLE: token})
         with socket.create_server(("127.0.0.1", 0)) as server, open(self._complaints, "wb") as complaints:
             server.settimeout(0.2)
             port = server.getsockname()[1]
@@ -150,13 +150,6 @@ class PeerProcesses(Competitor):
     def _last_words(self) -> str:
         lines = self._complaints.read_text(errors="replace").split("\n") if self._complaints.exists() else []
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-
-
-def _environment(token: str) -> dict[str, str]:
-    package_parent = str(Path(crossdevice.__file__).parents[1])
-    paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {TOKEN_VARIABLE: token, "PYTHONPATH": os.pathsep.join(paths)}
-    return {**os.environ, **own, **MPI_ENVIRONMENT}
 
 
 MPI_ENVIRONMENT = {

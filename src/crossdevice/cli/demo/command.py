@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-import crossdevice
+from crossdevice import runtime
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import BACKENDS
 from crossdevice.cli.arguments import check_ending, output_file
@@ -145,8 +145,7 @@ def _trained(places: dict[str, MirroredStrategy], digits: Digits, backend: str, 
 
 def _launched(backend: str, devices: int, epochs: int) -> dict[str, Training]:
     """The same in processes of their own, which `crossdevice run` starts."""
-    paths = [str(Path(crossdevice.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = runtime.environment_of_child()
     with tempfile.TemporaryDirectory(prefix="crossdevice-demo-") as folder:
         path = Path(folder) / "trainings.npz"
         command = [sys.executable, "-m", "crossdevice", "run", "-n", str(NUM_PROCESSES), "-m"]

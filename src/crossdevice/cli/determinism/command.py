@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-import crossdevice
+from crossdevice import runtime
 from crossdevice.cli.arguments import output_file
 from crossdevice.cli.bench.peers import launcher
 from crossdevice.cli.bench.process import MPI_ENVIRONMENT
@@ -126,8 +125,7 @@ def _launched(name: str, sizes: Sizes) -> dict[str, dict[str, list[Array]]]:
         command = [str(starter), "-n", str(sizes.ranks), *program]
     else:
         command = [sys.executable, "-m", "crossdevice", "run", "-n", str(sizes.ranks), "-m"]
-    paths = [str(Path(crossdevice.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, **MPI_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = runtime.environment_of_child(**MPI_ENVIRONMENT)
     with tempfile.TemporaryDirectory(prefix="crossdevice-determinism-") as folder:
         path = Path(folder) / "results.npz"
         command += ["crossdevice.cli.determinism.rank", name, *map(str, sizes), str(path)]

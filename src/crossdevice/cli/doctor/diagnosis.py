@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
+from crossdevice import runtime
 from crossdevice.backends.nccl_engines import NCCL_ENGINES, NcclEngine, engine_named, name_of_engine
 from crossdevice.choosing.choose_algorithm import choose_algorithm
 from crossdevice.cli.doctor.gpu_facts import Managed, managed, seen_by_libraries
@@ -21,9 +22,7 @@ from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources import threads
 from crossdevice.kernels.host.resources.control_groups import words_of_groups
 from crossdevice.process_groups.cluster import cluster_from_env
-from crossdevice.process_groups.shared.host_agreement import HOST_VARIABLE
 from crossdevice.process_groups.shared.shared_memory import (
-    SHARED_MEMORY_VARIABLE,
     is_wanted,
     shared_memory_unavailable,
 )
@@ -194,7 +193,9 @@ def _threads(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
     limits = [f"{int(quota) / int(period):g}" for quota, period in groups if quota.isdigit()]
     yield Finding("limit by control groups", min(limits, key=float, default="no limit"))
     ours, granted = threads.num_threads(), threads.granted_processors()
-    advice = f"{threads.THREADS_VARIABLE} is larger than the {granted} available" if ours > granted else ""
+    advice = (
+        f"{runtime.NUM_THREADS.variable} is larger than the {granted} available" if ours > granted else ""
+    )
     yield Finding("threads of a large pass", str(ours), ours <= granted, advice)
 
 
@@ -233,9 +234,9 @@ def _processes(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001
         yield Finding("launcher", cluster_from_env().recognised)
     except OptionError as refused:
         yield Finding("launcher", str(refused), False, "set the missing variables, or unset the others")
-    reason = shared_memory_unavailable() if is_wanted(None) else f"{SHARED_MEMORY_VARIABLE} is 0"
-    word = os.environ.get(HOST_VARIABLE)
-    those = f", with those that have {HOST_VARIABLE}={word} too" if word else ""
+    reason = shared_memory_unavailable() if is_wanted(None) else f"{runtime.SHARED_MEMORY.variable} is 0"
+    word = runtime.HOST.read()
+    those = f", with those that have {runtime.HOST.variable}={word} too" if word else ""
     found = f"no: {reason}" if reason else f"can be used by groups within this host{those}"
     yield Finding("memory shared by processes", found)
 

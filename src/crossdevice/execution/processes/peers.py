@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from crossdevice import runtime
 from crossdevice.execution.local.gpu_passes import fused_pass_unavailable
 from crossdevice.execution.local.prepared import recipe_for
 from crossdevice.execution.processes.peer_addresses import PeerAddresses
@@ -18,10 +18,6 @@ from crossdevice.values.device import Device, device_of
 from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
-
-PEER_MEMORY_VARIABLE = "CROSSDEVICE_PEER_MEMORY"
-"""0 turns it off; with `each`, every rank reduces a part, also where ranks share a GPU."""
-
 
 NO_GPU, NO_PEER, PEER = b"0", b"1", b"2"
 """What a rank says first: that it has nothing on a GPU, nothing that others reach, or what it is."""
@@ -160,9 +156,9 @@ _probes: list[object] = []
 
 def _own_record(gpu: Device | None) -> tuple[str, bytes | None]:
     """Describes this process to others: how to find its probe, or the reason it takes no part."""
-    wish = os.environ.get(PEER_MEMORY_VARIABLE, "1")
+    wish = runtime.PEER_MEMORY.read()
     if wish == "0":
-        return f"has {PEER_MEMORY_VARIABLE}=0", None
+        return f"has {runtime.PEER_MEMORY.variable}=0", None
     if gpu is None or not sys.platform.startswith("linux"):
         return "had nothing on a GPU of its own in the group's first reduction", None
     from crossdevice.kernels.cuda.availability import kernels_unavailable

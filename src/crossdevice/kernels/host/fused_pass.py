@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from crossdevice import runtime
 from crossdevice.errors import OptionError
 from crossdevice.kernels.association import positions_of, program_of
 from crossdevice.kernels.families import ORDERED_FAMILIES, family_of
@@ -43,7 +43,6 @@ from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
-KERNELS_VARIABLE = "CROSSDEVICE_KERNELS"
 KERNELS = ("numba", "numpy")
 
 Arrays = Sequence[NDArray[Any]]
@@ -196,7 +195,7 @@ def are_kernels_selected() -> bool:
 
 def load_kernels(recipe: Recipe, dtype: np.dtype[Any]) -> None:
     """Imports what compiled kernels need, and loads one, whatever is in use meanwhile."""
-    name = _checked_kernels(os.environ.get(KERNELS_VARIABLE) or None, KERNELS_VARIABLE)
+    name = _checked_kernels(runtime.KERNELS.read() or None, runtime.KERNELS.variable)
     if name == "numba":
         _prepare(recipe, dtype, dtype)
 
@@ -209,7 +208,7 @@ def selected_kernels() -> str:
         # written, not between two of them.
         for check in (num_threads, pool_bytes):
             check()
-        _kernels = _checked_kernels(os.environ.get(KERNELS_VARIABLE) or None, KERNELS_VARIABLE)
+        _kernels = _checked_kernels(runtime.KERNELS.read() or None, runtime.KERNELS.variable)
     return _kernels
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
 
+from crossdevice import runtime
 from crossdevice.kernels.host.resources.threads import (
     granted_processors,
     num_threads,
@@ -49,8 +49,7 @@ class Standby:
         self._state, self._awake = _MARGIN + standby.STATE, _MARGIN + standby.AWAKE
         self._has_processors = granted_processors() > 1
         self._start_anew()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._start_anew)
+        runtime.renew_after_fork(self._start_anew)
 
     def _start_anew(self) -> None:
         """Also in a forked process, where the worker does not exist."""

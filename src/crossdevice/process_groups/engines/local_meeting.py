@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from crossdevice import runtime
 from crossdevice.errors import DeadlineError, OptionError
 from crossdevice.process_groups.notes.board import GRACE_SECONDS
 from crossdevice.process_groups.notes.introduction import own_name
@@ -63,7 +64,7 @@ def _close_in_child() -> None:
     _places.clear()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+runtime.renew_after_fork(_close_in_child)
 
 
 class _Forgotten(socket.socket):

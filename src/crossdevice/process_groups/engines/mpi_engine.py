@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from crossdevice import runtime
 from crossdevice.errors import DeadlineError, OptionError
 from crossdevice.process_groups.background import end_all
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
@@ -287,4 +287,4 @@ class _Ending:
 
 
 _ending = _Ending()
-atexit.register(_ending.finish)
+runtime.end_with_process(_ending.finish)

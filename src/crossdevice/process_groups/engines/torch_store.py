@@ -6,7 +6,6 @@ import ctypes
 import functools
 import ipaddress
 import logging
-import os
 import re
 import socket
 import time
@@ -16,10 +15,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from crossdevice import runtime
 from crossdevice.errors import ProcessGroupError
 from crossdevice.process_groups.background import TimedCalls
 from crossdevice.process_groups.group import LONGEST_SECONDS
-from crossdevice.process_groups.notes.introduction import KEY_VARIABLE, key_from_env
+from crossdevice.process_groups.notes.introduction import key_from_env
 
 logger = logging.getLogger("crossdevice")
 
@@ -46,8 +46,7 @@ def _outlive() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_outlive)
+runtime.renew_after_fork(_outlive)
 
 
 def store_at(address: str, port: int, *, is_keeper: bool, timeout_seconds: float) -> dist.Store:
@@ -145,5 +144,5 @@ def _say_unauthenticated(is_alone: bool) -> None:
         "ranks are not authenticated: whoever can reach the store%s can join or break a group; set %s to the "
         "same secret on all of them (SECURITY.md)",
         ", which any user of this host can," if is_alone else "",
-        KEY_VARIABLE,
+        runtime.GROUP_KEY.variable,
     )

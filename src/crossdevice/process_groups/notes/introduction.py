@@ -10,12 +10,10 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from crossdevice import runtime
 from crossdevice.errors import OptionError
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.disagreement import disagreement
-
-KEY_VARIABLE = "CROSSDEVICE_GROUP_KEY"
-"""The same secret on all ranks, from whoever starts them; without it nothing is proved."""
 
 CODE_BYTES = 16
 
@@ -64,7 +62,7 @@ class Signer:
 
 def key_from_env() -> bytes:
     """The key of this process's groups; empty if there is none."""
-    return os.environ.get(KEY_VARIABLE, "").encode()
+    return runtime.GROUP_KEY.read().encode()
 
 
 def own_name() -> str:
@@ -107,7 +105,8 @@ def introduced(call: GroupCall, checks: int, words: Sequence[str]) -> tuple[tupl
     strangers = [rank for rank, code in enumerate(codes) if code != signer.code(PROOF, rank)]
     if strangers:
         raise OptionError(
-            f"{KEY_VARIABLE} must be the same on all ranks: {', '.join(members[rank] for rank in strangers)} "
+            f"{runtime.GROUP_KEY.variable} must be the same on all ranks: "
+            f"{', '.join(members[rank] for rank in strangers)} "
             f"{'has' if len(strangers) == 1 else 'have'} another one than rank {call.group.rank}, or none"
         )
     return members, signer

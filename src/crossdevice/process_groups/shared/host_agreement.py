@@ -15,10 +15,10 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from crossdevice import runtime
 from crossdevice.process_groups.shared.hosts import Hosts
 from crossdevice.process_groups.shared.shared_arrays import mapped_file, name_of
 from crossdevice.process_groups.shared.shared_memory import (
-    SHARED_MEMORY_VARIABLE,
     SharedMemory,
     memory_bytes,
     shared_memory_unavailable,
@@ -27,9 +27,6 @@ from crossdevice.process_groups.shared.shared_steps import start_time_of
 
 if TYPE_CHECKING:
     from crossdevice.process_groups.group_call import GroupCall
-
-HOST_VARIABLE = "CROSSDEVICE_HOST"
-"""Ranks in whose environments it differs do not share memory: several hosts can be tried out on one."""
 
 TOKEN_BYTES = 16
 REASON_BYTES = 200
@@ -69,7 +66,7 @@ def found_hosts(call: GroupCall, *, wanted: bool) -> tuple[SharedMemory | None, 
     reason = (
         shared_memory_unavailable()
         if wanted
-        else f"it was switched off (shared_memory=False or {SHARED_MEMORY_VARIABLE}=0)"
+        else f"it was switched off (shared_memory=False or {runtime.SHARED_MEMORY.variable}=0)"
     )
     mapped: mmap.mmap | None = None
     token, descriptor = secrets.token_bytes(TOKEN_BYTES), -1
@@ -83,7 +80,7 @@ def found_hosts(call: GroupCall, *, wanted: bool) -> tuple[SharedMemory | None, 
             reason = f"no memory could be made: {error}"
     try:
         process = os.getpid()
-        host = hashlib.blake2b(os.environ.get(HOST_VARIABLE, "").encode(), digest_size=TOKEN_BYTES).digest()
+        host = hashlib.blake2b(runtime.HOST.read().encode(), digest_size=TOKEN_BYTES).digest()
         offer = _Offer(process, start_time_of(process) or 0, descriptor, token, host, _short(reason))
         offers = [_Offer(*_OFFER.unpack(record)) for record in call.all_gather(_OFFER.pack(*offer))]
         first = rank
@@ -123,7 +120,7 @@ def _lowest_opened(
         if offer.host == own.host:
             mapped, reason = _opened(number, offer, num_bytes)
         else:
-            mapped, reason = None, f"rank {number} is on another host: {HOST_VARIABLE} says so"
+            mapped, reason = None, f"rank {number} is on another host: {runtime.HOST.variable} says so"
         if mapped is not None:
             return number, mapped, first_reason
         first_reason = first_reason or reason

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crossdevice import runtime
 from crossdevice.errors import OptionError
 from crossdevice.process_groups.shared.shared_arrays import Bytes, SharedArrays
 from crossdevice.process_groups.shared.shared_steps import SharedSteps, start_time_of, steps_bytes
-
-SHARED_MEMORY_VARIABLE = "CROSSDEVICE_SHARED_MEMORY"
 
 WINDOW_BYTES = 2 << 20
 """What one rank can show the others at once. More has to go in several steps, and less stays in caches."""
@@ -84,9 +83,9 @@ def is_wanted(given: bool | None) -> bool:
     """Decides whether a group uses shared memory: by its argument, else by the environment, else yes."""
     if given is not None:
         return given
-    word = os.environ.get(SHARED_MEMORY_VARIABLE, "1")
+    word = runtime.SHARED_MEMORY.read()
     if word not in ("0", "1"):
-        raise OptionError(f"{SHARED_MEMORY_VARIABLE} must be 0 or 1; got {word!r}")
+        raise OptionError(f"{runtime.SHARED_MEMORY.variable} must be 0 or 1; got {word!r}")
     return word == "1"
 
 

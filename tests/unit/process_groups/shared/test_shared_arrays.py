@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+from crossdevice import runtime
 from crossdevice.errors import OptionError
 from crossdevice.process_groups.engines.thread_engine import run_ranks
 from crossdevice.process_groups.shared import shared_memory
@@ -90,10 +91,10 @@ def test_threads_of_one_process_do_without_and_get_ordinary_arrays():
 
 def test_the_variable_and_the_argument_decide(monkeypatch):
     assert shared_memory.is_wanted(None)
-    monkeypatch.setenv(shared_memory.SHARED_MEMORY_VARIABLE, "0")
+    monkeypatch.setenv(runtime.SHARED_MEMORY.variable, "0")
     assert not shared_memory.is_wanted(None)
     assert shared_memory.is_wanted(True)
-    monkeypatch.setenv(shared_memory.SHARED_MEMORY_VARIABLE, "no")
+    monkeypatch.setenv(runtime.SHARED_MEMORY.variable, "no")
     with pytest.raises(OptionError, match="CROSSDEVICE_SHARED_MEMORY must be 0 or 1; got 'no'"):
         shared_memory.is_wanted(None)
 

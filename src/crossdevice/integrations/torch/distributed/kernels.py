@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 
 import numpy as np
 
+from crossdevice import runtime
 from crossdevice.kernels.host import fused_pass
 from crossdevice.process_groups.background import BackgroundThread
 from crossdevice.values.recipe import Recipe
@@ -38,7 +38,7 @@ class LateKernels:
 
     def postpone(self) -> None:
         """Chooses NumPy for now, in a process that has not used kernels yet."""
-        chosen = fused_pass.are_kernels_selected() or os.environ.get(fused_pass.KERNELS_VARIABLE)
+        chosen = fused_pass.are_kernels_selected() or runtime.KERNELS.read()
         if chosen or COMPILED in sys.modules or importlib.util.find_spec("numba") is None:
             return
         fused_pass.select_kernels("numpy")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import Any, cast
 
 from torch._C._distributed_c10d import Backend
 
+from crossdevice import runtime
 from crossdevice.errors import OptionError
 from crossdevice.values.options import CommunicationOptions, Precision
-
-PRECISION_VARIABLE = "CROSSDEVICE_PRECISION"
-TIMEOUT_VARIABLE = "CROSSDEVICE_TIMEOUT_SECONDS"
 
 
 class BackendOptions(Backend.Options):
@@ -33,7 +30,7 @@ class BackendOptions(Backend.Options):
 
     def __init__(self, precision: Precision | None = None, timeout: timedelta | None = None) -> None:
         super().__init__("crossdevice")
-        chosen = os.environ.get(PRECISION_VARIABLE, "accurate") if precision is None else precision
+        chosen = runtime.PRECISION.read() if precision is None else precision
         self.communication = CommunicationOptions(precision=cast("Precision", chosen))
         self.deadline = _deadline_from_env() if timeout is None else timeout
 
@@ -49,13 +46,15 @@ def read_options(given: Any) -> BackendOptions:
 
 
 def _deadline_from_env() -> timedelta | None:
-    text = os.environ.get(TIMEOUT_VARIABLE)
-    if text is None:
+    text = runtime.TIMEOUT_SECONDS.read()
+    if not text:
         return None
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise OptionError(f"{TIMEOUT_VARIABLE} must be a number of seconds greater than 0; got {text!r}")
+        raise OptionError(
+            f"{runtime.TIMEOUT_SECONDS.variable} must be a number of seconds greater than 0; got {text!r}"
+        )
     return timedelta(seconds=seconds)

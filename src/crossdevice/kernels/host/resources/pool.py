@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from crossdevice import runtime
 from crossdevice.errors import OptionError
 from crossdevice.kernels.host.resources.control_groups import words_of_groups
 from crossdevice.values.launchers import local_processes
-
-POOL_VARIABLE = "CROSSDEVICE_POOL_BYTES"
 
 SMALLEST_POOLED_BYTES = 1 << 20
 """The size of all results of a call from which on they are pooled. Above it, the C library gives memory back
@@ -302,11 +301,13 @@ def _arenas(lengths: Sequence[int]) -> list[list[slice]]:
 
 
 def _default_limit() -> int:
-    given = os.environ.get(POOL_VARIABLE)
+    given = runtime.POOL_BYTES.read()
     if not given:
         return _memory_bytes() // (4 * local_processes(os.environ))
     if not given.isdigit():
-        raise OptionError(f"{POOL_VARIABLE} must be a number of bytes, 0 or more; got {given!r}")
+        raise OptionError(
+            f"{runtime.POOL_BYTES.variable} must be a number of bytes, 0 or more; got {given!r}"
+        )
     return int(given)
 
 
@@ -324,5 +325,4 @@ def _memory_bytes() -> int:
 result_pool = Pool()
 """Where results come from unless the caller brings memory for them."""
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=result_pool.start_anew)
+runtime.renew_after_fork(result_pool.start_anew)

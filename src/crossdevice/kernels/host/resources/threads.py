@@ -8,11 +8,10 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
+from crossdevice import runtime
 from crossdevice.errors import OptionError
 from crossdevice.kernels.host.resources.control_groups import words_of_groups
 from crossdevice.values.launchers import local_processes
-
-THREADS_VARIABLE = "CROSSDEVICE_NUM_THREADS"
 
 _num_threads: int | None = None
 
@@ -31,8 +30,8 @@ def num_threads() -> int:
     """
     global _num_threads
     if _num_threads is None:
-        given = os.environ.get(THREADS_VARIABLE)
-        _num_threads = _checked(given, THREADS_VARIABLE) if given else granted_processors()
+        given = runtime.NUM_THREADS.read()
+        _num_threads = _checked(given, runtime.NUM_THREADS.variable) if given else granted_processors()
     return _num_threads
 
 
@@ -195,5 +194,4 @@ def _share() -> float:
 
 
 _workers = _Workers()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_anew)
+runtime.renew_after_fork(_start_anew)
