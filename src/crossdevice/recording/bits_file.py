@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from crossdevice import runtime
 from crossdevice.errors import FileError
 
 MAGIC = b"crossdevice bits 1\n"
@@ -125,8 +126,7 @@ def _leave_to_parent() -> None:
         writer.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
+runtime.renew_after_fork(_leave_to_parent)
 
 
 def path_of_rank(path: Path, rank: int | str) -> Path:

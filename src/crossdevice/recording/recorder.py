@@ -103,7 +103,10 @@ def record_from_environment() -> None:
     path = runtime.RECORD_BITS.read()
     if path and _recorder is None:
         if not os.access(Path(path).parent, os.W_OK):
-            raise FileError(f"{VARIABLE} is {path}; expected a file in a folder that can be written to")
+            raise FileError(
+                f"{runtime.RECORD_BITS.variable} is {path}; "
+                "expected a file in a folder that can be written to"
+            )
         _recorder = _Recorder(path)
         _instrument()
 

@@ -128,7 +128,7 @@ def _launched(name: str, sizes: Sizes) -> dict[str, dict[str, list[Array]]]:
     environment = runtime.environment_of_child(**MPI_ENVIRONMENT)
     with tempfile.TemporaryDirectory(prefix="crossdevice-determinism-") as folder:
         path = Path(folder) / "results.npz"
-        command += ["crossdevice.cli.determinism.rank", name, *map(str, sizes), str(path)]
+        command += ["crossdevice.cli.determinism.sums", name, *map(str, sizes), str(path)]
         try:
             ended = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=LAUNCH_SECONDS, check=False

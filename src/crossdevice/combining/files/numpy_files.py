@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.host_memory import native
 from crossdevice.backends.protocol import dtype_named
-from crossdevice.combining.files.model_file import ModelFile, ModelWriter, TensorSpec, unreadable
+from crossdevice.combining.files.model_file import ModelFile, ModelWriter, StoredFile, TensorSpec, unreadable
 from crossdevice.combining.files.replacing import replaced, write_at
-from crossdevice.combining.files.stored_file import StoredFile
 from crossdevice.combining.files.zip_members import (
     BAD_ARCHIVE,
     Checksum,

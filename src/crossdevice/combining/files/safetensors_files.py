@@ -17,11 +17,11 @@ from crossdevice.combining.files.model_file import (
     MAX_HEADER_BYTES,
     ModelFile,
     ModelWriter,
+    StoredFile,
     TensorSpec,
     unreadable,
 )
 from crossdevice.combining.files.replacing import replaced, write_at
-from crossdevice.combining.files.stored_file import StoredFile
 from crossdevice.errors import FileError
 
 LENGTH_BYTES = 8

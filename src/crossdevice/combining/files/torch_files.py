@@ -20,11 +20,11 @@ from crossdevice.backends.registry import backend_named
 from crossdevice.combining.files.model_file import (
     ModelFile,
     ModelWriter,
+    StoredFile,
     TensorSpec,
     unreadable,
 )
 from crossdevice.combining.files.replacing import replaced
-from crossdevice.combining.files.stored_file import StoredFile
 from crossdevice.combining.files.zip_members import BAD_ARCHIVE, Checksum, check_members
 from crossdevice.errors import FileError
 from crossdevice.kernels.host.resources.threads import num_threads, run_together

@@ -14,8 +14,14 @@ from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Out, Outs
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.cuda.availability import gpu_unavailable, kernels_unavailable
-from crossdevice.kernels.cuda.families import MAX_ARRAYS, MAX_EXACT_ARRAYS, arranged, parts_in
-from crossdevice.kernels.cuda.task import AddressOffset, KernelTask
+from crossdevice.kernels.cuda.families import (
+    MAX_ARRAYS,
+    MAX_EXACT_ARRAYS,
+    AddressOffset,
+    KernelTask,
+    arranged,
+    parts_in,
+)
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.recipe import Recipe

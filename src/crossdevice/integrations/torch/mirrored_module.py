@@ -13,14 +13,13 @@ import torch
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import ContextError, ConversionError, DeviceError, OptionError
-from crossdevice.integrations.torch.gradient_arenas import BUCKET_BYTES, GradientArenas
+from crossdevice.integrations.torch.gradient_arenas import BUCKET_BYTES, GradientArenas, ReplicaGradients
 from crossdevice.integrations.torch.module_copies import (
     average_buffers,
     check_can_have_copies,
     check_same,
     named_tensors,
 )
-from crossdevice.integrations.torch.replica_gradients import ReplicaGradients
 from crossdevice.integrations.torch.spans import span, watch_backward
 from crossdevice.strategies.current import get_replica_context
 from crossdevice.strategies.mirrored import MirroredStrategy

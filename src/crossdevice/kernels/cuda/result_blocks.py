@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from crossdevice.kernels.cuda.families import BLOCK_BYTES
-from crossdevice.kernels.cuda.task import AddressOffset
+from crossdevice.kernels.cuda.families import BLOCK_BYTES, AddressOffset
 
 SHARED_BYTES = 256 << 20
 """The most that one block has for several results: what one survivor among them keeps alive."""

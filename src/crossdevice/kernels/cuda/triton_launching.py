@@ -10,8 +10,7 @@ from typing import Any
 from triton.runtime.interpreter import InterpretedFunction
 
 from crossdevice.kernels.cuda.driver import prepared_launch
-from crossdevice.kernels.cuda.families import Arithmetic, block_elements
-from crossdevice.kernels.cuda.task import Launch, Start
+from crossdevice.kernels.cuda.families import Arithmetic, Launch, Start, block_elements
 from crossdevice.kernels.cuda.triton_arithmetic import kernel_spec
 from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
 

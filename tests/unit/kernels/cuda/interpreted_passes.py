@@ -17,7 +17,7 @@ from crossdevice.execution.local.gpu_passes import GpuPasses
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import recipe_for
 from crossdevice.execution.reading.leaf_spec import LeafSpec, items_of
-from crossdevice.kernels.cuda import address_table
+from crossdevice.kernels.cuda import gpu_pass
 from crossdevice.plans.packing import Packing
 from crossdevice.values.device import host_device
 from crossdevice.values.dtypes import result_dtype
@@ -146,13 +146,13 @@ def test_dtypes_of_a_batch_may_differ():
 
 def test_addresses_are_sent_only_when_they_change(monkeypatch):
     sent = []
-    numbers_for = address_table.AddressTable.numbers_for
+    numbers_for = gpu_pass.AddressTable.numbers_for
 
     def counted(self, addresses):
         sent.append(list(addresses))
         return numbers_for(self, addresses)
 
-    monkeypatch.setattr(address_table.AddressTable, "numbers_for", counted)
+    monkeypatch.setattr(gpu_pass.AddressTable, "numbers_for", counted)
     options = cd.CommunicationOptions()
     columns = columns_of()
     outs = [tuple(torch.zeros(column[0].shape) for _ in range(COUNT)) for column in columns]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from crossdevice.kernels.cuda.families import Arithmetic, block_elements
-from crossdevice.kernels.cuda.task import AddressOffset, KernelTask, rows_of
+from crossdevice.kernels.cuda.families import AddressOffset, Arithmetic, KernelTask, block_elements, rows_of
 
 
 def test_rows_cover_every_element_of_every_task_once():

@@ -16,8 +16,13 @@ from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Ou
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.reading.overlaps import are_apart
 from crossdevice.execution.tracing import Work, recorded
-from crossdevice.kernels.cuda.families import MAX_ARRAYS, MAX_EXACT_ARRAYS, arranged
-from crossdevice.kernels.cuda.task import AddressOffset, KernelTask
+from crossdevice.kernels.cuda.families import (
+    MAX_ARRAYS,
+    MAX_EXACT_ARRAYS,
+    AddressOffset,
+    KernelTask,
+    arranged,
+)
 from crossdevice.plans.tasks import Ref, Task, TaskPlan
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
@@ -27,8 +32,8 @@ from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights, refuse_weights
 
 if TYPE_CHECKING:
+    from crossdevice.kernels.cuda.families import Start
     from crossdevice.kernels.cuda.gpu_pass import GpuPass
-    from crossdevice.kernels.cuda.task import Start
 
 
 def peer_memory_unavailable(wanted: Wanted) -> str | None:
