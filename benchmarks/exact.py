@@ -1,16 +1,19 @@
 """The price of `exact`: how many times as long as `accurate` it takes, by dtype, replicas, size and data.
 
     python benchmarks/exact.py [--dtypes NAMES] [--replicas NUMBERS] [--sizes NAMES] [--rounds N]
+                               [--cpu] [--plain]
 
 Two kinds of data: standard normal numbers, and such numbers whose magnitudes differ between replicas by up to
 10^11 (10^10 in float16, which holds no more). Bound reductions with `out=` take turns, `exact` and
 `accurate`, and medians are compared; a ratio above its target is marked by `!`. Results of a sample are
-compared with fractions. Run it on a quiet machine.
+compared with fractions. Run it on a quiet machine; on a busy one `--cpu` counts the processor time of one
+thread. `--plain` measures known calls of `ops.reduce` in place of bound ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -27,11 +30,12 @@ from crossdevice.cli.bench.report import machine
 
 DTYPES = ("float32", "bfloat16", "float16", "complex64", "float64")
 REPLICAS = (2, 8, 32)
-SIZES = {"1KiB": 1 << 10, "64KiB": 1 << 16, "16MiB": 1 << 24}
+SIZES = {"1KiB": 1 << 10, "64KiB": 1 << 16, "1MiB": 1 << 20, "16MiB": 1 << 24}
 TURN_SECONDS = 0.002
 NUM_CHECKED = 40
 
 Array = NDArray[Any]
+Clock = Callable[[], float]
 
 
 def target(num_bytes: int, replicas: int) -> float:
@@ -56,15 +60,17 @@ def arrays_of(dtype: str, replicas: int, num_bytes: int, *, is_spread: bool) -> 
     return [pool[4099 * number :][:size].copy().view(kind) for number in range(replicas)]
 
 
-def seconds(call: Callable[[], object], repeats: int) -> float:
+def seconds(call: Callable[[], object], repeats: int, clock: Clock) -> float:
     """Of one call."""
-    start = time.perf_counter()
+    start = clock()
     for _ in range(repeats):
         call()
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats
 
 
-def measured(arrays: list[Array], op: str, rounds: int) -> tuple[float, float]:
+def measured(
+    arrays: list[Array], op: str, rounds: int, clock: Clock, *, is_plain: bool
+) -> tuple[float, float]:
     """Median seconds of `exact`, and of `accurate`."""
     calls: list[Callable[[], object]] = []
     for precision in ("exact", "accurate"):
@@ -72,16 +78,18 @@ def measured(arrays: list[Array], op: str, rounds: int) -> tuple[float, float]:
         outs = [np.empty_like(arrays[0])]
         value = cd.PerReplica(arrays)
         options = cd.CommunicationOptions(precision=precision)
-        bound = ops.bind(op, value, "cpu:0", options=options, out=outs[0])
-        bound()
-        calls.append(bound)
+        call: Callable[[], object] = ops.bind(op, value, "cpu:0", options=options, out=outs[0])
+        if is_plain:
+            call = functools.partial(ops.reduce, op, value, "cpu:0", options=options, out=outs[0])
+        call()
+        calls.append(call)
         if precision == "exact":
             check(arrays, op, outs[0])
-    repeats = max(1, round(TURN_SECONDS / seconds(calls[1], 1)))
+    repeats = max(1, round(TURN_SECONDS / seconds(calls[1], 1, clock)))
     turns: list[list[float]] = [[], []]
     for _ in range(rounds + 1):
         for times, call in zip(turns, calls, strict=True):
-            times.append(seconds(call, repeats))
+            times.append(seconds(call, repeats, clock))
     exact, accurate = (statistics.median(times[1:]) for times in turns)
     return exact, accurate
 
@@ -107,12 +115,19 @@ def main() -> int:
     parser.add_argument("--replicas", default=",".join(map(str, REPLICAS)))
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--cpu", action="store_true", help="one thread, and its processor time")
+    parser.add_argument("--plain", action="store_true", help="known calls instead of bound ones")
     arguments = parser.parse_args()
+    if arguments.cpu:
+        cd.set_num_threads(1)
+    clock = time.thread_time if arguments.cpu else time.perf_counter
     sizes = arguments.sizes.split(",")
     kinds = [(op, is_spread) for is_spread in (False, True) for op in ("sum", "mean")]
     names = [f"{op} {'spread' if is_spread else 'alike'}" for op, is_spread in kinds]
     print(f"# {machine()}, {cd.num_threads()} threads, {arguments.rounds} rounds")
-    print("# exact / accurate (microseconds of exact); alike: one magnitude, spread: up to 10^11 apart")
+    what = f"{'known calls' if arguments.plain else 'bound'}, {'processor' if arguments.cpu else 'wall'} time"
+    print(f"# exact / accurate (microseconds of exact), {what}")
+    print("# alike: one magnitude, spread: up to 10^11 apart")
     print(f"{'':<22} {'target':>6}  " + "".join(f"{name:>20}" for name in names))
     missed = count = 0
     for dtype in arguments.dtypes.split(","):
@@ -122,7 +137,9 @@ def main() -> int:
                 for is_spread in (False, True):
                     arrays = arrays_of(dtype, replicas, SIZES[size], is_spread=is_spread)
                     for op in ("sum", "mean"):
-                        exact, accurate = measured(arrays, op, arguments.rounds)
+                        exact, accurate = measured(
+                            arrays, op, arguments.rounds, clock, is_plain=arguments.plain
+                        )
                         ratio = exact / accurate
                         missed, count = missed + (ratio > most), count + 1
                         mark = "!" if ratio > most else " "

@@ -22,6 +22,7 @@ from crossdevice.kernels.host.sorted_pass import sorted_pass
 from crossdevice.kernels.host.standby import STANDBY_BYTES, standby
 from crossdevice.kernels.host.work_list import (
     HEADER_WORDS,
+    LEFT_WORD,
     LEFTOVER_WORDS,
     MANY_INPUTS,
     NO_LEFTOVERS,
@@ -80,6 +81,17 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+
+_rooms: list[tuple[array[int], int]] = []
+"""Room for leftovers, with its address, that no pass of any thread uses; taken and given back in one step."""
+
+
+def _room_for_leftovers() -> tuple[array[int], int]:
+    try:
+        return _rooms.pop()
+    except IndexError:
+        room = NO_LEFTOVERS[:]
+        return room, room.buffer_info()[0]
 
 
 class PreparedPass(NamedTuple):
@@ -271,7 +283,7 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> Prepa
     return PreparedPass(entry, divisor, is_exact, part, positions, words, address_of(kernel))
 
 
-EXACT_FAMILIES = {"float64": "enclosed", "float16": "exact_half", "bfloat16": "true_in_single"}
+EXACT_FAMILIES = {"float64": "exact_double", "float16": "exact_half", "bfloat16": "true_in_single"}
 """Those of true sums that are faster for one dtype."""
 
 MAY_LEAVE_PIECES = ("exact", *EXACT_FAMILIES.values(), "weighted_exact", "weighted_exact_in_double")
@@ -350,10 +362,11 @@ class SmallPass:
         if not self._is_exact:
             self._kernel(self._place, arrays, results, 0, scratch)
             return
-        leftovers = NO_LEFTOVERS[:]
-        self._kernel(self._place, arrays, results, leftovers.buffer_info()[0], scratch)
-        if leftovers[0]:
-            _run_pieces(inputs, outputs, pieces_in(leftovers, self._size), self._recipe)
+        room = _room_for_leftovers()
+        self._kernel(self._place, arrays, results, room[1], scratch)
+        if room[0][0]:
+            _run_pieces(inputs, outputs, pieces_in(room[0], self._size), self._recipe)
+        _rooms.append(room)
 
 
 class SharedPasses:
@@ -388,19 +401,20 @@ class SharedPasses:
         self._recipe = recipe
         self._settle = settle or _run_pieces
         self._is_exact = prepared.is_exact
+        self._is_alone = self._participants == 1 and self._standby is None
         self._has_many_inputs = any(len(inputs) >= MANY_INPUTS for inputs, _ in tasks)
         self._kernel, self._address = prepared.kernel, prepared.address
         self._places = self._work_list.places
 
     def __call__(self) -> None:
         """Does all the work, and what the kernel is not certain of in NumPy."""
-        if self._participants == 1 and not self._is_exact and self._standby is None:
+        if self._is_alone:
             self._work()
-            return
-        self._work_list.restart()
-        if self._standby is None:
+        elif self._standby is None:
+            self._work_list.restart()
             run_together(self._work, self._participants)
         else:
+            self._work_list.restart()
             self._standby.run(self._work, self._participants, self._address, self._places, self._scratch())
         if self._is_exact:
             for (inputs, outputs), pieces in self._work_list.pieces_left():
@@ -480,7 +494,7 @@ class RepeatedPasses:
         self._words = as_words(rows, prepared.divisor, prepared.program, is_shared=self._participants > 1)
         self._has_many_inputs = any(len(layout.inputs) >= MANY_INPUTS for layout in layouts)
         self._kernel, self._place = prepared.kernel, self._words.buffer_info()[0]
-        self._is_simple = len(rows) == 1 == self._participants and not prepared.is_exact
+        self._is_simple = len(rows) == 1 == self._participants
 
     def __call__(
         self,
@@ -510,7 +524,14 @@ class RepeatedPasses:
         if self._output_positions is not None:
             written = _selected(written, self._output_positions)
         if self._is_simple and weights is None:
-            kernel(self._place, place_of(read), place_of(written), 0, scratch)
+            if not self._prepared.is_exact:
+                kernel(self._place, place_of(read), place_of(written), 0, scratch)
+                return
+            room = _room_for_leftovers()
+            kernel(self._place, place_of(read), place_of(written), room[1], scratch)
+            if room[0][0]:
+                self._settle(0, room[0], viewer, inputs, outputs, self._recipe)
+            _rooms.append(room)
             return
         prepared, recipe, words = self._prepared, self._recipe, self._words[:]
         if weights is not None and recipe.weights is not None:
@@ -532,17 +553,29 @@ class RepeatedPasses:
                 lambda: kernel(place, 0, 0, 0, _scratch.place() if self._has_many_inputs else 0),
                 self._participants,
             )
-        for row, first in enumerate(range(0, len(leftovers), LEFTOVER_WORDS)):
-            if leftovers[first] or leftovers[first + 1] >= 0:
-                layout = self._layout_of_row[row]
-                _run_pieces(
-                    _as_read([viewer.host_view(inputs[position]) for position in layout.inputs], prepared),
-                    _as_written(
-                        [viewer.host_view(outputs[position]) for position in layout.outputs], prepared
-                    ),
-                    pieces_in(leftovers[first : first + LEFTOVER_WORDS], self._rows[row][5]),
-                    recipe,
-                )
+        if words[LEFT_WORD]:
+            for row, first in enumerate(range(0, len(leftovers), LEFTOVER_WORDS)):
+                if leftovers[first]:
+                    left = leftovers[first : first + LEFTOVER_WORDS]
+                    self._settle(row, left, viewer, inputs, outputs, recipe)
+
+    def _settle(
+        self,
+        row: int,
+        leftovers: array[int],
+        viewer: Viewer,
+        inputs: tuple[Any, ...],
+        outputs: tuple[Any, ...],
+        recipe: Recipe,
+    ) -> None:
+        """Does in NumPy what the kernel left of a row."""
+        layout = self._layout_of_row[row]
+        _run_pieces(
+            _as_read([viewer.host_view(inputs[position]) for position in layout.inputs], self._prepared),
+            _as_written([viewer.host_view(outputs[position]) for position in layout.outputs], self._prepared),
+            pieces_in(leftovers, self._rows[row][5]),
+            recipe,
+        )
 
 
 def place_of(pointers: Pointers | None) -> int:

@@ -20,8 +20,12 @@ TUPLE_HEADER_BYTES = tuple.__basicsize__
 
 WORD_BYTES = 8
 
-HEADER_WORDS = 6
-"""How many rows, the counter, whether threads share it, the divisor, the program and its length."""
+HEADER_WORDS = 7
+"""How many rows, the counter, whether threads share it, the divisor, the program and its length, and
+whether anything was left."""
+
+LEFT_WORD = 6
+"""The word of a header that kernels set once a row has leftovers."""
 
 ROW_WORDS = 8
 """Inputs, how many, outputs, how many, start, stop, whether results bypass the cache, leftovers."""
@@ -30,7 +34,9 @@ MAX_PIECES_LEFT = 128
 LEFTOVER_WORDS = 2 + 2 * MAX_PIECES_LEFT
 """How many pieces are left, where the kernel gave up for want of space (-1: nowhere), starts and lengths."""
 
-NO_LEFTOVERS = array("q", [0, -1, *([0] * 2 * MAX_PIECES_LEFT)])
+NO_LEFTOVERS = array("q", bytes(WORD_BYTES * LEFTOVER_WORDS))
+"""Room for the leftovers of a row; kernels clear what was there."""
+
 NO_PROGRAM: array[Any] = array("q")
 
 MANY_INPUTS, BLOCK_INPUTS = 9, 8
@@ -59,7 +65,7 @@ def as_words(
 ) -> array[int]:
     """A header and rows as a kernel reads them; the program must live as long as they do."""
     (divisor_word,) = struct.unpack("q", struct.pack("d", divisor))
-    words = [len(rows), 0, is_shared, divisor_word, *program.buffer_info()]
+    words = [len(rows), 0, is_shared, divisor_word, *program.buffer_info(), 0]
     for row in rows:
         words += row
     return array("q", words)
@@ -108,11 +114,16 @@ class WorkList:
         """All rows are there to be taken again."""
         for words in self._lists:
             words[1], words[2] = 0, self._is_shared
-        if self._leftovers:
-            self._leftovers[:] = NO_LEFTOVERS * self.num_rows
 
-    def pieces_left(self) -> Iterator[tuple[Task, Pieces]]:
-        """Yields the pieces a kernel did not write because it was not certain; inputs there are unchanged."""
+    def pieces_left(self) -> Sequence[tuple[Task, Pieces]]:
+        """The pieces a kernel did not write because it was not certain; inputs there are unchanged."""
+        if not any(words[LEFT_WORD] for words in self._lists):
+            return ()
+        for words in self._lists:
+            words[LEFT_WORD] = 0
+        return list(self._pieces())
+
+    def _pieces(self) -> Iterator[tuple[Task, Pieces]]:
         tasks = {id(inputs) + TUPLE_HEADER_BYTES: (inputs, outputs) for inputs, outputs in self._tasks}
         for number, left in enumerate(self._leftovers[::LEFTOVER_WORDS]):
             if left:

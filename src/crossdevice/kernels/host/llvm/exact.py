@@ -12,6 +12,7 @@ from crossdevice.kernels.host.llvm.conversions import (
     as_single,
     from_double,
     from_single,
+    in_memory_order,
     in_widened_order,
 )
 from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT16, INT64, SINGLE, STORED, State, Value, Vector
@@ -25,11 +26,14 @@ class Exact(Arithmetic):
 
     They are exact wherever the exponents of a column lie close together: 29 bits are to spare for a float32.
     Of the others the largest element bounds what rounding took, and nearly always all numbers within that
-    bound have one result. What is left lies near the middle of two.
+    bound have one result: for most it is enough to look at the bits that rounding drops. What is left lies
+    near the middle of two.
     """
 
-    bytes_per_lane = 32
+    bytes_per_lane = 16
     total_bits = 53
+    cancelled_bits = 8
+    """How many bits of the largest element a sum may lack before it is looked at more closely."""
 
     def started(self, element: Vector) -> State:
         return self._as_term(element), *edges_of(element)
@@ -37,25 +41,29 @@ class Exact(Arithmetic):
     def combined(self, state: State, element: Vector) -> State:
         return state[0] + self._as_term(element), *with_edges(state[1:], element)
 
-    def finished(self, state: State, divisor: Value) -> Vector:
+    def settled(self, state: State, divisor: Value, num_inputs: Value) -> tuple[Vector, Vector | None]:
         total = state[0]
 
-        def quotient(number: Vector) -> Vector:
+        def quotient_by(number: Vector) -> Vector:
             near = total / number
             # The remainder is exact, and has the sign of quotient - near, as the divisor is positive.
             return near.rounded_to_odd((-near).times_plus(number, total))
 
-        return from_double(total.divided(divisor, quotient), self.dtype)
-
-    def doubted(self, state: State, divisor: Value, num_inputs: Value) -> Vector | None:
+        quotient = total.divided(divisor, quotient_by)
+        result = from_double(quotient, self.dtype)
         is_far = self._is_far_apart(state, num_inputs)
         lanes = is_far.lanes
-        (doubt,) = lanes.unless(
-            lanes.build.not_(is_far.is_any()),
-            (is_far,),
-            lambda: (is_far & self._is_open(state, divisor, num_inputs),),
-        )
-        return doubt
+
+        def uncertain() -> State:
+            near = is_far & self._may_be_near_the_middle(quotient, result, state[1], num_inputs)
+            return lanes.unless(
+                lanes.build.not_(near.is_any()),
+                (near,),
+                lambda: (near & self._is_open(quotient, state[1], divisor, num_inputs),),
+            )
+
+        (doubt,) = lanes.unless(lanes.build.not_(is_far.is_any()), (is_far,), uncertain)
+        return result, doubt
 
     def fallback(self) -> Arithmetic | None:
         return Enclosed(self.op, self.dtype)
@@ -68,17 +76,38 @@ class Exact(Arithmetic):
         # With e the difference of exponents and p the precision, N < 2**n values have sums of e + p + n bits.
         return are_far_apart(state[1:], self.dtype, self.total_bits, num_inputs)
 
-    def _is_open(self, state: State, divisor: Value, num_inputs: Value) -> Vector:
-        """Marks elements for which the numbers that the sum may be have several results."""
-        total, largest, _ = state
-        lanes, build = total.lanes, total.lanes.build
+    def _may_be_near_the_middle(
+        self, quotient: Vector, result: Vector, largest: Vector, num_inputs: Value
+    ) -> Vector:
+        """Marks elements for which `_is_open` may hold, by the bits that rounding the quotient drops.
+
+        Unless most bits of the largest element have cancelled, a quotient is wrong by few units of its last
+        place, and only those within that of the middle of two results are in doubt.
+        """
+        lanes, build, form = quotient.lanes, quotient.lanes.build, FORMATS[self.dtype]
+        dropped, one = 53 - form.precision, 1 << form.precision - 1
+        # The margin of `_is_open` in units of the last place, which is 2**-53 of the quotient or more.
+        number = build.add(build.mul(num_inputs, num_inputs), ir.Constant(INT64, 8))
+        units = build.shl(number, ir.Constant(INT64, 2 + self.cancelled_bits))
+        middle = ir.Constant(INT64, 1 << dropped - 1)
+        units = build.select(build.icmp_unsigned("<", units, middle), units, middle)
+        above = (quotient.bits() & (1 << dropped) - 1) - lanes.spread(build.sub(middle, units))
+        is_near = above <= lanes.spread(build.shl(units, ir.Constant(INT64, 1)))
+        # Next to the subnormal numbers rounding drops more bits.
+        smallest = (2 + self.cancelled_bits) * one
+        least = (largest > smallest).select(largest, smallest) - self.cancelled_bits * one
+        is_small = result.bits() & infinity_bits(self.dtype) + one - 1 < least
+        return in_memory_order(is_near, self.dtype) | is_small
+
+    def _is_open(self, quotient: Vector, largest: Vector, divisor: Value, num_inputs: Value) -> Vector:
+        """Marks elements for which the numbers that the mean may be have several results."""
+        lanes, build = quotient.lanes, quotient.lanes.build
         # N additions of at most N times the largest element are wrong by half of 2**-52 each, and so are the
         # division and what is done here; four times that is on the safe side.
         number = build.uitofp(num_inputs, DOUBLE)
         share = build.fadd(build.fmul(number, number), ir.Constant(DOUBLE, 8.0))
         share = build.fdiv(build.fmul(share, ir.Constant(DOUBLE, 2.0**-51)), divisor)
         margin = self._as_term(largest.converted("bitcast", STORED[self.dtype])) * lanes.spread(share)
-        quotient = total.divided(divisor)
         bounds = quotient - margin, quotient + margin
         if self.dtype == "float32":  # without a look for NaN
             low, high = (bound.converted("fptrunc", SINGLE).bits() for bound in bounds)
@@ -126,6 +155,9 @@ class ExactInSingle(Exact):
 
     bytes_per_lane = 8
     total_bits = 24
+
+    def settled(self, state: State, divisor: Value, num_inputs: Value) -> tuple[Vector, Vector | None]:
+        return self.finished(state, divisor), self.doubted(state, divisor, num_inputs)
 
     def finished(self, state: State, divisor: Value) -> Vector:
         total = state[0]
@@ -242,6 +274,92 @@ class Enclosed(Arithmetic):
         is_tiny = ~(abs(first) >= 2.0**-900) & (near != 0.0)
         wrong = is_tiny.select(float("inf"), is_exact.select(0.0, wrong))
         return *two_sum_keeping_zero(first, second), wrong
+
+
+class ExactDouble(Enclosed):
+    """Sums of float64 with their rounding errors, whose own sum is exact where exponents lie close together.
+
+    What is lost of an addition is a multiple of the last place of the smallest element, so 53 more bits hold
+    such errors without any rounding. Of the others the largest element bounds what is lost.
+    """
+
+    bytes_per_lane = 32
+
+    def started(self, element: Vector) -> State:
+        lanes, (magnitude, below) = element.lanes, _double_edges_of(element)
+        # What is below zero is NaN, of which nothing is less.
+        smallest = (below < float("inf")).select(below, lanes.constant(DOUBLE, float("inf")))
+        return element, lanes.constant(DOUBLE, 0.0), magnitude, smallest
+
+    def combined(self, state: State, element: Vector) -> State:
+        total, errors, largest, smallest = state
+        magnitude, below = _double_edges_of(element)
+        total, error = two_sum(total, element)
+        return (
+            total,
+            errors + error,
+            (magnitude > largest).select(magnitude, largest),
+            (below < smallest).select(below, smallest),
+        )
+
+    def settled(self, state: State, divisor: Value, num_inputs: Value) -> tuple[Vector, Vector | None]:
+        total, errors, largest, smallest = state
+        lanes, build = total.lanes, total.lanes.build
+        near, rest = two_sum_keeping_zero(total, errors)
+        # N - 1 errors of at most 2**-53 of N times the largest element each. Unless the last place of the
+        # smallest element is 53 bits or more below that, their sum is exact, and else rounded as often.
+        number = build.uitofp(num_inputs, DOUBLE)
+        share = build.fmul(build.fmul(number, number), ir.Constant(DOUBLE, 2.0**-54))
+        limit = (smallest.bits() & infinity_bits(self.dtype)).converted("bitcast", DOUBLE)
+        is_exact = (largest * lanes.spread(share) <= limit) & (errors == errors)
+        lost = largest * lanes.spread(build.fmul(build.fmul(share, number), ir.Constant(DOUBLE, 2.0**-49)))
+
+        def summed() -> State:
+            # Rounding is monotonic: what lies between numbers that are rounded to one result is, too.
+            are_equal = total + (errors - lost) == total + (errors + lost)
+            return (~(is_exact | are_equal),)
+
+        def scaled() -> State:
+            nowhere = lanes.constant(ir.IntType(1), 0)
+            (is_open,) = lanes.unless(build.not_((~is_exact).is_any()), (nowhere,), summed)
+            factor = lanes.spread(build.fdiv(ir.Constant(DOUBLE, 1.0), divisor))
+
+            def multiplied() -> State:
+                # No bits are lost far above the subnormal range; an infinite sum may have a finite mean.
+                quotient = near * factor
+                has_all = (abs(quotient) >= 2.0**-900) & near.is_finite()
+                return quotient, is_open | (~has_all & (near != 0.0))
+
+            return lanes.unless_one(divisor, (near, is_open), multiplied)
+
+        def divided() -> State:
+            # Long division: two digits, and what is left tells how far they are from the quotient.
+            digits = lanes.spread(divisor)
+            first = near / digits
+            remainder, error = two_sum(first.times_plus(-digits, near), rest)
+            second = remainder / digits
+            left = second.times_plus(-digits, remainder)
+            wrong = abs(left) + abs(error) + is_exact.select(0.0, lost)
+            twice = lanes.spread(build.fdiv(ir.Constant(DOUBLE, 2.0), divisor))
+            margin = wrong * twice + (abs(second) * 2.0**-51 + 2.0**-1000)
+            margin = (wrong == 0.0).select(0.0, margin)
+            are_equal = first + (second - margin) == first + (second + margin)
+            # Remainders are exact only far above the subnormal range.
+            is_tiny = ~(abs(first) >= 2.0**-900) & (near != 0.0)
+            result = (second == 0.0).select(first, first + second)
+            return result, is_tiny | ~are_equal
+
+        result, doubt = lanes.either(lanes.is_power_of_two(divisor), scaled, divided)
+        return result, doubt
+
+    def fallback(self) -> Arithmetic | None:
+        return Enclosed(self.op, self.dtype)
+
+
+def _double_edges_of(element: Vector) -> State:
+    """`edges_of`, as float64."""
+    magnitude, below = edges_of(element)
+    return magnitude.converted("bitcast", DOUBLE), below.converted("bitcast", DOUBLE)
 
 
 def two_sum_keeping_zero(high: Vector, low: Vector) -> tuple[Vector, Vector]:

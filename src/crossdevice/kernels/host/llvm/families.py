@@ -15,6 +15,7 @@ from crossdevice.kernels.host.llvm.arithmetic import (
 from crossdevice.kernels.host.llvm.exact import (
     Enclosed,
     Exact,
+    ExactDouble,
     ExactHalf,
     ExactInSingle,
     TrueInSingle,
@@ -40,6 +41,7 @@ FAMILIES: dict[str, type[Arithmetic]] = {
     "exact_in_single": ExactInSingle,
     "true_in_single": TrueInSingle,
     "exact_half": ExactHalf,
+    "exact_double": ExactDouble,
     "enclosed": Enclosed,
     "parts": Parts,
     "weighted": Weighted,

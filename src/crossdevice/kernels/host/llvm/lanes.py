@@ -68,6 +68,23 @@ class Lanes:
                 self.build.store(other.value, place)
         return tuple(Vector(self, self.build.load(place)) for place in places)
 
+    def is_power_of_two(self, number: Value) -> Value:
+        """Tests a positive, normal float, a scalar."""
+        fraction_bits, integer = (23, INT32) if number.type == SINGLE else (52, INT64)
+        bits = self.build.bitcast(number, integer)
+        fraction = self.build.and_(bits, ir.Constant(integer, (1 << fraction_bits) - 1))
+        return self.build.icmp_unsigned("==", fraction, ir.Constant(integer, 0))
+
+    def either(self, condition: Value, ones: Callable[[], State], others: Callable[[], State]) -> State:
+        """`ones` under the condition, a scalar, else the others."""
+        with self.build.if_else(condition) as (then, otherwise):
+            with then:
+                places = [cgutils.alloca_once_value(self.build, each.value) for each in ones()]
+            with otherwise:
+                for other, place in zip(others(), places, strict=True):
+                    self.build.store(other.value, place)
+        return tuple(Vector(self, self.build.load(place)) for place in places)
+
 
 def _operator(instruction: str) -> Callable[[Vector, Operand], Vector]:
     return lambda left, right: left._made(instruction, right)
@@ -193,11 +210,8 @@ class Vector:
             return (self / divisors if quotient_by is None else quotient_by(divisors),)
 
         def quotient() -> State:
-            bits = build.bitcast(number, INT32 if is_single else INT64)
-            fraction = build.and_(bits, ir.Constant(bits.type, (1 << (23 if is_single else 52)) - 1))
-            has_reciprocal = build.icmp_unsigned("==", fraction, ir.Constant(bits.type, 0))
             reciprocal = lanes.spread(build.fdiv(ir.Constant(number.type, 1.0), number))
-            return lanes.unless(has_reciprocal, (self * reciprocal,), by_division)
+            return lanes.unless(lanes.is_power_of_two(number), (self * reciprocal,), by_division)
 
         return lanes.unless_one(number, (self,), quotient)[0]
 

@@ -31,6 +31,7 @@ from crossdevice.kernels.host.llvm.words import (
 from crossdevice.kernels.host.work_list import (
     BLOCK_INPUTS,
     HEADER_WORDS,
+    LEFT_WORD,
     MANY_INPUTS,
     MAX_PIECES_LEFT,
     ROW_WORDS,
@@ -200,6 +201,9 @@ def _kernel_function(name: str) -> Kernel:
             number += 1
             if not are_given:
                 inputs, outputs, leftovers = word_at(row, 0), word_at(row, 2), word_at(row, 7)
+            if leftovers:
+                set_word(leftovers, 0, 0)
+                set_word(leftovers, 1, -1)
             num_inputs, num_outputs = word_at(row, 1), word_at(row, 3)
             start, stop, is_nontemporal = word_at(row, 4), word_at(row, 5), word_at(row, 6)
             if reads_outputs:
@@ -241,6 +245,7 @@ def _kernel_function(name: str) -> Kernel:
                             length = 1
                             doubt = combine_lanes(name, 1, columns, position, 0, part)
                         if doubt:
+                            set_word(work, LEFT_WORD, 1)
                             left = word_at(leftovers, 0)
                             if left == MAX_PIECES_LEFT:
                                 set_word(leftovers, 1, position)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -9,10 +10,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.oracle import rounded
+from conformance.oracle import FORMATS, rounded
 from crossdevice.kernels.association import MAX_DEPTH, positions_of, program_of
 from crossdevice.kernels.host import fused_pass as module
 from crossdevice.kernels.host.fused_pass import fused_pass, select_kernels, selected_kernels
@@ -186,6 +187,99 @@ def test_sums_near_the_middle_of_two_results_fall_to_the_right_side(name, terms,
     total = sum(Fraction(float(each)) for each in column) / (divisor or 1)
     right = float(rounded(total, name))
     assert {*outputs[0].astype(float).tolist()} == {right}
+
+
+@st.composite
+def columns_beside_a_tie(draw, name):
+    """The middle of two results, perhaps broken by terms far below it, and large terms that cancel."""
+    form = FORMATS[name]
+    significand = 2 * draw(st.integers(2 ** (form.precision - 2), 2 ** (form.precision - 1) - 1)) + 1
+    exponents = [form.least_exponent, 0, form.greatest_exponent]
+    half = draw(st.sampled_from(exponents)) - form.precision + draw(st.integers(0, 3))
+    terms = [(significand, half + 1), (1, half)]
+    terms += draw(
+        st.lists(st.tuples(st.sampled_from([-1, 1]), st.integers(half - 140, half - 1)), max_size=3)
+    )
+    for number in draw(st.lists(st.integers(1, 2**form.precision - 1), max_size=2)):
+        exponent = half + draw(st.integers(-20, 70))
+        terms += [(number, exponent), (-number, exponent)]
+    sign = draw(st.sampled_from([-1, 1]))
+    column = [sign * number * Fraction(2) ** exponent for number, exponent in terms]
+    return draw(st.permutations([term for term in column if rounded(term, name) == term] + [Fraction(0)]))
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@settings(deadline=None)  # the first example compiles
+@given(st.data())
+def test_ties_next_to_ordinary_columns_are_rounded_once(name, data):
+    """Also those of subnormal numbers, and the one above which a sum is infinite."""
+    column = data.draw(columns_beside_a_tie(name))
+    lane = data.draw(st.integers(0, 69))
+    divisor = data.draw(st.sampled_from([None, 2, 3, 8]))
+    random = np.random.default_rng(lane)
+    inputs = [random.standard_normal(70).astype(dtype_named(name)) for _ in column]
+    for array, term in zip(inputs, column, strict=True):
+        array[lane] = float(term)
+    outputs = [np.empty_like(inputs[0])]
+    fused_pass(inputs, outputs, Recipe(SUM, "exact", divisor))
+    for number, found in enumerate(outputs[0].astype(float).tolist()):
+        total = sum(Fraction(float(array[number])) for array in inputs) / (divisor or 1)
+        assert found == rounded(total, name)
+
+
+@pytest.mark.parametrize("unusual", [[math.inf], [-math.inf], [math.inf, -math.inf], [math.nan]])
+@pytest.mark.parametrize("divisor", [None, 2, 3])
+@pytest.mark.parametrize("name", FLOATS)
+def test_what_is_not_finite_changes_no_other_lane(name, divisor, unusual, random):
+    dtype = dtype_named(name)
+    for exponents in (0, 20):
+        inputs = [spread_out(random, dtype, 70, bits=20, exponents=exponents) for _ in range(3)]
+        for array, value in zip(inputs, unusual, strict=False):
+            array[17] = value
+        assert_same_bits(inputs, Recipe(SUM, "exact", divisor))
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_a_sum_is_infinite_from_half_a_place_above_the_largest_number_on(name):
+    dtype, form = dtype_named(name), FORMATS[name]
+    largest = float(form.greatest)
+    place = math.ldexp(1.0, form.greatest_exponent - form.precision + 1)
+    columns = {
+        (largest, place / 2): math.inf,
+        (largest, place / 2, -place / 1024): largest,
+        (largest, place / 2, -place / 1024, place / 1024): math.inf,
+        (largest, largest, -largest, -place): largest - place,
+        (-largest, -place / 4, -place / 4): -math.inf,
+    }
+    for column, right in columns.items():
+        inputs = [np.full(70, term, dtype) for term in column]
+        outputs = [np.empty(70, dtype)]
+        fused_pass(inputs, outputs, Recipe(SUM, "exact"))
+        assert {*outputs[0].astype(float).tolist()} == {right}
+        # The mean of a sum that no float holds is one.
+        fused_pass(inputs, outputs, Recipe(SUM, "exact", 4))
+        assert {*outputs[0].astype(float).tolist()} == {
+            rounded(sum(map(Fraction, column), Fraction(0)) / 4, name)
+        }
+
+
+@pytest.mark.parametrize("divisor", [None, 8])
+def test_what_a_signal_handler_reduces_meanwhile_changes_nothing(divisor, monkeypatch):
+    """Two passes of one thread, one within the other, keep what their kernels left apart."""
+    open_column = [1.0, 2.0**-24, 2.0**-80, 2.0**-149, -(2.0**-80)]
+    inner = [np.full(40, term, np.float32) for term in (2.0, 2.0**-23, 2.0**-80, 2.0**-149, -(2.0**-80))]
+
+    def interrupted(inputs, outputs, recipe):
+        monkeypatch.setattr(module, "numpy_pass", numpy_pass)
+        fused_pass(inner, inner[:1], Recipe(SUM, "exact"))
+        numpy_pass(inputs, outputs, recipe)
+
+    monkeypatch.setattr(module, "numpy_pass", interrupted)
+    inputs = [np.full(70, term, np.float32) for term in open_column]
+    outputs = [np.empty(70, np.float32)]
+    fused_pass(inputs, outputs, Recipe(SUM, "exact", divisor))
+    assert (outputs[0] == np.float32((1 + 2.0**-23) / (divisor or 1))).all()
+    assert (inner[0] == np.float32(2 + 2.0**-22)).all()
 
 
 def test_thousands_of_halves_have_their_true_mean():
