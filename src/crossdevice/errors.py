@@ -39,7 +39,7 @@ class MismatchError(CrossDeviceError, ValueError):
     """Replicas that should agree and do not; the message names the odd one out."""
 
     is_on_all_ranks: bool = False
-    """Whether every process of a group has raised it, so that none waits for this one."""
+    """True if every process of a group has raised it, so that none waits for this one."""
 
 
 class ShapeMismatchError(MismatchError):

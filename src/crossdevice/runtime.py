@@ -1,4 +1,4 @@
-"""What a process owns: settings of its environment, and what ends with it or is renewed in its forks."""
+"""Resources of a process: settings of its environment, and what ends with it or is renewed in its forks."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ _SETTINGS = (
     "disable_jit",
     "debug_nans",
 )
-"""What JAX keeps per thread; each can be changed for a block by a function of this name."""
+"""Settings that JAX keeps per thread; each can be changed for a block by a function of this name."""
 
 
 def _setting(name: str) -> Any:

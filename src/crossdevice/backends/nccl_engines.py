@@ -24,7 +24,7 @@ OPERATIONS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 
 """ncclRedOp_t."""
 
 WIDER = {"int16": "int32", "uint16": "int32", "uint32": "int64", "uint64": "int64"}
-"""How integers travel that a binding lacks: sums and products wrap to the same bits in more bits."""
+"""Dtypes in which integers travel that a binding lacks: sums and products wrap to the same bits in more."""
 
 
 class Share(NamedTuple):

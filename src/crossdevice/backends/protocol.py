@@ -37,16 +37,16 @@ class Backend(abc.ABC):
     name: str
 
     is_immutable: bool = False
-    """Whether arrays cannot be written to: results may then share one memory, and `out=` is refused."""
+    """True if arrays cannot be written to: results may then share one memory, and `out=` is refused."""
 
     shares_gpu_arrays: bool = False
-    """Whether arrays on a GPU can be handed over and taken back by DLPack."""
+    """True if arrays on a GPU can be handed over and taken back by DLPack."""
 
     counts_writes: bool = False
-    """Whether the library keeps count of writes to its arrays, so that `mark_written` matters."""
+    """True if the library keeps count of writes to its arrays, so that `mark_written` matters."""
 
     autograd: Autograd | None = None
-    """How calls are differentiated, in a library that records what is computed from its arrays."""
+    """Differentiation of calls, in a library that records what is computed from its arrays."""
 
     # ---------------------------------------------------------------- required
 

@@ -21,7 +21,7 @@ from crossdevice.process_groups.cluster import environments_of_ranks
 from crossdevice.process_groups.notes.introduction import own_name
 
 OWN_END_SECONDS = 5.0
-"""What others get after a failure to say what they have to say, and to end by themselves."""
+"""Time of others after a failure to say what they have to say, and to end by themselves."""
 
 ENDING_SECONDS = 5.0
 """The same after SIGTERM, before they are killed."""

@@ -32,16 +32,16 @@ Keys = Literal["strict", "union", "intersection"]
 KEYS: tuple[Keys, ...] = ("strict", "union", "intersection")
 
 _FLOATS = (*FLOATS, *SHORT_FLOATS)
-"""What `dtype` may replace; it cannot be one of 8 bits itself."""
+"""Dtypes that `dtype` may replace; it cannot be one of 8 bits itself."""
 
 RANGE_BYTES, SMALLEST_RANGE_BYTES = 8 << 20, 64 << 10
-"""How much of all files together one thread reads at a time, and at least of each file."""
+"""Bytes of all files together that one thread reads at a time, and at least of each file."""
 
 MAX_READERS = 8
 """Threads, each of which reads, computes and writes: that is where memory is busy, on large machines too."""
 
 READ_AHEAD_BYTES = 128 << 20
-"""How much of all files together is requested ahead."""
+"""Bytes of all files together that are requested ahead."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that have been read so far, and those that will be."""

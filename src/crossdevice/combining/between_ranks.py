@@ -82,7 +82,7 @@ def _cut(ranges: Sequence[Range], element_bytes: Sequence[int], most_bytes: int)
 
 
 def gathered_json(call: GroupCall, facts: Any) -> list[Any]:
-    """What every rank says, in the order of ranks."""
+    """Gathers what every rank says, in the order of ranks."""
     return [json.loads(text) for text in call.all_gather_uneven(json.dumps(facts).encode())]
 
 
@@ -204,7 +204,7 @@ def write_own(sums: Sequence[RoundedSum]) -> None:
 
 
 def _described_fractions(running: RunningSum) -> dict[str, Any]:
-    """What parts do not hold; denominators are powers of two, since all weights and values are floats."""
+    """Describes what parts do not hold; denominators are powers of two, as of all floats."""
     rows = [
         [element, hex(fraction.numerator), fraction.denominator.bit_length() - 1]
         for element, fraction in running.fractions.items()

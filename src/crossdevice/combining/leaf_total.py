@@ -1,4 +1,4 @@
-"""What is kept of one array of all models that were added."""
+"""Running total of one leaf of all models that were added."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ _UNREADABLE = (
     *(OSError, KeyError, IndexError, ValueError, TypeError, AttributeError),
     *(OverflowError, RecursionError, MemoryError),
 )
-"""What bytes that are no accumulator may lead to."""
+"""Errors of bytes that are not an accumulator."""
 
 
 def _array(arrays: NumpyFile, name: str, dtype: str, size: int | None = None) -> NDArray[Any]:

@@ -28,7 +28,7 @@ from crossdevice.values.options import CommunicationOptions, Precision
 from crossdevice.values.reduce_op import ReduceOp, trimmed_mean
 
 NUMPY_BYTES = "numpy.ndarray"
-"""How Flower says that bytes are a .npy file."""
+"""Flower's word for bytes that are a .npy file."""
 
 
 class _Combining:

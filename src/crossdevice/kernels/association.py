@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from crossdevice.values.recipe import Order
 
 START, WITH_INPUT, WITH_LEVEL = range(3)
-"""What is done to a level: start it with an input, combine it with one, or with the level above it."""
+"""Kinds of instruction: start a level with an input, combine it with one, or with the level above it."""
 
 MAX_DEPTH = 8
-"""How deep orders may nest; a tree over replicas, hosts and racks has 3 levels."""
+"""Levels to which orders may nest; a tree over replicas, hosts and racks has 3."""
 
 
 def instruction(kind: int, level: int, position: int = 0) -> int:

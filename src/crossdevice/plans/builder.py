@@ -17,7 +17,7 @@ MAX_OWNERS = 64
 shard for each of a thousand, a plan would have two million steps, and take 20 s to build."""
 
 OWNERS_OF_MANY = 16
-"""How many sum a shard each where there are more replicas."""
+"""Number of replicas that sum a shard each where there are more."""
 
 
 class PlanBuilder:

@@ -1,4 +1,4 @@
-"""What a layout knows of a leaf that is reduced over the replicas of all ranks."""
+"""A leaf that is reduced over the replicas of all ranks, as layouts see it."""
 
 from __future__ import annotations
 

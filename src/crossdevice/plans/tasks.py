@@ -1,4 +1,4 @@
-"""What processes do for each other, as data: which ranges of whose arrays make which ranges of whose results.
+"""Work that processes do for each other, as data: ranges of arrays that make ranges of results.
 
 A layout emits the tasks of a collective, a transport runs them, and a ledger proves them before anything
 travels (`task_ledger.py`).
@@ -115,7 +115,7 @@ class TaskPlan:
     tasks: tuple[Task, ...]
     seen_by: int | None = None
     is_brought_to_all: bool = False
-    """Whether all ranks read the same of each rank, so that engines need send it to each host only once."""
+    """True if all ranks read the same of each rank, so that engines need send it to each host only once."""
 
     @functools.cached_property
     def partials(self) -> dict[Buffer, Task]:

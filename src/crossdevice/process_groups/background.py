@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Protocol
 from crossdevice import runtime
 
 EXIT_SECONDS = 5.0
-"""How long a program that ends waits for background calls."""
+"""Time that a program that ends waits for background calls."""
 
 POLL_SECONDS = 1.0
-"""How late Ctrl-C may be noticed."""
+"""Delay with which Ctrl-C may be noticed."""
 
 
 class BackgroundCall:

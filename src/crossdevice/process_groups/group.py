@@ -50,13 +50,13 @@ LATER_SECONDS = 10.0
 """By how much an engine's own deadline is later than ours."""
 
 CLOSED = "it was closed"
-"""Why a group is broken that nothing has happened to."""
+"""Reason recorded on a normal close."""
 
 INTRODUCTION = b"introduction 2"
 """Changed with what ranks say in it: those that say something else do not hear each other, and are told."""
 
 LONGEST_SECONDS = 30 * 86400.0
-"""What an engine is told in place of no deadline at all, which engines do not know."""
+"""Stands for "no deadline" in engines that need one."""
 
 
 class Turn(threading.local):

@@ -40,7 +40,7 @@ class GroupCall:
 
     num_exchanges = 0
     has_heard = False
-    """Whether something has come from another rank, which then makes the same call."""
+    """True if something has come from another rank, which then makes the same call."""
     _waited: Waited | None = None
     hops: Hops | None = None
     """Told of all messages, if the call is verified."""

@@ -1,1 +1,1 @@
-"""Which bits a run has seen, in a file, and where two runs part."""
+"""Records of the bits a run has seen, and of the place where two runs part."""

@@ -141,7 +141,7 @@ class BitsFile(NamedTuple):
     header: Header
     events: list[Event]
     is_cut: bool
-    """Whether its end is missing, as after a kill."""
+    """True if its end is missing, as after a kill."""
 
 
 def read_bits(path: str | os.PathLike[str]) -> BitsFile:

@@ -1,4 +1,4 @@
-"""Where two recorded runs part first, and whether what went into that call was the same."""
+"""Comparison of two recorded runs: where they part first, and whether that call got the same."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Comparison(NamedTuple):
     """Events that are the same: on the rank that parts first those before, or all if none parts."""
     parting: Parting | None
     by_name: bool
-    """Whether only what is the same on all ranks was compared, since the numbers of ranks differ."""
+    """True if only what is the same on all ranks was compared, since the numbers of ranks differ."""
     num_ranks: int
-    """How many ranks were compared one by one."""
+    """Number of ranks that were compared one by one."""
     left_out: tuple[list[str], list[str]] = ([], [])
     """Names of marks that only the first run has, and those that only the second has."""
     is_whole: bool = True
-    """Whether all ranks of both runs were compared: else one that was not may have brought something else."""
+    """True if all ranks of both runs were compared: else one that was not may have brought something else."""
 
 
 def read_run(path: str) -> Run:
@@ -296,7 +296,7 @@ def described(comparison: Comparison, first: str, second: str) -> list[str]:
 
 
 def notes(comparison: Comparison, runs: Sequence[tuple[str, Run]]) -> list[str]:
-    """What else one should know of a comparison: what was not compared."""
+    """Notes on a comparison: what was not compared."""
     said = []
     if comparison.by_name:
         places = " and ".join(f"{path} has {_places(run)}" for path, run in runs)
@@ -325,7 +325,7 @@ def _leaves(number: int) -> str:
 
 
 def _places(run: Run) -> str:
-    """How many ranks and replicas the calls of a run have."""
+    """Counts the ranks and replicas that the calls of a run have."""
     replicas = {count for *_, counts in _num_replicas(run) for count in counts}
     ranks = "1 rank" if len(run.ranks) == 1 else f"{len(run.ranks)} ranks"
     most = max(replicas, default=1)

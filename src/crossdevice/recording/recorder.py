@@ -46,7 +46,7 @@ CALLS = (
 """Methods of CrossDeviceOps that are recorded, with what they are given and what they return."""
 
 VALUES = ("per_replica_value", "value", "tensor", "value_destination_pairs")
-"""How those methods name what they are given."""
+"""Arguments of those methods that have values."""
 
 COMPONENT = re.compile(r"\.values\[\d+\]")
 """In a path: one component of a distributed value."""

@@ -162,7 +162,7 @@ class Device(str):
 
 
 Track: TypeAlias = "tuple[Device, Device]"
-"""Where work is done in order: on the way from one device to another or, with the same twice, on a device."""
+"""Place of work in order: the way from one device to another or, with the same twice, a device."""
 
 _HOST = Device("cpu")
 

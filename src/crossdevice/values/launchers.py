@@ -30,18 +30,18 @@ class Launch:
     local_size: int | None = 1
     launcher: str = "nothing"
     address: str | None = None
-    """Where rank 0 can be reached; None if nobody says."""
+    """Address of rank 0; None if it is not known."""
     port: int | None = None
     variables: tuple[str, ...] = ()
     """The environment variables that this was read from."""
     has_mpi: bool = False
-    """Whether the launcher is one of MPI's, which has connected its processes already."""
+    """True if the launcher is one of MPI's, which has connected its processes already."""
     has_store: bool = False
-    """Whether the launcher itself keeps a store at address and port, in place of rank 0."""
+    """True if the launcher itself keeps a store at address and port, in place of rank 0."""
     restart: int = 0
-    """How often the launcher has started the processes again."""
+    """Number of times the launcher has started the processes again."""
     folder: str | None = None
-    """Where processes of one host meet, made by the launcher for them alone."""
+    """Folder in which processes of one host meet, made by the launcher for them alone."""
 
     @property
     def recognised(self) -> str:

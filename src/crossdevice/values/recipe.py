@@ -9,7 +9,7 @@ from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import UNKNOWN_WEIGHTS, Weights
 
 Order: TypeAlias = "int | tuple[Order, ...]"
-"""How inputs associate: an input's position, or orders combined from left to right.
+"""Association of inputs: an input's position, or orders combined from left to right.
 
 `(0, 1, 2)` is (x0 + x1) + x2; `((0, 1), (2, 3))` is (x0 + x1) + (x2 + x3).
 """

@@ -20,7 +20,7 @@ from crossdevice.values.device import host_device
 from crossdevice.values.dtypes import FLOATS
 
 Memory = Literal["own", "shared"]
-"""Whether every destination's result has memory of its own, or all are one array seen several times."""
+"""Memory of results: each destination has its own, or all see one array."""
 
 Results = Sequence[Sequence[Array]]
 """For each destination its arrays."""

@@ -26,7 +26,7 @@ NUM_PATTERNS = 7
 """Neighbours among a replica's arrays differ; a batch of hundreds needs no more memory than that."""
 
 POISON = 77
-"""What memory for results holds before a checked call; no result of ours is that large for few replicas."""
+"""Element of memory for results before a checked call; no result of ours is that large for few replicas."""
 
 Arrays = list[NDArray[Any]]
 

@@ -21,7 +21,7 @@ from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 LIMIT_BYTES = 128 << 20
-"""What is copied to measure the limit: several times the largest caches."""
+"""Bytes that are copied to measure the limit: several times the largest caches."""
 
 PIECE_BYTES = 1 << 20
 

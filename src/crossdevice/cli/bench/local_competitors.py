@@ -95,7 +95,7 @@ class CrossDeviceCompetitor(Competitor):
 
 
 _FUNCTIONS = {"SUM": "add", "MEAN": "add", "MIN": "minimum", "MAX": "maximum", "PROD": "multiply"}
-"""What NumPy and PyTorch both call them."""
+"""Names that NumPy and PyTorch share."""
 
 
 class NumpyLoop(Competitor):

@@ -23,7 +23,7 @@ class Rank(Competitor):
 
     rank: int
     places: Mapping[str, Sequence[ResultPlace]]
-    """Where the library can put the results of each collective."""
+    """Places in which the library can put the results of each collective."""
 
     def replicas(self, work: Workload) -> Sequence[int]:  # noqa: ARG002
         """The replicas whose inputs this rank has."""

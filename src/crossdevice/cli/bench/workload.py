@@ -11,7 +11,7 @@ from crossdevice.values.dtypes import FLOATS, INTEGERS, ITEM_BYTES, result_dtype
 from crossdevice.values.reduce_op import ReduceOp
 
 ResultPlace = Literal["given", "fresh", "in_place"]
-"""Where results go: into memory the caller brought, into new memory, or over the inputs."""
+"""Place of results: memory the caller brought, new memory, or that of the inputs."""
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "gather")
 DTYPES = (*FLOATS, *INTEGERS)

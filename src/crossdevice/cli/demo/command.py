@@ -39,7 +39,7 @@ from crossdevice.values.device import host_device
 from crossdevice.values.quantities import counted
 
 NUM_PROCESSES = 2
-"""How many the demo itself starts."""
+"""Number that the demo itself starts."""
 
 LAUNCH_SECONDS = 600.0
 

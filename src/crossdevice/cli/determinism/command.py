@@ -35,7 +35,7 @@ from crossdevice.cli.terminal import Section, show
 from crossdevice.errors import CrossDeviceError, FileError, OptionError
 
 LOCAL: dict[str, type[Fold]] = {"ring": Ring, "fold": Fold}
-"""What needs no processes."""
+"""Sums that need no processes, by the names of their rows."""
 
 LAUNCHED = ("gloo", "mpi", "crossdevice")
 LAUNCH = "launch"

@@ -20,7 +20,7 @@ ValuesOf = Callable[[int], Array]
 BASE = "base"
 SEED = 57
 CHANGES = ("message size", "bucket size", "permutation", "algorithm")
-"""What is changed within one launch."""
+"""Changes within one launch."""
 
 
 class Sizes(NamedTuple):

@@ -39,7 +39,7 @@ class Finding(NamedTuple):
     is_well: bool = True
     advice: str = ""
     is_complete: bool = True
-    """Whether all was looked at that should have been."""
+    """True if all was looked at that should have been."""
 
 
 class Gpus(NamedTuple):
@@ -66,7 +66,7 @@ SMALL_SHARED_MEMORY_BYTES = 1 << 30
 
 
 Look: TypeAlias = "Callable[[Gpus], Iterator[Finding]]"
-"""What finds out about one section."""
+"""Function that examines the subject of one section."""
 
 
 def diagnosis(more: Mapping[str, Look] = MappingProxyType({})) -> dict[str, list[Finding]]:

@@ -39,7 +39,7 @@ LARGE_ELEMENTS = 3 << 20
 REPLICA_COUNTS = (2, 3, 8)
 ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 WIDE_UNSIGNED = ("uint16", "uint32", "uint64")
-"""Which PyTorch can store, but not compute with on a GPU."""
+"""Dtypes that PyTorch can store, but not compute with on a GPU."""
 
 
 class Place(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which format a file has, by its name."""
+"""Formats of files, by their names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMATS = {
 """The module of each ending, what reads and what writes it; loaded on demand, as PyTorch may be missing."""
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-"""What the files of a model are called in a folder of its own."""
+"""Names of a model's files in a folder of its own."""
 
 
 def open_model(path: Path) -> ModelFile:

@@ -1,4 +1,4 @@
-"""What averaging asks of a file of tensors, whatever its format."""
+"""Files of tensors as averaging sees them, whatever their format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from crossdevice.execution.reading.values import few
 from crossdevice.kernels.host.resources.pool import result_pool
 
 MAX_AXES, MAX_BYTES = 64, 1 << 62
-"""What the shape of a tensor may be: as many axes as NumPy has, and fewer bytes than can be addressed."""
+"""Bounds of a tensor's shape: as many axes as NumPy has, and fewer bytes than can be addressed."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The longest header, or index, that is read: what the safetensors library allows."""
@@ -96,11 +96,11 @@ class ModelFile(abc.ABC):
     tensors: dict[str, TensorSpec]
     """In the order of the file."""
     metadata: Any = None
-    """What else is in the file, for a new file of the same format."""
+    """Other contents of the file, for a new file of the same format."""
     layout: object = None
     """Equal only for files with the same tensors in the same places; None if that is not known."""
     state: FileState | None = None
-    """When it was opened."""
+    """State in which it was opened."""
 
     @abc.abstractmethod
     def elements(self, name: str, start: int, stop: int) -> NDArray[Any]:
@@ -152,14 +152,14 @@ class ModelWriter(NamedTuple):
     in_any_order: bool = True
     """Else the next elements come next, in the order in which tensors were announced."""
     is_before: Callable[[str, str], bool] = lambda _name, _other: False
-    """Whether elements behind the last one of a tensor are written as those of another."""
+    """True if elements behind the last one of a tensor are written as those of another."""
 
 
 Writing = AbstractContextManager[ModelWriter]
 
 
 DIGESTED_BYTES = 1 << 20
-"""How much is read at a time for a digest."""
+"""Bytes read at a time for a digest."""
 
 
 class StoredFile(ModelFile):

@@ -31,7 +31,7 @@ HEADER_BYTES = 1 << 14
 """More than any header of an array of numbers."""
 
 ONLY = "array"
-"""What the one array of a .npy is called."""
+"""Name of the one array of a .npy."""
 
 
 class NumpyFile(StoredFile):

@@ -32,7 +32,7 @@ from crossdevice.values.device import host_device
 from crossdevice.values.dtypes import ITEM_BYTES
 
 CHECKED_BYTES = 1 << 20
-"""How much is read at a time to be compared with a checksum."""
+"""Bytes that are read at a time to be compared with a checksum."""
 
 
 class TorchFile(StoredFile):

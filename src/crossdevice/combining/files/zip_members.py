@@ -31,7 +31,7 @@ BAD_ARCHIVE = (
     *(RecursionError, MemoryError, OverflowError, SyntaxError, zipfile.BadZipFile, zlib.error),
     *(tokenize.TokenError, struct.error, IndexError, AttributeError),
 )
-"""What NumPy, `zipfile` and decompressors raise for bytes that are no archive of arrays."""
+"""Errors of NumPy, `zipfile` and decompressors for bytes that are not an archive of arrays."""
 
 
 class Checksum:
@@ -40,7 +40,7 @@ class Checksum:
     def __init__(self, name: str, expected: int, num_bytes: int) -> None:
         self._name, self._expected, self._num_bytes = name, expected, num_bytes
         self._parts: dict[int, tuple[int, int]] = {}
-        """Where a range ends that was read ahead of others, and its CRC, by where it starts."""
+        """End and CRC of a range that was read ahead of others, by its start."""
         self._at = self._crc = 0
         """Up to where all has been read, and the CRC of that."""
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What a call is, told to other processes before any data moves, and how two such calls differ."""
+"""Descriptions of calls that processes compare before any data moves, and how two of them differ."""
 
 from __future__ import annotations
 

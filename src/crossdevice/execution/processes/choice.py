@@ -1,4 +1,4 @@
-"""Which transport carries a leaf between the processes of a group: the first that all ranks can use."""
+"""Choice of the transport of a leaf between the processes of a group: the first that all ranks can use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the arrays of all ranks are on GPUs that all of them reach: told once, later known by a few bytes."""
+"""Addresses of all ranks' arrays on GPUs that all of them reach: told once, later known by a few bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether all ranks would run the same tasks on the same transports, compared before anything travels."""
+"""Comparison, before anything travels, of the tasks and transports that all ranks would use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses from one process to another: its replicas' arrays, or one partial result for all of them."""
+"""Arrays that cross from one process to another: its replicas', or one partial result for all of them."""
 
 from __future__ import annotations
 

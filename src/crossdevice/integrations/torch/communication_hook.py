@@ -154,7 +154,7 @@ class ReproducibleMean:
 
 
 def _parts(names: list[str], whole: torch.Tensor, gradients: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a bucket, or its mean, has of each parameter; a sparse bucket is of one."""
+    """Splits a bucket, or its mean, into what it has of each parameter; a sparse bucket is of one."""
     if whole.is_sparse:
         return {names[0]: whole}
     parts = whole.view(-1).split([gradient.numel() for gradient in gradients])

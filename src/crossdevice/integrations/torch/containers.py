@@ -41,7 +41,7 @@ _OPAQUE = (
     torch.device,
 )
 _DEPTH = 5
-"""How far into an unknown object tensors are looked for."""
+"""Depth to which tensors are looked for in an unknown object."""
 
 
 class Contents(NamedTuple):

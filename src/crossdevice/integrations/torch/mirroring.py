@@ -168,7 +168,7 @@ class HeldGradients:
         self._ops, self._devices = ops, devices
         self._kept: dict[int, tuple[torch.Tensor, list[torch.Tensor | None]]] = {}
         self.is_holding = False
-        """Whether gradients of what is computed from now on are kept here."""
+        """True if gradients of what is computed from now on are kept here."""
 
     @property
     def has_kept(self) -> bool:

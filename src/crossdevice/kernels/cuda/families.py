@@ -17,7 +17,7 @@ from crossdevice.values.recipe import Order, Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 BLOCK_BYTES = 4096
-"""What one program of a kernel reads of each input."""
+"""Bytes that one program of a kernel reads of each input."""
 
 MAX_ARRAYS = 64
 """Inputs, and outputs, of one task: code is written out for each of them."""

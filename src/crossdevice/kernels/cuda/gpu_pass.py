@@ -21,7 +21,7 @@ from crossdevice.kernels.cuda.families import (
 ADDRESS_BYTES = 8
 
 _captured: list[torch.Tensor] = []
-"""What CUDA graphs read whenever they are replayed, so it may never go."""
+"""Memory that CUDA graphs read whenever they are replayed, so it may never go."""
 
 
 class _Sent(NamedTuple):

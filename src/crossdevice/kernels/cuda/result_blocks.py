@@ -14,7 +14,7 @@ SHARED_BYTES = 256 << 20
 """The most that one block has for several results: what one survivor among them keeps alive."""
 
 VECTOR_ACCESS_BYTES = 16
-"""Where results must start that are long enough to be written that much at a time."""
+"""Alignment of results that are long enough to be written that much at a time."""
 
 # Below automatic differentiation, so that results are no views of a block for it, and are cut faster.
 _unrecorded = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", torch.no_grad)
@@ -46,11 +46,11 @@ class _Stack(NamedTuple):
     rest: tuple[int, ...] | None
     """The other axes; None for results without any axis."""
     num_results: int
-    """How many results each of the wanted has."""
+    """Number of results of each of the wanted."""
     lengths: list[int]
     """The length of the first axis of each result."""
     numbers: list[int]
-    """Which of what is wanted they are for, in order."""
+    """Positions, in order, among what is wanted."""
 
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape and strides of all of them as one array."""

@@ -54,7 +54,7 @@ class KernelSpec(NamedTuple):
     """For MIN and MAX of floats, the bits of one but its sign, all set; 0 for other things."""
     infinity: int
     beyond: int
-    """What NaN is while floats are put in order: less or more than all numbers, so that it wins."""
+    """Rank of NaN while floats are put in order: less or more than all numbers, so that it wins."""
 
 
 def kernel_spec(arithmetic: Arithmetic) -> KernelSpec:

@@ -18,13 +18,13 @@ NUM_WARPS = 8
 WARP_THREADS = 32
 
 SPECIAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
-"""What a kernel's metadata may ask for that a plain launch does not give."""
+"""Fields of a kernel's metadata that ask for what a plain launch does not give."""
 
 ANY_ADDRESS = (1 << 44) + 1
 """Odd, so that nothing about alignment is compiled in."""
 
 is_interpreted = isinstance(pass_by_arguments, InterpretedFunction)
-"""Whether Triton runs kernels in Python, on host memory (TRITON_INTERPRET=1)."""
+"""True if Triton runs kernels in Python, on host memory (TRITON_INTERPRET=1)."""
 
 
 def launch_by_arguments(

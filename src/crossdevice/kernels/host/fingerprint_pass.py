@@ -22,7 +22,7 @@ from crossdevice.kernels.position_keys import (
 )
 
 PIECE_BYTES = 512 << 10
-"""What a thread takes at a time: a copy of so much is still in its cache when it is read."""
+"""Bytes that a thread takes at a time: a copy of them is still in its cache when it is read."""
 
 THREADED_BYTES = 2 << 20
 """From here a second thread is woken."""

@@ -26,7 +26,7 @@ LOOK_SECONDS = 3e-8
 """About how long a compiled look takes."""
 
 FEWEST_PASSES, MOST_PASSES = 2, 1 << 10
-"""How many passes follow each other closely before the worker is woken: more each time that it was of no use,
+"""Passes that follow each other closely before the worker is woken: more each time that it was of no use,
 as where other programs keep its processor busy."""
 
 _MARGIN = 8

@@ -35,7 +35,7 @@ SPIN_SECONDS = 0.0001
 """For how long a wait asks again at once: to be woken takes some 50 us."""
 
 MAX_PARTS = 64
-"""How many arrays go into one system call."""
+"""Number of arrays that go into one system call."""
 
 
 def form_group(
@@ -210,7 +210,7 @@ class _Coming:
     def __init__(self) -> None:
         self.parts: list[memoryview] = []
         self.is_other = False
-        """Whether the rank's next message has another tag: it makes another call, of which notes tell."""
+        """True if the rank's next message has another tag: it makes another call, of which notes tell."""
         self._is_inside = False
 
     def receive(self, connection: Connection, tag: int) -> None:

@@ -31,10 +31,10 @@ from crossdevice.values.disagreement import numbered
 logger = logging.getLogger("crossdevice")
 
 BUFFER_BYTES = 64 << 10
-"""What is read at once of a connection, if it is not known to be of one array."""
+"""Bytes read at once from a connection, if they are not known to be of one array."""
 
 SILENT_SECONDS = 10.0
-"""How long ranks are waited for before that is said."""
+"""Wait for ranks before that is said."""
 
 SMALLEST_PAUSE_SECONDS, LARGEST_PAUSE_SECONDS = 0.0005, 0.02
 
@@ -169,7 +169,7 @@ class _Hello(NamedTuple):
     rank: int
     size: int
     turn: int
-    """How many groups it has formed here; the lower ones were given up."""
+    """Number of groups it has formed here; the lower ones were given up."""
     who: str
 
 
@@ -516,7 +516,7 @@ class _Presence(NamedTuple):
 
 
 def _read_presence(path: Path) -> _Presence | None:
-    """Who is named in a file of presence; None if that process has ended."""
+    """Reads who is named in a file of presence; None if that process has ended."""
     try:
         start, size, who = path.read_text().split(" ", 2)
         process = int(who.rpartition(" ")[2])
@@ -528,7 +528,7 @@ def _read_presence(path: Path) -> _Presence | None:
 
 
 def _own_start() -> str:
-    """When this process was started, as `start_time_of` has it; it may not be known."""
+    """Returns the start of this process, as `start_time_of` has it; it may not be known."""
     return str(start_time_of(os.getpid()))
 
 

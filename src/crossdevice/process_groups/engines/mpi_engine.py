@@ -27,10 +27,10 @@ PAUSE_SECONDS = 0.0001
 """Between two questions: in this time shared memory or a socket fills with some MiB at most."""
 
 CLOSING_SECONDS = 5.0
-"""What other ranks get to come to their end after an error, before one of them ends the job."""
+"""Time of other ranks to come to their end after an error, before one of them ends the job."""
 
 NOTES_SECONDS = 0.1
-"""How long notes may lie that nobody has asked for: a rank puts up a few in a second, while it waits."""
+"""Time that notes may lie unread: a rank puts up a few in a second, while it waits."""
 
 LARGEST_MESSAGE_BYTES = 1 << 30
 """Larger ones are cut, because not every MPI counts beyond 2 GiB."""

@@ -21,16 +21,16 @@ from crossdevice.values.disagreement import numbered
 logger = logging.getLogger("crossdevice")
 
 SILENT_SECONDS = 10.0
-"""How long ranks are waited for before that is said."""
+"""Wait for ranks before that is said."""
 
 ANSWER_SECONDS = 1.0
-"""What a store gets for an answer, even if it is asked just before the deadline."""
+"""Time of a store for an answer, even if it is asked just before the deadline."""
 
 WITHDRAWAL_SECONDS = 2.0
-"""What a rank whose deadline has passed spends on saying so."""
+"""Time that a rank whose deadline has passed spends on saying so."""
 
 MAX_COMERS = 256
-"""How many of the last that came to a store are read."""
+"""Number of the last that came to a store that are read."""
 
 COMPARING_SECONDS = 2.0
 """After how long the ranks of a launch look whether others wait for a group of another size."""
@@ -66,7 +66,7 @@ class Meeting:
         self._turn = 0
         self._comer = 0
         self.store = store
-        """What this group alone writes to, once `hold` has returned."""
+        """Store that this group alone writes to, once `hold` has returned."""
 
     def hold(self, own_address: str | None) -> str | None:
         """Waits for all ranks, and returns the own address by which they can be reached."""

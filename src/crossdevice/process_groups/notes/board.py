@@ -16,10 +16,10 @@ from crossdevice.process_groups.protocol import Engine
 from crossdevice.values.disagreement import disagreement, numbered
 
 PATIENCE_SECONDS = 0.25
-"""How long a call may take before its rank puts up a note; quick calls put up none."""
+"""Duration of a call after which its rank puts up a note; quick calls put up none."""
 
 GRACE_SECONDS = 2.0
-"""How long others get to put up their notes before one who has given up reads them."""
+"""Time of others to put up their notes before one who has given up reads them."""
 
 MAX_LETTERS = 150
 """Of each text of a note that does not fit the page."""
@@ -80,7 +80,7 @@ class Found(NamedTuple):
 
     notes: Mapping[int, Note]
     is_complete: bool = True
-    """Whether ranks without a note have put up none."""
+    """True if ranks without a note have put up none."""
 
 
 class Page(Protocol):
@@ -105,7 +105,7 @@ class Board:
         self._beats = itertools.count()
         self.signer = Signer()
         self.due = time.monotonic() if getattr(engine, "sends_notes", False) else math.inf
-        """When notes are read that nobody asks for: on engines that send them they pile up otherwise."""
+        """Time of the next reading without a question: on engines that send notes they pile up otherwise."""
 
     def add_page(self, page: Page, ranks: Sequence[int]) -> None:
         """Has notes of these ranks, which share a host, read and put up there as well."""

@@ -23,7 +23,7 @@ NAME_BYTES = 96
 VERSION_BYTES = 32
 
 NONCE_BYTES = 16
-"""What a rank says that it has never said before, and the proofs of all others have to contain."""
+"""Bytes that a rank has never said before, which the proofs of all others have to contain."""
 
 PROOF = b"introduction"
 

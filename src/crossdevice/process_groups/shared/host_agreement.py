@@ -42,7 +42,7 @@ class _Offer(NamedTuple):
     descriptor: int
     token: bytes
     host: bytes
-    """What stands for the variable."""
+    """Digest of the variable."""
     reason: bytes
 
 

@@ -52,7 +52,7 @@ class SharedArrays:
         self._mapped: dict[tuple[int, int], tuple[int, Bytes]] = {}
         self._freed_by: dict[int, int] = {}
         self.num_freed = 0
-        """How many of the own files are gone: others then look which of them they need not keep."""
+        """Number of the own files that are gone: others then look which of them they need not keep."""
 
     def empty(self, num_bytes: int) -> Bytes:
         """Memory with no particular content, on a page's first byte."""

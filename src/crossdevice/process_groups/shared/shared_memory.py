@@ -20,7 +20,7 @@ from crossdevice.process_groups.shared.shared_arrays import Bytes, SharedArrays
 from crossdevice.process_groups.shared.shared_steps import SharedSteps, start_time_of, steps_bytes
 
 WINDOW_BYTES = 2 << 20
-"""What one rank can show the others at once. More has to go in several steps, and less stays in caches."""
+"""Bytes that one rank can show the others at once. More goes in several steps, and less stays in caches."""
 
 
 NOTE_BYTES = 4096

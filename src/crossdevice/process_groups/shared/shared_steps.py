@@ -34,7 +34,7 @@ CROWDED_SPIN_SECONDS = 0.000005
 """The same where there are more ranks than processors: another rank needs this one's."""
 
 LOOK_SECONDS = 3e-8
-"""What a compiled look takes, more or less."""
+"""Duration of a compiled look, more or less."""
 
 SLEEP_SECONDS = 0.02
 """The longest sleep in one piece. A wake-up is never lost for longer, and an interrupt never waits longer."""

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from crossdevice.strategies.running.random_streams import RandomStreams
 
 POLL_SECONDS = 0.1
-"""Where an operating system cannot interrupt a wait, Ctrl-C is noticed this late at most."""
+"""Delay of Ctrl-C, at most, where an operating system cannot interrupt a wait."""
 
 STOP_PATIENCE_SECONDS = 5.0
 """After a failure, how long replicas that are still computing may take to stop."""

@@ -61,7 +61,7 @@ class ReplicaContext:
         self._device = device
         self._rendezvous = rendezvous
         self.joins_graphs = False
-        """Whether gradients are computed after the run, by one backward pass through all replicas."""
+        """True if gradients are computed after the run, by one backward pass through all replicas."""
 
     @property
     def strategy(self) -> Strategy:

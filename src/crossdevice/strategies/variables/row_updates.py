@@ -22,7 +22,7 @@ _FUNCTIONS: dict[str, np.ufunc] = {
     "scatter_min": np.minimum,
     "scatter_max": np.maximum,
 }
-"""What becomes of the rows at the indices; `scatter_update` replaces them."""
+"""Functions of the rows at the indices and the new ones; `scatter_update` replaces them."""
 
 
 def _scatter_method(method: str, doc: str) -> Callable[..., Any]:

@@ -1,1 +1,1 @@
-"""What runs tasks: each file moves arrays between processes in one way, whatever the collective."""
+"""Transports run tasks: each file moves arrays between processes in one way, whatever the collective."""

@@ -34,7 +34,7 @@ class LateKernels:
         self._calls_left = LOADING_CALLS
         self._thread: BackgroundThread | None = None
         self.is_settled = True
-        """Whether the kernels are those that stay."""
+        """True if the kernels are those that stay."""
 
     def postpone(self) -> None:
         """Chooses NumPy for now, in a process that has not used kernels yet."""

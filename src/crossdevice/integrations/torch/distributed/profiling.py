@@ -11,7 +11,7 @@ from torch.autograd import _record_function_with_args_enter, _record_function_wi
 from crossdevice.process_groups.background import BackgroundThread
 
 EVENT_SECONDS = 1.0
-"""How long the end of an event is waited for."""
+"""Wait for the end of an event."""
 
 _ending = BackgroundThread("crossdevice profiler events")
 

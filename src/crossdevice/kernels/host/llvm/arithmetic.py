@@ -31,10 +31,10 @@ class Arithmetic:
     """What one element of the accumulator takes of the registers; None: as much as in memory."""
 
     is_weighted: bool = False
-    """Whether it takes a weight with each element, by `with_term`."""
+    """True if it takes a weight with each element, by `with_term`."""
 
     uses_divisor_rest: bool = False
-    """Whether it is given, behind its own state, what the divisor lacks and what that may be wrong by."""
+    """True if it is given, behind its own state, what the divisor lacks and what that may be wrong by."""
 
     def widened(self, stored: Vector) -> Vector:
         """The form in which elements are combined."""

@@ -36,7 +36,7 @@ from crossdevice.kernels.host.llvm.words import loaded_address, loaded_word
 from crossdevice.values.dtypes import ITEM_BYTES
 
 STREAMED_LINE_BYTES = 64
-"""What a store that bypasses the cache writes at once; anything less is read from memory first."""
+"""Bytes that a store past the cache writes at once; anything less is read from memory first."""
 
 
 @intrinsic(prefer_literal=True)
@@ -139,7 +139,7 @@ class _Column:
         self._dtype = dtype
         self._offset = byte_offset(lanes.build, work.position, dtype)
         self.adds_to_output = False
-        """Whether inputs are added to what the only output, of float64, holds already."""
+        """True if inputs are added to what the only output, of float64, holds already."""
 
     def combined_in_order(self, arithmetic: Arithmetic, first: Value, last: Value) -> State:
         """The inputs up to `last`; from `first` on, if that is not 0, with what was kept of those before."""

@@ -16,7 +16,7 @@ from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT64, Builder, Value
 from crossdevice.kernels.host.work_list import WORD_BYTES
 
 OBJECT_HEADER_BYTES = object.__basicsize__
-"""What precedes the data pointer of an ndarray: its C struct is PyObject_HEAD and then `char *data`."""
+"""Bytes before the data pointer of an ndarray: its C struct is PyObject_HEAD and then `char *data`."""
 
 
 def emitted(result: Any = types.void) -> Callable[[Callable[..., Value | None]], Any]:

@@ -36,10 +36,10 @@ SMALLEST_PAGED_BYTES = 64 << 10
 SMALLEST_SHARING_BYTES = 64 << 10
 
 IDLE_SECONDS = 10.0
-"""How long memory waits for its next use. A loop that is slower than that does not notice page faults."""
+"""Seconds that memory waits for its next use. A loop that is slower than that does not notice page faults."""
 
 ARENA_BYTES = 32 << 20
-"""How much of a batch of results shares one block: one array kept alive keeps no more than that."""
+"""Bytes of a batch of results that share one block: one array kept alive keeps no more than that."""
 
 
 class Statistics(NamedTuple):
@@ -80,7 +80,7 @@ class _Block(weakref.ref[_Lease]):
     num_bytes: int
     memory: NDArray[np.uint8]
     idle_since: float | None
-    """When it was first seen idle."""
+    """Time at which it was first seen idle."""
 
 
 class Pool:
@@ -323,6 +323,6 @@ def _memory_bytes() -> int:
 
 
 result_pool = Pool()
-"""Where results come from unless the caller brings memory for them."""
+"""Memory of results, unless the caller brings some for them."""
 
 runtime.renew_after_fork(result_pool.start_anew)
