@@ -24,7 +24,7 @@ import numpy as np
 from promised_rows import is_asked_for, parser_of, schedule_of
 from resnet50 import gradient_shapes
 
-from crossdevice.cli.bench import data, limit
+from crossdevice.cli.bench import calibration, data
 from crossdevice.cli.bench.calls import Competitor, Inspection, Measurable
 from crossdevice.cli.bench.local_competitors import CrossDeviceCompetitor
 from crossdevice.cli.bench.measure import Schedule, seconds_in_turns
@@ -164,11 +164,11 @@ class Copies:
         size = -(-work.num_elements * ITEM_BYTES[work.dtype] // 4)
         sources = [np.ones(size, np.float32) for _ in range(work.num_devices)]
         targets = [np.zeros(size, np.float32) for _ in range(work.num_devices)]
-        self._copy = limit.WAYS[way](sources, targets)
+        self._copy = calibration.WAYS[way](sources, targets)
         self.places: tuple[ResultPlace, ...] = ("given",)
 
     def turn(self, place: ResultPlace, repeats: int) -> float:  # noqa: ARG002
-        return statistics.fmean(limit.seconds_of(self._copy) for _ in range(repeats))
+        return statistics.fmean(calibration.seconds_of(self._copy) for _ in range(repeats))
 
     def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:  # noqa: ARG002
         return Inspection("own", 0)
@@ -194,7 +194,7 @@ def measured(group: Group, schedule: Schedule) -> Measured:
         competitors: dict[str, Measurable] = {}
         for runner in sorted(wanted):
             if runner == LIMIT:
-                for way in limit.WAYS:
+                for way in calibration.WAYS:
                     ready[way], places[way], named[way] = Copies(group.work, way), "given", LIMIT
                 continue
             if runner.name not in competitors and runner.name not in missing:

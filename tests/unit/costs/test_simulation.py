@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing.prediction import planned_all_reduce
+from crossdevice.choosing.by_cost import planned_all_reduce
 from crossdevice.costs.rounds import rounds_duration
 from crossdevice.costs.simulation import peak_bytes, simulate
 from crossdevice.costs.topology import Cost, Switched

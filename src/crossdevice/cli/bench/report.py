@@ -14,7 +14,7 @@ import numpy as np
 import crossdevice
 from crossdevice.cli.arguments import size_in_bytes
 from crossdevice.cli.bench import tables
-from crossdevice.cli.bench.limit import measured_limit
+from crossdevice.cli.bench.calibration import measured_limit
 from crossdevice.cli.bench.measure import Figure, Row
 from crossdevice.cli.bench.tables import page_of, svg_of
 from crossdevice.cli.bench.workload import GIGABYTE, Workload

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 
-from crossdevice.cli.bench.limit import CopyLimit
+from crossdevice.cli.bench.calibration import CopyLimit
 from crossdevice.cli.bench.measure import Figure, Row
 from crossdevice.cli.bench.workload import GIGABYTE, Workload
 from crossdevice.cli.svg import Chart, Limit, Line, charts_svg

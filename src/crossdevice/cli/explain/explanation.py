@@ -6,8 +6,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing.by_cost import is_engine, predicted_durations
-from crossdevice.choosing.prediction import FLOAT_BYTES, planned_all_reduce, predicted
+from crossdevice.choosing.by_cost import (
+    FLOAT_BYTES,
+    is_engine,
+    planned_all_reduce,
+    predicted,
+    predicted_durations,
+)
 from crossdevice.costs.simulation import Simulation, simulate
 from crossdevice.costs.timing import Duration
 from crossdevice.costs.topology import Topology

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from crossdevice.backends.protocol import dtype_named
-from crossdevice.cli.bench import data, limit, local_competitors, measure, process
+from crossdevice.cli.bench import calibration, data, local_competitors, measure, process
 from crossdevice.cli.bench.peers import PEERS
 from crossdevice.cli.bench.workload import COLLECTIVES, DTYPES, Workload
 from crossdevice.cli.main import main
@@ -24,7 +24,7 @@ NCCL_COLUMNS = ["size", "count", "type", "redop", "root", *FIGURES, *FIGURES]
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(limit, "LIMIT_BYTES", 1 << 20)
+    monkeypatch.setattr(calibration, "LIMIT_BYTES", 1 << 20)
     monkeypatch.setattr(measure, "TURN_SECONDS", 0.0)
     monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)
 
