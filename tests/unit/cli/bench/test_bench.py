@@ -272,7 +272,7 @@ def test_a_peer_that_does_not_start_is_said_with_its_last_words(monkeypatch, tmp
     fake.write_text("#!/bin/sh\necho 'it is broken' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setattr(process.sys, "executable", str(fake))
-    monkeypatch.setattr("crossdevice.cli.bench.command.lacking", lambda name: None)
+    monkeypatch.setattr("crossdevice.cli.bench.command.peer_unavailable", lambda name: None)
     assert main([*TINY, "--against", "jax"]) == 0
     assert "# jax: left out, jax did not start: it is broken" in capsys.readouterr().out
 
