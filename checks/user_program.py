@@ -59,7 +59,14 @@ def models(folder: Path) -> None:
     assert total.mean()["w"].tolist() == [2, 3]
     total.save(folder / "sum.npz")
     other = cd.Accumulator.load(str(folder / "sum.npz"))
-    assert run_ranks(2, lambda group: other.sum(group) is not None) == [True, True]
+    saved = str(folder / "sum.npz")
+    batches = cd.MicroBatches(10, size=2, per_step=3, rank=1, num_workers=2)
+    assert [len(examples) for examples in batches] == [2, 2]
+    batches.resume(step=1)
+    indices: NDArray[np.int64] = batches.indices(1, batches.of_step(1)[0])
+    assert indices.shape == (2,)
+    combined = run_ranks(2, lambda group: cd.Accumulator.load(saved).sum(group)["w"].tolist())
+    assert combined == [[160, 240]] * 2
     other.merge(total)
     assert other.sum()["w"].tolist() == [160, 240]
     for name, (model, _) in zip("ab", clients, strict=True):

@@ -56,6 +56,7 @@ from crossdevice.strategies.current import (
     in_cross_replica_context,
 )
 from crossdevice.strategies.data.input import InputContext, ValueContext
+from crossdevice.strategies.data.micro_batches import MicroBatches
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -94,6 +95,7 @@ __all__ = [
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
     "InputContext",
+    "MicroBatches",
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",
