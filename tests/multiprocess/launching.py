@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -31,6 +32,9 @@ PACKAGE_PARENT = Path(crossdevice.__file__).parents[1]
 FOLDER = "CROSSDEVICE_TEST_FOLDER"
 MARK = "CROSSDEVICE_TEST_LAUNCH"
 """An environment variable by which every process of a launch is known, whoever has started it."""
+
+PORTS = range(20_000, 30_000)
+"""Below those of Linux, which begin at 32768."""
 
 ENDING_SECONDS = 60.0
 LOST_SECONDS = 120.0
@@ -224,9 +228,26 @@ needs_mpi = pytest.mark.skipif(
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """A port of this process: outside of the range from which the system gives ports to whoever asks for any.
+
+    Other processes of the tests leave it alone, because this one keeps the port of that number for datagrams.
+    """
+    numbers = list(PORTS)
+    random.SystemRandom().shuffle(numbers)
+    for port in numbers:
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            kept = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            try:
+                kept.bind(("127.0.0.1", port))
+            except OSError:
+                kept.close()
+                continue
+            _kept.append(kept)
+            return port
+    raise OSError(f"none of the ports {PORTS.start} to {PORTS.stop - 1} is free")
+
+
+_kept: list[socket.socket] = []
 
 
 @contextmanager

@@ -165,7 +165,7 @@ BROKEN = {
     "a deep header.npy": npy("(" * 5000 + ")" * 5000),
     "a header of objects.npy": npy("(1,)", descr="'|O'") + b"1234",
     "a long header.npy": b"\x93NUMPY\2\0" + (1 << 30).to_bytes(4, "little") + b" " * 100,
-    "no version.npy": b"\x93NUMPY\7\0" + b" " * 100,
+    "no version.npy": b"\x93NUMPY\7\0" + npy("(1,)")[8:] + b"1234",
     "a member twice.npz": None,
     "two members of one array.npz": zipped([("a.npy", npy("(1,)") + b"1234"), ("a", npy("(1,)") + b"1234")]),
     "a negative shape.npz": zipped([("a.npy", npy("(-2,)") + b"12345678")]),

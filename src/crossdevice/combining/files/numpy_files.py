@@ -128,6 +128,8 @@ class NumpyFile(StoredFile):
 def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Reads the shape, whether the first axis is the fastest, and the dtype of an array in NumPy's format."""
     version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0), (3, 0)):
+        raise ValueError(f"its format is version {version[0]}.{version[1]}; expected 1.0, 2.0 or 3.0")
     length = file.read(2 if version == (1, 0) else 4)
     return _parsed_header(version == (1, 0), length + file.read(int.from_bytes(length, "little")))
 

@@ -198,7 +198,7 @@ def roll_call(
     members: Sequence[str],
     call: int,
     *,
-    lost: Collection[int] = (),
+    lost: Collection[int] | None = None,
     awaited: Collection[int] = (),
     is_complete: bool = True,
     keeper: int | None = None,
@@ -206,7 +206,7 @@ def roll_call(
     """Lists the ranks at a call, and where the others are.
 
     Args:
-        lost: the ranks that are gone, if that is why it is asked.
+        lost: the ranks that are gone, if contact was lost: whoever lives has given up since. Else None.
         awaited: the ranks whose messages may not have come, if that is known.
         is_complete: whether ranks without a note have put up none.
         keeper: the rank that keeps the board, if one of them does. If the board cannot be reached it is named
@@ -215,26 +215,29 @@ def roll_call(
     >>> roll_call({0: Note(2, 1, "reduce", "a", 4)}, {0: True}, ["rank 0 (here)", "rank 1 (there)"], 2)
     'rank 1 (there) has not arrived; rank 0 is there'
     """
-    unreachable = None if is_complete or keeper in lost else keeper
-    missing, present = [], []
+    gone = lost or ()
+    unreachable = None if is_complete or keeper in gone else keeper
+    missing, present, silent = [], [], []
     for rank, member in enumerate(members):
         note = notes.get(rank)
         told = member if unreachable is None else f"rank {rank}"
         is_final = note is not None and note.exchange == 0 and note.call <= call
-        if note is not None and note.gave_up and (is_final or rank in lost):
+        if note is not None and note.gave_up and (is_final or rank in gone):
             missing.append(f"{member} gave up: {note.gave_up}")
         elif note is not None and note.gave_up and note.call != call:
             missing.append(f"{member} gave up at call {note.call} ({note.gave_up})")
         elif rank == unreachable:
             missing.insert(0, f"{member}, which keeps the board of notes, cannot be reached")
-        elif rank in lost:
+        elif rank in gone:
             missing.insert(0 if unreachable is None else 1, f"the connection to {told} has ended")
-        elif note is not None and note.call == call and (is_fresh.get(rank) or note.gave_up):
+        elif (
+            note is not None and note.call == call and (note.gave_up or (lost is None and is_fresh.get(rank)))
+        ):
             present.append(rank)
         elif rank in awaited and not is_complete:
             missing.append(f"nothing is known to have come from {told}")
-        elif lost or (awaited and not is_complete):
-            continue  # it may be on its way, and is not what this is about
+        elif gone or (awaited and not is_complete):
+            silent.append(rank)  # it may be on its way, and is not what this is about
         elif note is not None and note.call == call:
             missing.append(f"{member} arrived, but is not heard from any more")
         elif note is not None and note.call > call:
@@ -243,5 +246,7 @@ def roll_call(
             missing.append(f"{member} has not arrived")
     if not is_complete and unreachable is None:
         missing.append("the board of notes cannot be reached")
+    if silent and is_complete:
+        missing.append(f"{numbered('rank', silent)} {'has' if len(silent) == 1 else 'have'} not answered")
     there = f"{numbered('rank', present)} {'is' if len(present) == 1 else 'are'} there"
     return "; ".join([*missing, there if present else "nobody is there"])

@@ -64,7 +64,8 @@ class Watch:
         self._heard = dict.fromkeys(range(len(members)), time.monotonic())
         self._is_reachable = True
         self.gave_up = ""
-        self.lost: set[int] = set()
+        self.lost: set[int] | None = None
+        """The ranks that are gone, as far as this one knows, once it has lost contact."""
         self.awaited: Collection[int] = ()
 
     def wait(self, waited: Waited, contact: Contact, is_broken: Callable[[], bool]) -> None:
@@ -112,7 +113,7 @@ class Watch:
             0,
             self.gave_up,
             *self._last_refused,
-            tuple(sorted(self.lost)),
+            tuple(sorted(self.lost or ())),
         )
         found = self._exchange_notes(mine)
         self._is_reachable = found.is_complete
@@ -135,39 +136,37 @@ class Watch:
     def agree_on_lost(self, gone: Callable[[], Collection[int]]) -> None:
         """Tells the others who is gone, and hears it from them, until they had time to say so.
 
-        Who says something is not gone: it has hung up because of another one. Whoever learns something new
-        says so in its turn, so ranks that hear each other in time name the same.
+        Who says that it has given up is not gone: it has hung up because of another one. A note that says
+        less may be older than the end of its rank. Whoever learns something new says so in its turn, so ranks
+        that hear each other in time name the same.
 
         Args:
             gone: the ranks whose connection, or process, has ended, as far as this one can tell.
         """
-        self.lost = set(gone())
+        known = set(gone())
         now = time.monotonic()
         end, last = now + GRACE_SECONDS, now + 2 * GRACE_SECONDS
-        self._give_up()
+        self._give_up(known)
         self._fresh = {self._rank: True}
-        while (now := time.monotonic()) < end:
-            heard = {rank for rank in self._notes if self._fresh.get(rank) or self._has_given_up(rank)}
-            told = {
-                rank for each in self._notes if self._has_given_up(each) for rank in self._notes[each].lost
-            }
-            known = (self.lost | told | set(gone())) - heard
-            if known != self.lost:
-                self.lost, end = known, min(max(end, now + GRACE_SECONDS / 2), last)
-            elif len(heard) == len(self._members):
+        while True:
+            # Before what has been read is judged: who was held up for long judges the last of it, too.
+            now = time.monotonic()
+            heard = {rank for rank, note in self._notes.items() if note.gave_up}
+            told = {rank for each in heard for rank in self._notes[each].lost}
+            before, known = known, (known | told | set(gone())) - heard
+            if known != before:
+                end = min(max(end, now + GRACE_SECONDS / 2), last)
+            elif now >= end or len(heard) == len(self._members):
                 return
             else:
                 time.sleep(PATIENCE_SECONDS / 2)
-            self._give_up()
+            self._give_up(known)
 
-    def _give_up(self) -> None:
-        names = ", ".join(self._members[rank] for rank in sorted(self.lost))
+    def _give_up(self, lost: set[int]) -> None:
+        self.lost = lost
+        names = ", ".join(self._members[rank] for rank in sorted(lost))
         self.gave_up = f"it lost contact{names and f' to {names}'}"
         self.look()
-
-    def _has_given_up(self, rank: int) -> bool:
-        """True if the rank has said that it waits no more, in any call; it makes no other."""
-        return bool(self._notes[rank].gave_up)
 
     def look_until_all_came(self, seconds: float) -> None:
         """Looks until all ranks have put up a note at this call, but no longer than that."""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from crossdevice.errors import DeadlineError, OptionError, ProcessGroupError
+from multiprocess.launching import free_port
 
 torch = pytest.importorskip("torch")
 
@@ -32,7 +33,7 @@ def store():
 def run(size, function, store, **options):
     def be(rank):
         with torch_engine.form_group(
-            rank, size, "127.0.0.1", store=store, **{"timeout_seconds": 20.0, **options}
+            rank, size, "127.0.0.1", store=store, **{"timeout_seconds": 120.0, **options}
         ) as group:
             return function(group)
 
@@ -191,9 +192,8 @@ def test_a_group_that_was_formed_is_not_mistaken_for_one_of_another_size(store):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are read from /proc")
 def test_a_store_at_an_address_listens_there_only():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    torch_store.store_at("127.0.0.1", port, is_keeper=True, timeout_seconds=10.0)
+    port = free_port()
+    torch_store.store_at("127.0.0.1", port, is_keeper=True, timeout_seconds=120.0)
     listening = [
         fields[1]
         for table in ("tcp", "tcp6")
@@ -424,13 +424,11 @@ def test_a_process_that_ends_in_the_middle_of_an_exchange_ends_in_order():
 
 
 FORKS = """
-import os, socket, sys, threading
+import os, sys, threading
 from torch.distributed import HashStore
 from crossdevice.process_groups.engines.torch_engine import form_group, store_at
 
-with socket.create_server(("127.0.0.1", 0)) as free:
-    port = free.getsockname()[1]
-kept = store_at("127.0.0.1", port, is_keeper=True, timeout_seconds=20.0)
+kept = store_at("127.0.0.1", int(sys.argv[1]), is_keeper=True, timeout_seconds=120.0)
 store, groups = HashStore(), {}
 
 def form(rank):
@@ -470,7 +468,11 @@ for thread in threads:
 def test_forked_processes_end_and_leave_the_group_to_their_parent():
     environment = {**os.environ, "CROSSDEVICE_GROUP_KEY": "secret"}  # without it a warning is printed
     found = subprocess.run(
-        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, env=environment
+        [sys.executable, "-c", FORKS, str(free_port())],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
     )
     assert (found.returncode, found.stderr) == (0, "")
     assert [line.split()[0] for line in found.stdout.splitlines()] == ["3"] * 5, found.stdout

@@ -48,7 +48,7 @@ def test_a_rank_that_refuses_is_odd_even_where_most_do():
 
 
 def test_only_the_rank_whose_connection_has_ended_is_blamed():
-    notes = {1: Note(5, 1, "reduce", "a", 1)}
+    notes = {1: Note(5, 1, "reduce", "a", 1, "it lost contact")}
     assert roll_call(notes, {1: True}, MEMBERS, 5, lost={0}, is_complete=False) == (
         "the connection to rank 0 (host-0) has ended; the board of notes cannot be reached; rank 1 is there"
     )
@@ -64,7 +64,7 @@ def test_only_the_rank_whose_message_has_not_come_is_named_where_notes_cannot_be
 
 
 def test_where_the_board_is_gone_its_keeper_is_named_and_who_hung_up_because_of_it_is_not_blamed():
-    notes = {1: Note(5, 1, "reduce", "a", 1)}
+    notes = {1: Note(5, 1, "reduce", "a", 1, "it lost contact")}
     assert roll_call(notes, {1: True}, MEMBERS, 5, lost={2}, is_complete=False, keeper=0) == (
         "rank 0 (host-0), which keeps the board of notes, cannot be reached; "
         "the connection to rank 2 has ended; rank 1 is there"
@@ -80,7 +80,19 @@ def test_where_the_board_is_gone_its_keeper_is_named_and_who_hung_up_because_of_
 
 
 def test_a_rank_that_hung_up_because_of_another_says_of_which():
-    notes = {1: Note(5, 1, "reduce", "a", 1, "it lost contact to rank 0"), 2: Note(5, 1, "reduce", "a", 1)}
-    assert roll_call(notes, {1: True, 2: True}, MEMBERS, 5, lost={1}) == (
+    notes = {
+        1: Note(5, 1, "reduce", "a", 1, "it lost contact to rank 0"),
+        2: Note(5, 1, "reduce", "a", 1, "so"),
+    }
+    assert roll_call(notes, {1: True, 2: True}, MEMBERS[:3], 5, lost={0, 1}) == (
+        "the connection to rank 0 (host-0) has ended; "
         "rank 1 (host-1) gave up: it lost contact to rank 0; rank 2 is there"
+    )
+
+
+def test_whoever_only_waited_when_another_was_lost_may_be_gone_too_and_is_not_said_to_be_there():
+    notes = {0: Note(5, 1, "reduce", "a", 1, "it lost contact"), 2: Note(5, 1, "reduce", "a", 1)}
+    fresh = dict.fromkeys(range(4), True)
+    assert roll_call(notes, fresh, MEMBERS, 5, lost={1}) == (
+        "the connection to rank 1 (host-1) has ended; ranks 2, 3 have not answered; rank 0 is there"
     )
