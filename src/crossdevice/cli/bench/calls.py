@@ -59,6 +59,8 @@ class Competitor(abc.ABC):
     name: str
     collectives: Collection[str] = COLLECTIVES
     ops: Collection[str] = ("SUM", "MEAN", "MIN", "MAX", "PROD")
+    precision: str = "own dtype"
+    """The precision of crossdevice's options, or "own dtype": sums are rounded to the dtype of the arrays."""
 
     @abc.abstractmethod
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Measurable:

@@ -46,6 +46,7 @@ class CrossDeviceCompetitor(Competitor):
         self.algorithm = ops_named(algorithm)
         self._backend = backend_named(backend)
         self._options = options
+        self.precision = options.precision
 
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
         """Results are given memory, new ones, or replace inputs, as far as arrays can be written to."""

@@ -47,6 +47,7 @@ class Row(NamedTuple):
     work: Workload
     out_of_place: Figure | None
     in_place: Figure | None
+    precision: str = "own dtype"
 
     @property
     def figures(self) -> list[Figure]:
@@ -79,6 +80,7 @@ def measured_rows(
     """One row per competitor that can do this work; `say` hears of the others, `tick` of every round."""
     inputs = data.all_arrays(work)
     ready: dict[str, Measurable] = {}
+    precisions = {competitor.name: competitor.precision for competitor in competitors}
     for competitor in competitors:
         try:
             ready[competitor.name] = competitor.ready(work, inputs)
@@ -87,7 +89,7 @@ def measured_rows(
     out_of_place: Sequence[ResultPlace] = ("fresh", "given") if schedule.prefers_fresh else ("given", "fresh")
     outside = _figures(work, ready, out_of_place, schedule, tick)
     inside = _figures(work, ready, ("in_place",), schedule, tick)
-    rows = [Row(name, work, outside.get(name), inside.get(name)) for name in ready]
+    rows = [Row(name, work, outside.get(name), inside.get(name), precisions[name]) for name in ready]
     return [row for row in rows if row.figures]
 
 

@@ -15,13 +15,13 @@ from crossdevice.values.quantities import size_text
 
 _LEFT = "{:>12}  {:>12}  {:>8}  {:>6}  {:>6}"
 _GROUP = "  {:>9}  {:>6}  {:>6}  {:>6}"
-_NAMES = "  {:>6}  {}"
+_NAMES = "  {:>6}  {:>9}  {}"
 _GROUP_WIDTH = len(_GROUP.format("", "", "", ""))
 
 
 def column_lines(*, compares: bool) -> list[str]:
     """The columns and their units; if competitors are compared, two more at the end say whose line it is."""
-    names = _NAMES.format("memory", "competitor") if compares else ""
+    names = _NAMES.format("memory", "precision", "competitor") if compares else ""
     above = _LEFT.format(*[""] * 5) + f"{'out-of-place':^{_GROUP_WIDTH}}{'in-place':^{_GROUP_WIDTH}}"
     group = _GROUP.format("time", "algbw", "busbw", "#wrong")
     units = _GROUP.format("(us)", "(GB/s)", "(GB/s)", "")
@@ -36,7 +36,7 @@ def row_line(row: Row, *, compares: bool) -> str:
     """One competitor's line for one size."""
     work = row.work
     left = _LEFT.format(work.size_bytes, work.count, work.dtype, redop_of(work), work.root)
-    names = _NAMES.format(row.main.memory, row.competitor) if compares else ""
+    names = _NAMES.format(row.main.memory, row.precision, row.competitor) if compares else ""
     return f"{left}{_group(row.out_of_place)}{_group(row.in_place)}{names}"
 
 

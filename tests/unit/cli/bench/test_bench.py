@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from crossdevice.backends.protocol import dtype_named
-from crossdevice.cli.bench import calibration, data, local_competitors, measure, process
+from crossdevice.cli.bench import calibration, data, fused_peers, local_competitors, measure, process
 from crossdevice.cli.bench.peers import PEERS
 from crossdevice.cli.bench.workload import COLLECTIVES, DTYPES, Workload
 from crossdevice.cli.main import main
@@ -27,6 +27,11 @@ def _quickly(monkeypatch):
     monkeypatch.setattr(calibration, "LIMIT_BYTES", 1 << 20)
     monkeypatch.setattr(measure, "TURN_SECONDS", 0.0)
     monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)
+
+
+def competitor_of(row):
+    """The last cell, which like "own dtype" before it may have two words."""
+    return " ".join(row[16 if row[14] == "own" else 15 :])
 
 
 def table(text):
@@ -133,7 +138,7 @@ def test_names_of_nccl_tests_are_understood(capsys):
 
 def test_all_algorithms_can_be_measured_beside_each_other(capsys):
     assert main([*TINY, "-e", "1K", "--algorithm", "all"]) == 0
-    names = {" ".join(row[14:]) for row in table(capsys.readouterr().out)[0]}
+    names = {competitor_of(row) for row in table(capsys.readouterr().out)[0]}
     assert {"crossdevice ring", "crossdevice tree", "crossdevice direct"} < names
     assert "crossdevice nccl" not in names
 
@@ -232,12 +237,38 @@ def test_the_oracle_accepts_a_plain_loop_and_refuses_a_changed_element(dtype, op
 # -------------------------------------------------------------------- peers
 
 
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce"])
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("name", ["NumpyStack", "TorchStack", "TorchOneShot", "TorchForeach"])
+def test_sums_in_one_call_are_right_wherever_results_go(name, op, collective):
+    work = Workload(collective, op, "float32", 3, ((7000,), (5, 2)))
+    inputs = data.all_arrays(work)
+    ready = getattr(fused_peers, name)().ready(work, inputs)
+    assert ready.places == ("fresh", "given")
+    for place in ready.places:
+        assert ready.inspect(place, counts_wrong=True) == ("own", 0)
+
+
+@pytest.mark.more("one more launch")
+def test_compiled_sums_are_right():
+    work = Workload("all_reduce", "MEAN", "float32", 3, ((7000,), (5, 2)))
+    ready = fused_peers.TorchCompiled().ready(work, data.all_arrays(work))
+    assert ready.inspect("given", counts_wrong=True) == ("own", 0)
+
+
+@pytest.mark.more("JAX")
+def test_jitted_sums_are_right(capsys):
+    pytest.importorskip("jax")
+    assert main([*TINY, "--collective", "reduce", "--against", "jax_jit"]) == 0
+    assert "jax_jit" in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_peers_are_measured_beside_crossdevice(capsys):
     pytest.importorskip("torch")
     assert main([*TINY, "-o", "avg", "--against", "numpy,torch,torch_flatten"]) == 0
     rows, remarks = table(capsys.readouterr().out)
     names = ["crossdevice direct", "numpy", "torch", "torch_flatten"]
-    assert [" ".join(row[14:]) for row in rows] == names * 2
+    assert [competitor_of(row) for row in rows] == names * 2
     assert {row[13] for row in rows} == {"own"}
     assert {row[8] for row in rows} == {"0"}
     assert any(remark.startswith("Time / time of crossdevice direct (own)") for remark in remarks)
@@ -264,7 +295,7 @@ def test_a_peer_in_processes_of_its_own_takes_part(capsys):
     assert main([*TINY, "-e", "1K", "-g", "2", "--against", "gloo"]) == 0
     _, row = table(capsys.readouterr().out)[0]
     assert row[5:9] == ["N/A"] * 4  # gloo only works in place
-    assert row[12:] == ["0", "own", "gloo"]
+    assert row[12:] == ["0", "own", "own", "dtype", "gloo"]
 
 
 def test_a_peer_that_does_not_start_is_said_with_its_last_words(monkeypatch, tmp_path, capsys):
