@@ -107,6 +107,12 @@ def fingerprint(tree: Any) -> Fingerprint:
     return Fingerprint(hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest(), leaves)
 
 
+def digests_of_arrays(arrays: Mapping[str, Array]) -> dict[str, str]:
+    """The digests of arrays whose paths are known; those of sparse ones have two paths each."""
+    items = [item for path, array in arrays.items() for item in _array_items(array, path)]
+    return dict(zip((item.path for item in items), _digests(items), strict=True))
+
+
 def replica_fingerprints(value: Any) -> list[Fingerprint]:
     """The fingerprint of each component of a distributed value; of any other value its own."""
     value = as_distributed(value)

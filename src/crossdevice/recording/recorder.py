@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from crossdevice import runtime
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import FileError
 from crossdevice.execution.bound import BoundReduction
-from crossdevice.execution.fingerprints import fingerprint
+from crossdevice.execution.fingerprints import digests_of_arrays, fingerprint
 from crossdevice.execution.pending import Pending, is_started_work
 from crossdevice.process_groups.cluster import cluster_from_env
 from crossdevice.recording.bits_file import (
@@ -392,6 +392,14 @@ def _given(
 def _rank_of(ops: CrossDeviceOps) -> int | None:
     group = getattr(ops, "group", None)
     return None if group is None else int(group.rank)
+
+
+def digests_by_path(arrays: Mapping[str, Any]) -> Leaves:
+    """The digests of arrays whose paths are known, without looking for any in trees."""
+    try:
+        return {path: [digest] for path, digest in digests_of_arrays(arrays).items()}
+    except Exception:
+        return digests_of(dict(arrays))
 
 
 def digests_of(tree: Any) -> Leaves:

@@ -56,8 +56,8 @@ def test_runs_that_are_the_same_have_marks_of_everything(tmp_path):
     }
     assert read_bits(first).events[0].kind.inputs == (
         ("value['inputs'][0]", 1),
-        ("value['own']['bias']", 1),
         ("value['own']['weight']", 1),
+        ("value['own']['bias']", 1),
     )
 
 

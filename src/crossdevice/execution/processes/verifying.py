@@ -96,7 +96,7 @@ class Verification:
     ) -> None:
         """Computes a part of a leaf's result again, of integers that wrap a check sum of all of it."""
         self.leaf = f"the check of {path or 'the value'}"
-        is_wrapping = op is ReduceOp.SUM and leaf.partial is None and leaf.of_ranks.divisor is None
+        is_wrapping = op is ReduceOp.SUM and leaf.of_ranks.divisor is None
         if is_wrapping and weights is None and leaf.dtype in INTEGERS and leaf.dtype == leaf.result:
             wrong = self._has_wrong_sum(views, result)
             if wrong:

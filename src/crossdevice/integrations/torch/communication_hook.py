@@ -15,7 +15,7 @@ from crossdevice.errors import OptionError
 from crossdevice.process_groups.background import BackgroundThread
 from crossdevice.process_groups.engines.torch_engine import form_group
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.recording.recorder import Leaves, as_one_call, digests_of, is_recording, write_call
+from crossdevice.recording.recorder import Leaves, as_one_call, digests_by_path, is_recording, write_call
 from crossdevice.values.options import CommunicationOptions, Precision
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -112,10 +112,10 @@ class ReproducibleMean:
         """The same, recorded by the names of parameters: buckets may differ from run to run."""
         names = [self._names.get(id(parameter), "without a name") for parameter in bucket.parameters()]
         parts = bucket.gradients()
-        before = _by_name(names, digests_of(_parts(names, gradients, parts)))
+        before = _by_name(names, digests_by_path(_parts(names, gradients, parts)))
         with as_one_call():
             result = self._mean(gradients)
-        after = _by_name(names, digests_of(_parts(names, result, parts)))
+        after = _by_name(names, digests_by_path(_parts(names, result, parts)))
         assert self._ops is not None
         assert self._ops.group is not None
         for name in names:
@@ -154,12 +154,13 @@ class ReproducibleMean:
 
 
 def _parts(names: list[str], whole: torch.Tensor, gradients: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Splits a bucket, or its mean, into what it has of each parameter; a sparse bucket is of one."""
+    """Splits a bucket, or its mean, into what it has of each parameter, by path."""
     if whole.is_sparse:
-        return {names[0]: whole}
+        return {_path(names[0]): whole}
     parts = whole.view(-1).split([gradient.numel() for gradient in gradients])
     return {
-        name: part.view(gradient.shape) for name, part, gradient in zip(names, parts, gradients, strict=True)
+        _path(name): part.view(gradient.shape)
+        for name, part, gradient in zip(names, parts, gradients, strict=True)
     }
 
 
@@ -168,7 +169,12 @@ def _by_name(names: list[str], digests: Leaves) -> dict[str, Leaves]:
     of_paths: dict[str, Leaves] = {}
     for path, found in digests.items():
         of_paths.setdefault(path[: path.index("]") + 1], {})[path] = found
-    return {name: of_paths[f"value[{name!r}]"] for name in names}
+    return {name: of_paths[_path(name)] for name in names}
+
+
+def _path(name: str) -> str:
+    """The path of a parameter's leaf in a record."""
+    return f"value[{name!r}]"
 
 
 def formed_group(ranks: list[int], purpose: str) -> ProcessGroup:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from crossdevice.integrations.torch.mirrored_module import MirroredModule
-from crossdevice.recording.recorder import Leaves, digests_of, is_recording, named_by_replica, write_mark
+from crossdevice.recording.recorder import Leaves, digests_by_path, is_recording, named_by_replica, write_mark
 
 
 class ModuleBits:
@@ -65,8 +65,9 @@ class ModuleBits:
 
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if is_recording():
-            own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-            digests = digests_of({"inputs": _tensors((args, kwargs)), "own": own})
+            own = {**module._parameters, **module._buffers}
+            held = {f"value['own'][{name!r}]": each for name, each in own.items() if each is not None}
+            digests = digests_by_path({**_by_path("inputs", _tensors((args, kwargs))), **held})
             self._before.digests.append((module, digests))
 
     def _after_forward(
@@ -82,7 +83,9 @@ class ModuleBits:
                 before = digests
                 break
         tensors = _tensors(output)
-        write_mark(named_by_replica(f"{label} forward"), before, digests_of({"outputs": tensors}))
+        write_mark(
+            named_by_replica(f"{label} forward"), before, digests_by_path(_by_path("outputs", tensors))
+        )
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 which = f" {number}" if len(tensors) > 1 else ""
@@ -98,13 +101,17 @@ class _Before(threading.local):
         self.digests: list[tuple[torch.nn.Module, Leaves]] = []
 
 
+def _by_path(name: str, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"value[{name!r}][{number}]": tensor for number, tensor in enumerate(tensors)}
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _mark(name: str, gradient: torch.Tensor) -> None:
     if is_recording():
-        write_mark(name, {}, digests_of(gradient))
+        write_mark(name, {}, digests_by_path({"value": gradient}))
 
 
 def _mark_gradient(name: str, parameter: torch.Tensor) -> None:

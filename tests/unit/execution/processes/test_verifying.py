@@ -129,6 +129,9 @@ def test_a_kernel_that_is_wrong_in_one_integer_is_always_seen(monkeypatch):
         for dtype in ("int8", "uint16", "int32", "int64"):
             with pytest.raises(CorruptionError, match="is not the sum of what ranks have brought"):
                 ops.reduce("sum", arrays_of(group.rank, "int8")["w"].astype(dtype), "cpu:0")
+            replicas = [arrays_of(2 * group.rank + k, "int8")["w"].astype(dtype) for k in range(2)]
+            with pytest.raises(CorruptionError, match="is not the sum of what ranks have brought"):
+                ops.reduce("sum", cd.PerReplica(replicas), "cpu:0")
 
     run_ranks(2, program)
 
