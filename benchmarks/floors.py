@@ -81,13 +81,19 @@ def groups(*, quick: bool) -> list[Group]:
     shrink = QUICK_DIVISOR if quick else 1
     shapes = tuple(gradient_shapes()[:: 16 if quick else 1])
 
-    def one_array(op: str, dtype: str, num_devices: int, mebibytes: int) -> Workload:
+    def one_array(
+        op: str, dtype: str, num_devices: int, mebibytes: int, *, is_spread: bool = False
+    ) -> Workload:
         count = mebibytes * MIB // shrink // ITEM_BYTES[dtype]
-        return Workload("all_reduce", op, dtype, num_devices, ((count,),))
+        return Workload("all_reduce", op, dtype, num_devices, ((count,),), is_spread)
 
     resnet = Workload("all_reduce", "MEAN", "float32", 8, shapes)
     return [
         Group(one_array("SUM", "float32", 8, 16), tuple(_limit_rows("8 x 16 MiB"))),
+        *(
+            Group(one_array("SUM", dtype, 8, 16, is_spread=True), tuple(_exact_rows(f"8 x 16 MiB {dtype}")))
+            for dtype in ("float32", "bfloat16", "float64")
+        ),
         Group(
             one_array("SUM", "float32", 8, 100),
             (
@@ -148,6 +154,15 @@ def _limit_rows(what: str) -> list[Row]:
         Row(f"{what}, out=, accurate, of the limit", Runner("accurate", GIVEN), LIMIT, "%", 80, 95),
         Row(f"{what}, out=, exact, of the limit", Runner("exact", GIVEN), LIMIT, "%", 50, 80),
         Row(f"{what}, no out=, accurate, of the limit", Runner("accurate"), LIMIT, "%", 70, 90),
+    ]
+
+
+def _exact_rows(what: str) -> list[Row]:
+    """Exact sums where magnitudes differ between replicas, which takes more than adding in float64."""
+    exact = Runner("exact", GIVEN)
+    return [
+        Row(f"{what}, 10^11 apart, out=, exact, of the limit", exact, LIMIT, "%", 50, 80),
+        Row(f"{what}, 10^11 apart, exact against accurate", exact, Runner("accurate", GIVEN), "x", 0.6, 0.9),
     ]
 
 

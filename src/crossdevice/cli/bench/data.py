@@ -36,7 +36,7 @@ _WIDE: dict[str, Any] = {"SUM": np.sum, "MEAN": np.sum, "MIN": np.min, "MAX": np
 def replica_arrays(work: Workload, replica: int) -> Arrays:
     """One replica's flat arrays, one for each shape of the work."""
     return [
-        np.resize(_pattern(work.dtype, work.op, replica, number % NUM_PATTERNS), math.prod(shape))
+        np.resize(_pattern(work, replica, number % NUM_PATTERNS), math.prod(shape))
         for number, shape in enumerate(work.shapes)
     ]
 
@@ -65,12 +65,21 @@ _Expected: TypeAlias = tuple[NDArray[Any], NDArray[Any] | float]
 """One period of the wide result, and how far from it a result may be."""
 
 
+def _pattern(work: Workload, replica: int, number: int) -> NDArray[Any]:
+    return _period_of(work.dtype, work.op, replica, number, work.is_spread)
+
+
 @functools.lru_cache(maxsize=512)
-def _pattern(dtype: str, op: str, replica: int, number: int) -> NDArray[Any]:
+def _period_of(dtype: str, op: str, replica: int, number: int, is_spread: bool) -> NDArray[Any]:
     random = np.random.default_rng((replica, number))
     if dtype in FLOATS:
         low, high = (0.75, 1.25) if op == "PROD" else (-1.0, 1.0)
-        return random.uniform(low, high, PERIOD).astype(dtype_named(dtype))
+        values = random.uniform(low, high, PERIOD)
+        if is_spread:
+            # float16 holds no more than 10^10 without infinities.
+            lowest, highest = (-7, 4) if dtype == "float16" else (-6, 6)
+            values *= 10.0 ** random.integers(lowest, highest, PERIOD)
+        return values.astype(dtype_named(dtype))
     low, high = (1, 2) if op == "PROD" else (0 if dtype.startswith("u") else -8, 8)
     return random.integers(low, high, PERIOD, dtype, endpoint=True)
 
@@ -83,13 +92,13 @@ def _segments(
         yield array, _expected_reduction(work, number, rounds_once)
         return
     for replica, part in enumerate(np.split(array, work.num_inputs)):
-        pattern = _pattern(work.dtype, work.op, replica, number)
+        pattern = _pattern(work, replica, number)
         yield part, (pattern.astype(_wide_dtype(work.dtype)), 0.0)
 
 
 @functools.lru_cache(maxsize=16)
 def _expected_reduction(work: Workload, number: int, rounds_once: bool) -> _Expected:
-    patterns = [_pattern(work.dtype, work.op, replica, number) for replica in range(work.num_devices)]
+    patterns = [_pattern(work, replica, number) for replica in range(work.num_devices)]
     wide_dtype = _wide_dtype(work.dtype)
     wide = np.stack([pattern.astype(wide_dtype) for pattern in patterns])
     center = _WIDE[work.op](wide, axis=0)

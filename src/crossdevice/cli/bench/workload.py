@@ -40,6 +40,8 @@ class Workload:
     dtype: str
     num_devices: int
     shapes: tuple[tuple[int, ...], ...]
+    is_spread: bool = False
+    """Whether magnitudes of floats differ by up to 10^11 between replicas, and not by 10 or so."""
 
     @staticmethod
     def of_size(collective: str, op: str, dtype: str, num_devices: int, size_bytes: int) -> Workload:

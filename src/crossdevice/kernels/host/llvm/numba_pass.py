@@ -115,10 +115,18 @@ def can_run_here() -> bool:
 
 @functools.cache
 def has_half_conversions() -> bool:
-    """Returns whether the processor converts float16; else LLVM would call functions not linked here."""
+    """Returns whether kernels may convert float16; else LLVM would call functions not linked here."""
     if platform.machine().lower() in ("arm64", "aarch64"):
         return True
-    return bool(llvmlite.binding.get_host_cpu_features().get("f16c", False))
+    return compiles_for("f16c")
+
+
+def compiles_for(feature: str) -> bool:
+    """True if kernels may use this feature of processors: this one has it, or NUMBA_CPU_FEATURES says so."""
+    chosen: str | None = numba.config.CPU_FEATURES
+    if chosen is not None:
+        return f"+{feature}" in chosen.split(",")
+    return bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
 
 
 @functools.cache
@@ -177,7 +185,7 @@ def lanes_of(name: str) -> int:
 @functools.cache
 def _register_bytes() -> int:
     """32 registers of 64 bytes, or 16 of 32 (which is also 32 of 16)."""
-    return 2048 if llvmlite.binding.get_host_cpu_features().get("avx512f", False) else 512
+    return 2048 if compiles_for("avx512f") else 512
 
 
 def _kernel_function(name: str) -> Kernel:
