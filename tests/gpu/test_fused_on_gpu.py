@@ -67,6 +67,19 @@ def test_weighted_sums_and_means_have_the_bits_of_the_host(dtype, lowering):
             assert same(ops.bind(op, value, value, options, weights=weights)().values[2], right)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize("count", [16, 17, 40, 64])
+def test_exact_sums_of_many_replicas_have_the_bits_of_the_host(dtype, count):
+    options = cd.CommunicationOptions(precision="exact")
+    for op in ("sum", "mean"):
+        arrays = tensors(dtype, count, 5003)
+        arrays[1][1000:2000] = -arrays[0][1000:2000]  # so that what is small counts
+        right = cd.reduce(arrays, op, options=options)
+        value, ops = placed(arrays), cd.DirectAllReduce()
+        assert "one fused pass adds" in ops.explain(value, "cuda:0", options)
+        assert same(ops.reduce(op, value, "cuda:0", options), right)
+
+
 def test_results_of_another_float_dtype_have_the_bits_of_the_host():
     for (dtype, into), op in itertools.product(
         itertools.permutations(("float16", "bfloat16", "float32", "float64"), 2),

@@ -16,7 +16,6 @@ from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.cuda.availability import gpu_unavailable, kernels_unavailable
 from crossdevice.kernels.cuda.families import (
     MAX_ARRAYS,
-    MAX_EXACT_ARRAYS,
     AddressOffset,
     KernelTask,
     arranged,
@@ -38,9 +37,8 @@ def fused_pass_unavailable(spec: LeafSpec, recipe: Recipe, dtype: str) -> str | 
     """Reason a leaf on one GPU is reduced step by step; None if a fused pass does it."""
     if not spec.backend.shares_gpu_arrays:
         return f"arrays of {spec.backend.name} do not reach the kernels of the GPU"
-    most = MAX_EXACT_ARRAYS if recipe.precision == "exact" else MAX_ARRAYS
-    if max(len(spec.devices), len(spec.destinations)) > most:
-        return f"the kernels of the GPU take {most} replicas at most"
+    if max(len(spec.devices), len(spec.destinations)) > MAX_ARRAYS:
+        return f"the kernels of the GPU take {MAX_ARRAYS} replicas at most"
     arrangement = arranged(recipe, spec.dtype, dtype)
     if isinstance(arrangement, str):
         return arrangement

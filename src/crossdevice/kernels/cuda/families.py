@@ -22,8 +22,8 @@ BLOCK_BYTES = 4096
 MAX_ARRAYS = 64
 """Inputs, and outputs, of one task: code is written out for each of them."""
 
-MAX_EXACT_ARRAYS = 16
-"""The same for exact sums, which keep as many parts of a sum as there are inputs."""
+MAX_PARTS = 16
+"""Inputs of exact sums that keep a part of the sum for each; more are first added by their magnitudes."""
 
 MAX_EXACT_DIVISOR = 1 << 20
 """The largest divisor of exact means: beyond, a quotient may be less precise than the kernel relies on."""

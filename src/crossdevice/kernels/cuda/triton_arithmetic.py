@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from crossdevice.kernels.association import START, WITH_INPUT
-from crossdevice.kernels.cuda.families import Arithmetic
+from crossdevice.kernels.cuda.families import MAX_ARRAYS, Arithmetic
+from crossdevice.kernels.host.reference.long_accumulator import FORMATS
 from crossdevice.kernels.host.reference.rounding import LARGEST_PRODUCT, SMALLEST_PRODUCT
 
 _TYPES = {
@@ -53,6 +54,8 @@ class KernelSpec(NamedTuple):
     largest: int
     """For MIN and MAX of floats, the bits of one but its sign, all set; 0 for other things."""
     infinity: int
+    bins: tuple[float, ...]
+    """For sums of many floats, where the next range of magnitudes begins."""
     beyond: int
     """Rank of NaN while floats are put in order: less or more than all numbers, so that it wins."""
 
@@ -63,12 +66,42 @@ def kernel_spec(arithmetic: Arithmetic) -> KernelSpec:
     divides = arithmetic.divisor is not None and math.frexp(arithmetic.divisor)[0] != 0.5
     if arithmetic.family != "extreme" or arithmetic.element not in _INFINITIES:
         types = _TYPES[arithmetic.element], _TYPES[arithmetic.result]
-        return KernelSpec(*arithmetic, levels, arithmetic.numbers_per_input, divides, *types, 0, 0, 0)
+        bins = bins_of(arithmetic.element) if arithmetic.family == "exact" else ()
+        return KernelSpec(*arithmetic, levels, arithmetic.numbers_per_input, divides, *types, 0, 0, bins, 0)
     read_as = _TYPES_OF_BITS[arithmetic.element]
     largest = (1 << (read_as.primitive_bitwidth - 1)) - 1
     beyond = -largest - 1 if arithmetic.op == "MIN" else largest
     infinity = _INFINITIES[arithmetic.element]
-    return KernelSpec(*arithmetic, levels, 1, divides, read_as, read_as, largest, infinity, beyond)
+    return KernelSpec(*arithmetic, levels, 1, divides, read_as, read_as, largest, infinity, (), beyond)
+
+
+def bins_of(dtype: str) -> tuple[float, ...]:
+    """Bounds between magnitudes of a float: within each range `MAX_ARRAYS` of them add up without rounding.
+
+    >>> bins_of("float16"), len(bins_of("bfloat16"))
+    ((), 6)
+    """
+    precision, smallest = FORMATS[dtype]
+    width = 53 - precision - (MAX_ARRAYS.bit_length() - 1)
+    first = smallest + precision - 1  # the exponent of the smallest normal number
+    last = 16 if dtype == "float16" else 128
+    return tuple(2.0**exponent for exponent in range(first + width, last, width))
+
+
+@triton.jit
+def binned(bins, element, SPEC: tl.constexpr):
+    """The sums of elements in each range of magnitudes, with one more element."""
+    size = tl.abs(element)
+    if len(bins) == 1:
+        grown = (bins[0] + element,)
+    else:
+        grown = (bins[0] + tl.where(size < SPEC.bins[0], element, 0.0),)
+        for number in tl.static_range(1, len(bins) - 1):
+            is_inside = (size >= SPEC.bins[number - 1]) & (size < SPEC.bins[number])
+            grown = grown + (bins[number] + tl.where(is_inside, element, 0.0),)
+        last: tl.constexpr = len(bins) - 1
+        grown = grown + (bins[last] + tl.where(size >= SPEC.bins[last - 1], element, 0.0),)
+    return grown
 
 
 @triton.jit

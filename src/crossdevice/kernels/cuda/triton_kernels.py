@@ -12,7 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from crossdevice.kernels.cuda.families import MAX_PARTS
 from crossdevice.kernels.cuda.triton_arithmetic import (
+    binned,
     combined,
     compensated,
     enlarged,
@@ -27,6 +29,7 @@ from crossdevice.kernels.cuda.triton_arithmetic import (
 )
 
 _ROW_NUMBERS = tl.constexpr(3)
+_MAX_PARTS = tl.constexpr(MAX_PARTS)
 
 
 @triton.jit(do_not_specialize=["inputs", "outputs", "num_elements"])
@@ -111,14 +114,28 @@ def _combination(inputs, start, left, SPEC: tl.constexpr, BLOCK: tl.constexpr, I
         total = compensated(total, errors, SPEC)
     elif SPEC.family == "exact":
         infinity: tl.constexpr = float("inf")
-        parts = (tl.where(tl.abs(total) < infinity, total, 0.0),)
+        finite = tl.where(tl.abs(total) < infinity, total, 0.0)
         plain, infinite = total, tl.where(tl.abs(total) < infinity, 0.0, total)
+        parts = (finite,)
+        if len(inputs) > _MAX_PARTS:
+            bins = (tl.zeros_like(total),)
+            for _ in tl.static_range(len(SPEC.bins)):
+                bins = bins + (tl.zeros_like(total),)
+            bins = binned(bins, finite, SPEC)
         for number in tl.static_range(1, len(inputs)):
             element = _element(inputs[number], start, left, SPEC, BLOCK, IS_WHOLE)
             is_finite = tl.abs(element) < infinity
-            parts = enlarged(parts, tl.where(is_finite, element, 0.0))
+            finite = tl.where(is_finite, element, 0.0)
+            if len(inputs) > _MAX_PARTS:
+                bins = binned(bins, finite, SPEC)
+            else:
+                parts = enlarged(parts, finite)
             plain += element
             infinite += tl.where(is_finite, 0.0, element)
+        if len(inputs) > _MAX_PARTS:
+            parts = (bins[0],)
+            for number in tl.static_range(1, len(bins)):
+                parts = enlarged(parts, bins[number])
         total = exact(parts, plain, infinite, SPEC)
     else:
         for number in tl.static_range(1, len(inputs)):

@@ -11,7 +11,7 @@ import pytest
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from crossdevice.kernels.cuda.families import arranged, block_elements
+from crossdevice.kernels.cuda.families import MAX_PARTS, arranged, block_elements
 from crossdevice.kernels.cuda.gpu_fingerprint import BLOCKS
 from crossdevice.kernels.cuda.gpu_fingerprint import NUM_WARPS as FINGERPRINT_WARPS
 from crossdevice.kernels.cuda.triton_arithmetic import kernel_spec
@@ -30,6 +30,7 @@ KINDS = {
     "wide product": (Recipe(ReduceOp.PROD, "accurate"), "float16", "float16"),
     "compensated": (MEAN, "float64", "float64"),
     "exact": (Recipe(ReduceOp.SUM, "exact", 3), "float32", "float32"),
+    "exact of many": (Recipe(ReduceOp.SUM, "exact", 20), "float32", "float32"),
     "native": (Recipe(ReduceOp.SUM, "fast", 4), "float32", "float32"),
     "native tree": (Recipe(ReduceOp.SUM, "fast", 3, (0, (2, 1))), "float32", "float32"),
     "rounded tree": (Recipe(ReduceOp.SUM, "fast", 3, (0, (2, 1))), "bfloat16", "bfloat16"),
@@ -78,6 +79,8 @@ def test_kernels_compile_with_wide_accesses_and_without_contraction(kind):
     spec, block = kernel_spec(arithmetic), block_elements(arithmetic)
     options = {"grid": (1,), "num_warps": NUM_WARPS, "enable_fp_fusion": False}
     num_inputs = 3 if spec.numbers_per_input == 1 else 8
+    if kind == "exact of many":
+        num_inputs = MAX_PARTS + 4
     inputs, outputs = (ANY_ADDRESS,) * num_inputs, (ANY_ADDRESS,) * 3
     by_arguments = pass_by_arguments.warmup(inputs, outputs, ANY_ADDRESS, spec, block, **options)
     by_table = pass_by_table.warmup(ANY_ADDRESS, ANY_ADDRESS, num_inputs, 3, spec, block, **options)

@@ -12,7 +12,8 @@ import pytest
 
 from crossdevice.kernels.cuda.families import (
     BLOCK_BYTES,
-    MAX_EXACT_ARRAYS,
+    MAX_ARRAYS,
+    MAX_PARTS,
     Arrangement,
     arranged,
     block_elements,
@@ -119,7 +120,8 @@ def test_divisors_are_those_of_the_result():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_exact_sums_that_cancel_and_means_near_ties_are_rounded_once(dtype):
     random = np.random.default_rng(3)
-    for count, divisor in ((2, None), (5, None), (MAX_EXACT_ARRAYS, None), (5, 3), (9, 9), (2, 1 << 20)):
+    counts = [(2, None), (5, None), (MAX_PARTS, None), (MAX_PARTS + 1, 7), (MAX_ARRAYS, None)]
+    for count, divisor in (*counts, (5, 3), (9, 9), (2, 1 << 20)):
         arrays = [adversarial(random, dtype_named(dtype), 2000) for _ in range(count)]
         arrays[-1][:900] = -arrays[0][:900]  # so that what is small counts
         near_ties(arrays, divisor or 1)

@@ -18,7 +18,6 @@ from crossdevice.execution.reading.overlaps import are_apart
 from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.cuda.families import (
     MAX_ARRAYS,
-    MAX_EXACT_ARRAYS,
     AddressOffset,
     KernelTask,
     arranged,
@@ -56,9 +55,8 @@ def host_bits_unavailable(
     spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, counts: Sequence[int]
 ) -> str | None:
     """Reason one kernel over all replicas has other bits than the host; None if it has the same."""
-    most = MAX_EXACT_ARRAYS if options.precision == "exact" else MAX_ARRAYS
-    if sum(counts) > most:
-        return f"one kernel reads at most {most} arrays, and there are {sum(counts)}"
+    if sum(counts) > MAX_ARRAYS:
+        return f"one kernel reads at most {MAX_ARRAYS} arrays, and there are {sum(counts)}"
     if partial_dtype(spec.dtype, op, options.precision, max(counts)) is not None:
         return (
             "kernels cannot repeat the bits of the host: there each process combines its own replicas first"
