@@ -384,6 +384,14 @@ def reduced_alike(kind: str, op: str, d: Any) -> Any:
     return strategy.reduce(op, value, axis=None)
 
 
+def slices_along_an_axis(op: str, replicas: int, d: Any) -> Any:
+    strategy = d.MirroredStrategy([f"/cpu:{k}" for k in range(replicas)])
+    value = strategy.run(
+        lambda: d.IndexedSlices(d.array([[2.0], [3.0]]), d.array([1, 1], "int64"), d.array([3, 1], "int64"))
+    )
+    return strategy.reduce(op, value, axis=0)
+
+
 def reduced_on_one_device(kind: str, op: str, d: Any) -> Any:
     strategy = d.OneDeviceStrategy("/cpu:0")
     with strategy.scope():
@@ -555,6 +563,10 @@ PROGRAMS = {
         for kind, op in itertools.product(("mirrored", "variable"), ("SUM", "MEAN"))
     },
     "value of one device": value_of_one_device,
+    **{
+        f"slices along an axis/{op}/{replicas}": functools.partial(slices_along_an_axis, op, replicas)
+        for op, replicas in itertools.product(("SUM", "MEAN"), (1, 2))
+    },
     **{
         f"reduced on one device/{kind}/{op}": functools.partial(reduced_on_one_device, kind, op)
         for kind, op in itertools.product(("variable", "number", "array", "name"), ("SUM", "MEAN"))

@@ -148,8 +148,10 @@ def array_of_numbers(numbers: Any) -> NDArray[Any]:
     """
     try:
         array = np.asarray(numbers)
-    except ValueError as error:
-        raise ConversionError(f"{numbers!r} cannot be read as an array of numbers: {error}") from None
+    except ValueError:
+        raise ConversionError(
+            f"{numbers!r} cannot be read as an array of numbers: its lists differ in length or depth"
+        ) from None
     narrow = _NUMBER_DTYPES.get(array.dtype.kind)
     if narrow is None:
         raise ConversionError(f"{numbers!r} cannot be read as an array of numbers")

@@ -25,6 +25,7 @@ from crossdevice.values.distributed import (
 )
 from crossdevice.values.nesting import first_leaf
 from crossdevice.values.options import CollectiveHints as CollectiveHints
+from crossdevice.values.options import whole_number
 from crossdevice.values.reduce_op import ReduceOp, VariableAggregation
 
 
@@ -289,7 +290,7 @@ def MirroredStrategy(  # noqa: N802 - TensorFlow's name
     if num_gpus is not None:
         if devices is not None:
             raise OptionError("devices and num_gpus were both given; give one of them")
-        devices = [Device("cuda", index) for index in range(num_gpus)]
+        devices = [Device("cuda", index) for index in range(whole_number("num_gpus", num_gpus))]
     if cross_tower_ops is not None:
         arguments["cross_device_ops"] = cross_tower_ops
     return strategies.MirroredStrategy(devices, **arguments)

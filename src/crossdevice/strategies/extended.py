@@ -17,7 +17,14 @@ from crossdevice.errors import ContextError, ConversionError, ReduceOpError
 from crossdevice.execution.bound import BoundReduction
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.structures import checked_pairs
-from crossdevice.strategies.data.regrouping import in_our_classes, is_array, map_structure, regroup, spread
+from crossdevice.strategies.data.regrouping import (
+    checked_arguments,
+    in_our_classes,
+    is_array,
+    map_structure,
+    regroup,
+    spread,
+)
 from crossdevice.strategies.running.place import check_cross_replica_of, current_context, update_of
 from crossdevice.strategies.variables.distributed import (
     DistributedVariable,
@@ -268,7 +275,7 @@ class StrategyExtended:
             ConversionError: `var` is no variable of this strategy, or a PerReplica argument would make the
                 copies differ.
         """
-        arguments = (tuple(args), dict(kwargs or {}))
+        arguments = checked_arguments("update", args, kwargs)
         context = current_context()
         if context is not None:
             return context.merge_call(
@@ -327,14 +334,15 @@ class StrategyExtended:
             DeviceError: a device name cannot be read, or there is no such device.
         """
         check_cross_replica_of(self._strategy, "update_non_slot")
-        if isinstance(colocate_with, str) or not isinstance(colocate_with, Sequence):
+        if isinstance(colocate_with, str) or not isinstance(colocate_with, Sequence) or not colocate_with:
             raise ConversionError(
                 "update_non_slot takes the devices that non_slot_devices returned; got a "
                 f"{type(colocate_with).__name__}"
             )
         devices = tuple(map(Device.parse, colocate_with))
+        arguments = checked_arguments("update_non_slot", args, kwargs)
         results = []
-        for number, (own_args, own_kwargs) in enumerate(spread((tuple(args), dict(kwargs or {})), devices)):
+        for number, (own_args, own_kwargs) in enumerate(spread(arguments, devices)):
             with update_of(self._strategy, number):
                 results.append(fn(*own_args, **own_kwargs))
         return grouped(results, devices, group)
@@ -359,6 +367,8 @@ class StrategyExtended:
         Returns:
             Its value.
         """
+        if not hasattr(v, "read_value"):
+            raise ConversionError(f"read_var takes a variable, got a {type(v).__name__}")
         return v.read_value()
 
     def variable_created_in_scope(self, v: Any) -> bool:

@@ -16,7 +16,7 @@ from crossdevice.backends.registry import backend_named
 from crossdevice.choosing.choose_algorithm import choose_algorithm
 from crossdevice.errors import ConversionError, DeviceError, OptionError
 from crossdevice.strategies.base import Strategy
-from crossdevice.strategies.data.regrouping import regroup, spread
+from crossdevice.strategies.data.regrouping import checked_arguments, regroup, spread
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running import loaded_libraries
 from crossdevice.strategies.running.loaded_libraries import refuse_tracing
@@ -124,12 +124,13 @@ class MirroredStrategy(Strategy):
         """
         if not isinstance(args, (list, tuple)):
             raise ConversionError(f"args must be a list or tuple, got a {type(args).__name__}")
+        arguments = checked_arguments("run", args, kwargs)
         refuse_tracing("run")
         deadline = Deadline.after(as_options(options).timeout_seconds)
         with run_of(self), self._random_streams() as streams:
             threads = self._take_threads()
             rendezvous = Rendezvous(self._devices, threads, deadline, streams)
-            results = rendezvous.lead(self._functions(fn, (tuple(args), dict(kwargs or {})), rendezvous))
+            results = rendezvous.lead(self._functions(fn, arguments, rendezvous))
         # Only threads of a run that went well are kept; those of any other are gone or on their way.
         self._idle.append(threads)
         return regroup(results, self._devices, among=self.num_replicas_in_sync)

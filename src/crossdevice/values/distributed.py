@@ -41,10 +41,17 @@ class DistributedValues:
                 f"a {type(self).__name__} takes a list of components, one for each replica; got a "
                 f"{type(values).__name__} (if that is what one replica has, put it into a list)"
             )
+        if not isinstance(values, Iterable):
+            raise ConversionError(
+                f"a {type(self).__name__} takes a list of components, one for each replica; got a "
+                f"{type(values).__name__}"
+            )
         self._values = tuple(values)
         self._given_devices: tuple[Device, ...] | None = None
         self._devices: tuple[Device, ...] | None = None
         if devices is not None:
+            if isinstance(devices, str) or not isinstance(devices, Sequence):
+                raise ConversionError(f"devices must be a list of device names, got {devices!r}")
             if len(devices) != len(self._values):
                 raise StructureMismatchError(
                     f"{len(self._values)} components were given {len(devices)} devices; expected one for each"

@@ -110,7 +110,7 @@ class CommunicationOptions:
         Raises:
             OptionError: the combination is outside its range.
         """
-        return self if other is None else _merged(self, other)
+        return self if other is None else _merged(self, as_options(other))
 
 
 class CollectiveHints(CommunicationOptions):

@@ -361,3 +361,30 @@ def test_datasets_from_functions_are_there_by_their_older_name(strategy):
         lambda context: [np.full(context.get_per_replica_batch_size(4), k) for k in range(2)]
     )
     assert [part.tolist() for part in batch.values] == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s, v: s.run(print, kwargs=3), "kwargs of run must be a dict, got a int"),
+        (lambda s, v: s.extended.update(v, print, 3), "args of update must be a list or tuple, got a int"),
+        (lambda s, v: s.extended.update_non_slot(["cpu:0"], print, "ab"), "args of update_non_slot must be"),
+        (lambda s, v: s.extended.update_non_slot([], print), "takes the devices"),
+        (lambda s, v: s.run(lambda: cd.get_replica_context().merge_call(print, None)), "args of merge_call"),
+        (
+            lambda s, v: s.run(lambda: cd.get_replica_context().all_reduce("sum", cd.PerReplica([]))),
+            "0 compo",
+        ),
+        (lambda s, v: s.extended.read_var(3), "read_var takes a variable, got a int"),
+        (lambda s, v: v.assign([[1.0], [1.0, 2.0]]), "lists differ in length"),
+        (lambda s, v: s.create_variable([[1.0], [1.0, 2.0]]), "lists differ in length"),
+        (lambda s, v: cd.PerReplica(3), "a PerReplica takes a list of components"),
+        (lambda s, v: cd.PerReplica([1.0], 3), "devices must be a list of device names, got 3"),
+        (lambda s, v: list(s.distribute_datasets_from_function(lambda _: [object()])), "holds a object"),
+        (lambda s, v: cd.CommunicationOptions().merge("fast"), "options must be a CommunicationOptions"),
+        (lambda s, v: cd.InputContext().get_per_replica_batch_size("8"), "global_batch_size must be a whole"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_named(strategy, call, message):
+    with pytest.raises(cd.errors.CrossDeviceError, match=message):
+        call(strategy, strategy.create_variable([1.0]))

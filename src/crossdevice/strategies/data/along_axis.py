@@ -11,12 +11,14 @@ import numpy as np
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import group_of
 from crossdevice.backends.protocol import Array, Backend, dtype_named
-from crossdevice.errors import ConversionError, ReduceOpError
+from crossdevice.errors import ReduceOpError
+from crossdevice.execution.local.sparse import to_dense
 from crossdevice.execution.reading.shards import checked_axis
 from crossdevice.execution.reading.values import Leaf, backend_of, one_backend, read_value, replica_at
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, check_reducible, result_dtype
+from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import unflatten
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -49,9 +51,7 @@ def _reduced(
     ops: CrossDeviceOps,
 ) -> Array:
     if leaf.is_sparse:
-        raise ConversionError(
-            f"IndexedSlices{leaf.at_path} have no axis to reduce along; make them dense first"
-        )
+        leaf = leaf._replace(arrays=tuple(map(_dense, leaf.arrays)))
     leaf, backend = _checked(op, leaf, devices, ops)
     dtype = backend.dtype_of(leaf.arrays[0])
     check_reducible(dtype, op, replica_at(0, devices[0], leaf.path))
@@ -80,6 +80,10 @@ def _reduced(
         if op is ReduceOp.MEAN:
             total = _divided(total, count, backend)
         return _rounded(total, backend, result_dtype(dtype, op))
+
+
+def _dense(array: Any) -> Any:
+    return to_dense(array) if isinstance(array, IndexedSlices) else array
 
 
 def _checked(

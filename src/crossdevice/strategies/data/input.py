@@ -47,7 +47,8 @@ class InputContext(NamedTuple):
         Raises:
             OptionError: it cannot be shared equally.
         """
-        share, left = divmod(global_batch_size, self.num_replicas_in_sync)
+        size = whole_number("global_batch_size", global_batch_size)
+        share, left = divmod(size, self.num_replicas_in_sync)
         if left:
             raise OptionError(
                 f"a global batch of {global_batch_size} cannot be shared equally by "
@@ -226,6 +227,11 @@ def _num_examples(batch: Any, name: str) -> int:
 
 def _rows(batch: Any, start: int, stop: int) -> Any:
     leaves, structure = flatten(_arrays(batch))
+    for leaf in leaves:
+        if not hasattr(leaf, "__getitem__"):
+            raise ConversionError(
+                f"the dataset holds a {type(leaf).__name__}, which cannot be cut into parts"
+            )
     if any(not getattr(leaf, "shape", (0,)) for leaf in leaves):
         raise ConversionError(
             "the dataset ended before every replica had its value of the last round, and scalars have no "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import optree
 
 from crossdevice.backends.registry import backend_of_type
-from crossdevice.errors import StructureMismatchError
+from crossdevice.errors import ConversionError, StructureMismatchError
 from crossdevice.execution.reading.values import check_agreement
 from crossdevice.strategies.variables.distributed import DistributedVariable
 from crossdevice.values.delegation import PlacedArray
@@ -113,13 +113,16 @@ def select_replica(replica: int, tree: Any) -> Any:
     return map_structure(own, tree)
 
 
-def own_component(replica: int, tree: Any) -> Any:
+def own_component(replica: int, among: int, tree: Any) -> Any:
     """A structure of plain arrays, in the running replica: its components, and its copies of variables."""
 
     def own(leaf: Any) -> Any:
         if isinstance(leaf, DistributedVariable):
             return leaf.operand()
-        return leaf.values[replica] if isinstance(leaf, DistributedValues) else leaf
+        if not isinstance(leaf, DistributedValues):
+            return leaf
+        _check_components(leaf, among)
+        return leaf.values[replica]
 
     return map_structure(own, tree) if distributed_leaves(tree) else tree
 
@@ -131,9 +134,24 @@ def spread(tree: Any, devices: Sequence[Device]) -> list[Any]:
     if not found:
         return [tree] * len(devices)
     for leaf in found:
-        if len(leaf.values) != len(devices):
-            raise StructureMismatchError(
-                f"a {type(leaf).__name__} has {len(leaf.values)} components; expected {len(devices)}, "
-                "one for each replica"
-            )
+        _check_components(leaf, len(devices))
     return [select_replica(replica, tree) for replica in range(len(devices))]
+
+
+def _check_components(value: DistributedValues, number: int) -> None:
+    if len(value.values) != number:
+        raise StructureMismatchError(
+            f"a {type(value).__name__} has {len(value.values)} components; expected {number}, "
+            "one for each replica"
+        )
+
+
+def checked_arguments(
+    call: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a function that is called for each replica, or for all."""
+    if isinstance(args, (str, bytes, Mapping)) or not isinstance(args, Iterable):
+        raise ConversionError(f"args of {call} must be a list or tuple, got a {type(args).__name__}")
+    if not isinstance(kwargs, (Mapping, type(None))):
+        raise ConversionError(f"kwargs of {call} must be a dict, got a {type(kwargs).__name__}")
+    return tuple(args), dict(kwargs or {})

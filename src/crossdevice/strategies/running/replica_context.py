@@ -9,7 +9,13 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.protocol import Merge
 from crossdevice.backends.registry import backend_named
 from crossdevice.errors import ContextError
-from crossdevice.strategies.data.regrouping import own_component, placed_on, regroup, spread
+from crossdevice.strategies.data.regrouping import (
+    checked_arguments,
+    own_component,
+    placed_on,
+    regroup,
+    spread,
+)
 from crossdevice.strategies.running import loaded_libraries
 from crossdevice.strategies.running.loaded_libraries import refuse_tracing
 from crossdevice.strategies.running.place import current_context
@@ -240,7 +246,7 @@ class ReplicaContext:
             return spread(merge_fn(self._strategy, *merged_args, **merged_kwargs), devices)
 
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        arguments = (tuple(args), dict(kwargs or {}))
+        arguments = checked_arguments("merge_call", args, kwargs)
         return self._meet_recorded("merge_call", (name,), arguments, merge, DEFAULT_OPTIONS)
 
     def meet(
@@ -286,7 +292,10 @@ class ReplicaContext:
             devices = placed_on(trees, self._strategy.extended.worker_devices)
             return components_of(call(PerReplica.of(tuple(trees), devices)))
 
-        return self._meet_recorded(name, details, own_component(self._replica, value), merge, options)
+        return self._meet_recorded(name, details, self._own_component(value), merge, options)
+
+    def _own_component(self, value: Any) -> Any:
+        return own_component(self._replica, len(self._strategy.extended.worker_devices), value)
 
     def _meet_recorded(
         self, name: str, details: tuple[Any, ...], value: Any, merge: Merge, options: CommunicationOptions

@@ -341,7 +341,12 @@ def initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> Any:
 def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
     """A value as an array of a library and dtype; NumPy arrays are welcome in every library."""
     if is_number(value) or isinstance(value, (list, tuple)):
-        value = np.asarray(value)
+        try:
+            value = np.asarray(value)
+        except ValueError:
+            raise ConversionError(
+                f"variable {name!r} was given {value!r}, whose lists differ in length or depth"
+            ) from None
     source = backend_of_type(type(value))
     if source is None or isinstance(value, DistributedValues):
         raise ConversionError(

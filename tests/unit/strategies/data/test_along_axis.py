@@ -86,8 +86,15 @@ def test_bad_axes_are_refused(strategy):
         with pytest.raises(TypeError, match="axis must be an integer"):
             strategy.reduce("sum", value, axis=axis)
     slices = cd.IndexedSlices(np.ones((1, 1)), np.array([0]))
-    with pytest.raises(ConversionError, match="no axis"):
+    with pytest.raises(ConversionError, match="has no dense_shape"):
         strategy.reduce("sum", cd.PerReplica([slices] * 3), axis=0)
+
+
+def test_sparse_rows_are_made_dense_to_be_reduced_along_an_axis(strategy):
+    slices = cd.IndexedSlices(np.float32([[1], [2]]), np.array([1, 1]), (4, 1))
+    value = cd.PerReplica([slices, slices, np.float32([[3], [0], [0], [3]])])
+    assert strategy.reduce("sum", value, axis=0).tolist() == [12.0]
+    assert strategy.reduce("mean", value, axis=0).tolist() == [1.0]
 
 
 def test_without_an_axis_the_result_is_on_the_first_host_device(strategy):
