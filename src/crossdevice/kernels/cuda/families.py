@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.kernels.association import positions_of, program_of
-from crossdevice.kernels.families import ORDERED_FAMILIES, family_of
+from crossdevice.kernels.families import ORDERED_FAMILIES, family_of, positions_of, program_of
 from crossdevice.kernels.host.fused_pass import divisor_for
 from crossdevice.kernels.host.reference.rounding import BFLOAT16
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, ITEM_BYTES, PARTS, SHORT_FLOATS

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from crossdevice.kernels.association import START, WITH_INPUT
 from crossdevice.kernels.cuda.families import MAX_ARRAYS, Arithmetic
+from crossdevice.kernels.families import START, WITH_INPUT
 from crossdevice.kernels.host.reference.long_accumulator import FORMATS
 from crossdevice.kernels.host.reference.rounding import LARGEST_PRODUCT, SMALLEST_PRODUCT
 

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from crossdevice import runtime
 from crossdevice.errors import OptionError
-from crossdevice.kernels.association import positions_of, program_of
-from crossdevice.kernels.families import ORDERED_FAMILIES, family_of
+from crossdevice.kernels.families import ORDERED_FAMILIES, family_of, positions_of, program_of
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.host.resources.pool import pool_bytes
 from crossdevice.kernels.host.resources.threads import num_threads, run_together

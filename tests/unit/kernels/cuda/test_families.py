@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from crossdevice.kernels.association import START, WITH_INPUT
 from crossdevice.kernels.cuda.families import MAX_ARRAYS, Arrangement, arranged, parts_in
+from crossdevice.kernels.families import START, WITH_INPUT
 from crossdevice.values.dtypes import COMPLEXES, INTEGERS, ITEM_BYTES, result_dtype
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp

@@ -42,14 +42,15 @@ from crossdevice.integrations.torch.distributed.checks import (
 from crossdevice.integrations.torch.distributed.dispatch_modes import seen_by_modes
 from crossdevice.integrations.torch.distributed.kernels import late_kernels
 from crossdevice.integrations.torch.distributed.options import BackendOptions, read_options
-from crossdevice.integrations.torch.distributed.profiling import ended_elsewhere, recorded
 from crossdevice.integrations.torch.distributed.reductions import Reduction
 from crossdevice.integrations.torch.distributed.work import (
     CallQueue,
     EndedWork,
     SeveralWorks,
     StartedWork,
+    ended_elsewhere,
     named,
+    recorded,
 )
 from crossdevice.process_groups.engines.torch_engine import form_group
 from crossdevice.process_groups.group import ProcessGroup

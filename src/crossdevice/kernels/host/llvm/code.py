@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from crossdevice.kernels.association import MAX_DEPTH, START, WITH_LEVEL
+from crossdevice.kernels.families import MAX_DEPTH, START, WITH_LEVEL
 from crossdevice.kernels.host.llvm.arithmetic import Arithmetic
 from crossdevice.kernels.host.llvm.conversions import in_widened_order
 from crossdevice.kernels.host.llvm.families import arithmetic_named

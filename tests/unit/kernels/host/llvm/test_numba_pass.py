@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.oracle import FORMATS, rounded
-from crossdevice.kernels.association import MAX_DEPTH, positions_of, program_of
+from crossdevice.kernels.families import MAX_DEPTH, positions_of, program_of
 from crossdevice.kernels.host import fused_pass as module
 from crossdevice.kernels.host.fused_pass import fused_pass, select_kernels, selected_kernels
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
