@@ -11,13 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.backends.registry import BACKENDS
 from crossdevice.errors import BitsMismatchError, ConversionError, DtypeError
 from crossdevice.execution.reading.values import backend_of, is_leaf, replica_at
 from crossdevice.kernels.cuda.availability import gpu_unavailable, kernels_unavailable
-from crossdevice.kernels.host.fingerprint_pass import PIECE_BYTES, Piece, pieces_of, sums_of
+from crossdevice.kernels.host.fingerprint_pass import (
+    COPIED_BYTES,
+    PIECE_BYTES,
+    Piece,
+    in_order,
+    pieces_of,
+    sums_of,
+)
 from crossdevice.kernels.position_keys import Words
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.delegation import PlacedArray
@@ -265,17 +273,23 @@ def _pieces(number: int, backend: Backend, array: Array, path: str) -> Iterator[
     yield from pieces_of(number, flat)
 
 
+def _in_order(backend: Backend, part: Array) -> NDArray[Any]:
+    """A part of an array, its elements in order."""
+    is_plain = type(part) is np.ndarray and part.dtype.isnative
+    return in_order(part) if is_plain else backend.host_view(part)
+
+
 def _copied_pieces(
     number: int, backend: Backend, array: Array, offset: int, num_bytes: int
 ) -> Iterator[Piece]:
     """Ranges along the first axis, or along the next one where an element of it is large."""
     length = backend.shape_of(array)[0]
     row_bytes = num_bytes // length
-    if row_bytes > PIECE_BYTES:
+    if row_bytes > COPIED_BYTES:
         for index in range(length):
             yield from _copied_pieces(number, backend, array[index], offset + index * row_bytes, row_bytes)
         return
-    step = PIECE_BYTES // row_bytes
+    step = COPIED_BYTES // row_bytes
     for start in range(0, length, step):
         part = array[start : start + step]
         size = min(step, length - start) * row_bytes
@@ -283,5 +297,5 @@ def _copied_pieces(
             number,
             offset + start * row_bytes,
             size,
-            lambda part=part: backend.host_view(part),  # type: ignore[misc]
+            lambda part=part: _in_order(backend, part),  # type: ignore[misc]
         )

@@ -24,6 +24,12 @@ from crossdevice.kernels.position_keys import (
 PIECE_BYTES = 512 << 10
 """Bytes that a thread takes at a time: a copy of them is still in its cache when it is read."""
 
+COPIED_BYTES = 2 << 20
+"""The same of an array that has to be copied: more rows of it have more of each line of memory."""
+
+TILE_BYTES = 32 << 10
+"""Bytes that are turned at a time, in the order of memory first: they stay in a first-level cache."""
+
 THREADED_BYTES = 2 << 20
 """From here a second thread is woken."""
 
@@ -46,6 +52,25 @@ def pieces_of(number: int, flat: NDArray[Any], offset: int = 0) -> Iterator[Piec
     for start in range(0, memory.size, PIECE_BYTES):
         part = memory[start : start + PIECE_BYTES]
         yield Piece(number, offset + start, part.size, lambda part=part: part)  # type: ignore[misc]
+
+
+def in_order(part: NDArray[Any]) -> NDArray[Any]:
+    """A contiguous copy of a part of an array, in which other axes than the last may be next in memory.
+
+    Whole lines of memory are read into small tiles: along the last axis of a transposed array each element
+    has a line of its own, and lines a power of two apart push each other out of the cache.
+
+    >>> in_order(np.arange(6).reshape(2, 3).T).tolist()
+    [[0, 3], [1, 4], [2, 5]]
+    """
+    if part.ndim < 2 or abs(part.strides[-1]) <= min(map(abs, part.strides)):
+        return np.ascontiguousarray(part)
+    copy = np.empty(part.shape, part.dtype)
+    length = part.shape[-1]
+    step = max(1, TILE_BYTES * length // max(part.nbytes, 1))
+    for start in range(0, length, step):
+        copy[..., start : start + step] = part[..., start : start + step].copy(order="K")
+    return copy
 
 
 def sums_of(pieces: Iterable[Piece], num_arrays: int) -> Words:
