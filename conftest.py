@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ with contextlib.suppress(ImportError):
 ROOT = Path(__file__).parent
 
 SHARED_MEMORY = Path("/dev/shm")
+SECONDS_TO_CLEAN_UP = 20
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -115,7 +117,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Prints what is left in memory, and why tests were skipped or failed as expected, with counts."""
-    for path in _left_in_memory(config):
+    for path in getattr(config, "left_in_memory", ()):
         terminalreporter.write_line(f"left behind: {path}", red=True)
     counts = collections.Counter(
         (outcome, _reason_of(report))
@@ -128,20 +130,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{count:6} {outcome:8} {reason}")
 
 
-def _left_in_memory(config: pytest.Config) -> list[Path]:
-    if not config.getoption("--nothing-left") or hasattr(config, "workerinput"):
-        return []
-    return sorted(set(SHARED_MEMORY.glob("*")) - config.found_in_memory)
-
-
 def _reason_of(report: Any) -> str:
     if reason := getattr(report, "wasxfail", None):
         return str(reason).removeprefix("reason: ")
     return str(report.longrepr[2]).removeprefix("Skipped: ")
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Lets them go: some libraries complain about what is left when Python ends. Fails if files are left."""
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, Any, Any]:
+    """Lets objects go, which some libraries want when Python ends; fails if files outlive all workers."""
     gc.unfreeze()
-    if _left_in_memory(session.config):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    result = yield
+    config = session.config
+    if config.getoption("--nothing-left") and not hasattr(config, "workerinput"):
+        config.left_in_memory = _left_in_memory(config.found_in_memory)
+        if config.left_in_memory:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    return result
+
+
+def _left_in_memory(found_before: set[Path]) -> list[Path]:
+    """The new files that stay: Python's resource tracker cleans up after the workers, and may be late."""
+    deadline = time.monotonic() + SECONDS_TO_CLEAN_UP
+    while (left := sorted(set(SHARED_MEMORY.glob("*")) - found_before)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left

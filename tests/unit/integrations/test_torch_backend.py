@@ -250,7 +250,6 @@ def test_half_complex_numbers_are_summed_and_not_multiplied(lone_group):
         lone_group.reduce(tensor, 0, ReduceOp.PRODUCT)
 
 
-@pytest.mark.more("torch.compile")
 def test_compiled_functions_leave_calls_of_the_group_as_they_are():
     program = (
         "import torch; from torch import distributed as dist\n"

@@ -280,7 +280,7 @@ def finished(total, SPEC: tl.constexpr):
 
 @triton.jit
 def stepped(levels, element, STEP: tl.constexpr, SPEC: tl.constexpr):
-    """The accumulators of a tree after one instruction (see the host's `association`)."""
+    """The accumulators of a tree after one instruction (`program_of` in `kernels/families.py`)."""
     kind: tl.constexpr = SPEC.program[STEP] & 255
     level: tl.constexpr = (SPEC.program[STEP] >> 8) & 255
     if kind == _START:

@@ -65,7 +65,7 @@ def compiled_sources() -> list[Path]:
     folder = Path(__file__).parent
     constants = (
         "host/work_list",
-        "association",
+        "families",
         "position_keys",
         "../values/dtypes",
         *map("host/reference/{}".format, REFERENCE),
