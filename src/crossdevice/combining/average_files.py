@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -121,18 +123,22 @@ def average_files(
     {'w': array([2., 4.], dtype=float32)}
     >>> folder.cleanup()
     """
-    _check_options(paths, precision, dtype, integers, keys)
-    factors = factors_of([1] * len(paths) if weights is None else weights, ReduceOp.MEAN)
-    if len(factors) != len(paths):
-        raise OptionError(f"{len(factors)} weights for {len(paths)} files; expected one for each file")
-    target = Path(output)
+    _check_options(precision, dtype, integers, keys)
+    inputs, target = _paths_of(paths), _path_of(output, "output")
+    factors = factors_of([1] * len(inputs) if weights is None else weights, ReduceOp.MEAN)
+    if len(factors) != len(inputs):
+        raise OptionError(f"{len(factors)} weights for {len(inputs)} files; expected one for each file")
     check_output(target)
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(opened(open_model(Path(path)))) for path in paths]
+        files = [stack.enter_context(opened(open_model(path))) for path in inputs]
         if verify:
             for file in files:
                 file.check_digest()
         tensors = list(_tensors(files, factors, dtype, keys))
+        if not tensors:
+            raise StructureMismatchError(
+                f"there is nothing to average: no tensor is in {files[0].path} and in all other files"
+            )
         writer = stack.enter_context(new_model(target, {each.name: each.spec for each in tensors}, files[0]))
         work = _Work(
             _joined(tensors, writer),
@@ -190,9 +196,24 @@ class _Work:
                 self._progress(self._done, self._total)
 
 
-def _check_options(paths: Any, precision: str, dtype: str | None, integers: str, keys: str) -> None:
-    if isinstance(paths, (str, PathLike)) or not len(paths):
+def _paths_of(paths: Any) -> list[Path]:
+    """The inputs, in the order of their weights, which sets do not have, nor dicts of weights."""
+    if isinstance(paths, (str, bytes, PathLike, AbstractSet, Mapping)) or not isinstance(paths, Iterable):
         raise OptionError(f"paths must be a list of at least one file; got {paths!r}")
+    found = [_path_of(path, f"paths[{number}]") for number, path in enumerate(paths)]
+    if not found:
+        raise OptionError("paths must be a list of at least one file; got none")
+    return found
+
+
+def _path_of(path: Any, name: str) -> Path:
+    try:
+        return Path(os.fsdecode(path))
+    except TypeError:
+        raise OptionError(f"{name} is {path!r}, a {type(path).__name__}; expected a path") from None
+
+
+def _check_options(precision: str, dtype: str | None, integers: str, keys: str) -> None:
     for name, given, known in (
         ("precision", precision, ("accurate", "exact")),
         ("dtype", dtype, (None, *FLOATS)),
@@ -232,7 +253,12 @@ def _tensors(
         into = dtype if dtype is not None and first.dtype in _FLOATS else first.dtype
         weights = weights_of.get(tuple(having))
         if weights is None:
-            weights = weights_for(tuple(factors[number] for number in having), ReduceOp.MEAN)
+            some = tuple(factors[number] for number in having)
+            if not any(some):
+                raise OptionError(
+                    f"weights of the files that have {name!r} are all 0; expected a positive one"
+                )
+            weights = weights_for(some, ReduceOp.MEAN)
             weights_of[tuple(having)] = weights
         sizes = [dtype_named(spec.dtype).itemsize for spec in specs.values()]
         yield _Tensor(

@@ -103,24 +103,33 @@ def factor_of(given: Any, op: ReduceOp, number: int | None = None) -> float:
         item = given
     expected = f"expected a {'finite' if op is ReduceOp.SUM else 'positive'} real number, or 0"
     if isinstance(item, bool) or not isinstance(item, numbers.Real):
-        raise OptionError(f"{name} is {given!r}, a {type(given).__name__}; {expected}")
+        raise OptionError(f"{name} is {_shown(given)}, a {type(given).__name__}; {expected}")
     try:
         factor = float(item)
     except OverflowError:
         factor = math.inf
     if not math.isfinite(factor):
-        raise OptionError(f"{name} is {given!r}; {expected}")
+        raise OptionError(f"{name} is {_shown(given)}; {expected}")
     if factor < 0 and op is ReduceOp.MEAN:
         raise OptionError(
-            f"{name} is {given!r}; {expected}: a mean with negative weights is a sum, "
+            f"{name} is {_shown(given)}; {expected}: a mean with negative weights is a sum, "
             "so divide them yourself and use SUM"
         )
     if factor and not SMALLEST_WEIGHT <= abs(factor) <= LARGEST_WEIGHT:
         raise OptionError(
-            f"{name} is {given!r}; expected 0 or a magnitude from {SMALLEST_WEIGHT:.0e} to "
+            f"{name} is {_shown(given)}; expected 0 or a magnitude from {SMALLEST_WEIGHT:.0e} to "
             f"{LARGEST_WEIGHT:.0e}"
         )
     return factor
+
+
+def _shown(given: Any) -> str:
+    """What was given, shortened: a whole number may have more digits than Python prints."""
+    try:
+        text = repr(given)
+    except ValueError:
+        text = f"an {type(given).__name__} of too many digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def weights_for(factors: tuple[float, ...], op: ReduceOp) -> Weights:

@@ -179,6 +179,14 @@ def test_bad_settings_and_weights_are_refused():
     for weight in (float("nan"), float("inf"), "3", None, 1j, True, np.ones(2)):
         with pytest.raises(OptionError, match=r"^weight is"):
             total.add(f32(1), weight)
+    for weight, shown in (
+        (10**400, "1000.*\\.\\.\\."),
+        (10**5000, "an int of too many digits"),
+        (np.ones(99), "array"),
+    ):
+        with pytest.raises(OptionError, match=f"^weight is {shown}") as refused:
+            total.add(f32(1), weight)
+        assert len(str(refused.value)) < 150
     with pytest.raises(ContextError, match="nothing has been added"):
         total.mean()
     total.add(f32(1), 0)
@@ -256,6 +264,13 @@ def test_copies_go_on_by_themselves(copied):
     assert bits(other.mean()) == bits(accumulated(trees, precision="exact").mean())
     assert bits(total.mean()) == bits(accumulated(trees[:2], precision="exact").mean())
     assert (total.count, other.count) == (2, 3)
+
+
+@pytest.mark.parametrize("name", ["total", "total.npz", "total.npy"])
+def test_any_name_will_do_for_a_saved_accumulator(name, tmp_path):
+    accumulated([f32(1)]).save(tmp_path / name)
+    assert cd.Accumulator.load(tmp_path / name).mean() == f32(1)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_files_that_are_no_accumulators_are_refused(tmp_path):

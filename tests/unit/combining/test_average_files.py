@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -323,9 +324,32 @@ def test_bad_options_are_refused(keywords, message, tmp_path):
     paths = [write(tmp_path / f"{k}.npz", {"a": np.float32([1])}) for k in range(2)]
     with pytest.raises(OptionError, match=message):
         cd.average_files(paths, tmp_path / "mean.npz", **keywords)
-    with pytest.raises(OptionError, match="list of at least one file"):
-        cd.average_files([], tmp_path / "mean.npz")
+    for given in ([], None, 3, str(paths[0]), paths[0], bytes(paths[0]), set(paths), dict.fromkeys(paths, 1)):
+        with pytest.raises(OptionError, match="list of at least one file"):
+            cd.average_files(given, tmp_path / "mean.npz")
+    with pytest.raises(OptionError, match=r"^paths\[1\] is 3, a int; expected a path"):
+        cd.average_files([paths[0], 3], tmp_path / "mean.npz")
+    with pytest.raises(OptionError, match=r"^output is None, a NoneType; expected a path"):
+        cd.average_files(paths, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.npz", "1.npz"]
+
+
+def test_paths_may_be_of_any_kind_and_come_one_by_one(tmp_path):
+    paths = [write(tmp_path / f"{k}.npz", {"a": np.float32([k])}) for k in range(3)]
+    given = (kind(path) for kind, path in zip((str, bytes, type(paths[0])), paths, strict=True))
+    cd.average_files(given, bytes(tmp_path / "mean.npz"), weights=[0, 1, 1])
+    assert read(tmp_path / "mean.npz")["a"].tolist() == [1.5]
+
+
+def test_models_without_a_common_tensor_are_refused(tmp_path):
+    paths = [write(tmp_path / f"{name}.npz", {name: np.float32([1])}) for name in "ab"]
+    np.savez(tmp_path / "empty.npz")
+    for given, keys in ((paths, "intersection"), ([tmp_path / "empty.npz"], "strict")):
+        with pytest.raises(StructureMismatchError, match="there is nothing to average: no tensor is in "):
+            cd.average_files(given, tmp_path / "mean.npz", keys=keys)
+    with pytest.raises(OptionError, match="weights of the files that have 'a' are all 0"):
+        cd.average_files(paths, tmp_path / "mean.npz", weights=[0, 1], keys="union")
+    assert not (tmp_path / "mean.npz").exists()
 
 
 def with_header(header, data):
@@ -405,6 +429,9 @@ def test_other_mistakes_with_files_are_explained(tmp_path):
         ([tmp_path / "bad.npz"], "mean.npz", "bad.npz cannot be read"),
         ([tmp_path / "text.npy"], "mean.npz", "text.npy cannot be read"),
         ([tmp_path], "mean.npz", "model.safetensors does not exist"),
+        ([good], f"{'long' * 100}.npz", "cannot be written: File name too long"),
+        ([tmp_path / f"{'long' * 100}.npz"], "mean.npz", "cannot be read: File name too long|does not exist"),
+        ([good], "no\0name.npz", "cannot be written"),
     ]:
         with pytest.raises(FileError, match=message):
             cd.average_files(paths, tmp_path / output)
@@ -559,6 +586,14 @@ def test_pipes_are_refused_instead_of_waited_for(tmp_path, ending):
         cd.average_files([pipe], tmp_path / "mean.safetensors")
 
 
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path):
+    good = write(tmp_path / "good.npz", {"a": np.float32([1])})
+    os.mkfifo(tmp_path / "mean.npz")
+    with pytest.raises(FileError, match=r"mean\.npz cannot be written: it is not a regular file"):
+        cd.average_files([good], tmp_path / "mean.npz")
+    assert (tmp_path / "mean.npz").is_fifo()
+
+
 def test_tied_tensors_of_pytorch_stay_tied_where_all_files_agree(tmp_path):
     torch = pytest.importorskip("torch")
     paths = [tmp_path / f"{k}.pt" for k in range(3)]
@@ -603,6 +638,28 @@ def test_new_files_have_the_permissions_of_any_new_file(tmp_path, monkeypatch, h
         assert len(list(tmp_path.iterdir())) == 1 + (has_names or not hasattr(os, "O_TMPFILE"))
     assert (tmp_path / "new").read_bytes() == b"new"
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
+@pytest.mark.parametrize("has_names", [True, False])
+def test_a_file_that_others_may_not_read_is_replaced_by_one_that_they_may_not_read(
+    tmp_path, monkeypatch, has_names
+):
+    if has_names:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    (tmp_path / "secret").touch(0o600)
+    with replaced(tmp_path / "secret") as file:
+        assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600  # from the beginning
+    assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("has_names", [True, False])
+def test_a_name_may_be_as_long_as_the_system_allows(tmp_path, monkeypatch, has_names):
+    if has_names:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    name = "x" * os.pathconf(tmp_path, "PC_NAME_MAX")
+    with replaced(tmp_path / name) as file:
+        file.write(b"new")
+    assert (tmp_path / name).read_bytes() == b"new"
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "npz"])

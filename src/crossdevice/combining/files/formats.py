@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crossdevice.combining.files.model_file import ModelFile, TensorSpec, Writing
+from crossdevice.combining.files.model_file import ModelFile, TensorSpec, Writing, unreadable
 from crossdevice.errors import FileError
 from crossdevice.values.libraries import missing_library
 
@@ -28,11 +28,15 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 def open_model(path: Path) -> ModelFile:
     """A file of tensors; of a folder, the model in it."""
-    if path.is_dir():
-        path = path / (INDEX if (path / INDEX).exists() else SINGLE)
-    if not path.exists():
-        raise FileError(f"{path} does not exist")
-    if not path.is_file():  # reading from a pipe would wait for ever
+    try:
+        if path.is_dir():
+            path = path / (INDEX if (path / INDEX).exists() else SINGLE)
+        if not path.exists():
+            raise FileError(f"{path} does not exist")
+        is_regular = path.is_file()
+    except OSError as error:
+        raise unreadable(path, error.strerror or error) from error
+    if not is_regular:  # reading from a pipe would wait for ever
         raise FileError(f"{path} is not a regular file; expected one that can be read at any place")
     opened: ModelFile = _load(path, 1)(path)
     return opened
@@ -48,8 +52,14 @@ def new_model(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile) ->
 
 def check_output(path: Path) -> None:
     """Refuses an output that cannot be, before anything is read."""
-    if path.is_dir():
-        return
+    try:
+        if path.is_dir():
+            return
+        is_special = path.exists() and not path.is_file()
+    except OSError as error:  # as of a name that is too long
+        raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
+    if is_special:
+        raise FileError(f"{path} cannot be written: it is not a regular file, whose place another could take")
     if not path.parent.is_dir():
         raise FileError(f"{path} cannot be written: there is no folder {str(path.parent)!r}")
     _load(path, 2)

@@ -47,7 +47,7 @@ class NumpyFile(StoredFile):
         self._last: tuple[str, NDArray[Any]] | None = None
         self._reading = threading.Lock()
         try:
-            if path.suffix == ".npy":
+            if path.suffix == ".npy" and self.bytes_at(0, 2) != b"PK":  # as np.load goes by what is in a file
                 self._add(ONLY, 0, None, None)
                 return
             with zipfile.ZipFile(path) as archive:

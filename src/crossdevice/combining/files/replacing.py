@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
@@ -21,12 +22,18 @@ def replaced(file: str | PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a new file beside the one that is named, which takes its place at the end; an error removes it.
 
     It has no name until then where the system has such files: a process that is killed leaves nothing behind.
+    Whoever may not read the old file may not read the new one.
     """
-    # A link stays one: what it leads to is replaced.
-    path = Path(os.path.realpath(file))
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        # A link stays one: what it leads to is replaced.
+        path = Path(os.path.realpath(file))
+    except ValueError as error:  # no name has a zero in it
+        raise FileError(f"{os.fspath(file)!r} cannot be written: {error}") from error
+    beside = path.with_name(f".{secrets.token_hex(8)}.partial")
     try:
         with _without_name(path.parent) or open(beside, "x+b") as opened:
+            with contextlib.suppress(FileNotFoundError):
+                os.chmod(opened.fileno(), stat.S_IMODE(os.stat(path).st_mode))
             yield opened
             opened.flush()
             if not beside.exists():
