@@ -33,6 +33,9 @@ FOLDER = "CROSSDEVICE_TEST_FOLDER"
 MARK = "CROSSDEVICE_TEST_LAUNCH"
 """An environment variable by which every process of a launch is known, whoever has started it."""
 
+TRAINING = ("backend_rank.py", "hook_groups_rank.py", "hook_rank.py", "training_rank.py")
+"""Scripts whose ranks make a DistributedDataParallel or a mesh, which import the compiler of PyTorch."""
+
 PORTS = range(20_000, 30_000)
 """Below those of Linux, which begin at 32768."""
 
@@ -82,7 +85,8 @@ def launch(
                 if command[0] == sys.executable and command[1].endswith("_rank.py"):
                     is_light = "local" in command and "laws_rank" not in command[1]  # laws import PyTorch
                     server = _rank_server("local" if is_light else "torch")
-                    processes.append(server.fork(command[1:], environment, str(output)))
+                    early = ("torch._dynamo",) if Path(command[1]).name in TRAINING else ()
+                    processes.append(server.fork(command[1:], environment, str(output), early))
                 else:
                     processes.append(_started(command, environment, stream))
             during(folder)

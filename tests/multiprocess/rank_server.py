@@ -1,4 +1,4 @@
-"""Forks ranks from a process that has imported their engine already: PyTorch takes longer than most of them.
+"""Forks ranks from a process that has imported what takes longer than most of them: PyTorch, numba's registries.
 
 Reads requests, a line of JSON each: what to run, answered by a process ID, or a process ID, answered by how
 it ended, if it has.
@@ -6,6 +6,7 @@ it ended, if it has.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -31,9 +32,20 @@ class RankServer:
         )
         self._lock = threading.Lock()  # launches of one test may be side by side
 
-    def fork(self, words: Sequence[str], environment: Mapping[str, str], output: str) -> ForkedRank:
-        """A process that runs a script with its arguments, in a session of its own."""
-        request = {"words": list(words), "environment": dict(environment), "output": output}
+    def fork(
+        self, words: Sequence[str], environment: Mapping[str, str], output: str, modules: Sequence[str] = ()
+    ) -> ForkedRank:
+        """A process that runs a script with its arguments, in a session of its own.
+
+        Args:
+            modules: those that the server imports first, unless it has done so for another rank.
+        """
+        request = {
+            "words": list(words),
+            "environment": dict(environment),
+            "output": output,
+            "modules": list(modules),
+        }
         return ForkedRank(self, self.ask(request))
 
     def ask(self, request: Any) -> Any:
@@ -70,14 +82,32 @@ def serve() -> list[str]:
         if isinstance(request, int):
             pid, status = os.waitpid(request, os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
-        elif answer := os.fork():
-            pass
         else:
-            answers.close()
-            become(request)
-            return request["words"]
+            import_early(request["modules"])
+            if not (answer := os.fork()):
+                answers.close()
+                become(request)
+                return request["words"]
         print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)
+
+
+def import_early(modules: Sequence[str]) -> None:
+    """Imports modules in this process, which must still have one thread."""
+    for module in modules:
+        importlib.import_module(module)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{threads} threads: a process that is forked now may find their locks taken"
+
+
+def fill_registries() -> None:
+    """Has numba collect what it can compile: half a second in each process that loads a kernel."""
+    with contextlib.suppress(ModuleNotFoundError):
+        import_early(["crossdevice.kernels.host.llvm.numba_pass"])
+        from numba.core.registry import cpu_target
+
+        cpu_target.typing_context.refresh()
+        cpu_target.target_context.refresh()
 
 
 def become(request: Any) -> None:
@@ -94,13 +124,9 @@ def become(request: Any) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "torch":
-        import torch.distributed
-        import torch.nn.parallel  # noqa: F401
-
-    importlib.import_module(f"crossdevice.process_groups.engines.{sys.argv[1]}_engine")
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"{threads} threads: a process that is forked now may find their locks taken"
+    torch = ("torch.distributed", "torch.nn.parallel") if sys.argv[1] == "torch" else ()
+    fill_registries()
+    import_early([*torch, f"crossdevice.process_groups.engines.{sys.argv[1]}_engine"])
     sys.argv = serve()
     sys.path[0] = os.path.dirname(sys.argv[0])
     runpy.run_path(sys.argv[0], run_name="__main__")
