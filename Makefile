@@ -13,9 +13,9 @@ FAST_TESTS := src tests/unit/values tests/unit/plans tests/unit/costs tests/unit
 # Hundreds of processes would compile the same modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two workers more than there are processors: many tests wait for processes of their own. Workers begin with neighbouring
-# tests, which share what they set up, and take over from each other at the end.
-NUM_WORKERS := $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 2)")
+# One worker more than there are processors: many tests wait for processes of their own, and each worker imports and collects
+# everything. Workers begin with neighbouring tests, which share what they set up, and take over from each other at the end.
+NUM_WORKERS := $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 PYTEST_OPTIONS := -m pytest -q -n $(NUM_WORKERS) --dist worksteal
 PYTEST := $(BIN)/python $(PYTEST_OPTIONS)
 

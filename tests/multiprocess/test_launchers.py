@@ -53,6 +53,7 @@ def test_under_crossdevice_run_no_library_is_needed(meet):
     assert [reports[rank]["libraries"] for rank in (0, 1)] == [[], []]
 
 
+@pytest.mark.more("one more launch")
 def test_under_crossdevice_run_torch_can_be_named(meet):
     reports = meet(launching.crossdevice_run("meeting_rank.py", "torch", size=2))
     assert reports[0]["engine"] == "gloo"

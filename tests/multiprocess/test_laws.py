@@ -25,7 +25,7 @@ ROWS = [
         ("torch", 3, "private", repeats),
         ("torch", 4, "hosts", repeats),
         ("local", 2, "shared", repeats),
-        ("local", 3, "private"),
+        ("local", 3, "private", repeats),
         ("local", 4, "hosts", repeats),
         ("mpi", 2, "private", needs_mpi),
         ("mpi", 4, "shared", needs_mpi, repeats),

@@ -13,6 +13,7 @@ from multiprocess import launching
 LAUNCH_SECONDS = 240.0
 
 pytest.importorskip("torch")
+repeats = pytest.mark.more("a repetition")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
 
 
@@ -26,7 +27,7 @@ def launched(tmp_path, tmp_path_factory, size, script, *words):
     return found.reports
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=repeats), 3])
 def test_collectives_do_what_those_of_gloo_do(tmp_path, tmp_path_factory, size):
     for facts in launched(tmp_path, tmp_path_factory, size, "backend_rank.py", "calls").values():
         assert facts["backend"] == "crossdevice"
@@ -75,7 +76,7 @@ def test_errors_are_ours_and_of_the_types_that_pytorch_has(tmp_path, tmp_path_fa
 
 
 @pytest.mark.parametrize(
-    "what", ["killed", "interrupted", pytest.param("started", marks=pytest.mark.more("a repetition"))]
+    "what", ["killed", *(pytest.param(what, marks=repeats) for what in ("interrupted", "started"))]
 )
 def test_a_rank_that_breaks_off_is_named_in_time_and_a_new_group_works(what, tmp_path, tmp_path_factory):
     with launching.in_turn(tmp_path_factory.getbasetemp().parent):
@@ -97,7 +98,7 @@ def test_a_rank_that_breaks_off_is_named_in_time_and_a_new_group_works(what, tmp
         assert facts["again"] == len(outcome.reports)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.more("a repetition"))])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=repeats)])
 def test_programs_train_as_they_do_alone(tmp_path, tmp_path_factory, size):
     for facts in launched(tmp_path, tmp_path_factory, size, "training_rank.py").values():
         assert facts.pop("backend") == "crossdevice"

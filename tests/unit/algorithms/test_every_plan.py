@@ -8,10 +8,13 @@ from crossdevice.values.device import Device, host_device
 from unit.algorithms.planning import COUNTS, planned
 
 
+@pytest.mark.parametrize(
+    "counts", [(*COUNTS, 64), pytest.param(range(18, 65), marks=pytest.mark.more("a repetition"))], ids=len
+)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_replica_counts_exactly_once_for_every_replica_count(name):
+def test_every_replica_counts_exactly_once_for_every_replica_count(name, counts):
     algorithm = ALGORITHMS.load(name)()
-    for count in range(1, 65):
+    for count in counts:
         devices = [host_device(i) for i in range(count)]
         plan = planned(algorithm, devices, devices)
         check_plan(plan)
