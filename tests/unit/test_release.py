@@ -16,6 +16,12 @@ def test_the_changelog_begins_with_this_version():
     assert headings[0] == crossdevice.__version__
 
 
+def test_the_changelog_of_a_version_can_be_read_in_a_minute():
+    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1].splitlines()
+    assert len(newest) <= 60
+    assert max(map(len, newest)) <= 130
+
+
 def test_the_citation_names_this_version():
     assert f"\nversion: {crossdevice.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
