@@ -1,4 +1,4 @@
-"""In place of torch.nn.DataParallel: one line changed, and it runs on logical CPU devices too."""
+"""DataParallel in the place of PyTorch's own: one line changed, on CPUs too."""
 
 import torch
 

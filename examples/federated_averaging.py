@@ -1,4 +1,4 @@
-"""Federated averaging: clients train apart; their models count by the number of their examples."""
+"""Federated averaging: each client's model is weighted by its number of examples."""
 
 import random
 
@@ -26,7 +26,7 @@ def trained_by_client(model, num_examples):
 
 
 def averaged(answers):
-    """The server holds one model, however many clients answer, and adds each when it comes."""
+    """Uses the memory of one model, however many clients answer, in any order."""
     total = cd.Accumulator("exact")
     for model, num_examples in answers:
         total.add(model, weight=num_examples)
@@ -35,10 +35,15 @@ def averaged(answers):
 
 model = {"weights": np.zeros(3, np.float32), "bias": np.zeros((), np.float32)}
 for turn in range(20):
-    answers = [(trained_by_client(model, num_examples), num_examples) for num_examples in EXAMPLES]
+    answers = [
+        (trained_by_client(model, num_examples), num_examples)
+        for num_examples in EXAMPLES
+    ]
     model = averaged(answers)
     shuffled = averaged(random.sample(answers, len(answers)))
-    assert all(model[name].tobytes() == shuffled[name].tobytes() for name in model), "the order mattered"
+    assert all(model[name].tobytes() == shuffled[name].tobytes() for name in model), (
+        "the order mattered"
+    )
     if turn % 5 == 4:
         distance = np.abs(model["weights"] - truth["weights"]).max()
         print(f"after {turn + 1} turns: largest error of a weight {distance:.3f}")

@@ -1,4 +1,4 @@
-"""A model soup: models trained with different settings, saved as files, and averaged without loading them."""
+"""A model soup: averages saved models of several trainings without loading them."""
 
 import tempfile
 from pathlib import Path
@@ -23,7 +23,10 @@ def trained(start, rate, num_steps=40):
     for _ in range(num_steps):
         inputs, labels = examples(24)
         scores = np.exp(inputs @ weights)
-        error = scores / scores.sum(axis=1, keepdims=True) - np.eye(3, dtype=np.float32)[labels]
+        error = (
+            scores / scores.sum(axis=1, keepdims=True)
+            - np.eye(3, dtype=np.float32)[labels]
+        )
         weights -= np.float32(rate / 24) * (inputs.T @ error)
     return {"weights": weights, "steps": np.int64(num_steps)}
 
@@ -39,7 +42,9 @@ with tempfile.TemporaryDirectory() as folder:
     paths, weights = [], []
     for rate in (0.5, 1.0, 2.0, 4.0):
         model = trained(start, rate)
-        paths.append(Path(folder) / f"rate_{rate}.npz")  # .safetensors, sharded or not, and .pt work alike
+        paths.append(
+            Path(folder) / f"rate_{rate}.npz"
+        )  # .safetensors, sharded or not, and .pt work alike
         np.savez(paths[-1], **model)
         weights.append(accuracy(model))
         print(f"learning rate {rate}: accuracy {weights[-1]:.2f}")
@@ -48,4 +53,6 @@ with tempfile.TemporaryDirectory() as folder:
         paths, soup, weights
     )  # the same: crossdevice average rate_*.npz -o soup.npz --weights ...
     model = dict(np.load(soup))
-print(f"their mean, by accuracy: {accuracy(model):.2f} after {model['steps']} steps each")
+print(
+    f"their mean, by accuracy: {accuracy(model):.2f} after {model['steps']} steps each"
+)

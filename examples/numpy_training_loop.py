@@ -14,7 +14,7 @@ weights = strategy.create_variable(np.zeros(3, np.float32), name="weights")
 
 
 def step(x, y, batch_size):
-    """Every replica: the gradient of its share, summed over all replicas, applied to its own copy."""
+    """Applies the gradient of all replicas' shares to each replica's own copy."""
     context = cd.get_replica_context()
     error = x @ weights.read_value() - y
     gradient = context.all_reduce("sum", x.T @ error / np.float32(batch_size))

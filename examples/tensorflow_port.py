@@ -9,9 +9,12 @@ import numpy as np
 import crossdevice as cd
 
 # strategy = tf.distribute.MirroredStrategy(
-#     ["cpu:0", "cpu:1", "cpu:2"], cross_device_ops=tf.distribute.HierarchicalCopyAllReduce(num_packs=2))
+#     ["cpu:0", "cpu:1", "cpu:2"],
+#     cross_device_ops=tf.distribute.HierarchicalCopyAllReduce(num_packs=2),
+# )
 strategy = cd.MirroredStrategy(
-    ["cpu:0", "cpu:1", "cpu:2"], cross_device_ops=cd.HierarchicalCopyAllReduce(num_packs=2)
+    ["cpu:0", "cpu:1", "cpu:2"],
+    cross_device_ops=cd.HierarchicalCopyAllReduce(num_packs=2),
 )
 
 # with strategy.scope():
@@ -19,7 +22,8 @@ strategy = cd.MirroredStrategy(
 with strategy.scope():
     weight = cd.Variable(0.0, aggregation=cd.VariableAggregation.MEAN)
 
-# dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(30))
+# batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(30)
+# dataset = strategy.experimental_distribute_dataset(batches)
 x = np.linspace(-1, 1, 90, dtype=np.float32)
 dataset = strategy.experimental_distribute_dataset((x, 3 * x), batch_size=30)
 

@@ -1,4 +1,4 @@
-"""A custom training loop in PyTorch: one process, one module per device, one reduction per step."""
+"""A training loop in PyTorch: one process, a module per device, a reduction a step."""
 
 import torch
 
@@ -6,9 +6,14 @@ import crossdevice as cd
 from crossdevice.integrations.torch import MirroredModule
 
 torch.manual_seed(0)
-strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"])  # or ["cuda:0", "cuda:1"], or ["cuda:0"] * 2
+strategy = cd.MirroredStrategy(
+    ["cpu:0", "cpu:1"]
+)  # or ["cuda:0", "cuda:1"], or ["cuda:0"] * 2
 model = MirroredModule(
-    torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)), strategy
+    torch.nn.Sequential(
+        torch.nn.Linear(2, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
+    ),
+    strategy,
 )
 optimizers = model.optimizers(lambda parameters: torch.optim.Adam(parameters, lr=0.01))
 
@@ -22,7 +27,12 @@ loader = torch.utils.data.DataLoader(
 def step(x, y, optimizer, batch_size):
     """Forward, backward and update of one replica; only the gradients meet."""
     optimizer.zero_grad()
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(model(x), y, reduction="sum") / batch_size
+    loss = (
+        torch.nn.functional.binary_cross_entropy_with_logits(
+            model(x), y, reduction="sum"
+        )
+        / batch_size
+    )
     loss.backward()
     model.reduce_gradients("sum")
     optimizer.step()
@@ -34,7 +44,8 @@ for epoch in range(40):
         batch_size = sum(len(part) for part in strategy.experimental_local_results(y))
         losses = strategy.run(step, args=(x, y, optimizers, batch_size))
     if epoch % 10 == 9:
-        print(f"epoch {epoch + 1}: loss {float(strategy.reduce('sum', losses, axis=None)):.3f}")
+        total = float(strategy.reduce("sum", losses, axis=None))
+        print(f"epoch {epoch + 1}: loss {total:.3f}")
 
 model.check_in_step()
 with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Two runs of one program differ: `crossdevice bits` names the module that is not reproducible."""
+"""Two runs differ: `crossdevice bits` names the module that is not reproducible."""
 
 import contextlib
 import tempfile
@@ -15,22 +15,31 @@ SHUFFLED.seed()  # another one in every run
 
 
 class SumOverEdges(torch.nn.Module):
-    """Adds what edges bring to their nodes. On a GPU atomic additions come in another order each time; here
-    the order is drawn, so that the example does on any machine what `index_add_` does there."""
+    """Sum over the edges of each node, in a random order.
+
+    So it does on any machine what atomic additions (`index_add_`) do on a GPU.
+    """
 
     def __init__(self, edges: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("edges", edges)
 
     def forward(self, nodes: torch.Tensor) -> torch.Tensor:
-        source, target = self.edges[:, torch.randperm(self.edges.shape[1], generator=SHUFFLED)]
+        source, target = self.edges[
+            :, torch.randperm(self.edges.shape[1], generator=SHUFFLED)
+        ]
         return torch.zeros_like(nodes).index_add_(0, target, nodes[source])
 
 
 def train(path: str) -> float:
     torch.manual_seed(0)
     nodes, edges = torch.randn(8, 4), torch.randint(0, 8, (2, 4000))
-    layers = [torch.nn.Linear(4, 16), torch.nn.Tanh(), SumOverEdges(edges), torch.nn.Linear(16, 1)]
+    layers = [
+        torch.nn.Linear(4, 16),
+        torch.nn.Tanh(),
+        SumOverEdges(edges),
+        torch.nn.Linear(16, 1),
+    ]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     with cd.record_bits(path), ModuleBits(model):
