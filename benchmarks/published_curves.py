@@ -77,6 +77,19 @@ CURVES = (
 )
 
 
+class ClusterTime(NamedTuple):
+    """Published time of one all-reduce on several nodes."""
+
+    topology: str
+    source: str
+    num_devices: int
+    size_bytes: int
+    seconds: float
+
+
+CLUSTER_TIMES = (ClusterTime("hgx_h100", "NVIDIA/nccl-tests#309", 64, GIB, 7.4e-3),)
+
+
 class Point(NamedTuple):
     """One size: published and predicted busbw in GB/s."""
 
@@ -98,16 +111,25 @@ class Errors(NamedTuple):
     large: float
 
 
+def bus_factor(num_devices: int) -> float:
+    """What nccl-tests prints: what an all-reduce would ask of each link of a ring."""
+    return 2 * (num_devices - 1) / num_devices
+
+
+def published_times(curve: Curve, num_devices: int) -> dict[int, float]:
+    """Published seconds by size."""
+    return {
+        size: size * bus_factor(num_devices) / (bandwidth * GIGA)
+        for size, bandwidth in zip(SIZES, curve.bus_bandwidths, strict=True)
+        if bandwidth is not None
+    }
+
+
 def points_of(curve: Curve, topology: Topology) -> list[Point]:
     """The model's curve beside the published one."""
-    # What nccl-tests prints: what an all-reduce would ask of each link of a ring.
-    bus_factor = 2 * (topology.num_devices - 1) / topology.num_devices
+    factor = bus_factor(topology.num_devices)
     return [
-        Point(
-            size,
-            published,
-            size / engine_duration(topology, size).seconds * bus_factor / GIGA,
-        )
+        Point(size, published, size / engine_duration(topology, size).seconds * factor / GIGA)
         for size, published in zip(SIZES, curve.bus_bandwidths, strict=True)
         if published is not None
     ]
