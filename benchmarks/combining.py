@@ -34,6 +34,7 @@ from resnet50 import gradient_shapes
 
 import crossdevice as cd
 from crossdevice.kernels.host.reference.running import rounded_fraction
+from crossdevice.values.quantities import time_text
 
 EXACT = cd.CommunicationOptions(precision="exact")
 SAMPLE = 5000
@@ -82,7 +83,7 @@ def printed(row: Row, rounds: int) -> None:
     print(f"\n{row.text}   [floor: {row.floor}]")
     for name, (wall, cpu) in times.items():
         ratio = "" if name == ours else f"{wall / own_wall:6.2f}x"
-        print(f"  {name:<44} {wall * 1e3:9.1f} ms wall {cpu * 1e3:9.1f} ms CPU  {ratio}")
+        print(f"  {name:<44} {time_text(wall):>9} wall {time_text(cpu):>9} CPU  {ratio}")
     for line in row.check():
         print(f"  {line}")
 

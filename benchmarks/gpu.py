@@ -24,6 +24,7 @@ from resnet50 import gradient_shapes
 
 import crossdevice as cd
 from crossdevice.kernels.cuda.availability import kernels_unavailable
+from crossdevice.values.quantities import time_text
 
 NUM_REPLICAS = 8
 MIB = 1 << 20
@@ -247,7 +248,7 @@ def resnet_rows(rounds: int, shrink: int) -> list[Row]:
 
 def say_times(what: str, seconds: dict[str, float]) -> None:
     print(
-        f"# {what}: {', '.join(f'{name} {found * 1e6:.0f} us' for name, found in seconds.items())}",
+        f"# {what}: {', '.join(f'{name} {time_text(found)}' for name, found in seconds.items())}",
         flush=True,
     )
 

@@ -22,6 +22,7 @@ import numpy as np
 from crossdevice.kernels.host.fused_pass import fused_batch, fused_pass, selected_kernels
 from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.kernels.host.resources.threads import num_threads, run_together, set_num_threads
+from crossdevice.values.quantities import time_text
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -129,7 +130,7 @@ class Report:
         times = medians({**limits, **{name: work for name, (work, _, _) in works.items()}}, self.rounds)
         limit_name = min(limits, key=lambda name: statistics.median(times[name]))
         limit = times[limit_name]
-        print(f"{title}: limit ({limit_name}) {statistics.median(limit) * 1e3:.2f} ms")
+        print(f"{title}: limit ({limit_name}) {time_text(statistics.median(limit))}")
         for name, (_, floor, aim) in works.items():
             ratio = statistics.median(a / b for a, b in zip(limit, times[name], strict=True))
             milliseconds = statistics.median(times[name]) * 1e3
@@ -206,10 +207,10 @@ def measure_one_element(report: Report) -> None:
             for _ in range(500):
                 fused_pass(inputs, outputs, recipe)
             times.append((time.perf_counter() - begin) / 500)
-        microseconds = statistics.median(times) * 1e6
+        seconds = statistics.median(times)
         report.line(
-            f"one element, {REPLICAS} replicas, {name:<16}{microseconds:7.2f} us",
-            microseconds < 30,
+            f"one element, {REPLICAS} replicas, {name:<16}{time_text(seconds):>10}",
+            seconds < 30e-6,
             "30, 12 us",
         )
 

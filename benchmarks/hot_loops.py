@@ -147,7 +147,10 @@ class PlainRow(NamedTuple):
 
     def __str__(self) -> str:
         loop = self.microseconds["loop"]
-        parts = [f"{name} {found:.4g} us ({found / loop:.2f}x)" for name, found in self.microseconds.items()]
+        parts = [
+            f"{name} {time_text(found / 1e6)} ({found / loop:.2f}x)"
+            for name, found in self.microseconds.items()
+        ]
         return f"{self.text:<44} {', '.join(parts)}"
 
 

@@ -15,6 +15,7 @@ import torch
 
 import crossdevice as cd
 from crossdevice.integrations.torch import ModuleBits
+from crossdevice.values.quantities import time_text
 
 ROUNDS = 25
 
@@ -53,7 +54,7 @@ def compare(width: int, num_layers: int, batch: int) -> None:
     shares = "   ".join(
         f"{name} {each / plain - 1:+.1%}" for name, each in zip(list(times)[1:], recorded, strict=True)
     )
-    print(f"{num_layers} layers of {width}, batch {batch}: {plain * 1e3:.1f} ms plain   {shares}")
+    print(f"{num_layers} layers of {width}, batch {batch}: {time_text(plain)} plain   {shares}")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ import crossdevice as cd
 from crossdevice.execution import tracing
 from crossdevice.execution.local import executor
 from crossdevice.execution.local import prepared as reduction
+from crossdevice.values.quantities import time_text
 
 ROUNDS, CALLS = 40, 400
-STEP_BOUND_MICROSECONDS, CALL_BOUND_MICROSECONDS = 1.0, 0.3
+STEP_BOUND_SECONDS, CALL_BOUND_SECONDS = 1e-6, 0.3e-6
 
 
 class Nowhere:
@@ -91,15 +92,13 @@ def main() -> int:
     num_steps = sum(record.plan == "step by step" for record in cd.flight_record())
     small, small_gap = difference(lambda: ops.reduce("sum", value, value))
     stepped, stepped_gap = difference(lambda: ops.reduce("sum", value, value, stepwise))
-    event = append_seconds() * 1e6
-    transfer = transfer_seconds() * 1e6
-    print(f"two clock readings and an event: {event:.2f} us")
-    print(f"a transfer, described and recorded: {transfer:.2f} us")
-    print(f"small fused call: {small * 1e6:.2f} us, of which the recorder {small_gap * 1e6:+.2f} us")
-    print(f"stepwise call: {stepped * 1e6:.1f} us, of which the recorder {stepped_gap * 1e6:+.2f} us")
-    print(f"per step: {stepped_gap * 1e6 / num_steps:.2f} us ({num_steps} steps)")
-    steps = max(stepped_gap * 1e6 / num_steps, transfer)
-    return 1 if event > CALL_BOUND_MICROSECONDS or steps > STEP_BOUND_MICROSECONDS else 0
+    event, transfer, per_step = append_seconds(), transfer_seconds(), stepped_gap / num_steps
+    print(f"two clock readings and an event: {time_text(event)}")
+    print(f"a transfer, described and recorded: {time_text(transfer)}")
+    print(f"small fused call: {time_text(small)}, of which the recorder {time_text(small_gap)}")
+    print(f"stepwise call: {time_text(stepped)}, of which the recorder {time_text(stepped_gap)}")
+    print(f"per step: {time_text(per_step)} ({num_steps} steps)")
+    return 1 if event > CALL_BOUND_SECONDS or max(per_step, transfer) > STEP_BOUND_SECONDS else 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def test_every_row_is_said_and_selected_by_its_text():
     from floors import groups, selected
 
     rows = [row.text for group in groups(quick=False) for row in group.rows]
-    assert len(set(rows)) == len(rows) == 30
+    assert len(set(rows)) == len(rows) == 41
     assert [len(group.rows) for group in selected(groups(quick=False), "psum")] == [1, 1]
     assert selected(groups(quick=False), "no such row") == []
 
@@ -29,6 +29,17 @@ def test_a_quick_run_prints_rows_and_judges_nothing():
     lines = [line for line in answer.stdout.splitlines() if not line.startswith("#")]
     assert len(lines) == 3
     assert all(line.endswith("not judged") for line in lines)
+
+
+def test_peers_that_make_one_pass_are_judged_as_strictly_as_loops():
+    from floors import groups
+
+    rows = [row for group in groups(quick=False) for row in group.rows]
+    one_pass = {row.against.name for row in rows if row.against and row.floor == 0.91}
+    assert one_pass == {"torch_compile", "torch_stack", "numpy_stack", "jax_jit"}
+    for row in rows:
+        if row.against and row.against.name in one_pass:
+            assert row.ours.place == row.against.place
 
 
 def test_the_page_lists_every_row_with_its_floor_and_aim():
