@@ -20,6 +20,8 @@ from crossdevice.values.quantities import time_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "choosing.md"
 BEGIN, END = "<!-- begin: benchmarks/predicted_costs.py -->", "<!-- end -->"
+BEGIN_MEASURED = "<!-- begin measured: benchmarks/predicted_costs.py -->"
+END_MEASURED = "<!-- end measured -->"
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "1 GiB": 1 << 30}
 MACHINES = ("pcie", "dgx1v", "hgx_h100")
@@ -91,25 +93,34 @@ def tables() -> str:
         "",
         *order_table(),
         "",
-        '1 GiB on GPUs, `precision="accurate"`, beside what others measured of NCCL:',
-        "",
-        *measured_table(),
-        "",
         END,
     ]
     return "\n".join(lines)
 
 
+def measurements() -> str:
+    """The part of the page that compares with NCCL."""
+    lines = [
+        BEGIN_MEASURED,
+        "",
+        '1 GiB on GPUs, `precision="accurate"`, beside what others measured of NCCL:',
+        "",
+        *measured_table(),
+        "",
+        END_MEASURED,
+    ]
+    return "\n".join(lines)
+
+
 def main(arguments: list[str]) -> int:
-    made = tables()
+    parts = {(BEGIN_MEASURED, END_MEASURED): measurements(), (BEGIN, END): tables()}
     if "--write" not in arguments:
-        print(made)
+        print("\n\n".join(parts.values()))
         return 0
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(
-        re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: made, page, flags=re.DOTALL),
-        encoding="utf-8",
-    )
+    for (begin, end), made in parts.items():
+        page = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, made=made: made, page, flags=re.S)
+    PAGE.write_text(page, encoding="utf-8")
     return 0
 
 
