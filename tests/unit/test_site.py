@@ -24,6 +24,12 @@ return [...document.querySelectorAll(kinds)]
   })
   .map((one) => one.tagName + ": " + one.innerText.slice(0, 60))
 """
+RESIZED = """
+const done = arguments[0];
+dispatchEvent(new Event("resize"));
+requestAnimationFrame(() => done());
+"""
+"""On a busy machine the browser tells a page late that it has another width."""
 BROKEN_WORDS = """
 const range = document.createRange();
 const broken = [];
@@ -71,6 +77,7 @@ def at_width(browser, width):
     height = WIDTHS[width]
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.execute_async_script(RESIZED)
 
 
 @pytest.mark.more("Sphinx and Chromium")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
 import platform
 import sys
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,9 @@ Kernel = Callable[..., Any]
 
 REFERENCE = ("long_accumulator", "rounding", "running", "sorting")
 """Files there with constants, or functions, that kernels are compiled from."""
+
+SILENT_SECONDS = 0.5
+"""Time after which a compilation is announced; one from scratch takes longer, a kernel on disk does not."""
 
 logger = logging.getLogger("crossdevice")
 
@@ -149,12 +154,33 @@ def compiled(function: Kernel, name: str, signature: str, *, nogil: bool = True)
     # numba numbers the files of one name, and processes that compile different closures of one function
     # at once may take the same number for both. So every kernel gets a name, and files, of its own.
     function.__qualname__ = f"{name.replace(' ', '_')}_{_code_version():08x}"
-    if _keeps_kernels():
-        try:
-            return njit(signature, nogil=nogil, cache=True)(function)
-        except OSError as error:  # the disk is full, or the files there belong to somebody else
-            _warn_once(f"compiled kernels cannot be kept in {cache_folder()}: {error.strerror}")
-    return njit(signature, nogil=nogil)(function)
+    with announced_if_slow():
+        if _keeps_kernels():
+            try:
+                return njit(signature, nogil=nogil, cache=True)(function)
+            except OSError as error:  # the disk is full, or the files there belong to somebody else
+                _warn_once(f"compiled kernels cannot be kept in {cache_folder()}: {error.strerror}")
+        return njit(signature, nogil=nogil)(function)
+
+
+@contextlib.contextmanager
+def announced_if_slow(seconds: float = SILENT_SECONDS) -> Iterator[None]:
+    """Tells a person at a terminal, once in a process, why nothing happens if the block takes long."""
+    if not sys.stderr or not sys.stderr.isatty() or _announce.cache_info().currsize:
+        yield
+        return
+    timer = threading.Timer(seconds, _announce)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@functools.cache
+def _announce() -> None:
+    sys.stderr.write("crossdevice: compiling kernels for this machine, once\n")
 
 
 def entry_of(function: Kernel, name: str, signature: str, *, nogil: bool = True) -> Kernel:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import subprocess
 import sys
+import threading
 from fractions import Fraction
 
 import numpy as np
@@ -17,6 +19,7 @@ from conformance.oracle import FORMATS, rounded
 from crossdevice.kernels.families import MAX_DEPTH, positions_of, program_of
 from crossdevice.kernels.host import fused_pass as module
 from crossdevice.kernels.host.fused_pass import fused_pass, select_kernels, selected_kernels
+from crossdevice.kernels.host.llvm import numba_pass
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, result_dtype
 from crossdevice.values.recipe import Recipe
@@ -429,3 +432,34 @@ def test_a_sum_of_negative_zeros_is_negative_zero_in_every_precision(kernels):
                 assert np.signbit(output).all(), (dtype, precision)
     finally:
         select_kernels(None)
+
+
+class Terminal(io.StringIO):
+    def __init__(self, *, is_one):
+        super().__init__()
+        self._is_one = is_one
+        self.is_written = threading.Event()
+
+    def isatty(self):
+        return self._is_one
+
+    def write(self, text):
+        length = super().write(text)
+        self.is_written.set()
+        return length
+
+
+def test_a_slow_compilation_is_announced_once_and_on_a_terminal_only(monkeypatch):
+    numba_pass._announce.cache_clear()
+    for is_one, expected in ((False, ""), (True, "compiling kernels"), (True, "")):
+        terminal = Terminal(is_one=is_one)
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with numba_pass.announced_if_slow(seconds=0):
+            terminal.is_written.wait(60 if expected else 0.2)
+        assert expected in terminal.getvalue()
+        assert bool(terminal.getvalue()) is bool(expected)
+    numba_pass._announce.cache_clear()
+    monkeypatch.setattr(sys, "stderr", Terminal(is_one=True))
+    with numba_pass.announced_if_slow(seconds=3600):
+        pass
+    assert sys.stderr.getvalue() == ""
