@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import enum
 import importlib
 import importlib.util
@@ -134,6 +135,41 @@ def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
     return f"{REPOSITORY}{path.relative_to(ROOT)}#L{first}-L{first + len(lines) - 1}"
 
 
+PYTHON, TORCH = "https://docs.python.org/3/library/", "https://docs.pytorch.org/docs/stable/"
+PYTHON_MODULES = ("collections.abc", "contextlib", "datetime", "os", "pathlib")
+TORCH_PAGES = {
+    "torch.Tensor": "tensors.html#torch.Tensor",
+    "torch.device": "tensor_attributes.html#torch.device",
+    "torch.dtype": "tensor_attributes.html#torch.dtype",
+    "torch.nn.Module": "generated/torch.nn.Module.html",
+    "torch.nn.modules.module.Module": "generated/torch.nn.Module.html",
+    "torch.nn.parameter.Parameter": "generated/torch.nn.parameter.Parameter.html",
+}
+
+
+def address_elsewhere(name: str) -> str | None:
+    """The address of a name in the documentation of Python, NumPy or PyTorch.
+
+    Intersphinx would ask these sites at every build, which is to work without a network, too.
+    """
+    module = name.rpartition(".")[0]
+    if inspect.isclass(getattr(builtins, name, None)) and issubclass(getattr(builtins, name), Exception):
+        return f"{PYTHON}exceptions.html#{name}"
+    if module in PYTHON_MODULES:
+        return f"{PYTHON}{module}.html#{name}"
+    if module == "numpy":
+        return f"https://numpy.org/doc/stable/reference/generated/{name}.html"
+    return TORCH + TORCH_PAGES[name] if name in TORCH_PAGES else None
+
+
+def link_elsewhere(app: Any, env: Any, node: Any, shown: Any) -> Any:  # noqa: ARG001
+    """A link for a name that is not ours; None if there is no page for it."""
+    from docutils import nodes
+
+    address = address_elsewhere(node.get("reftarget", ""))
+    return address and nodes.reference("", "", shown, refuri=address, internal=False)
+
+
 def setup(app: Any) -> None:
     """Adds the directive `command-help`, which prints what `crossdevice COMMAND --help` prints."""
     from docutils import nodes
@@ -153,4 +189,5 @@ def setup(app: Any) -> None:
 
     app.add_directive("command-help", CommandHelp)
     app.connect("source-read", read_source)
+    app.connect("missing-reference", link_elsewhere)
     app.connect("autodoc-process-signature", own_signature)

@@ -116,3 +116,15 @@ def test_a_copied_example_is_what_was_typed(site, browser):
     assert copied[0] == "pip install crossdevice"
     assert copied[1].startswith("import numpy as np, crossdevice as cd\ngradients = [\n    {")
     assert "array(" not in copied[1]
+
+
+@pytest.mark.more("Sphinx")
+def test_names_of_python_numpy_and_pytorch_are_links(site):
+    functions, torch = ((site / "reference" / f"{name}.html").read_text() for name in ("functions", "torch"))
+    everything = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
+    assert (
+        'href="https://docs.python.org/3/library/collections.abc.html#collections.abc.Sequence"' in functions
+    )
+    assert 'href="https://docs.pytorch.org/docs/stable/tensors.html#torch.Tensor"' in torch
+    assert 'href="https://numpy.org/doc/stable/reference/generated/numpy.ndarray.html"' in everything
+    assert 'href="https://docs.python.org/3/library/exceptions.html#ValueError"' in everything
