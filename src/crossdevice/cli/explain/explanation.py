@@ -57,6 +57,9 @@ class Explanation(NamedTuple):
         least = min(self.duration.seconds, other.seconds)
         faster = [name for name in sorted(engines) if self.others[name].seconds < least]
         aside = f" ({', '.join(faster)} aside, which adds in its own order)" if faster else ""
+        equals = [name for name, duration in rivals if _as_fast(duration, self.duration)]
+        if equals and (best in equals or self.duration.seconds <= other.seconds):
+            return f"among the fastest here{aside}, with {', '.join(equals)}"
         if self.duration.seconds <= other.seconds:
             times = other.seconds / self.duration.seconds
             return f"the fastest here{aside}: the next, {best}, takes {times:.2f} times as long"
@@ -142,6 +145,11 @@ def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str
         plan=plan,
         simulation=simulation,
     )
+
+
+def _as_fast(first: Duration, second: Duration) -> bool:
+    """True if two times are one as they are printed."""
+    return max(first.seconds, second.seconds) < 1.005 * min(first.seconds, second.seconds)
 
 
 def _seconds(duration: Duration) -> dict[str, float]:

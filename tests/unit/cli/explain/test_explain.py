@@ -71,6 +71,18 @@ def test_without_steps_it_is_a_summary(capsys, topology):
     assert "= copy" not in text
 
 
+def test_algorithms_that_take_the_same_time_are_not_said_to_be_slower(capsys):
+    words = ["explain", "--topology", "pcie", "--devices", "2", "--algorithm"]
+    for name, others in (
+        ("ring", "halving_doubling, tree, direct"),
+        ("tree", "ring, halving_doubling, direct"),
+    ):
+        assert main([*words, name]) == 0
+        text = capsys.readouterr().out
+        assert f"why: among the fastest here, with {others}" in text
+        assert "1.00 times" not in text
+
+
 def test_what_travels_depends_on_the_precision(capsys):
     words = ["--ops", "ring", "--topology", "hgx_h100", "--devices", "4", "--steps"]
     fast, accurate = (said(capsys, *words, "--precision", each) for each in ("fast", "accurate"))
