@@ -211,6 +211,24 @@ def test_every_page_is_in_the_menu_of_the_site():
     assert set(menu) == {page for page in pages if page != "index" and not page.startswith("decisions/0")}
 
 
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+
+def typed_lines(page):
+    """Lines of examples that one types; a session's output, such as an error, is wrapped on the site."""
+    kind = None
+    for line in page.read_text().splitlines():
+        if line.lstrip().startswith("```"):
+            kind = line.strip("` ") or "none" if kind is None else None
+        elif kind == "python" or (kind == "pycon" and line.lstrip().startswith((">>>", "..."))):
+            yield line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_fit_into_88_columns(page):
+    assert [line for line in typed_lines(page) if len(line) > 88] == []
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
