@@ -206,6 +206,25 @@ def scatter_of_an_array(kind: str, d: Any) -> Any:
     return variable.scatter_add(value)
 
 
+def sparse_write(kind: str, aggregation: str, method: str, d: Any) -> Any:
+    value = d.array([[1.0], [3.0], [5.0]])
+    variable = d.Variable(value) if kind == "plain" else made(d, two_replicas(d), value, kind, aggregation)
+    getattr(variable, method)(rows(d))
+    return variable
+
+
+def sparse_write_without_a_shape(d: Any) -> Any:
+    slices = d.IndexedSlices(d.array([[2.0]]), d.array([0], "int32"))
+    return d.Variable(d.array([[1.0]])).assign(slices)
+
+
+def scatter_by_numbers(indices: Any, d: Any) -> Any:
+    variable = d.Variable(d.array([[1.0], [3.0]]))
+    rows = d.array([5.0] if indices == 1 else [[5.0]])
+    variable.scatter_add(d.IndexedSlices(rows, indices))
+    return variable
+
+
 def copied(synchronization: str, where: str, d: Any) -> Any:
     strategy, other = two_replicas(d), two_replicas(d)
     variable = made(d, strategy, d.array([1.0, 2.0]), synchronization, "SUM")
@@ -312,6 +331,14 @@ PROGRAMS = {
         )
         for place, aggregation, method in itertools.product(("cross", "replica"), AGGREGATIONS, SCATTERS)
     },
+    **{
+        f"sparse write/{kind}/{method}": functools.partial(sparse_write, kind, aggregation, method)
+        for (kind, aggregation), method in itertools.product(
+            (("plain", "NONE"), ("AUTO", "NONE"), ("AUTO", "SUM"), ("ON_READ", "MEAN")), WRITES
+        )
+    },
+    "sparse write without a shape": sparse_write_without_a_shape,
+    **{f"scatter/by {each}": functools.partial(scatter_by_numbers, each) for each in (1, [1])},
     "scatter/on read": functools.partial(scatter, "ON_READ", "SUM", "add", "replica"),
     **{
         f"scatter/an array/{kind}": functools.partial(scatter_of_an_array, kind) for kind in ("plain", "AUTO")

@@ -12,7 +12,7 @@ import optree
 from crossdevice.backends.protocol import Backend
 from crossdevice.errors import ContextError, ConversionError
 from crossdevice.strategies.running.place import current_strategy
-from crossdevice.strategies.variables.row_updates import ScatterMethods
+from crossdevice.strategies.variables.row_updates import ScatterMethods, whole_array
 from crossdevice.strategies.variables.variable import ReadsAsArray, Variable, backend_of_variable, converted
 from crossdevice.values.delegation import operand_of
 from crossdevice.values.device import Device
@@ -124,8 +124,8 @@ class DistributedVariable(ScatterMethods, ReadsAsArray, DelegatingValues):
         written = self._write("assign_sub", _computing(operator.sub), value)
         return written if read_value else None
 
-    def _write(self, method: str, write: Write, value: Any) -> Any:
-        """Brings a value to the copies it concerns here and now."""
+    def _write(self, method: str, write: Write, value: Any, *, is_rows: bool = False) -> Any:
+        """Brings a value, or rows of one, to the copies it concerns here and now."""
         raise NotImplementedError
 
     def _scatter(self, method: str, slices: Any) -> Any:
@@ -166,7 +166,7 @@ class DistributedVariable(ScatterMethods, ReadsAsArray, DelegatingValues):
     def _backend(self) -> Backend:
         return backend_of_variable(self._values[0].operand())
 
-    def _converted(self, value: Any) -> Any:
+    def _converted(self, value: Any, is_rows: bool = False) -> Any:
         """A value in this variable's library and dtype, as the running replica sees it."""
         if isinstance(value, PerReplica):
             number = current_component()
@@ -176,9 +176,9 @@ class DistributedVariable(ScatterMethods, ReadsAsArray, DelegatingValues):
                 refuse_per_replica("assign", self.name, value)
             else:
                 value = value.values[number]
-        value = operand_of(value)
-        if isinstance(value, IndexedSlices):
+        if is_rows:
             return IndexedSlices(self._converted(value.values), value.indices, value.dense_shape)
+        value = whole_array(operand_of(value), self.name)
         return converted(value, self._backend, self._backend.dtype_of(self._values[0].operand()), self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from crossdevice.backends.registry import backend_of_type
-from crossdevice.errors import ConversionError, MismatchError
+from crossdevice.errors import ConversionError, DtypeMismatchError, MismatchError, ShapeMismatchError
+from crossdevice.execution.local.sparse import to_dense
+from crossdevice.values.dtypes import INTEGERS
 from crossdevice.values.indexed_slices import IndexedSlices
 
 if TYPE_CHECKING:
@@ -60,12 +62,36 @@ class ScatterMethods:
 
 
 def rows_of(method: str, slices: Any) -> IndexedSlices:
-    """Converts the argument of a scatter method, sparse tensors too, to IndexedSlices."""
-    backend = backend_of_type(type(slices))
-    rows = slices if backend is None else backend.as_indexed_slices(slices)
-    if not isinstance(rows, IndexedSlices):
+    """Converts the argument of a scatter method, sparse tensors too, to IndexedSlices of arrays."""
+    rows = _as_slices(slices)
+    if rows is None:
         raise ConversionError(f"{method} takes IndexedSlices, got a {type(slices).__name__}")
-    return rows
+    return rows.with_parts(rows.values, _array_of_indices(method, rows.indices), rows.dense_shape)
+
+
+def whole_array(value: Any, name: str) -> Any:
+    """The dense array of a sparse value that is written to all of a variable; anything else as it is."""
+    rows = _as_slices(value)
+    return value if rows is None else to_dense(rows, f"the value given to variable {name!r}")
+
+
+def _as_slices(value: Any) -> IndexedSlices | None:
+    if isinstance(value, IndexedSlices):
+        return value
+    backend = backend_of_type(type(value))
+    return None if backend is None else backend.as_indexed_slices(value)
+
+
+def _array_of_indices(method: str, indices: Any) -> Any:
+    if hasattr(indices, "dtype") and backend_of_type(type(indices)) is not None:
+        return indices
+    try:
+        array = np.asarray(indices)
+    except ValueError:  # lists of different lengths
+        array = np.asarray(None)
+    if array.dtype.kind not in "iu":
+        raise ConversionError(f"{method} takes rows by integers; got indices {indices!r}")
+    return array
 
 
 def scatter_with(method: str) -> Callable[[Variable, IndexedSlices], object]:
@@ -76,19 +102,31 @@ def scatter_with(method: str) -> Callable[[Variable, IndexedSlices], object]:
 
     def write(variable: Variable, slices: IndexedSlices) -> object:
         backend = backend_of_type(type(variable.operand()))
-        assert backend is not None, "variables are made of arrays"
-        rows = backend.to_host(variable.operand()).reshape(variable.shape).copy()
         of_indices = backend_of_type(type(slices.indices))
-        indices = np.asarray(slices.indices) if of_indices is None else of_indices.to_host(slices.indices)
-        values = backend.to_host(slices.values).reshape(backend.shape_of(slices.values))
-        if indices.size and not (indices.min() >= 0 and indices.max() < len(rows)):
-            raise MismatchError(
-                f"{method} of variable {variable.name!r}: an index is outside of its {len(rows)} rows"
+        assert backend is not None, "variables are made of arrays"
+        assert of_indices is not None, "indices were made an array"
+        shape, target = variable.shape, f"{method} of variable {variable.name!r}"
+        if not shape:
+            raise ShapeMismatchError(f"{target}: it is a scalar, which has no rows; use assign")
+        dtype = of_indices.dtype_of(slices.indices)
+        if dtype not in INTEGERS:
+            raise DtypeMismatchError(f"{target}: indices are {dtype}; expected integers")
+        index_shape, row_shape = of_indices.shape_of(slices.indices), backend.shape_of(slices.values)
+        wanted = (*index_shape, *shape[1:])
+        if row_shape not in ((), wanted):
+            raise ShapeMismatchError(
+                f"{target}: values have shape {row_shape}; expected {wanted}, a row of shape {shape[1:]} for "
+                "each index, or one number for all"
             )
+        rows = backend.to_host(variable.operand()).reshape(shape).copy()
+        indices = of_indices.to_host(slices.indices).reshape(index_shape)
+        values = backend.to_host(slices.values).reshape(row_shape)
+        if indices.size and not (indices.min() >= 0 and indices.max() < len(rows)):
+            raise MismatchError(f"{target}: an index is outside of its {len(rows)} rows")
         if method in _FUNCTIONS:
             _FUNCTIONS[method].at(rows, indices, values)
         else:
             rows[indices] = values
-        return variable.store(backend.from_host(rows.reshape(-1), variable.shape, variable.device))
+        return variable.store(backend.from_host(rows.reshape(-1), shape, variable.device))
 
     return write

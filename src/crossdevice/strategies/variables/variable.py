@@ -22,7 +22,12 @@ from crossdevice.errors import (
     ShapeMismatchError,
 )
 from crossdevice.strategies.running.loaded_libraries import refuse_graph
-from crossdevice.strategies.variables.row_updates import ScatterMethods, rows_of, scatter_with
+from crossdevice.strategies.variables.row_updates import (
+    ScatterMethods,
+    rows_of,
+    scatter_with,
+    whole_array,
+)
 from crossdevice.values.delegation import DelegatesToArray, PlacedArray, operand_of
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DelegatingValues, DistributedValues
@@ -170,7 +175,7 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
         shape: Any = None,
         device: Device | str | None = None,
     ) -> None:
-        self.name = name or "Variable"
+        self.name = checked_name(name)
         self.trainable = checked_trainable(trainable, self.name) is not False
         self.synchronization = as_setting(VariableSynchronization, synchronization)
         self.aggregation = as_aggregation(aggregation)
@@ -277,15 +282,15 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
 
     def computed(self, operation: Callable[[Any, Any], Any], other: Any) -> Any:
         """A new array of the value and another of its library, on the variable's device."""
+        if not _broadcasts(tuple(other.shape), self.shape):
+            raise self._misshaped(other)
         with backend_of_variable(self._value).working_on(self.device):
             return operation(self._value, other)
 
     def store(self, fresh: Any) -> Variable:
         """Replaces the value by an array of its library, dtype and device that nobody else holds."""
         if tuple(fresh.shape) != self.shape:
-            raise ShapeMismatchError(
-                f"variable {self.name!r} has shape {self.shape}; got a value of shape {tuple(fresh.shape)}"
-            )
+            raise self._misshaped(fresh)
         self._value = np.asarray(fresh) if isinstance(fresh, np.generic) else fresh
         return self
 
@@ -295,10 +300,23 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
                 f"variable {self.name!r} holds one array; got a {type(value).__name__} of several"
             )
         backend = backend_of_variable(self._value)
-        return converted(operand_of(value), backend, backend.dtype_of(self._value), self.name)
+        value = whole_array(operand_of(value), self.name)
+        return converted(value, backend, backend.dtype_of(self._value), self.name)
+
+    def _misshaped(self, value: Any) -> ShapeMismatchError:
+        return ShapeMismatchError(
+            f"variable {self.name!r} has shape {self.shape}; got a value of shape {tuple(value.shape)}"
+        )
 
     def __repr__(self) -> str:
         return f"Variable({self._value!r}, device='{self.device}', name={self.name!r})"
+
+
+def checked_name(name: Any) -> str:
+    """The argument of that name, or TensorFlow's for a variable without one."""
+    if name is None or isinstance(name, str):
+        return name or "Variable"
+    raise OptionError(f"the name of a variable must be a string or None, got a {type(name).__name__}")
 
 
 def checked_trainable(trainable: Any, name: str) -> bool | None:
@@ -322,7 +340,7 @@ def initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> Any:
             f"variable {name!r} was given a {type(array).__name__}; expected an array or a number"
         )
     _check_plain(array, backend, name)
-    if shape is not None and tuple(shape) != backend.shape_of(array):
+    if shape is not None and _shape_of_sizes(shape, name) != backend.shape_of(array):
         raise ShapeMismatchError(
             f"variable {name!r} was given shape {tuple(shape)} and a value of shape {backend.shape_of(array)}"
         )
@@ -336,6 +354,15 @@ def initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> Any:
         raise DtypeError(
             f"variable {name!r} cannot have dtype {dtype!r} in {backend.name}: {error}"
         ) from error
+
+
+def _shape_of_sizes(sizes: Any, name: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, sizes))
+    except TypeError:
+        raise OptionError(
+            f"the shape of variable {name!r} must be a tuple of whole numbers, got {sizes!r}"
+        ) from None
 
 
 def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
@@ -364,7 +391,10 @@ def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
         raise DtypeMismatchError(f"variable {name!r} is {dtype}; it was given {found}, which would lose part")
     if backend.autograd is not None:  # a variable that is added to in every step would keep all of them
         value = backend.autograd.unrecorded(value)
-    return value if found == dtype else backend.cast(value, dtype)
+    try:
+        return value if found == dtype else backend.cast(value, dtype)
+    except (TypeError, ValueError):  # elements that are not numbers
+        raise DtypeMismatchError(f"variable {name!r} is {dtype}; it was given {found}") from None
 
 
 def _check_plain(array: Any, backend: Backend, name: str) -> None:
@@ -372,6 +402,12 @@ def _check_plain(array: Any, backend: Backend, name: str) -> None:
     if hasattr(array, "dtype"):
         plain = array if backend.autograd is None else backend.autograd.unrecorded(array)
         backend.check_array(plain, f"the value given to variable {name!r}")
+
+
+def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """True if an array of one shape broadcasts to another."""
+    pairs = zip(reversed(shape), reversed(whole), strict=False)
+    return len(shape) <= len(whole) and all(own in (1, wanted) for own, wanted in pairs)
 
 
 def _kind_of(dtype: str) -> int:

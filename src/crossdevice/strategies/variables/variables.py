@@ -17,7 +17,12 @@ from crossdevice.strategies.variables.distributed import (
     refuse_per_replica,
 )
 from crossdevice.strategies.variables.row_updates import rows_of, scatter_with
-from crossdevice.strategies.variables.variable import backend_of_variable, checked_trainable, initial_array
+from crossdevice.strategies.variables.variable import (
+    backend_of_variable,
+    checked_name,
+    checked_trainable,
+    initial_array,
+)
 from crossdevice.values.distributed import Mirrored, PerReplica, components_of
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
 from crossdevice.values.indexed_slices import IndexedSlices
@@ -50,7 +55,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         """The running replica's own array; the first outside of replica functions."""
         return self._copy_here().operand()
 
-    def _write(self, method: str, write: Write, value: Any) -> Any:
+    def _write(self, method: str, write: Write, value: Any, *, is_rows: bool = False) -> Any:
         own, context = self._own_copy(), current_context()
         is_sum = self.aggregation is VariableAggregation.SUM and context is not None
         if is_sum and isinstance(value, NUMBERS):
@@ -58,7 +63,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
                 f"variable {self.name!r} sums what replicas assign; got the number {value!r}, of which it is "
                 "unclear whether each replica contributes it; assign an array"
             )
-        value = self._converted(value)
+        value = self._converted(value, is_rows)
         if own is None:
             return self._written(write, self._strategy.extended.cross_device_ops.broadcast(value, self))
         aggregation = self.aggregation
@@ -85,7 +90,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
                 f"{method} of variable {self.name!r} with aggregation {self.aggregation.name}: rows of "
                 "several replicas have no sum or mean there; use NONE or ONLY_FIRST_REPLICA"
             )
-        return self._write(method, scatter_with(method), rows)
+        return self._write(method, scatter_with(method), rows, is_rows=True)
 
 
 class SyncOnReadVariable(DistributedVariable):
@@ -116,8 +121,8 @@ class SyncOnReadVariable(DistributedVariable):
             case _ as never:
                 assert_never(never)
 
-    def _write(self, method: str, write: Write, value: Any) -> Any:
-        value = self._converted(value)
+    def _write(self, method: str, write: Write, value: Any, *, is_rows: bool = False) -> Any:
+        value = self._converted(value, is_rows)
         own = self._own_copy()
         if own is not None:
             return self._write_own(own, write, value)
@@ -159,7 +164,7 @@ def create_variable(
     In a replica function all replicas make it together, of the first one's value. Where there are several
     processes, the value is that of the first.
     """
-    name = name or "Variable"
+    name = checked_name(name)
     timing = as_setting(VariableSynchronization, synchronization)
     aggregation = as_aggregation(aggregation)
     on_read = timing is VariableSynchronization.ON_READ

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 import crossdevice as cd
-from crossdevice.errors import ConversionError, DtypeMismatchError, LibraryMismatchError, ShapeMismatchError
+from crossdevice.errors import (
+    ConversionError,
+    CrossDeviceError,
+    DtypeMismatchError,
+    LibraryMismatchError,
+    OptionError,
+    ShapeMismatchError,
+)
 from crossdevice.values.distributed import components_of
 
 LIBRARIES = {"numpy": lambda x: np.array(x, np.float32), "torch": torch.tensor}
@@ -112,3 +119,100 @@ def test_a_plain_variable_keeps_its_dtype_and_shape():
     for value in ("text", object(), None):
         with pytest.raises(ConversionError, match="expected an array or a number"):
             cd.Variable(value)
+
+
+def rows(values, indices, shape=None):
+    return cd.IndexedSlices(np.float32(values), np.array(indices), shape)
+
+
+@each_library
+@each_kind
+def test_a_sparse_value_is_written_as_the_whole_array_it_stands_for(make, kind):
+    variable = kind(make([[1.0], [2.0], [3.0]]))
+    numbers = {np.ndarray: np.array, torch.Tensor: torch.tensor}[type(make([1.0]))]
+    slices = cd.IndexedSlices(make([[5.0], [6.0], [7.0]]), numbers([2, 0, 2]), (3, 1))
+    variable.assign(slices)
+    assert np.ravel(variable.numpy()).tolist() == [6, 0, 12]
+    variable.assign_add(slices)
+    variable.assign_sub(cd.IndexedSlices(make([[1.0]]), numbers([1]), (3, 1)))
+    assert np.ravel(variable.numpy()).tolist() == [12, -1, 24]
+
+
+def test_rows_may_be_given_by_lists_of_indices_and_as_one_number_for_all():
+    variable = cd.Variable([[1.0, 2.0], [3.0, 4.0]])
+    variable.scatter_add(cd.IndexedSlices([[5.0, 6.0]], [1]))
+    variable.scatter_sub(cd.IndexedSlices(np.float32(1), 0))
+    assert variable.numpy().tolist() == [[0, 1], [8, 10]]
+
+
+WRONG_WRITES = {
+    "larger than the variable": (
+        "assign_add",
+        np.ones((3, 2)),
+        ShapeMismatchError,
+        r"\(2, 2\); got .* \(3, 2\)",
+    ),
+    "with more axes": (
+        "assign_sub",
+        np.ones((1, 2, 2)),
+        ShapeMismatchError,
+        r"got a value of shape \(1, 2, 2\)",
+    ),
+    "of no elements": ("assign_add", [], ShapeMismatchError, r"got a value of shape \(0,\)"),
+    "of objects": ("assign", np.array([[object(), 1]] * 2), DtypeMismatchError, "it was given object"),
+    "sparse without a shape": ("assign", rows([[1, 1]], [0]), ConversionError, "no dense_shape"),
+    "sparse of another shape": ("assign", rows([[1, 1]], [0], (9, 2)), ShapeMismatchError, r"shape \(9, 2\)"),
+    "rows of another shape": (
+        "scatter_add",
+        rows([[1, 1, 1]], [0]),
+        ShapeMismatchError,
+        r"expected \(1, 2\)",
+    ),
+    "rows without indices": (
+        "scatter_update",
+        rows([[1, 1]] * 2, [0]),
+        ShapeMismatchError,
+        r"\(2, 2\); expected",
+    ),
+    "rows to be repeated": ("scatter_add", rows([[1]], [0]), ShapeMismatchError, "or one number for all"),
+    "rows by fractions": (
+        "scatter_min",
+        rows([[1, 1]], [0.5]),
+        DtypeMismatchError,
+        "float64; expected integers",
+    ),
+    "rows by words": (
+        "scatter_max",
+        cd.IndexedSlices(np.float32([[1, 1]]), ["a"]),
+        ConversionError,
+        "takes rows by integers",
+    ),
+    "rows outside": ("scatter_add", rows([[1, 1]], [2]), CrossDeviceError, "outside of its 2 rows"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_WRITES)
+@pytest.mark.parametrize("kind", ["plain", "mirrored", "copy"])
+def test_a_wrong_write_is_refused_in_words_of_the_variable_and_changes_nothing(kind, wrong):
+    method, value, error, words = WRONG_WRITES[wrong]
+    variable = KINDS[kind](np.ones((2, 2), np.float32))
+    with pytest.raises(error, match=words):
+        getattr(variable, method)(value)
+    assert variable.numpy().tolist() == [[1, 1], [1, 1]]
+
+
+def test_a_scalar_has_no_rows():
+    with pytest.raises(ShapeMismatchError, match="it is a scalar, which has no rows; use assign"):
+        cd.Variable(1.0).scatter_add(rows([1], [0]))
+
+
+@pytest.mark.parametrize(
+    "make", [cd.Variable, lambda *args, **named: strategy().create_variable(*args, **named)]
+)
+def test_names_are_strings_and_shapes_are_tuples_of_numbers(make):
+    with pytest.raises(OptionError, match="must be a string or None, got a ndarray"):
+        make([1.0, 2.0], name=np.ones(2))
+    for shape in (2, 2.0, np.ones(1), "2"):
+        with pytest.raises(OptionError, match="must be a tuple of whole numbers"):
+            make([1.0, 2.0], shape=shape)
+    assert make([1.0, 2.0], shape=np.array([2])).shape == (2,)
