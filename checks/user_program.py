@@ -133,6 +133,7 @@ def classes() -> None:
     assert largest.reduce("sum", placed, "cpu:0").tolist() == [2]
     per_device = legacy.PerDevice({"/cpu:0": 1.0, "/cpu:1": 3.0})
     assert legacy.ReductionToOneDeviceCrossTowerOps().reduce("mean", per_device, None).values[0] == 2
+    assert isinstance(legacy.AllReduceCrossDeviceOps("ring"), legacy.CrossDeviceOps)
 
 
 def step(x: Floats, rate: float = 1.0) -> Any:

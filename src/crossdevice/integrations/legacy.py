@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from crossdevice.algorithms import all_reduce_cross_device_ops as today
-from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms import base as algorithms
 from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.errors import ConversionError, OptionError
 from crossdevice.strategies import mirrored as strategies
@@ -55,10 +55,10 @@ class PerDevice(PerReplica):
 class CrossTowerOps:
     """The base class of TensorFlow 1.12; subclasses say which of today's algorithms they are."""
 
-    _ops: CrossDeviceOps | None = None
+    _ops: algorithms.CrossDeviceOps | None = None
 
     @property
-    def cross_device_ops(self) -> CrossDeviceOps:
+    def cross_device_ops(self) -> algorithms.CrossDeviceOps:
         """Today's algorithm; `MirroredStrategy` takes it from here."""
         if self._ops is None:
             raise NotImplementedError(
@@ -131,7 +131,7 @@ class CrossTowerOps:
             ConversionError: something cannot be read as an array.
             DestinationError: `destinations` names no device.
         """
-        ops = self._ops or CrossDeviceOps()  # which copies, whatever the algorithm
+        ops = self._ops or algorithms.CrossDeviceOps()  # which copies, whatever the algorithm
         return _mirrored(ops.broadcast, tensor, _placed(destinations, _per_device(tensor)))
 
     def _reduced(self, operation: ReduceOp, per_device_value: Any, destinations: Any) -> Mirrored:
@@ -200,21 +200,11 @@ class AllReduceCrossTowerOps(CrossTowerOps):
         )
 
 
-class AllReduceCrossDeviceOps(AllReduceCrossTowerOps):
-    """The class of TensorFlow 1.13 and 1.14: the operation is a ReduceOp already, all else is as with towers.
+class CrossDeviceOps(CrossTowerOps):
+    """The base class of TensorFlow 1.13 and 1.14: the operation is a ReduceOp, all else is as with towers.
 
-    Args:
-        all_reduce_alg: as in today's class.
-        num_packs: as in today's class.
-        agg_small_grads_max_bytes: as in today's class.
-        agg_small_grads_max_group: as in today's class.
-
-    Raises:
-        OptionError: the algorithm is unknown, or a number is outside its range.
-
-    >>> value = PerDevice({"/cpu:0": 1.0, "/cpu:1": 3.0})
-    >>> AllReduceCrossDeviceOps("hierarchical_copy").reduce(ReduceOp.MEAN, value, ["/cpu:1"]).devices
-    (Device('cpu:1'),)
+    >>> isinstance(AllReduceCrossDeviceOps("ring"), CrossDeviceOps)
+    True
     """
 
     def reduce(  # type: ignore[override]  # other names, as they were
@@ -263,10 +253,28 @@ class AllReduceCrossDeviceOps(AllReduceCrossTowerOps):
         return self._batch_reduced(ReduceOp(reduce_op), value_destination_pairs)
 
 
+class AllReduceCrossDeviceOps(CrossDeviceOps, AllReduceCrossTowerOps):
+    """The all-reduce of TensorFlow 1.13 and 1.14.
+
+    Args:
+        all_reduce_alg: as in today's class.
+        num_packs: as in today's class.
+        agg_small_grads_max_bytes: as in today's class.
+        agg_small_grads_max_group: as in today's class.
+
+    Raises:
+        OptionError: the algorithm is unknown, or a number is outside its range.
+
+    >>> value = PerDevice({"/cpu:0": 1.0, "/cpu:1": 3.0})
+    >>> AllReduceCrossDeviceOps("hierarchical_copy").reduce(ReduceOp.MEAN, value, ["/cpu:1"]).devices
+    (Device('cpu:1'),)
+    """
+
+
 def MirroredStrategy(  # noqa: N802 - TensorFlow's name
     devices: Sequence[Device | str] | None = None,
     num_gpus: int | None = None,
-    cross_tower_ops: CrossTowerOps | CrossDeviceOps | None = None,
+    cross_tower_ops: CrossTowerOps | algorithms.CrossDeviceOps | None = None,
     **arguments: Any,
 ) -> strategies.MirroredStrategy:
     """Makes today's MirroredStrategy from the arguments of TensorFlow 1.12.

@@ -204,6 +204,7 @@ def test_strategies_take_tower_objects_and_the_arguments_of_that_time(make):
 
 def test_the_all_reduce_of_tensorflow_1_14_takes_lists_of_devices_and_always_gives_mirrored():
     ops = legacy.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=0, agg_small_grads_max_bytes=64)
+    assert isinstance(ops, legacy.CrossDeviceOps)
     check_mirrored(ops.reduce(cd.ReduceOp.SUM, per_device(), ["/cpu:1"]), [4, 6], 1)
     check_mirrored(ops.reduce(cd.ReduceOp.MEAN, per_device(), ["/cpu:0", "/cpu:1"]), [2, 3], 0, 1)
     first, second = ops.batch_reduce(
