@@ -202,25 +202,30 @@ def test_keras_trains_and_goes_on_from_a_checkpoint(name, count, tmp_path):
     np.testing.assert_allclose(found, _RIGHTLY_TRAINED[count], rtol=1e-5)
 
 
+def made_by_us(theirs, kind, asked):
+    class Made(theirs):
+        def __new__(cls, *args, **named):
+            asked.append(kind)
+            return as_tensorflow(kind(*args, **named))
+
+    return Made
+
+
 def test_ours_take_the_place_of_tensorflows_where_its_strategies_make_them(monkeypatch):
     from tensorflow.python.distribute import cross_device_ops
 
+    asked = []
     for name in (
         "ReductionToOneDevice",
         "HierarchicalCopyAllReduce",
         "NcclAllReduce",
         "AllReduceCrossDeviceOps",
     ):
-        kind = getattr(cd, name)
-        monkeypatch.setattr(
-            cross_device_ops, name, lambda *args, kind=kind, **named: as_tensorflow(kind(*args, **named))
-        )
-    asked = []
-    monkeypatch.setattr(
-        cross_device_ops,
-        "ReductionToOneDevice",
-        lambda: asked.append("ours") or as_tensorflow(cd.RingAllReduce()),
-    )
+        made = made_by_us(getattr(cross_device_ops, name), getattr(cd, name), asked)
+        for module in (cross_device_ops, tf.distribute):
+            monkeypatch.setattr(module, name, made, raising=False)
+        assert repr(getattr(tf.distribute, name)()).startswith(f"as_tensorflow({name}")
+        assert not isinstance(cd.RingAllReduce(), getattr(cross_device_ops, name))
     strategy = tf.distribute.MirroredStrategy(
         ["/cpu:0", "/cpu:1"], cross_device_ops=cross_device_ops.HierarchicalCopyAllReduce(num_packs=2)
     )
@@ -228,5 +233,6 @@ def test_ours_take_the_place_of_tensorflows_where_its_strategies_make_them(monke
     value = strategy.run(
         lambda: tf.constant([2]) * (tf.distribute.get_replica_context().replica_id_in_sync_group + 1)
     )
+    asked.clear()
     assert np.asarray(strategy.reduce("SUM", value, axis=None)).tolist() == [6]
-    assert asked, "integers on CPUs are reduced by what TensorFlow makes itself"
+    assert asked == [cd.ReductionToOneDevice], "integers on CPUs are reduced by what TensorFlow makes itself"
