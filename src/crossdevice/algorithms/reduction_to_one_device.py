@@ -45,7 +45,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     ) -> None:
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise TypeError(f"accumulation_fn must be callable, got {accumulation_fn!r}")
-        self.reduce_to_device = Device.parse(reduce_to_device) if reduce_to_device else None
+        is_given = reduce_to_device is not None and not isinstance(reduce_to_device, str)
+        self.reduce_to_device = Device.parse(reduce_to_device) if is_given or reduce_to_device else None
         self.accumulation_fn = accumulation_fn
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:

@@ -11,6 +11,7 @@ from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.errors import ContextError, ConversionError, OptionError
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.data.input import ValueContext
+from crossdevice.strategies.data.regrouping import checked_arguments
 from crossdevice.strategies.extended import StrategyExtended, grouped
 from crossdevice.strategies.running.loaded_libraries import refuse_recomputing
 from crossdevice.strategies.running.place import (
@@ -138,8 +139,9 @@ class LoneReplicaContext(ReplicaContext):
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Calls `merge_fn(strategy, ...)` at once."""
+        own_args, own_kwargs = checked_arguments("merge_call", args, kwargs)
         with outside_of_replicas(self._strategy):
-            return merge_fn(self._strategy, *args, **(kwargs or {}))
+            return merge_fn(self._strategy, *own_args, **own_kwargs)
 
 
 DEFAULT_STRATEGY = DefaultStrategy()

@@ -75,8 +75,9 @@ class MirroredStrategy(Strategy):
             if isinstance(cross_device_ops, type):
                 found = f"the class {cross_device_ops.__name__}; make one: {cross_device_ops.__name__}()"
             raise OptionError(f"cross_device_ops must be a CrossDeviceOps or None, got {found}")
-        self._devices = _checked_devices(devices) if devices else default_devices()
-        self._are_devices_given = bool(devices)
+        given = None if devices is None else _checked_devices(devices)
+        self._devices = given or default_devices()
+        self._are_devices_given = bool(given)
         self._reason = "given to the strategy"
         if cross_device_ops is None:
             _, cross_device_ops, self._reason, _ = choose_algorithm(self._devices)

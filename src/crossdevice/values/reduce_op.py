@@ -5,12 +5,21 @@ from __future__ import annotations
 import enum
 import re
 import sys
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from crossdevice.errors import OptionError, ReduceOpError
 
 
-class ReduceOp(enum.Enum):
+class _LookUp(enum.EnumMeta):
+    """A look-up by name that does not compare names with arrays, which answer element by element."""
+
+    def __call__(cls, value: Any, *more: Any, **named: Any) -> Any:
+        if type(value).__hash__ is None:
+            return cls._missing_(value)  # type: ignore[attr-defined]  # of the one class that is made by this
+        return super().__call__(value, *more, **named)
+
+
+class ReduceOp(enum.Enum, metaclass=_LookUp):
     """The operation that makes one value of all replicas' values.
 
     Strings in any case are accepted wherever an operation is, as are the operations of PyTorch,
@@ -40,7 +49,8 @@ class ReduceOp(enum.Enum):
         if trimmed is not None:
             return cls._trimmed_mean(int(trimmed[1]))
         known = ", ".join((*cls.__members__, "TRIMMED_MEAN(k)"))
-        raise ReduceOpError(f"{value!r} is not a reduce operation; expected one of {known}")
+        found = f"an array of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+        raise ReduceOpError(f"{found} is not a reduce operation; expected one of {known}")
 
     @classmethod
     def _trimmed_mean(cls, k: int) -> ReduceOp:

@@ -30,7 +30,7 @@ class Registry(Mapping[str, str]):
 
     def load(self, name: str) -> Any:
         """The class of that name, imported now; unknown names and missing libraries are refused."""
-        target = self.get(name)
+        target = self.get(name) if isinstance(name, str) else None
         if target is None:
             raise OptionError(f"{name!r} is not {self._what}; expected one of {', '.join(self)}")
         try:

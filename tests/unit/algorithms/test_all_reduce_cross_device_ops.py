@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from crossdevice import AllReduceCrossDeviceOps
@@ -26,3 +27,9 @@ def test_the_defaults_are_tensorflows():
     ops = AllReduceCrossDeviceOps()
     assert ops.all_reduce_alg == "nccl"
     assert ops.packing == Packing(num_packs=1, small_max_bytes=0, small_max_group=10)
+
+
+@pytest.mark.parametrize("name", [np.ones(2), ["ring"], {}, None], ids=type)
+def test_a_name_that_is_no_string_is_refused(name):
+    with pytest.raises(OptionError, match="is not an all-reduce algorithm; expected one of"):
+        AllReduceCrossDeviceOps(name)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from crossdevice import Device, PerReplica, ReductionToOneDevice
-from crossdevice.errors import CrossDeviceError
+from crossdevice.errors import CrossDeviceError, DeviceError
 from crossdevice.values.device import host_device
 from unit.algorithms.planning import COUNTS, planned
 
@@ -66,3 +66,9 @@ def test_the_arguments_are_attributes():
     assert ReductionToOneDevice("cpu:1").reduce_to_device == Device("cpu", 1)
     assert ReductionToOneDevice("").reduce_to_device is None
     assert ReductionToOneDevice().accumulation_fn is None
+
+
+def test_a_device_that_is_an_array_is_refused_and_an_empty_name_is_none():
+    assert ReductionToOneDevice("").reduce_to_device is None
+    with pytest.raises(DeviceError, match="is not a device"):
+        ReductionToOneDevice(np.ones(2))

@@ -372,6 +372,10 @@ def test_datasets_from_functions_are_there_by_their_older_name(strategy):
         (lambda s, v: s.extended.update_non_slot([], print), "takes the devices"),
         (lambda s, v: s.run(lambda: cd.get_replica_context().merge_call(print, None)), "args of merge_call"),
         (
+            lambda s, v: cd.get_replica_context().merge_call(print, 3),
+            "args of merge_call must be a list or tuple",
+        ),
+        (
             lambda s, v: s.run(lambda: cd.get_replica_context().all_reduce("sum", cd.PerReplica([]))),
             "0 compo",
         ),

@@ -49,7 +49,9 @@ def test_a_device_given_twice_gets_two_replicas():
     assert [str(device) for device in result.devices] == ["cpu:0", "cpu:0", "cpu:1"]
 
 
-@pytest.mark.parametrize("devices", [["cpu:x"], ["nonsense"], "cpu:0", 3, ["cpu:-1"], ["/job:far/cpu:0"]])
+@pytest.mark.parametrize(
+    "devices", [["cpu:x"], ["nonsense"], "cpu:0", 3, ["cpu:-1"], ["/job:far/cpu:0"], np.ones(2), ""], ids=repr
+)
 def test_bad_devices_are_refused(devices):
     with pytest.raises(DeviceError):
         cd.MirroredStrategy(devices)

@@ -49,3 +49,11 @@ def test_booleans_have_a_minimum_and_a_maximum(make, lowering):
     for op in ("sum", "mean", "prod"):
         with pytest.raises(DtypeError, match="dtype bool"):
             cd.reduce(arrays, op)
+
+
+@pytest.mark.parametrize("value", [np.ones((2, 2)), np.ma.masked_array([1, 2]), [1, 2], {"sum": 1}], ids=type)
+def test_an_array_in_the_place_of_an_operation_is_refused_by_its_kind(value):
+    with pytest.raises(ReduceOpError, match=r"is not a reduce operation; expected one of SUM, MEAN"):
+        cd.ReduceOp(value)
+    with pytest.raises(ReduceOpError, match=r"is not a reduce operation"):
+        cd.ReductionToOneDevice().reduce(value, "sum", "cpu:0")
