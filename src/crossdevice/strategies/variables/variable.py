@@ -210,7 +210,7 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
         """Replaces the value; the shape and the dtype stay.
 
         Args:
-            value: an array or a number.
+            value: an array, a number, or IndexedSlices, which are made dense.
             use_locking: as in TensorFlow; it changes nothing.
             name: as in TensorFlow; it changes nothing.
             read_value: False returns None.
@@ -235,7 +235,7 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
         """Adds to the value.
 
         Args:
-            delta: what is added.
+            delta: what is added, as in `assign`.
             use_locking: as in `assign`.
             name: as in `assign`.
             read_value: False returns None.
@@ -260,7 +260,7 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
         """Subtracts from the value.
 
         Args:
-            delta: what is subtracted.
+            delta: what is subtracted, as in `assign`.
             use_locking: as in `assign`.
             name: as in `assign`.
             read_value: False returns None.
