@@ -17,6 +17,7 @@ from crossdevice.execution.processes.agreement import (
 from crossdevice.execution.processes.copies import Copies, LeafRows
 from crossdevice.execution.processes.peers import offered_gpu
 from crossdevice.execution.processes.rows import array_of_rows, rows_of
+from crossdevice.execution.processes.verifying import verified_copies
 from crossdevice.execution.reading.outputs import wrapped_into
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.distributed import PerReplica
@@ -34,7 +35,11 @@ def exchanged_parts(
         for _, gathering in leaves
     ]
     replicas = tuple(map(len, rows))
-    with agreed_call(group, _description(moves), replicas, seconds_of(options)) as (call, of_ranks):
+    description = _description(moves, ", verified" if options.verify else "")
+    with (
+        agreed_call(group, description, replicas, seconds_of(options)) as (call, of_ranks),
+        verified_copies(call, options),
+    ):
         ready = [
             LeafRows(own, move.sizes, tuple(counts[number] for counts in of_ranks))
             for number, ((move, _), own) in enumerate(zip(leaves, rows, strict=True))
@@ -64,14 +69,14 @@ def exchanged_parts(
     ]
 
 
-def _description(moves: Sequence[AllToAll]) -> Description:
+def _description(moves: Sequence[AllToAll], verified: str) -> Description:
     """Describes what ranks compare: the number of lengths, but not the lengths, which may differ."""
     gatherings = [gathering for move in moves for gathering in move.gatherings]
     paths = [leaf.path for move in moves for leaf in move.value.leaves]
     axes = " and ".join(map(str, sorted({gathering.axis for gathering in gatherings})))
     numbers = sorted({len(sizes) for move in moves for sizes in move.sizes if sizes is not None})
     return Description(
-        f"all_to_all along axis {axes}" + "".join(f", {number} sizes" for number in numbers),
+        f"all_to_all along axis {axes}" + "".join(f", {number} sizes" for number in numbers) + verified,
         tuple(structure_text(move.value.structure) for move in moves),
         tuple(
             LeafDescription(path, "array", gathering.dtype, gathering.shape_with(None))

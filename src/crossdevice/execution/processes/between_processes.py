@@ -35,7 +35,11 @@ from crossdevice.execution.processes.scattering import Prepared, reduced_parts
 from crossdevice.execution.processes.sparse_rows import gathered_rows, index_dtype
 from crossdevice.execution.processes.task_agreement import Course
 from crossdevice.execution.processes.travelling import Delivery
-from crossdevice.execution.processes.verifying import Verification, check_written
+from crossdevice.execution.processes.verifying import (
+    Verification,
+    check_written,
+    verified_copies,
+)
 from crossdevice.execution.processes.weighing import weights_of_all_ranks
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.outputs import wrapped_into
@@ -189,8 +193,6 @@ class BetweenProcesses:
         factors: tuple[float, ...] | None,
     ) -> list[Any]:
         """The parts of this rank's replicas, of values reduced over the replicas of all ranks."""
-        if options.verify:
-            raise OptionError("verify checks reduce and batch_reduce; reduce_scatter is not verified")
         return reduced_parts(self.group, scatters, op, options, factors, self._scatterings, self._prepare)
 
     def all_to_all(self, moves: Sequence[AllToAll], options: CommunicationOptions) -> list[Any]:
@@ -217,7 +219,8 @@ class BetweenProcesses:
         )
         # As counted from the front, which is not the same for arrays of different ranks.
         axes = sorted({gathering.axis for gathering in gatherings}) or [axis]
-        operation = f"gather along axis {' and '.join(map(str, axes))}"
+        verified = ", verified" if options.verify else ""
+        operation = f"gather along axis {' and '.join(map(str, axes))}{verified}"
         description = Description(operation, (structure_text(read.structure),), described)
         return lambda: wrapped_into(
             out,
@@ -237,8 +240,15 @@ class BetweenProcesses:
     ) -> list[list[Array]]:
         # End to end they are one, so ranks may bring as many as they like.
         ones = (1,) * len(gatherings)
-        with agreed_call(self.group, description, ones, seconds_of(options)) as (call, _):
+        with (
+            agreed_call(self.group, description, ones, seconds_of(options)) as (call, _),
+            verified_copies(call, options) as verification,
+        ):
             wholes = self._copies.gathered(call, rows)
+            if verification is not None:
+                verification.note_copies(
+                    dict(zip([leaf.path for leaf in description.leaves], wholes, strict=True))
+                )
         results = []
         for (_, backend, axis), whole in zip(gatherings, wholes, strict=True):
             first = array_of_rows(whole, whole.shape, axis, backend, destinations[0])
@@ -257,14 +267,22 @@ class BetweenProcesses:
             LeafDescription(leaf.path, "array", backend.dtype_of(array), shape)
             for leaf, backend, array, shape in zip(read.leaves, backends, arrays, shapes, strict=True)
         )
-        description = Description(f"broadcast from rank {rank}", (structure_text(read.structure),), described)
+        operation = f"broadcast from rank {rank}" + (", verified" if options.verify else "")
+        description = Description(operation, (structure_text(read.structure),), described)
         is_offered = offered_gpu(arrays, self.group) is not None
         flats = [
             backend.flat(array) if is_offered else backend.to_host(array)
             for backend, array in zip(backends, arrays, strict=True)
         ]
-        with agreed_call(self.group, description, (1,) * len(flats), seconds_of(options)) as (call, _):
+        with (
+            agreed_call(self.group, description, (1,) * len(flats), seconds_of(options)) as (call, _),
+            verified_copies(call, options) as verification,
+        ):
             received = self._copies.of_rank(call, flats, rank)
+            if verification is not None:
+                verification.note_copies(
+                    dict(zip([leaf.path for leaf in description.leaves], received, strict=True))
+                )
         if self.group.rank == rank:
             return value
         leaves = [
@@ -317,23 +335,27 @@ class BetweenProcesses:
         counts: Sequence[tuple[int, ...]],
         weights: Weights | None,
     ) -> tuple[Sequence[int], Delivery]:
-        """The same for a call that is verified: `out` is written to when all ranks have found all well."""
+        """The same for a verified call: inputs are as they were until all ranks have found all well."""
         numbers, leaves, parts = self._dense_parts(batch, counts)
-        columns = [leaf.arrays for leaf in leaves]
         results: dict[int, tuple[Array, ...]] = {}
+        is_written: dict[int, bool] = {}
         for part in parts:
             (number,) = part.leaves
-            verification.leaf = leaves[number].path or "the value"
-            (results[number],) = part.run(call, columns, [None] * len(leaves), weights)()
-            assert isinstance(part.prepared, HostReduction)
-            own = [columns[number]], [results[number]]
-            part.prepared.check_with(verification, leaves[number].path, *own, batch.op, weights)
-        verification.conclude({leaves[number].path: found for number, found in results.items()})
+            leaf, prepared = leaves[number], part.prepared
+            assert isinstance(prepared, HostReduction)
+            verification.leaf = leaf.path or "the value"
+            # Large ones are written where they are to be: to copy them would take as long as to check them.
+            is_direct = prepared.writes_directly([leaf.arrays], leaf.out)
+            outs = [leaf.out if is_direct else None]
+            (results[number],) = prepared.run(call, [leaf.arrays], outs, weights)()
+            prepared.check_with(verification, leaf.path, [leaf.arrays], results[number], weights)
+            is_written[number] = is_direct
+        verification.conclude()
 
         def deliver() -> list[tuple[Array, ...]]:
             delivered = []
             for number, leaf in enumerate(leaves):
-                if leaf.out is None:
+                if leaf.out is None or is_written[number]:
                     delivered.append(results[number])
                     continue
                 for target, result in zip(leaf.out, results[number], strict=True):

@@ -120,7 +120,7 @@ TRANSPORTS: Mapping[str, Transport] = {
 """From the best to the one that is always available."""
 
 
-UNVERIFIED = "only messages are verified"
+UNVERIFIED = "verified calls go through windows and messages"
 
 
 class Choice(NamedTuple):
@@ -159,7 +159,7 @@ def _first_available(unavailable: Callable[[Transport], str | None], *, is_verif
     """The first transport that is available: all ranks come to the same."""
     reasons: dict[str, str] = {}
     for name, transport in TRANSPORTS.items():
-        is_unverified = is_verified and transport is not TRANSPORTS["messages"]
+        is_unverified = is_verified and not transport.is_on_host
         reason = UNVERIFIED if is_unverified else unavailable(transport)
         if reason is None:
             return Choice(name, reasons)

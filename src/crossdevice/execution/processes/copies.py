@@ -87,7 +87,7 @@ class Copies:
     def gathered(self, call: GroupCall, rows: Sequence[Rows]) -> list[Rows]:
         """For each leaf the rows of all ranks, end to end: as many as each brings, but alike."""
         group = self._group
-        gpu = offered_gpu(rows, group)
+        gpu = offered_gpu(rows, group) if call.hops is None else None
         numbers = np.array([*map(len, rows), gpu is not None], np.int64)
         records = [np.frombuffer(record, np.int64).tolist() for record in call.all_gather(numbers.tobytes())]
         if not rows:
@@ -116,7 +116,9 @@ class Copies:
         """The flat arrays of one rank, which every rank has in the same lengths and dtypes."""
         group, peers = self._group, known_peers(self._group)
         is_on_gpu = False
-        if peers is not None and peers.unavailable is None:  # which all ranks know, or none
+        if (
+            call.hops is None and peers is not None and peers.unavailable is None
+        ):  # which all ranks know, or none
             gpu = offered_gpu(arrays, group)
             answers = call.all_gather(b"0" if gpu is None else b"1")
             is_on_gpu = are_reached(call, gpu, [answer == b"1" for answer in answers])
@@ -151,7 +153,7 @@ class Copies:
         of_peers = [_lengths_of(peer, leaves, record, members) for peer, record in enumerate(records)]
         if not leaves:
             return []
-        is_on_gpu = are_reached(call, gpu, [is_offered for is_offered, _ in of_peers])
+        is_on_gpu = call.hops is None and are_reached(call, gpu, [is_offered for is_offered, _ in of_peers])
         if not is_on_gpu:
             leaves = [leaf._replace(replicas=list(map(_on_host, leaf.replicas))) for leaf in leaves]
         all_lengths = [

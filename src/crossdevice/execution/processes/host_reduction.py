@@ -14,7 +14,7 @@ from crossdevice.execution.processes.reduced_batch import LeafParts, ReducedBatc
 from crossdevice.execution.processes.rows import array_of_rows
 from crossdevice.execution.processes.small_reduction import SmallReduction
 from crossdevice.execution.processes.travelling import Delivery, Flat, PrepareProgram, Program
-from crossdevice.execution.processes.verifying import Verification
+from crossdevice.execution.processes.verifying import OwnResult, Verification
 from crossdevice.execution.reading.leaf_spec import Columns, Outs
 from crossdevice.execution.reading.outputs import delivered, written_view
 from crossdevice.execution.tracing import Work
@@ -24,7 +24,6 @@ from crossdevice.plans.reduced_leaf import ReducedLeaf
 from crossdevice.plans.tasks import TaskPlan, aligned
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.recipe import COPYING
-from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
 SMALL_BYTES = 32 << 10
@@ -52,6 +51,9 @@ class _Pack(NamedTuple):
 class HostReduction:
     """Everything about a batch of dense leaves that does not depend on their elements."""
 
+    is_whole = True
+    """True if every rank gets all of each result."""
+
     def __init__(self, batch: ReducedBatch, prepare: PrepareProgram) -> None:
         """`prepare` is the transport's."""
         specs, group = batch.specs, batch.group
@@ -78,7 +80,7 @@ class HostReduction:
         Only a large `out` that no input is in comes to hold its result before: should a rank be lost
         meanwhile, all inputs are still there.
         """
-        if self._small is not None:
+        if self._small is not None and call.hops is None:
             return self._small.run(call, columns, outs, weights)
         flats: dict[int, list[Flat]] = {}
         for pack in self._packs:
@@ -105,20 +107,33 @@ class HostReduction:
             for leaf, out in enumerate(outs)
         ]
 
+    def writes_directly(self, columns: Columns, out: Sequence[Array] | None) -> bool:
+        """Returns True if `out` of the only leaf comes to hold its result before all ranks have theirs."""
+        return bool(self._direct_targets(self._packs[0], columns, out))
+
     def check_with(
         self,
         verification: Verification,
         path: str,
         columns: Columns,
-        results: Sequence[Sequence[Array]],
-        op: ReduceOp,
+        results: Sequence[Array],
         weights: Weights | None,
     ) -> None:
         """Has the results of the only leaf checked."""
-        ((leaf,), program), (spec,), (of_leaf,) = self._packs[0], self._specs, results
+        ((leaf,), program) = self._packs[0]
         views = self._views(0, columns, leaf.dtype)
-        result = spec.backend.to_host(of_leaf[0]).view(dtype_named(leaf.result))
-        verification.check_leaf(path, leaf, program.plan, views, result, op, weights)
+        reals = leaf.length // max(self._specs[0].num_elements, 1)  # two of a complex number
+        own = [
+            OwnResult(start * reals, flat.view(dtype_named(leaf.result)))
+            for start, flat in self._own_results(results)
+        ]
+        verification.check_leaf(path, leaf, program.plan, views, own, weights)
+        if self.is_whole:
+            verification.note_results(path, program.plan, own, results)
+
+    def _own_results(self, results: Sequence[Array]) -> list[tuple[int, Flat]]:
+        """What this rank has of the only leaf, from which elements on."""
+        return [(0, self._specs[0].backend.to_host(results[0]))]
 
     def repeated(self) -> Callable[[GroupCall, Columns, Outs], Delivery]:
         """As `run`, or a shorter way to do it, for calls like this one."""
@@ -239,6 +254,8 @@ class HostReduction:
 class HostReduceScatter(HostReduction):
     """A reduction of dense leaves of which every replica of every rank gets its own part."""
 
+    is_whole = False
+
     def __init__(self, batch: ReducedBatch, prepare: PrepareProgram) -> None:
         super().__init__(batch, prepare)
         assert batch.parts is not None
@@ -271,6 +288,18 @@ class HostReduceScatter(HostReduction):
         # One or, of a complex number, two of the tasks' elements stand for one of the array's.
         shape = (*shape, views[0].size // max(math.prod(shape), 1))
         return [np.moveaxis(view.reshape(shape), axis, 0).reshape(-1) for view in views]
+
+    def _own_results(self, results: Sequence[Array]) -> list[tuple[int, Flat]]:
+        (leaf,) = self._parts
+        found = []
+        for (start, _), rows, array in zip(leaf.own_ranges, leaf.own_rows, results, strict=True):
+            flat = leaf.spec.backend.to_host(array)
+            if leaf.axis:
+                length, *rest = rows
+                shape = (*rest[: leaf.axis], length, *rest[leaf.axis :])
+                flat = np.moveaxis(flat.reshape(shape), leaf.axis, 0).reshape(-1)
+            found.append((start, flat))
+        return found
 
 
 def _placed(leaf: LeafParts, flats: Sequence[Flat]) -> list[Array]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from crossdevice.backends.protocol import Array
 from crossdevice.errors import OutError
 from crossdevice.execution.local.scattering import Scatter, ScatteredLeaf
 from crossdevice.execution.processes.agreement import (
@@ -17,13 +19,15 @@ from crossdevice.execution.processes.agreement import (
     structure_text,
 )
 from crossdevice.execution.processes.choice import Part, courses_of, in_order, own_gpu, parts_of, transport_of
+from crossdevice.execution.processes.host_reduction import HostReduceScatter
 from crossdevice.execution.processes.peers import find_peers
 from crossdevice.execution.processes.reduced_batch import LeafParts, Prepare, ReducedBatch, Wanted
 from crossdevice.execution.processes.task_agreement import Course
 from crossdevice.execution.processes.travelling import Delivery
+from crossdevice.execution.processes.verifying import Verification, check_written
 from crossdevice.execution.processes.weighing import weights_of_all_ranks
-from crossdevice.execution.reading.leaf_spec import Outs
-from crossdevice.execution.reading.outputs import Expected, read_out_of_shapes, wrapped
+from crossdevice.execution.reading.leaf_spec import Columns, Outs
+from crossdevice.execution.reading.outputs import Expected, delivered, read_out_of_shapes, wrapped
 from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.process_groups.group import ProcessGroup
@@ -31,6 +35,7 @@ from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import Weights
 
 Prepared: TypeAlias = tuple[list[LeafParts], list[Part]]
 """What is known of a call before there are arrays."""
@@ -85,7 +90,10 @@ def reduced_parts(
             except OutError as error:  # raised when the other ranks have what they asked for
                 outs, refusal = [None] * len(leaves), error
             columns = [leaf.leaf.arrays for leaf in leaves]
-            deliveries = [(part.leaves, part.run(call, columns, outs, weights)) for part in parts]
+            if options.verify:
+                deliveries = _verified(call, leaves, parts, columns, outs, weights)
+            else:
+                deliveries = [(part.leaves, part.run(call, columns, outs, weights)) for part in parts]
     if refusal is not None:
         raise refusal
     left = iter(in_order(deliveries))
@@ -95,6 +103,36 @@ def reduced_parts(
         )
         for scatter in scatters
     ]
+
+
+def _verified(
+    call: GroupCall,
+    leaves: Sequence[ScatteredLeaf],
+    parts: Sequence[Part],
+    columns: Columns,
+    outs: Outs,
+    weights: Weights | None,
+) -> list[tuple[Sequence[int], Delivery]]:
+    """The same for a call that is verified: `out` is written to when all ranks have found all well."""
+    verification = Verification(call)
+    made: dict[int, tuple[Array, ...]] = {}
+    for part in parts:
+        (number,) = part.leaves
+        leaf, prepared = leaves[number].leaf, part.prepared
+        assert isinstance(prepared, HostReduceScatter)
+        verification.leaf = leaf.path or "the value"
+        (made[number],) = prepared.run(call, [columns[number]], [None], weights)()
+        prepared.check_with(verification, leaf.path, [columns[number]], made[number], weights)
+    verification.conclude()
+
+    def deliver(number: int) -> list[tuple[Array, ...]]:
+        leaf, out = leaves[number], outs[number]
+        found = delivered(made[number], out, leaf.spec.backend)
+        if out is not None:
+            check_written(leaf.leaf.path, found, made[number])
+        return [found]
+
+    return [((number,), functools.partial(deliver, number)) for number in made]
 
 
 def _read_outs(
@@ -124,12 +162,13 @@ def _description(
     is_weighted: bool,
     group: ProcessGroup,
 ) -> Description:
+    verified = ", verified" if options.verify else ""
     axes = " and ".join(map(str, sorted({leaf.axis for leaf in leaves})))
     weighted = ", with weights" if is_weighted else ""
     packs = f", packs of {options.bytes_per_pack} bytes" if options.bytes_per_pack else ""
     sizes = "" if scatters[0].sizes is None else f", sizes {list(scatters[0].sizes)}"
     return Description(
-        f"reduce_scatter {op.name} ({options.precision}{packs}{weighted}) along axis {axes}{sizes}",
+        f"reduce_scatter {op.name} ({options.precision}{packs}{weighted}{verified}) along axis {axes}{sizes}",
         tuple(structure_text(scatter.value.structure) for scatter in scatters),
         tuple(
             LeafDescription(

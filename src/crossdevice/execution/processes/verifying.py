@@ -1,16 +1,18 @@
-"""Reductions between processes that are checked from end to end, so that no flipped bit goes unnoticed.
+"""Collectives between processes that are checked from end to end, so that no flipped bit goes unnoticed.
 
 What is sent is digested before it is handed over, and what has arrived is compared with that; results are
-compared between all ranks; wrapping sums of integers are checked by a sum that is linear in them, and a part
-of everything else is computed again by the reference kernel from what all ranks bring.
+compared with those of the rank that combined them; wrapping sums of integers are checked by sums that are
+linear in them, and a part of every result is computed again by the reference kernel.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,12 +30,13 @@ from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
 from crossdevice.values.disagreement import differing_leaves
 from crossdevice.values.dtypes import INTEGERS
+from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
 Flat = NDArray[Any]
 
-SAMPLED = 256
+SAMPLED = 1024
 """One element of so many is computed again by the reference kernel."""
 
 RUN_ELEMENTS = 64
@@ -42,10 +45,14 @@ RUN_ELEMENTS = 64
 WHOLE_ELEMENTS = 1 << 12
 """Up to here, all elements of a leaf are computed again."""
 
-NUM_KEYS = 8
-"""Sums of integers of 8 bits with as many keys have 64 bits."""
+NUM_KEYS = 16
+"""Check sums of each range of wrapping integers."""
 
-KEY_PERIOD = 1 << 16
+COLUMNS_BYTES = 8 << 10
+"""Bytes of a row of elements: rows are added up first, in a first-level cache."""
+
+NUM_ROWS = 32
+"""Rows that are added up before the sum is multiplied by a key."""
 
 CHECK_BYTES = 8
 
@@ -59,8 +66,27 @@ class Exchanged(NamedTuple):
     digest: str
 
 
+class Shard(NamedTuple):
+    """The elements `start` to `stop` of a leaf, combined by one rank."""
+
+    start: int
+    stop: int
+    worker: int
+
+    def named(self, path: str) -> str:
+        """Names it in an error."""
+        return f"{path or 'the result'}[{self.start}:{self.stop}], combined by rank {self.worker},"
+
+
+class OwnResult(NamedTuple):
+    """Elements of a leaf's result that this rank has got, from `start` on."""
+
+    start: int
+    flat: Flat
+
+
 class Verification:
-    """Record of one call of this rank: bytes sent, bytes received, and what was wrong."""
+    """Record of one call of this rank: bytes sent, bytes received, results, and what was wrong."""
 
     def __init__(self, call: GroupCall) -> None:
         self._call = call
@@ -68,6 +94,8 @@ class Verification:
         """The leaf whose messages are about to be exchanged."""
         self._sent: dict[int, list[Exchanged]] = {}
         self._received: dict[int, list[Exchanged]] = {}
+        self._results: dict[str, tuple[int | None, str]] = {}
+        """By what they are: the rank that has combined them, if it was one, and their digest."""
         self._complaints: list[str] = []
         call.hops = self
 
@@ -81,8 +109,11 @@ class Verification:
 
     def _note(self, noted: dict[int, list[Exchanged]], messages: Sequence[Message]) -> None:
         where = f"exchange {self._call.num_exchanges}" + (f" of {self.leaf}" if self.leaf else "")
+        digests: dict[int, str] = {}  # what goes to several ranks is read once
         for peer, memory in messages:
-            noted.setdefault(peer, []).append(Exchanged(where, _digest(memory)))
+            if id(memory) not in digests:
+                digests[id(memory)] = _digest(memory)
+            noted.setdefault(peer, []).append(Exchanged(where, digests[id(memory)]))
 
     def check_leaf(
         self,
@@ -90,42 +121,59 @@ class Verification:
         leaf: ReducedLeaf,
         plan: TaskPlan,
         views: Sequence[Flat],
-        result: Flat,
-        op: ReduceOp,
+        own: Sequence[OwnResult],
         weights: Weights | None,
     ) -> None:
-        """Computes a part of a leaf's result again, of integers that wrap a check sum of all of it."""
+        """Computes a part of a leaf's result again, of integers that wrap check sums of all of it.
+
+        Args:
+            views: the replicas of this rank.
+            own: what this rank has got of the result: all of it, or the parts of its replicas.
+        """
         self.leaf = f"the check of {path or 'the value'}"
-        is_wrapping = op is ReduceOp.SUM and leaf.of_ranks.divisor is None
+        shards = _shards(plan)
+        is_wrapping = leaf.of_ranks.op is ReduceOp.SUM and leaf.of_ranks.divisor is None
         if is_wrapping and weights is None and leaf.dtype in INTEGERS and leaf.dtype == leaf.result:
-            wrong = self._has_wrong_sum(views, result)
-            if wrong:
-                self._complaints.append(f"{path or 'the result'} is not the sum of what ranks have brought")
-            return
+            for shard in self._wrong_sums(shards, views, own):
+                self._complaints.append(f"{shard.named(path)} is not the sum of what ranks have brought")
         places = _sampled(leaf.length, self._call.number)
         if not places.size:
             return
         expected = self._computed_again(leaf, [view[places] for view in views], weights)
-        different = np.flatnonzero(~_same(result[places], expected))
-        if different.size:
-            element = int(places[different[0]])
-            ranks = {
-                task.worker
-                for task in plan.results
-                for ref in task.outputs
-                if ref.start <= element < ref.stop
-            }
-            by = f", combined by rank {min(ranks)}," if not plan.are_combined_by_all else ""
-            self._complaints.append(
-                f"element {element} of {path or 'the result'}{by} is not what the reference kernel gives"
-            )
+        for start, result in own:
+            here = slice(*np.searchsorted(places, [start, start + result.size]).tolist())
+            if here.start == here.stop:
+                continue
+            different = np.flatnonzero(~_same(result[places[here] - start], expected[here]))
+            if different.size:
+                element = int(places[here][different[0]])
+                ranks = [shard.worker for shard in shards if shard.start <= element < shard.stop]
+                by = self._call.group.rank if self._call.group.rank in ranks else ranks[0]
+                self._complaints.append(
+                    f"element {element} of {path or 'the result'}, combined by rank {by}, is not what the "
+                    "reference kernel gives"
+                )
 
-    def _has_wrong_sum(self, views: Sequence[Flat], result: Flat) -> bool:
-        unsigned = np.dtype(f"u{result.dtype.itemsize}")
-        own = sum((_checksum(view.view(unsigned)) for view in views), np.zeros(NUM_KEYS, unsigned))
-        of_ranks = [np.frombuffer(record, unsigned) for record in self._call.all_gather(own.tobytes())]
-        total = np.sum(of_ranks, axis=0, dtype=unsigned)
-        return bool((total != _checksum(result.view(unsigned))).any())
+    def _wrong_sums(
+        self, shards: Sequence[Shard], views: Sequence[Flat], own: Sequence[OwnResult]
+    ) -> Iterator[Shard]:
+        """The shards whose elements are not the sums of those of all ranks."""
+        rank, dtype = self._call.group.rank, views[0].dtype
+        unsigned = np.dtype(f"u{dtype.itemsize}")
+        brought = np.zeros((len(shards), NUM_KEYS), unsigned)
+        for number, (start, stop, _) in enumerate(shards):
+            for view in views:
+                brought[number] += _checksums(view[start:stop].view(unsigned))
+        total = sum(
+            np.frombuffer(record, unsigned).reshape(brought.shape)
+            for record in self._call.all_gather(brought.tobytes())
+        )
+        for shard, expected in zip(shards, total, strict=True):
+            for start, result in own if shard.worker == rank else ():
+                if start <= shard.start and shard.stop <= start + result.size:
+                    part = result[shard.start - start : shard.stop - start].view(unsigned)
+                    if (_checksums(part) != expected).any():
+                        yield shard
 
     def _computed_again(self, leaf: ReducedLeaf, views: Sequence[Flat], weights: Weights | None) -> Flat:
         """Computes some elements of all ranks again, by the reference."""
@@ -150,31 +198,51 @@ class Verification:
             )
         return expected
 
-    def conclude(self, results: Mapping[str, Sequence[Any]]) -> None:
-        """Compares all that was noted; raises CorruptionError on all ranks if anything is wrong on any.
+    def note_results(
+        self, path: str, plan: TaskPlan, own: Sequence[OwnResult], copies: Sequence[Any]
+    ) -> None:
+        """Digests the result of an all-reduce, by the ranks that have combined it.
 
         Args:
-            results: those of each leaf, by its path, on the destinations of this rank.
+            own: all of it, as this rank has got it.
+            copies: the arrays of all its destinations.
         """
+        ((_, result),) = own
+        for shard in _shards(plan):
+            key = f"{path or 'the value'}[{shard.start}:{shard.stop}]"
+            self._results[key] = (
+                None if plan.are_combined_by_all else shard.worker,
+                _digest(result[shard.start : shard.stop]),
+            )
+        if len(copies) > 1 and len({fingerprint(copy).digest for copy in copies}) > 1:
+            rank = self._call.group.rank
+            self._complaints.append(
+                f"{path or 'the value'} is not the same on all destinations of rank {rank}"
+            )
+
+    def note_copies(self, arrays: Mapping[str, Flat]) -> None:
+        """Digests results that are to be the same on all ranks, which nobody has combined."""
+        for path, array in arrays.items():
+            self._results[path or "the value"] = None, _digest(array)
+
+    def conclude(self) -> None:
+        """Compares all that was noted; raises CorruptionError on all ranks if anything is wrong on any."""
         call, rank = self._call, self._call.group.rank
         call.hops = None
-        leaves = {path: _digest_of_all(found) for path, found in results.items()}
-        of_ranks = _records(call, [self._sent, leaves])
-        answers: list[Mapping[str, str]] = []
+        of_ranks = _records(call, [self._sent, self._results])
+        answers: list[Mapping[str, tuple[int | None, str]]] = []
         for peer, record in enumerate(of_ranks):
             if record is None:
                 self._complaints.append(f"what rank {peer} noted has changed on its way to rank {rank}")
                 continue
-            sent, their_leaves = record
-            answers.append(their_leaves)
+            sent, results = record
+            answers.append(results)
             for theirs, own in itertools.zip_longest(sent.get(str(rank), ()), self._received.get(peer, ())):
                 if theirs is None or own is None or theirs[1] != own[1]:
                     where = (theirs or own)[0]
                     self._complaints.append(f"{where}: what rank {peer} sent is not what rank {rank} has got")
         if len(answers) == len(of_ranks):
-            found = differing_leaves(answers, call.group.members)
-            if found is not None:
-                self._complaints.append(f"results are not the same on all ranks: {found}")
+            self._compare_results(answers)
         complaints = [
             complaint
             for peer, each in enumerate(_records(call, self._complaints))
@@ -183,10 +251,34 @@ class Verification:
         if complaints:
             raise _corruption(call.what, list(dict.fromkeys(complaints)))
 
+    def _compare_results(self, answers: Sequence[Mapping[str, tuple[int | None, str]]]) -> None:
+        """Compares each shard with what its worker has, and what nobody has combined with what most have."""
+        rank = self._call.group.rank
+        for key, (worker, digest) in self._results.items():
+            if worker is not None and tuple(answers[worker].get(key, ())) != (worker, digest):
+                self._complaints.append(f"{key}: what rank {worker} combined is not what rank {rank} has got")
+        alike = [
+            {key: digest for key, (worker, digest) in each.items() if worker is None} for each in answers
+        ]
+        found = differing_leaves(alike, self._call.group.members)
+        if found is not None:
+            self._complaints.append(f"results are not the same on all ranks: {found}")
+
+
+@contextlib.contextmanager
+def verified_copies(call: GroupCall, options: CommunicationOptions) -> Iterator[Verification | None]:
+    """Checks what the block copies, if the options want it."""
+    if not options.verify:
+        yield None
+        return
+    verification = Verification(call)
+    yield verification
+    verification.conclude()
+
 
 def check_written(path: str, out: Sequence[Any], results: Sequence[Any]) -> None:
     """Compares arrays of `out` with the results that were just written to them."""
-    if _digest_of_all(out) != _digest_of_all(results):
+    if [fingerprint(each).digest for each in out] != [fingerprint(each).digest for each in results]:
         raise CorruptionError(
             f"{path or 'the value'} in `out` is not the result that was written to it, which is right and "
             "which all other ranks have"
@@ -197,7 +289,8 @@ def _corruption(what: str, complaints: Sequence[str]) -> CorruptionError:
     few = "; ".join(complaints[:MAX_COMPLAINTS])
     more = f"; and {len(complaints) - MAX_COMPLAINTS} more" if len(complaints) > MAX_COMPLAINTS else ""
     error = CorruptionError(
-        f"{what} was corrupted: {few}{more}. Nothing was written to `out`, and the call can be repeated"
+        f"{what} was corrupted: {few}{more}. Its inputs are as they were, and the call can be repeated; "
+        "do not use what is in `out`"
     )
     error.is_on_all_ranks = True
     return error
@@ -222,18 +315,12 @@ def _digest(memory: Flat) -> str:
     return sums_of(pieces_of(0, memory), 1).tobytes().hex()
 
 
-def _digest_of_all(arrays: Sequence[Any]) -> str:
-    """The digest of arrays that should be the same; of all of them if they are not."""
-    digests = list(dict.fromkeys(fingerprint(array).digest for array in arrays))
-    return " ".join(digests)
-
-
 def _sampled(size: int, seed: int) -> NDArray[np.int64]:
     """The places of the elements that are computed again: the same on all ranks, others in every call."""
     if size <= WHOLE_ELEMENTS:
         return np.arange(size)
     random = np.random.default_rng([seed, size])
-    starts = random.integers(0, size - RUN_ELEMENTS + 1, -(-size // (SAMPLED * RUN_ELEMENTS)))
+    starts = np.sort(random.integers(0, size - RUN_ELEMENTS + 1, -(-size // (SAMPLED * RUN_ELEMENTS))))
     return (starts[:, None] + np.arange(RUN_ELEMENTS)).reshape(-1)
 
 
@@ -248,14 +335,35 @@ def _same(found: Flat, expected: Flat) -> NDArray[np.bool_]:
     return np.asarray(same, np.bool_)
 
 
-def _checksum(words: Flat) -> Flat:
-    """Sums of all elements, each times odd keys of its position: linear, so those of ranks add up."""
-    total = np.zeros(NUM_KEYS, words.dtype)
-    for block, start in enumerate(range(0, words.size, KEY_PERIOD)):
-        part = words[start : start + KEY_PERIOD]
-        numbers = np.uint64(block * KEY_PERIOD) + np.arange(part.size, dtype=np.uint64)
-        keys = splitmix64(numbers)
-        for number in range(NUM_KEYS):
-            shifted = (keys >> np.uint64(number * 8)) | np.uint64(1)
-            total[number] += np.dot(part, shifted.astype(words.dtype))
-    return total
+def _shards(plan: TaskPlan) -> list[Shard]:
+    """The ranges of the only leaf, with those who combine them; the same on all ranks."""
+    ranges = [(task.inputs[0], task.worker) for task in plan.results if task.inputs and task.length]
+    return sorted(Shard(ref.start, ref.stop, worker) for ref, worker in ranges)
+
+
+@functools.cache
+def _check_keys(num_columns: int, dtype: str) -> Flat:
+    """Keys of columns, those of the first sum odd: then an error in one element always shows."""
+    numbers = np.arange(num_columns * NUM_KEYS, dtype=np.uint64)
+    keys = splitmix64(numbers).astype(dtype).reshape(num_columns, NUM_KEYS)
+    keys[:, 0] |= 1
+    return keys
+
+
+def _checksums(words: Flat) -> Flat:
+    """Sums of all elements times keys of their places, which wrap: linear, so those of ranks add up.
+
+    Elements a row apart are added before they are multiplied; 32 rows have one key.
+    """
+    num_columns = COLUMNS_BYTES // words.itemsize
+    columns = np.zeros(num_columns, words.dtype)
+    size = NUM_ROWS * num_columns
+    block_keys = splitmix64(np.arange(-(-words.size // size), dtype=np.uint64)).astype(words.dtype) | 1
+    for start, key in zip(range(0, words.size, size), block_keys, strict=True):
+        part = words[start : start + size]
+        whole = part.size // num_columns * num_columns
+        rows = np.add.reduce(part[:whole].reshape(-1, num_columns), axis=0, dtype=words.dtype)
+        rows[: part.size - whole] += part[whole:]
+        columns += rows * key
+    keys = _check_keys(num_columns, words.dtype.str)
+    return np.add.reduce(columns[:, None] * keys, axis=0, dtype=words.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -47,10 +48,11 @@ class Piece(NamedTuple):
 
 
 def pieces_of(number: int, flat: NDArray[Any], offset: int = 0) -> Iterator[Piece]:
-    """A contiguous array as pieces that several threads may take."""
+    """A contiguous array as pieces that several threads may take; one piece if there is one thread."""
     memory: Bytes = flat.reshape(-1).view(np.uint8)
-    for start in range(0, memory.size, PIECE_BYTES):
-        part = memory[start : start + PIECE_BYTES]
+    step = PIECE_BYTES if num_threads() > 1 else max(memory.size, 1)
+    for start in range(0, memory.size, step):
+        part = memory[start : start + step]
         yield Piece(number, offset + start, part.size, lambda part=part: part)  # type: ignore[misc]
 
 
@@ -136,6 +138,7 @@ def _is_compiled() -> bool:
     return sys.byteorder == "little" and selected_kernels() == "numba"
 
 
+@functools.cache
 def _add_rows_compiled() -> AddRows:
     from crossdevice.kernels.host.llvm.fingerprinting import compiled_sums, spread_keys
 

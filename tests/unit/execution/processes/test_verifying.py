@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -27,14 +29,18 @@ def arrays_of(rank, dtype):
     return {"w": random.integers(-100, 100, LENGTH).astype(dtype), "b": np.ones(3, dtype)}
 
 
-def in_message(number, bit):
-    """Flips a bit of the n-th message of more than a page."""
+def in_message(number, bit, flips=None):
+    """Flips a bit of the n-th message of more than a page, and adds its size to `flips`."""
     count = -1
 
     def corrupt(sent):
         nonlocal count
-        count += sent.size > 4096
-        return flipped(sent, bit) if count == number and sent.size > 4096 else sent
+        count += sent.size > 8192
+        if count != number or sent.size <= 8192:
+            return sent
+        if flips is not None:
+            flips.append(sent.size)
+        return flipped(sent, bit)
 
     return corrupt
 
@@ -69,12 +75,12 @@ def test_every_bit_that_flips_in_a_message_is_seen(dtype, message, bit):
         ops = cd.CollectiveAllReduce(group=group, options=VERIFIED)
         own = arrays_of(group.rank, dtype)
         out = {"w": np.full_like(own["w"], 77), "b": np.full_like(own["b"], 77)}
-        right = ops.reduce("sum", own, "cpu:0")
+        before, right = cd.fingerprint(own), ops.reduce("sum", own, "cpu:0")
         flips = faults(group, rank=1, corrupt=in_message(message, bit), calls=[0])
         with flips, pytest.raises(CorruptionError) as error:
             ops.reduce("sum", own, "cpu:0", out=out)
-        assert (out["w"] == 77).all()
-        assert (out["b"] == 77).all()
+        assert cd.fingerprint(own) == before
+        assert (out["b"] == 77).all()  # of large leaves `out` may hold a wrong result
         again = ops.reduce("sum", own, "cpu:0", out=out)  # the call can be repeated
         assert cd.fingerprint(again) == cd.fingerprint(right)
         return str(error.value)
@@ -127,7 +133,8 @@ def test_a_kernel_that_is_wrong_in_one_integer_is_always_seen(monkeypatch):
     def program(group):
         ops = cd.CollectiveAllReduce(group=group, options=VERIFIED)
         for dtype in ("int8", "uint16", "int32", "int64"):
-            with pytest.raises(CorruptionError, match="is not the sum of what ranks have brought"):
+            wrong = r"the result\[0:\d+\], combined by rank 0, is not the sum of what ranks have brought"
+            with pytest.raises(CorruptionError, match=wrong):
                 ops.reduce("sum", arrays_of(group.rank, "int8")["w"].astype(dtype), "cpu:0")
             replicas = [arrays_of(2 * group.rank + k, "int8")["w"].astype(dtype) for k in range(2)]
             with pytest.raises(CorruptionError, match="is not the sum of what ranks have brought"):
@@ -148,3 +155,85 @@ def test_a_result_that_changes_in_the_memory_of_out_is_seen():
     verifying.check_written("value", [out], [right])
     with pytest.raises(CorruptionError, match="value in `out` is not the result that was written to it"):
         verifying.check_written("value", [flipped(out, 17)], [right])
+
+
+def collectives(group, own, options):
+    """Every collective that moves arrays between ranks, by name; all give what they should if all is well."""
+    ops = cd.CollectiveAllReduce(group=group, options=options)
+    return {
+        "reduce": lambda: ops.reduce("sum", own, "cpu:0"),
+        "mean of replicas": lambda: ops.reduce("mean", cd.PerReplica([own] * 4), "cpu:0"),
+        "reduce_scatter": lambda: ops.reduce_scatter("mean", cd.PerReplica([own, own])),
+        "reduce_scatter of rows": lambda: ops.reduce_scatter("sum", own.reshape(4, -1), axis=1),
+        "reduce_scatter of complex": lambda: ops.reduce_scatter("sum", own.astype(np.complex64)),
+        "gather": lambda: ops.gather(own, "cpu:0"),
+        "all_gather": lambda: ops.all_gather(own),
+        "all_to_all": lambda: ops.all_to_all(own),
+        "broadcast": lambda: ops.value_of_rank(own, 1),
+        "sparse": lambda: ops.reduce(
+            "sum", cd.IndexedSlices(own.reshape(-1, 100), np.arange(LENGTH // 100), (LENGTH, 100)), "cpu:0"
+        ),
+    }
+
+
+COLLECTIVES = list(collectives(None, np.zeros(0), None))
+
+
+def corrupting_collectives(group):
+    """What every collective says of a bit that flips in each of its messages, and in none."""
+    own = np.random.default_rng(group.rank).standard_normal(LENGTH).astype(np.float32)
+    plain = collectives(group, own, None)
+    said = {}
+    for name, call in collectives(group, own, VERIFIED).items():
+        assert cd.fingerprint(call()) == cd.fingerprint(plain[name]()), name
+        found = said[name] = []
+        for number in range(4):
+            flips = []
+            with faults(group, rank=1, corrupt=in_message(number, 8 * 5000 + 30, flips)):
+                try:
+                    call()
+                    assert not flips, f"a bit in message {number} of {name} was not seen"
+                except CorruptionError as error:
+                    found.append(str(error))
+        assert cd.fingerprint(call()) == cd.fingerprint(plain[name]()), name
+    return said
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["messages", "windows"])
+def corrupted(request):
+    """What ranks say that exchange messages, and such that share memory."""
+    if request.param and sys.platform != "linux":
+        pytest.skip("memory is shared on Linux")
+    return run_ranks(2, corrupting_collectives, processes=request.param)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_bit_that_flips_in_any_collective_is_seen_on_all_ranks(corrupted, name):
+    said, other = (of_rank[name] for of_rank in corrupted)
+    assert said == other
+    assert said, "no message was corrupted"
+    for each in said:
+        assert "rank 1" in each
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "int64"])
+def test_check_sums_of_integers_add_up_and_show_every_bit(dtype):
+    random = np.random.default_rng(0)
+    size = 3 * verifying.NUM_ROWS * verifying.COLUMNS_BYTES + 12_345
+    unsigned = np.dtype(dtype.replace("int", "uint").replace("uu", "u"))
+    first, second = (random.integers(0, 256, size * unsigned.itemsize).astype(np.uint8) for _ in range(2))
+    first, second = first.view(unsigned), second.view(unsigned)
+    of_sum = verifying._checksums(first + second)
+    assert (of_sum == verifying._checksums(first) + verifying._checksums(second)).all()
+    for place in (0, 1, size // 2, size - 1):
+        for bit in range(8 * unsigned.itemsize):
+            wrong = first.copy()
+            wrong[place] ^= unsigned.type(1 << bit)
+            assert (verifying._checksums(wrong) != verifying._checksums(first)).any(), (place, bit)
+
+
+def test_two_highest_bits_that_flip_show():
+    right = np.zeros(100_000, np.uint32)
+    wrong = right.copy()
+    wrong[[10, 70_001]] ^= np.uint32(1 << 31)
+    assert (verifying._checksums(wrong) != verifying._checksums(right)).any()

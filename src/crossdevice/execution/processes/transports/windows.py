@@ -20,7 +20,8 @@ from crossdevice.kernels.host.meeting import compiled_meeting
 from crossdevice.plans.reduced_leaf import ReducedLeaf
 from crossdevice.plans.tasks import LINE_ELEMENTS, Ref, Round, Task, TaskPlan, aligned, rounds_of
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.process_groups.group_call import GroupCall, Hops
+from crossdevice.process_groups.protocol import Message
 from crossdevice.process_groups.shared.shared_arrays import NOWHERE, Place
 from crossdevice.process_groups.shared.shared_memory import WINDOW_BYTES, SharedMemory
 from crossdevice.values.device import Device
@@ -96,6 +97,10 @@ class _Steps(NamedTuple):
     partials: Sequence[tuple[Task, Flat]]
     combined: Sequence[_Combined]
     collected: Sequence[tuple[Flat, Ref]]
+    readers: Sequence[tuple[int, Ref]]
+    """Who reads what this rank has put into its window: others, and itself of its partials."""
+    read: Sequence[Message]
+    """What this rank reads in windows, and of whom; in the order of the above."""
 
 
 class Windows:
@@ -112,6 +117,7 @@ class Windows:
         rounds = rounds_of(plan, WINDOW_BYTES)
         self._rounds = [(self._steps(each, 0), self._steps(each, 1)) for each in rounds]
         self._recipe = plan.results[0].recipe if plan.results else COPYING
+        self._are_copies = all(task.is_copy for task in plan.results)
         self._is_alone = plan.are_combined_by_all
         self._own = [task for task in plan.results if task.worker == shared.rank]
         self._is_lone = not self._is_alone and _has_one_array_each(plan)
@@ -144,14 +150,15 @@ class Windows:
         arrays, steps = self.shared.arrays, self.shared.steps
         found, place = self._nothing_in_place, NOWHERE
         before: _Steps | None = None
-        if self._is_lone:
+        hops, is_lone = call.hops, self._is_lone and call.hops is None
+        if is_lone:
             ((source,),), (targets,) = inputs.values(), results.values()
             place = arrays.place_of(source)
         for number, of_parities in enumerate(self._rounds):
             now = of_parities[steps.parity]
             if place == NOWHERE:
-                self._bring(now, inputs)
-            if self._is_lone and number == 0:
+                self._bring(now, inputs, hops)
+            if is_lone and number == 0:
                 call.step([arrays.num_freed, *place, *arrays.place_of(targets[0])])
                 found = self._in_place(source, targets[0])
                 if found.is_complete:
@@ -161,7 +168,11 @@ class Windows:
                 call.step()
             if before is not None:
                 self._collect(before, results)
-            self._combine(now, inputs, results, found, recipe)
+            if hops is not None and not self._are_copies:
+                hops.note_received(now.read)
+            tasks = self._combine(now, inputs, results, found, recipe)
+            if hops is not None and self._are_copies:  # where it is to be: that it was copied is checked, too
+                hops.note_received(_copied(now, tasks))
             if found.outputs is None:
                 before = now
         if self._is_alone:
@@ -173,17 +184,25 @@ class Windows:
             for copy in targets[1:]:
                 copy[:] = targets[0]
 
-    def _bring(self, now: _Steps, inputs: Inputs) -> None:
+    def _bring(self, now: _Steps, inputs: Inputs, hops: Hops | None) -> None:
+        if hops is not None and not now.partials:  # where it comes from: that it was copied is checked, too
+            sources = {ref: _own(inputs, ref) for _, ref in now.readers}
+            hops.note_sent([Message(peer, sources[ref]) for peer, ref in now.readers])
         for ref, view in now.brought:
             view[:] = inputs[ref.buffer.leaf][ref.buffer.replica][ref.start : ref.stop]
             self._tell_of(view)
         if now.partials:
             tasks = [(_own_inputs(inputs, maker), [view]) for maker, view in now.partials]
             fused_batch(tasks, now.partials[0][0].recipe)
+            if hops is not None:
+                made = dict(zip([task.outputs[0] for task, _ in now.partials], now.partials, strict=True))
+                hops.note_sent([Message(peer, made[ref][1]) for peer, ref in now.readers])
             for _, view in now.partials:
                 self._tell_of(view)
 
-    def _combine(self, now: _Steps, inputs: Inputs, results: Results, found: InPlace, recipe: Recipe) -> None:
+    def _combine(
+        self, now: _Steps, inputs: Inputs, results: Results, found: InPlace, recipe: Recipe
+    ) -> list[tuple[list[Flat], list[Flat]]]:
         tasks = []
         for task, sources, targets, made in now.combined:
             arrays = [_own(inputs, source) if isinstance(source, Ref) else source for source in sources]
@@ -208,6 +227,7 @@ class Windows:
             for _, _, _, made in now.combined:
                 if made is not None:
                     self.shared.on_shown(made)
+        return tasks
 
     def _collect(self, before: _Steps, results: Results) -> None:
         tasks = [([view], _targets(results, ref)) for view, ref in before.collected]
@@ -284,12 +304,30 @@ class Windows:
                 combined.append(_Combined(task, inputs, targets, made))
             elif made is not None:
                 collected += [(made, ref) for ref in targets]
+        shown = [
+            (task, ref)
+            for task in now.tasks
+            for ref in task.inputs
+            if ref.buffer.rank != task.worker or ref.buffer.role == "partial"
+        ]
         return _Steps(
             [(ref, found) for ref, found in own.items() if ref.buffer.role == "input"],
             [(self.plan.making(ref), found) for ref, found in own.items() if ref.buffer.role == "partial"],
             combined,
             collected,
+            [(task.worker, ref) for task, ref in shown if ref.buffer.rank == rank],
+            [Message(ref.buffer.rank, views[ref]) for task, ref in shown if task.worker == rank],
         )
+
+
+def _copied(now: _Steps, tasks: Sequence[tuple[Sequence[Flat], Sequence[Flat]]]) -> list[Message]:
+    """What others have shown of these copies, at the place it was copied to."""
+    sources = [None if isinstance(each.inputs[0], Ref) else each.task.inputs[0] for each in now.combined]
+    return [
+        Message(source.buffer.rank, outputs[0])
+        for source, (_, outputs) in zip(sources, tasks, strict=True)
+        if source is not None
+    ]
 
 
 def _has_one_array_each(plan: TaskPlan) -> bool:
