@@ -67,12 +67,18 @@ class TorchBackend(NcclBackend):
         return xp
 
     def check_array(self, array: torch.Tensor, where: str) -> None:
-        """Sparse, quantized, nested and meta tensors hold no plain elements."""
+        """Sparse, quantized, nested and meta tensors hold no plain elements; DTensors have no memory."""
         if array.layout != torch.strided or array.is_quantized or array.is_nested or array.is_meta:
             kind = "quantized" if array.is_quantized else "nested" if array.is_nested else array.layout
             raise ConversionError(
                 f"{where} is a {kind} tensor on {array.device}; expected a dense one with data "
                 "(reductions also take torch.sparse_coo with one sparse axis, and crossdevice.IndexedSlices)"
+            )
+        if array.numel() and not array.data_ptr():
+            kind = type(array).__name__
+            raise ConversionError(
+                f"{where} is a {kind} of shape {tuple(array.shape)} without memory of its own; "
+                "expected a dense tensor with data (of a DTensor pass its to_local() or full_tensor())"
             )
         warn_if_recorded(array)
 

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import crossdevice as cd  # noqa: E402
+from crossdevice.errors import ConversionError  # noqa: E402
 from crossdevice.integrations.torch import ModuleBits  # noqa: E402
 from crossdevice.recording.bits_file import read_bits  # noqa: E402
 from crossdevice.recording.comparison import compare, read_run  # noqa: E402
@@ -20,6 +21,13 @@ class Noisy(torch.nn.Module):
     def forward(self, value):
         value.register_hook(lambda gradient: gradient + self.gradient_noise)
         return value + self.noise
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
 
 
 def run(path, noise=0.0, gradient_noise=0.0, shift=0.0):
@@ -59,6 +67,64 @@ def test_runs_that_are_the_same_have_marks_of_everything(tmp_path):
         ("value['own']['weight']", 1),
         ("value['own']['bias']", 1),
     )
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch was built without distributed")
+def test_a_module_in_ddp_has_the_marks_that_it_has_outside_of_it(tmp_path, mesh):
+    def run_in(path, wrap):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+        wrapped = wrap(model)
+        with cd.record_bits(path), ModuleBits(wrapped):
+            wrapped(torch.ones(5, 3)).sum().backward()
+        return read_run(str(path))
+
+    parallel = run_in(tmp_path / "a", torch.nn.parallel.DistributedDataParallel)
+    found = compare(parallel, run_in(tmp_path / "b", lambda model: model))
+    assert found.parting is None
+    assert found.left_out == ([], [])
+    assert found.num_same == 12
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch was built without distributed")
+def test_of_a_model_in_fsdp_each_rank_marks_its_own_part(tmp_path, mesh, caplog):
+    from torch.distributed.fsdp import fully_shard
+
+    def run_sharded(path, scale):
+        torch.manual_seed(0)
+        model = fully_shard(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)), mesh=mesh)
+        with torch.no_grad():
+            model[1].weight.mul_(scale)
+        with cd.record_bits(path), ModuleBits(model):
+            model(torch.ones(5, 3)).sum().backward()
+        return read_run(str(path))
+
+    first = run_sharded(tmp_path / "a", 1.0)
+    assert not caplog.records  # every value was recorded
+    own = ("value['own']['weight']", 1), ("value['own']['bias']", 1)
+    forward = next(event.kind for event in first.files[0].events if event.kind.name == "model.0 forward")
+    assert forward.inputs == (("value['inputs'][0]", 1), *own)
+    assert compare(first, run_sharded(tmp_path / "b", 1.0)).parting is None
+    found = compare(first, run_sharded(tmp_path / "c", 2.0)).parting
+    assert (found.name, found.leaves, found.cause) == (
+        "model.1 forward",
+        ["value['own']['weight']"],
+        "inputs",
+    )
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch was built without distributed")
+def test_tensors_without_memory_are_refused_before_anything_reads_them(mesh):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    sharded = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    freed = torch.arange(100_000.0)
+    freed.untyped_storage().resize_(0)
+    for tensor in (sharded, freed):
+        with pytest.raises(ConversionError, match="without memory of its own"):
+            cd.fingerprint(tensor)
+        with pytest.raises(ConversionError, match="without memory of its own"):
+            cd.all_reduce([tensor, tensor])
 
 
 def test_a_module_that_raised_leaves_nothing_behind(tmp_path):

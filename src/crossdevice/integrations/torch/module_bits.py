@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from crossdevice.integrations.torch.mirrored_module import MirroredModule
+from crossdevice.integrations.torch.tensor_kinds import is_instance_of
 from crossdevice.recording.recorder import Leaves, digests_by_path, is_recording, named_by_replica, write_mark
 
 
@@ -21,8 +22,8 @@ class ModuleBits:
     this submodule that is not reproducible. Gradients are those of outputs and of parameters.
 
     Args:
-        model: any module; one in DistributedDataParallel is marked by the names it has there, each copy of a
-            MirroredModule with the number of its replica.
+        model: any module; one in DistributedDataParallel is marked by the names it has outside of it, each
+            copy of a MirroredModule with the number of its replica.
         name: what marks begin with.
 
     >>> import torch
@@ -34,6 +35,8 @@ class ModuleBits:
     def __init__(self, model: torch.nn.Module, name: str = "model") -> None:
         self._before = _Before()
         self._handles: list[Any] = []
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            model = model.module
         copies = model.replicas if isinstance(model, MirroredModule) else (model,)
         for replica, module in enumerate(copies):
             self._watch(module, name, f" in replica {replica}" if len(copies) > 1 else "")
@@ -66,7 +69,7 @@ class ModuleBits:
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if is_recording():
             own = {**module._parameters, **module._buffers}
-            held = {f"value['own'][{name!r}]": each for name, each in own.items() if each is not None}
+            held = {f"value['own'][{name!r}]": _local(each) for name, each in own.items() if each is not None}
             digests = digests_by_path({**_by_path("inputs", _tensors((args, kwargs))), **held})
             self._before.digests.append((module, digests))
 
@@ -102,7 +105,15 @@ class _Before(threading.local):
 
 
 def _by_path(name: str, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"value[{name!r}][{number}]": tensor for number, tensor in enumerate(tensors)}
+    return {f"value[{name!r}][{number}]": _local(tensor) for number, tensor in enumerate(tensors)}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or this rank's part of a DTensor."""
+    if is_instance_of(tensor, "torch.distributed.tensor", "DTensor"):
+        local: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+        return local
+    return tensor
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -111,7 +122,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _mark(name: str, gradient: torch.Tensor) -> None:
     if is_recording():
-        write_mark(name, {}, digests_by_path({"value": gradient}))
+        write_mark(name, {}, digests_by_path({"value": _local(gradient)}))
 
 
 def _mark_gradient(name: str, parameter: torch.Tensor) -> None:
