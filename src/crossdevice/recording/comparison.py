@@ -25,6 +25,8 @@ class Moment(NamedTuple):
     is_call: bool
     inputs: Values
     results: Values
+    has_all_inputs: bool = True
+    """False if some inputs were left out, since ranks or replicas had different ones."""
 
 
 class Run(NamedTuple):
@@ -230,7 +232,8 @@ def _parting(moment: Moment, other: Moment | None, rank: int, by_name: bool) -> 
         )
         apart = [path for path in paths if ours.get(path) != theirs.get(path)]
         if apart:
-            if cause == "result" and not moment.inputs:
+            are_known = moment.inputs.keys() == other.inputs.keys() and bool(moment.inputs)
+            if cause == "result" and not (are_known and moment.has_all_inputs and other.has_all_inputs):
                 cause = "value"
             return Parting(
                 moment.name, moment.occurrence, moment.is_call, [rank], apart, len(paths), cause, None
@@ -252,7 +255,8 @@ def _common(run: Run) -> list[Moment]:
         beside = [other[key] for other in others if (key := (moment.name, moment.occurrence)) in other]
         inputs = _alike([moment.inputs, *(each.inputs for each in beside)])
         results = _alike([moment.results, *(each.results for each in beside)])
-        common.append(moment._replace(inputs=inputs, results=results))
+        has_all = inputs.keys() == moment.inputs.keys()
+        common.append(moment._replace(inputs=inputs, results=results, has_all_inputs=has_all))
     return common
 
 

@@ -231,6 +231,23 @@ def test_runs_with_other_numbers_of_ranks_are_compared_by_name(tmp_path, last):
         assert (found.parting.leaves, found.parting.cause) == (["value['w']"], "value")
 
 
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 3)])
+def test_a_result_is_not_blamed_where_ranks_bring_different_inputs(tmp_path, capsys, sizes):
+    """What one rank brings, or some leaves are alike, says nothing of what all bring."""
+
+    def program(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        ops.reduce("mean", {"w": np.full(4, 1.0 + group.rank), "b": np.zeros(4)}, "cpu:0")
+
+    for name, size in zip(("a.bits", "b.bits"), sizes, strict=True):
+        with cd.record_bits(tmp_path / name):
+            run_ranks(size, program)
+    assert main(["bits", str(tmp_path / "a.bits"), str(tmp_path / "b.bits")]) == 1
+    said = capsys.readouterr().out
+    assert "part at the 1st call 'reduce MEAN'\n1 of 2 leaves differ: w\n" in said
+    assert "what it was made from is not recorded, or not the same on all ranks" in said
+
+
 def test_every_rank_of_a_launch_writes_a_file_of_its_own(tmp_path, monkeypatch):
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))
