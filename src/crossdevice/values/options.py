@@ -52,10 +52,9 @@ class CommunicationOptions:
         integers: what MEAN, MEDIAN and weights make of integers, such as the counters of a model: floats
             (`"mean"`), or the `"max"` or `"min"` of all replicas, which stays an integer.
         widen_inputs: replicas may have different float dtypes, and are widened to the widest of them.
-        verify: check reductions of dense arrays between processes from end to end: what is sent, what
-            arrives and what comes out, on every rank. A flipped bit on the way or in a result raises
-            CorruptionError before anything is written to `out`. They go through messages, also on one host
-            and from GPUs.
+        verify: check collectives between processes from end to end: what is sent, what arrives and what
+            comes out, on every rank. A flipped bit on the way or in a result raises CorruptionError, and the
+            call can be repeated. They go through shared memory or messages, also from GPUs.
 
     Raises:
         OptionError: a field is outside its range; the message says what it may be.
