@@ -1,7 +1,7 @@
 """Which flipped bits `CommunicationOptions(verify=True)` sees, by place and by position in the element.
 
 `python benchmarks/flipped_bits.py` flips one bit in each call of two ranks, in an element at random, and
-prints the share of calls that raise CorruptionError. With `--processes` ranks share memory; else they send messages.
+prints the share of calls that raise CorruptionError. With `--processes` ranks share memory.
 """
 
 from __future__ import annotations

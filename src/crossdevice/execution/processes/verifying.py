@@ -164,10 +164,8 @@ class Verification:
         for number, (start, stop, _) in enumerate(shards):
             for view in views:
                 brought[number] += _checksums(view[start:stop].view(unsigned))
-        total = sum(
-            np.frombuffer(record, unsigned).reshape(brought.shape)
-            for record in self._call.all_gather(brought.tobytes())
-        )
+        of_ranks = [np.frombuffer(record, unsigned) for record in self._call.all_gather(brought.tobytes())]
+        total = np.sum(of_ranks, axis=0, dtype=unsigned).reshape(brought.shape)
         for shard, expected in zip(shards, total, strict=True):
             for start, result in own if shard.worker == rank else ():
                 if start <= shard.start and shard.stop <= start + result.size:
@@ -366,4 +364,5 @@ def _checksums(words: Flat) -> Flat:
         rows[: part.size - whole] += part[whole:]
         columns += rows * key
     keys = _check_keys(num_columns, words.dtype.str)
-    return np.add.reduce(columns[:, None] * keys, axis=0, dtype=words.dtype)
+    sums: Flat = np.add.reduce(columns[:, None] * keys, axis=0, dtype=words.dtype)
+    return sums

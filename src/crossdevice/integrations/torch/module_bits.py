@@ -111,7 +111,7 @@ def _by_path(name: str, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or this rank's part of a DTensor."""
     if is_instance_of(tensor, "torch.distributed.tensor", "DTensor"):
-        local: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+        local: torch.Tensor = tensor.detach().to_local()
         return local
     return tensor
 
