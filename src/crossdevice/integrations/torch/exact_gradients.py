@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from crossdevice.backends.protocol import dtype_named
-from crossdevice.backends.registry import backend_named
 from crossdevice.combining.between_ranks import (
     BUCKET_BYTES,
     RoundedSum,
@@ -26,11 +24,12 @@ from crossdevice.combining.between_ranks import (
 )
 from crossdevice.errors import ContextError, ConversionError, DtypeError, MismatchError, OptionError
 from crossdevice.integrations.torch.communication_hook import formed_group
+from crossdevice.integrations.torch.gradient_sums import DenseSum, GradientSum, RowSum
+from crossdevice.integrations.torch.sums_on_gpu import SumsOnGpu
 from crossdevice.integrations.torch.tensor_kinds import is_instance_of
-from crossdevice.kernels.host.running_sum import RunningSum, add_all
+from crossdevice.kernels.host.running_sum import add_all
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
-from crossdevice.values.device import host_device
 from crossdevice.values.dtypes import FLOATS, PARTS
 from crossdevice.values.launchers import launched
 from crossdevice.values.reduce_op import ReduceOp
@@ -113,8 +112,9 @@ class ExactGradients:
         self._bucket_bytes = bucket_bytes
         self._given = group
         self._group = group if isinstance(group, ProcessGroup) else None
-        self._sums: dict[int, _Sum] = {}
-        self._kept: dict[int, _Sum] = {}  # of earlier steps, whose memory is used again
+        self._sums: dict[int, GradientSum] = {}
+        self._kept: dict[int, GradientSum] = {}  # of earlier steps, whose memory is used again
+        self._on_gpu = SumsOnGpu()
         self._weight = self._micro_batches = 0
         self._results: dict[int, weakref.ref[torch.Tensor]] = {}
         size = launched(os.environ).size
@@ -137,7 +137,7 @@ class ExactGradients:
     @property
     def apart(self) -> int:
         """The number of elements that do not fit in float64 numbers, and are kept as fractions."""
-        return sum(each.running.num_apart for each in self._sums.values())
+        return self._on_gpu.num_apart + sum(each.num_apart for each in self._sums.values())
 
     @torch.no_grad()
     def add(self, weight: int = 1) -> None:
@@ -159,12 +159,17 @@ class ExactGradients:
         found = [(n, p.grad) for n, p in enumerate(self._parameters) if p.grad is not None]
         for number, gradient in found:
             self._check(number, gradient)
-        tasks = []
-        for number, gradient in found if factor else ():
-            total = self._sums.get(number) or self._sum_for(number, gradient)
-            self._sums[number] = total
-            tasks.append((total.running_for(gradient), [total.flat(gradient)], [float(factor)]))
-        add_all(tasks)
+        if factor:
+            for number, gradient in found:
+                self._sums[number] = self._sums.get(number) or self._sum_for(number, gradient)
+            taken = self._on_gpu.add(dict(found), factor, self._sums)
+            add_all(
+                [
+                    (self._sums[n].running_for(gradient), [self._sums[n].flat(gradient)], [float(factor)])
+                    for n, gradient in found
+                    if n not in taken
+                ]
+            )
         for number, _ in found:
             self._parameters[number].grad = None
         self._weight += factor
@@ -218,6 +223,7 @@ class ExactGradients:
             raise OptionError(
                 "the weights of all workers add up to 0; a mean needs a positive sum of weights"
             )
+        self._on_gpu.move_to_host(self._sums)
         kinds = {int(n): kind for facts in of_ranks for n, kind in facts["sums"].items()}
         apart = self.apart
         divisor = Fraction(weight) if op is ReduceOp.MEAN else Fraction(1)
@@ -238,9 +244,8 @@ class ExactGradients:
 
     def clear(self) -> None:
         """Drops what this worker has added in this step; `.grad` stays as it is."""
-        for total in self._sums.values():
-            total.running.clear()
-        self._kept |= self._sums
+        self._on_gpu.clear()
+        self._kept |= {number: total.emptied() for number, total in self._sums.items()}
         self._sums = {}
         self._weight = self._micro_batches = 0
 
@@ -314,111 +319,20 @@ class ExactGradients:
             error.is_on_all_ranks = True
             raise error
 
-    def _sum_for(self, number: int, gradient: torch.Tensor) -> _Sum:
+    def _sum_for(self, number: int, gradient: torch.Tensor) -> GradientSum:
         kind = "dense" if gradient.layout == torch.strided else "rows"
         return self._empty_sum(number, [kind, str(gradient.dtype).removeprefix("torch.")])
 
-    def _empty_sum(self, number: int, kind: list[str]) -> _Sum:
+    def _empty_sum(self, number: int, kind: list[str]) -> GradientSum:
         kept = self._kept.pop(number, None)
         if kept is not None and kept.kind == kind:
             return kept.emptied()
-        made = _RowSum if kind[0] == "rows" else _DenseSum
+        made = RowSum if kind[0] == "rows" else DenseSum
         return made(kind[1], self._parameters[number].shape)
 
 
-class _DenseSum:
-    """The sum of the dense gradients of one parameter, in the order of its indices."""
-
-    def __init__(self, dtype: str, shape: torch.Size) -> None:
-        self.kind = ["dense", dtype]
-        self.part = dtype_named(PARTS.get(dtype, dtype))
-        self.running = RunningSum(shape.numel() * (2 if dtype in PARTS else 1), self.part, "exact")
-
-    def emptied(self) -> _Sum:
-        self.running.clear()
-        return self
-
-    def running_for(self, gradient: torch.Tensor) -> RunningSum:  # noqa: ARG002 - rows need it
-        return self.running
-
-    def flat(self, gradient: torch.Tensor) -> NDArray[Any]:
-        flat: NDArray[Any] = backend_named("torch").to_host(gradient).view(self.part)
-        return flat
-
-    def match_ranks(self, call: GroupCall) -> None:
-        """Dense sums have the same elements on all ranks."""
-
-    def gradient(self, out: NDArray[Any], parameter: torch.Tensor) -> torch.Tensor:
-        whole = out.view(dtype_named(self.kind[1]))
-        made: torch.Tensor = backend_named("torch").from_host(whole, tuple(parameter.shape), host_device(0))
-        if made.stride() == parameter.stride() and parameter.device == made.device:
-            return made
-        return torch.empty_like(parameter, dtype=made.dtype).copy_(made)
-
-
-class _RowSum:
-    """The sum of sparse gradients of one parameter: of those rows that any of them had."""
-
-    def __init__(self, dtype: str, shape: torch.Size) -> None:
-        self.kind = ["rows", dtype]
-        self.part = dtype_named(PARTS.get(dtype, dtype))
-        self.width = shape[1:].numel() * (2 if dtype in PARTS else 1)
-        self.rows: NDArray[np.int64] = np.empty(0, np.int64)
-        self.running = RunningSum(0, self.part, "exact")
-
-    def emptied(self) -> _Sum:
-        self.rows, self.running = np.empty(0, np.int64), RunningSum(0, self.part, "exact")
-        return self
-
-    def running_for(self, gradient: torch.Tensor) -> RunningSum:
-        # In the order in which the backward pass has left repeated rows, which is the micro-batch's own.
-        self.extend(np.unique(gradient._indices()[0].cpu().numpy()))
-        return self.running
-
-    def flat(self, gradient: torch.Tensor) -> NDArray[Any]:
-        gradient = gradient.coalesce()
-        # Rows that are absent must change nothing, not even the sign of a zero.
-        spread = np.full((len(self.rows), self.width), -0.0, self.part)
-        places = np.searchsorted(self.rows, gradient.indices()[0].cpu().numpy())
-        values = backend_named("torch").to_host(gradient.values()).view(self.part)
-        spread[places] = values.reshape(-1, self.width)
-        return spread.reshape(-1)
-
-    def extend(self, rows: NDArray[np.int64]) -> None:
-        """Makes room for more rows."""
-        united = np.union1d(self.rows, rows)
-        if len(united) == len(self.rows):
-            return
-        places = np.searchsorted(united, self.rows)
-        elements = (places[:, None] * self.width + np.arange(self.width)).reshape(-1)
-        self.running = self.running.spread_to(len(united) * self.width, elements)
-        self.rows = united
-
-    def match_ranks(self, call: GroupCall) -> None:
-        """Makes room for the rows of all ranks."""
-        for rows in call.all_gather_uneven(self.rows.astype("<i8").tobytes()):
-            self.extend(np.frombuffer(rows, "<i8").astype(np.int64))
-
-    def gradient(self, out: NDArray[Any], parameter: torch.Tensor) -> torch.Tensor:
-        whole = out.view(dtype_named(self.kind[1]))
-        shape = (len(self.rows), *parameter.shape[1:])
-        values = backend_named("torch").from_host(whole, shape, host_device(0))
-        indices = torch.from_numpy(self.rows)[None]
-        return torch.sparse_coo_tensor(
-            indices,
-            values,
-            parameter.shape,
-            device=parameter.device,
-            is_coalesced=True,
-            check_invariants=False,
-        )
-
-
-_Sum = _DenseSum | _RowSum
-
-
 def _written(
-    call: GroupCall | None, sums: Mapping[int, _Sum], divisor: Fraction, bucket_bytes: int
+    call: GroupCall | None, sums: Mapping[int, GradientSum], divisor: Fraction, bucket_bytes: int
 ) -> tuple[dict[int, NDArray[Any]], int]:
     """The sums of all ranks, rounded, and the bytes sent for them."""
     if call is not None:

@@ -142,6 +142,22 @@ class RunningSum:
         self.fractions, self.specials, self._many_specials = {}, {}, None
         self._is_empty = True
 
+    def load(self, parts: Sequence[Floats]) -> None:
+        """Takes parts that were added elsewhere; sums that are infinite or NaN are in the first of them."""
+        for own, part in zip(self._parts, parts, strict=True):
+            own[:] = part
+        self._is_empty = False
+        (places,) = np.nonzero(~np.isfinite(parts[0]))
+        if places.size:
+            self._many_specials = np.zeros(self.size)
+            self._many_specials[places] = parts[0][places]
+            self._parts[0][places] = -0.0
+
+    def keep_apart(self, element: int, value: float, weight: float) -> None:
+        """Adds a finite value times a weight to an element whose parts cannot hold it."""
+        term = Fraction(value) * Fraction(weight)
+        self.fractions[element] = self.fractions.get(element, Fraction(0)) + term
+
     def copy_of(self, start: int, stop: int) -> RunningSum:
         """A sum of the elements from start to stop, with memory of its own."""
         copied = RunningSum(stop - start, self.dtype, "exact" if self.is_exact else "accurate")
@@ -329,8 +345,7 @@ class RunningSum:
         for item, weight in zip(inputs, weights, strict=True):
             value = float(item[element])
             if np.isfinite(value):
-                term = Fraction(value) * Fraction(weight)
-                self.fractions[element] = self.fractions.get(element, Fraction(0)) + term
+                self.keep_apart(element, value, weight)
             else:
                 self.specials[element] = self.specials.get(element, 0.0) + value * weight
 

@@ -14,10 +14,13 @@ from triton.runtime import driver
 from crossdevice.kernels.cuda.families import MAX_PARTS, arranged, block_elements
 from crossdevice.kernels.cuda.gpu_fingerprint import BLOCKS
 from crossdevice.kernels.cuda.gpu_fingerprint import NUM_WARPS as FINGERPRINT_WARPS
+from crossdevice.kernels.cuda.gpu_sums import BLOCK as SUM_BLOCK
+from crossdevice.kernels.cuda.gpu_sums import NUM_WARPS as SUM_WARPS
 from crossdevice.kernels.cuda.triton_arithmetic import kernel_spec
 from crossdevice.kernels.cuda.triton_fingerprint import sum_blocks
 from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
 from crossdevice.kernels.cuda.triton_launching import ANY_ADDRESS, NUM_WARPS, spare_arguments
+from crossdevice.kernels.cuda.triton_sums import TYPES, add_arrays
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import UNKNOWN_WEIGHTS
@@ -65,10 +68,12 @@ def _absent_gpu(monkeypatch):
     pass_by_arguments.device_caches.clear()
     pass_by_table.device_caches.clear()
     sum_blocks.device_caches.clear()
+    add_arrays.device_caches.clear()
     yield
     pass_by_arguments.device_caches.clear()
     pass_by_table.device_caches.clear()
     sum_blocks.device_caches.clear()
+    add_arrays.device_caches.clear()
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -101,3 +106,16 @@ def test_fingerprints_read_16_bytes_at_a_time_and_multiply_32_bits():
     code = compiled.asm["ptx"]
     assert re.search(r"ld\.global\.v4\.b32", code)
     assert "mul.wide.u32" in code or "mad.wide.u32" in code
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.usefixtures("_absent_gpu")
+@pytest.mark.parametrize(("dtype", "num_parts"), [("float32", 2), ("bfloat16", 2), ("float64", 3)])
+def test_running_sums_read_and_write_parts_16_bytes_at_a_time_and_contract_nothing(dtype, num_parts):
+    memory, numbers = (ANY_ADDRESS,) * 3, (2, 3, 4096, 7)
+    constants = TYPES[dtype], dtype == "bfloat16", num_parts, SUM_BLOCK
+    options = {"grid": (1,), "num_warps": SUM_WARPS, "enable_fp_fusion": False}
+    code = add_arrays.warmup(*memory, *numbers, *constants, **options).asm["ptx"]
+    assert re.search(r"ld\.global\.v2\.b64", code)
+    assert re.search(r"st\.global\.v2\.b64", code)
+    assert not re.search(r"\bfma\.|\.ftz", code)

@@ -29,6 +29,7 @@ ROOT = HERE.parents[3]
         ("interpreted_kernels.py", "1"),
         ("interpreted_passes.py", "1"),
         ("interpreted_peers.py", "1"),
+        ("interpreted_sums.py", "1"),
         ("compiled_kernels.py", "0"),
     ],
 )

@@ -1,0 +1,139 @@
+"""Sum of all gradients of one parameter in a training step: of dense ones, and of rows of embeddings."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from crossdevice.backends.protocol import dtype_named
+from crossdevice.backends.registry import backend_named
+from crossdevice.kernels.host.running_sum import RunningSum
+from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.values.device import host_device
+from crossdevice.values.dtypes import PARTS
+
+
+class DenseSum:
+    """The sum of the dense gradients of one parameter, in the order of its indices."""
+
+    def __init__(self, dtype: str, shape: torch.Size) -> None:
+        self.kind = ["dense", dtype]
+        self.part = dtype_named(PARTS.get(dtype, dtype))
+        self.size = shape.numel() * (2 if dtype in PARTS else 1)
+
+    @functools.cached_property
+    def running(self) -> RunningSum:
+        """The sum on the host, where there is one: gradients may be added up on a GPU until the step ends."""
+        return RunningSum(self.size, self.part, "exact")
+
+    @property
+    def num_apart(self) -> int:
+        """The number of elements that are kept as fractions."""
+        return self.running.num_apart if "running" in vars(self) else 0
+
+    def emptied(self) -> GradientSum:
+        """Drops what was added, and keeps the memory."""
+        if "running" in vars(self):
+            self.running.clear()
+        return self
+
+    def take(self, moved: RunningSum) -> None:
+        """Adds what was added up elsewhere."""
+        if "running" in vars(self):
+            self.running.merge(moved)
+        else:
+            self.running = moved
+
+    def running_for(self, gradient: torch.Tensor) -> RunningSum:  # noqa: ARG002 - rows need it
+        """The sum to which a gradient is added."""
+        return self.running
+
+    def flat(self, gradient: torch.Tensor) -> NDArray[Any]:
+        """The elements of a gradient, on the host."""
+        flat: NDArray[Any] = backend_named("torch").to_host(gradient).view(self.part)
+        return flat
+
+    def match_ranks(self, call: GroupCall) -> None:
+        """Dense sums have the same elements on all ranks."""
+
+    def gradient(self, out: NDArray[Any], parameter: torch.Tensor) -> torch.Tensor:
+        """The result as a gradient of the parameter, where and as the parameter is."""
+        whole = out.view(dtype_named(self.kind[1]))
+        made: torch.Tensor = backend_named("torch").from_host(whole, tuple(parameter.shape), host_device(0))
+        if made.stride() == parameter.stride() and parameter.device == made.device:
+            return made
+        return torch.empty_like(parameter, dtype=made.dtype).copy_(made)
+
+
+class RowSum:
+    """The sum of sparse gradients of one parameter: of those rows that any of them had."""
+
+    def __init__(self, dtype: str, shape: torch.Size) -> None:
+        self.kind = ["rows", dtype]
+        self.part = dtype_named(PARTS.get(dtype, dtype))
+        self.width = shape[1:].numel() * (2 if dtype in PARTS else 1)
+        self.rows: NDArray[np.int64] = np.empty(0, np.int64)
+        self.running = RunningSum(0, self.part, "exact")
+
+    @property
+    def num_apart(self) -> int:
+        """The number of elements that are kept as fractions."""
+        return self.running.num_apart
+
+    def emptied(self) -> GradientSum:
+        """Drops what was added; other rows may come."""
+        self.rows, self.running = np.empty(0, np.int64), RunningSum(0, self.part, "exact")
+        return self
+
+    def running_for(self, gradient: torch.Tensor) -> RunningSum:
+        """The sum to which a gradient is added, with room for its rows."""
+        # In the order in which the backward pass has left repeated rows, which is the micro-batch's own.
+        self.extend(np.unique(gradient._indices()[0].cpu().numpy()))
+        return self.running
+
+    def flat(self, gradient: torch.Tensor) -> NDArray[Any]:
+        """The elements of all rows of the sum, on the host, of which the gradient has some."""
+        gradient = gradient.coalesce()
+        # Rows that are absent must change nothing, not even the sign of a zero.
+        spread = np.full((len(self.rows), self.width), -0.0, self.part)
+        places = np.searchsorted(self.rows, gradient.indices()[0].cpu().numpy())
+        values = backend_named("torch").to_host(gradient.values()).view(self.part)
+        spread[places] = values.reshape(-1, self.width)
+        return spread.reshape(-1)
+
+    def extend(self, rows: NDArray[np.int64]) -> None:
+        """Makes room for more rows."""
+        united = np.union1d(self.rows, rows)
+        if len(united) == len(self.rows):
+            return
+        places = np.searchsorted(united, self.rows)
+        elements = (places[:, None] * self.width + np.arange(self.width)).reshape(-1)
+        self.running = self.running.spread_to(len(united) * self.width, elements)
+        self.rows = united
+
+    def match_ranks(self, call: GroupCall) -> None:
+        """Makes room for the rows of all ranks."""
+        for rows in call.all_gather_uneven(self.rows.astype("<i8").tobytes()):
+            self.extend(np.frombuffer(rows, "<i8").astype(np.int64))
+
+    def gradient(self, out: NDArray[Any], parameter: torch.Tensor) -> torch.Tensor:
+        """The result as a gradient of the parameter, where and as the parameter is."""
+        whole = out.view(dtype_named(self.kind[1]))
+        shape = (len(self.rows), *parameter.shape[1:])
+        values = backend_named("torch").from_host(whole, shape, host_device(0))
+        indices = torch.from_numpy(self.rows)[None]
+        return torch.sparse_coo_tensor(
+            indices,
+            values,
+            parameter.shape,
+            device=parameter.device,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+
+GradientSum = DenseSum | RowSum
