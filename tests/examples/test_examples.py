@@ -12,6 +12,7 @@ import pytest
 NEEDED = {
     "keras_digits": "tensorflow",
     "torch_training_loop": "torch",
+    "any_number_of_workers": "torch",
     "reproducible_ddp": "torch",
     "fsdp2_reproducible": "torch",
     "data_parallel": "torch",

@@ -1,0 +1,66 @@
+"""A transformer trained on 1 to 6 workers, killed and resumed on another number: one digest of everything."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+
+from multiprocess import launching
+
+pytest.importorskip("torch.distributed")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
+
+LAUNCH_SECONDS = 800.0
+SMALL, LARGE = 4096, 25 << 20
+KILLED_IN_STEP = 25
+
+
+def launched(size, folder, ways="exact", bucket_sizes=f"{SMALL},{LARGE}", checkpoints="", kill_at=""):
+    commands = launching.ranks(
+        "workers_rank.py", ways, bucket_sizes, str(checkpoints), str(kill_at), size=size
+    )
+    found = launching.launch(commands, folder, LAUNCH_SECONDS)
+    assert found.left == []
+    return found
+
+
+def digests(size, folder, **arguments):
+    found = launched(size, folder, **arguments)
+    assert found.codes == [0] * size, found.output
+    assert list(found.reports.values()) == [found.reports[0]] * size
+    return found.reports[0]
+
+
+def check_resumed(killed, resumed, tmp_path, expected):
+    """All of `killed` workers lose one, and another number of them goes on from the last checkpoint."""
+    for bucket_bytes in (SMALL, LARGE):
+        place = tmp_path / f"{killed} {bucket_bytes}"
+        place.mkdir()
+        cell = {"bucket_sizes": str(bucket_bytes), "checkpoints": place}
+        found = launched(killed, place / "killed", **cell, kill_at=KILLED_IN_STEP)
+        assert found.codes[-1] == -signal.SIGKILL, found.output
+        assert found.reports == {}
+        assert 0 not in found.codes
+        assert digests(resumed, place / "resumed", **cell) == {f"exact {bucket_bytes}": expected}
+
+
+def test_a_run_that_lost_a_worker_ends_on_another_number_as_one_that_lost_none(tmp_path, tmp_path_factory):
+    with launching.in_turn(tmp_path_factory.getbasetemp().parent):
+        (expected,) = digests(1, tmp_path / "alone", bucket_sizes=str(LARGE)).values()
+        check_resumed(2, 3, tmp_path, expected)
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.more("a matrix of 25 launches")
+def test_every_cell_of_workers_and_buckets_and_resumed_runs_has_one_digest(tmp_path, tmp_path_factory):
+    sizes = (1, 2, 3, 4, 6)
+    with launching.in_turn(tmp_path_factory.getbasetemp().parent):
+        cells = [digests(size, tmp_path / f"{size} workers", ways="exact,ddp") for size in sizes]
+        (expected,) = {digest for cell in cells for way, digest in cell.items() if way.startswith("exact")}
+        for killed, resumed in zip(sizes, (*sizes[1:], sizes[0]), strict=True):
+            check_resumed(killed, resumed, tmp_path, expected)
+    plain = {digest for cell in cells for way, digest in cell.items() if way.startswith("ddp")}
+    assert len(plain) > len(sizes) - 1
