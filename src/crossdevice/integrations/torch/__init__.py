@@ -3,7 +3,7 @@
 `DataParallel` takes the place of `torch.nn.DataParallel`. `MirroredModule` is for training steps that run as
 replicas of a strategy, backward pass and optimizer included. `reproducible_hook` is for
 `torch.nn.parallel.DistributedDataParallel`, `ReproducibleReduceScatter` for FSDP2's `fully_shard`.
-`ExactGradients` makes a training step the same on any number of workers.
+`ExactGradients` makes a training step the same on any number of workers, `ExactReduceScatter` one of FSDP2.
 """
 
 from crossdevice.values.libraries import missing_library
@@ -15,6 +15,7 @@ try:
     from crossdevice.integrations.torch.distributed import BackendOptions
     from crossdevice.integrations.torch.exact_clipping import clip_grad_norm_
     from crossdevice.integrations.torch.exact_gradients import ExactGradients, ExactStep
+    from crossdevice.integrations.torch.exact_reduce_scatter import ExactReduceScatter
     from crossdevice.integrations.torch.micro_batch_seeds import micro_batch_seed, seeded_micro_batch
     from crossdevice.integrations.torch.mirrored_module import MirroredModule
     from crossdevice.integrations.torch.module_bits import ModuleBits
@@ -26,6 +27,7 @@ __all__ = [
     "BackendOptions",
     "DataParallel",
     "ExactGradients",
+    "ExactReduceScatter",
     "ExactStep",
     "MirroredModule",
     "ModuleBits",

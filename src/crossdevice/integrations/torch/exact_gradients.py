@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from crossdevice.combining.between_ranks import (
 )
 from crossdevice.errors import ContextError, ConversionError, DtypeError, MismatchError, OptionError
 from crossdevice.integrations.torch.communication_hook import formed_group
-from crossdevice.integrations.torch.gradient_sums import DenseSum, GradientSum, RowSum
+from crossdevice.integrations.torch.gradient_sums import DenseSum, GradientSum, RowSum, whole_weight
 from crossdevice.integrations.torch.sums_on_gpu import SumsOnGpu
 from crossdevice.integrations.torch.tensor_kinds import is_instance_of
 from crossdevice.kernels.host.running_sum import add_all
@@ -33,9 +32,6 @@ from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.dtypes import FLOATS, PARTS
 from crossdevice.values.launchers import launched
 from crossdevice.values.reduce_op import ReduceOp
-
-LARGEST_WEIGHT = 1 << 53
-"""Whole numbers up to here are float64 without rounding."""
 
 
 class ExactStep(NamedTuple):
@@ -155,7 +151,7 @@ class ExactGradients:
             DtypeError: a gradient is not of floats or complex numbers, or of another dtype than before.
             ConversionError: a gradient is sharded, or sparse in another way than an embedding's.
         """
-        factor = _checked_weight(weight)
+        factor = whole_weight(weight)
         found = [(n, p.grad) for n, p in enumerate(self._parameters) if p.grad is not None]
         for number, gradient in found:
             self._check(number, gradient)
@@ -344,16 +340,6 @@ def _written(
         write_own(tasks)
         return outs, 0
     return outs, write_totals(call, tasks, bucket_bytes)
-
-
-def _checked_weight(weight: int) -> int:
-    try:
-        factor = -1 if isinstance(weight, bool) else operator.index(weight)
-    except TypeError:
-        factor = -1
-    if not 0 <= factor <= LARGEST_WEIGHT:
-        raise OptionError(f"the weight must be a whole number from 0 to 2**53; got {weight!r}")
-    return factor
 
 
 def _has_default_group() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,14 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.backends.registry import backend_named
+from crossdevice.errors import OptionError
 from crossdevice.kernels.host.running_sum import RunningSum
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import host_device
 from crossdevice.values.dtypes import PARTS
+
+LARGEST_WEIGHT = 1 << 53
+"""Whole numbers up to here are float64 without rounding."""
 
 
 class DenseSum:
@@ -137,3 +142,14 @@ class RowSum:
 
 
 GradientSum = DenseSum | RowSum
+
+
+def whole_weight(weight: int) -> int:
+    """The weight of a micro-batch, if it is a whole number that float64 holds."""
+    try:
+        factor = -1 if isinstance(weight, bool) else operator.index(weight)
+    except TypeError:
+        factor = -1
+    if not 0 <= factor <= LARGEST_WEIGHT:
+        raise OptionError(f"the weight must be a whole number from 0 to 2**53; got {weight!r}")
+    return factor
