@@ -229,6 +229,11 @@ def _are_packed(lengths: Sequence[int]) -> bool:
     return len(lengths) > 1 and sum(lengths) < LONE_BYTES * len(lengths)
 
 
+def joined(pieces: Sequence[Bytes]) -> Bytes:
+    """Pieces as one message; a lone one is sent from where it is."""
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
 def _packed(pieces: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     if _are_packed([piece.nbytes for piece in pieces]):
         return [np.concatenate(pieces)]

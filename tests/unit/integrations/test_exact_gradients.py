@@ -282,3 +282,66 @@ def test_a_compiled_module_and_a_fused_optimizer_train_alike():
         return [parameter.tolist() for parameter in model.parameters()]
 
     assert run([0, 1, 2, 3]) == run([3, 1, 0, 2])
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 24])
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_sharded_sums_have_the_same_bits_and_a_share_of_the_memory(size, bucket_bytes):
+    shapes = {"float32": (40, 5), "bfloat16": (33,), "float64": (7, 3), "complex64": (6,)}
+    random = np.random.default_rng(7)
+    wide = random.standard_normal((NUM_MICRO_BATCHES, 200)) * 2.0 ** random.integers(
+        -70, 60, (NUM_MICRO_BATCHES, 200)
+    )
+
+    def run(group, assignment, *, is_sharded):
+        parameters = [
+            torch.nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype)))
+            for dtype, shape in shapes.items()
+        ]
+        rare, unused = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+        parameters += [rare, unused]
+        exact = ExactGradients(parameters, group, bucket_bytes=bucket_bytes, is_sharded=is_sharded)
+        found = []
+        for _ in range(2):
+            for turn in range(max(map(len, assignment))) if is_sharded else range(len(assignment[0])):
+                mine = assignment[group.rank if group else 0]
+                number = mine[turn] if turn < len(mine) else None
+                for parameter in parameters[:4] if number is not None else ():
+                    flat = torch.from_numpy(wide[number, : parameter.numel()].copy())
+                    parameter.grad = flat.reshape(parameter.shape).to(parameter.dtype)
+                if number == 3:
+                    rare.grad = torch.tensor([torch.inf, -0.0, 1.0])
+                exact.add(number + 1 if number is not None else 0)
+            held = exact._shards.num_elements if exact._shards else 0
+            step = exact.finish()
+            assert (step.weight, step.micro_batches) == (28, 7)
+            assert unused.grad is None
+            found += [parameter.grad.reshape(-1).view(torch.uint8).tolist() for parameter in parameters[:5]]
+            for parameter in parameters:
+                parameter.grad = None
+        return found, held
+
+    expected, _ = run(None, ASSIGNMENTS[1], is_sharded=False)
+    results = run_ranks(size, lambda group: run(group, ASSIGNMENTS[size], is_sharded=True))
+    assert [found for found, _ in results] == [expected] * size
+    if size > 1:
+        assert sum(held for _, held in results) == 200 + 33 + 21 + 12 + 3
+        assert max(held for _, held in results) < 269 // size + 34
+
+
+def test_what_one_worker_cannot_add_to_shards_is_told_to_all():
+    def run(group):
+        weight = torch.nn.Parameter(torch.ones(2, 2))
+        exact = ExactGradients([("w", weight)], group, is_sharded=True)
+        weight.grad = torch.ones(2, 2).to_sparse(1) if group.rank == 1 else torch.ones(2, 2)
+        kind = ConversionError if group.rank == 1 else MismatchError
+        with pytest.raises(
+            kind, match=r"the gradient of w is a torch.sparse_coo tensor of torch.float32; sums"
+        ):
+            exact.add()
+        weight.grad = torch.full((2, 2), float(group.rank))
+        exact.add(weight=3)
+        step = exact.finish()
+        return step.weight, weight.grad.tolist()
+
+    assert run_ranks(2, run) == [(6, [[0.5, 0.5]] * 2)] * 2

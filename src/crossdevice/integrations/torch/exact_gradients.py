@@ -21,7 +21,15 @@ from crossdevice.combining.between_ranks import (
     write_own,
     write_totals,
 )
-from crossdevice.errors import ContextError, ConversionError, DtypeError, MismatchError, OptionError
+from crossdevice.combining.sharded_sums import ShardedSums
+from crossdevice.errors import (
+    ContextError,
+    ConversionError,
+    CrossDeviceError,
+    DtypeError,
+    MismatchError,
+    OptionError,
+)
 from crossdevice.integrations.torch.communication_hook import formed_group
 from crossdevice.integrations.torch.gradient_sums import DenseSum, GradientSum, RowSum, whole_weight
 from crossdevice.integrations.torch.sums_on_gpu import SumsOnGpu
@@ -69,6 +77,10 @@ class ExactGradients:
         group: the workers: a group of crossdevice or of torch.distributed, of any backend. None means the
             default group of torch.distributed, if there is one, else this process alone.
         bucket_bytes: how much of the sums travels at once. It changes no bits.
+        is_sharded: each of W workers keeps the sums of its shard of the parameters, 16 / W bytes a parameter,
+            and the gradients of every micro-batch travel, 4 bytes a parameter. All workers call `add` equally
+            often, those without a micro-batch `add(0)`. Right where memory is scarce and micro-batches few.
+            Gradients have to be dense, and are added on the host. It changes no bits either.
 
     Raises:
         OptionError: there are no parameters, the group is of another kind, or the process was launched as
@@ -89,6 +101,7 @@ class ExactGradients:
         group: ProcessGroup | dist.ProcessGroup | None = None,
         *,
         bucket_bytes: int = BUCKET_BYTES,
+        is_sharded: bool = False,
     ) -> None:
         named = [
             each if isinstance(each, tuple) else (f"parameter {number}", each)
@@ -111,6 +124,9 @@ class ExactGradients:
         self._sums: dict[int, GradientSum] = {}
         self._kept: dict[int, GradientSum] = {}  # of earlier steps, whose memory is used again
         self._on_gpu = SumsOnGpu()
+        self._is_sharded = is_sharded
+        self._shards: ShardedSums | None = None
+        self._bytes_sent = 0
         self._weight = self._micro_batches = 0
         self._results: dict[int, weakref.ref[torch.Tensor]] = {}
         size = launched(os.environ).size
@@ -133,13 +149,15 @@ class ExactGradients:
     @property
     def apart(self) -> int:
         """The number of elements that do not fit in float64 numbers, and are kept as fractions."""
-        return self._on_gpu.num_apart + sum(each.num_apart for each in self._sums.values())
+        of_shards = self._shards.num_apart if self._shards is not None else 0
+        return of_shards + self._on_gpu.num_apart + sum(each.num_apart for each in self._sums.values())
 
     @torch.no_grad()
     def add(self, weight: int = 1) -> None:
         """Adds the gradients that a backward pass has left in `.grad`, times a weight, and clears them.
 
-        No other worker takes part. Parameters without a gradient count as if they had one of zeros.
+        No other worker takes part, unless sums are sharded. Parameters without a gradient count as if they
+        had one of zeros.
 
         Args:
             weight: a whole number, 0 or more: how many examples or tokens the loss is a mean of. With a loss
@@ -150,9 +168,14 @@ class ExactGradients:
             ContextError: gradients still hold the result of the last step.
             DtypeError: a gradient is not of floats or complex numbers, or of another dtype than before.
             ConversionError: a gradient is sharded, or sparse in another way than an embedding's.
+            MismatchError: sums are sharded, and another worker cannot add its gradients.
         """
-        factor = whole_weight(weight)
         found = [(n, p.grad) for n, p in enumerate(self._parameters) if p.grad is not None]
+        group = self._workers() if self._is_sharded else None
+        if group is not None and group.size > 1:
+            self._add_to_shards(group, weight, found)
+            return
+        factor = whole_weight(weight)
         for number, gradient in found:
             self._check(number, gradient)
         if factor:
@@ -196,7 +219,7 @@ class ExactGradients:
         group = self._workers()
         own: dict[str, Any] = {
             "op": op.name,
-            "parameters": [[str(each.dtype), list(each.shape)] for each in self._parameters],
+            "parameters": self._described(),
             "weight": self._weight,
             "micro_batches": self._micro_batches,
             "sums": {str(number): total.kind for number, total in self._sums.items()},
@@ -226,6 +249,10 @@ class ExactGradients:
         sums = {n: self._sums.get(n) or self._empty_sum(n, kinds[n]) for n in sorted(kinds)}
         if group is None or group.size == 1:
             outs, sent = _written(None, sums, divisor, self._bucket_bytes)
+        elif self._shards is not None:
+            with group.call(f"share exact gradients of {len(sums)} parameters", b"exact shards") as call:
+                outs = {n: np.empty(total.size, total.part) for n, total in sums.items()}
+                sent = self._bytes_sent + self._shards.write(call, outs, divisor)
         else:
             with group.call(f"combine exact gradients of {len(sums)} parameters", b"exact") as call:
                 outs, sent = _written(call, sums, divisor, self._bucket_bytes)
@@ -243,7 +270,64 @@ class ExactGradients:
         self._on_gpu.clear()
         self._kept |= {number: total.emptied() for number, total in self._sums.items()}
         self._sums = {}
-        self._weight = self._micro_batches = 0
+        if self._shards is not None:
+            self._shards.clear()
+        self._weight = self._micro_batches = self._bytes_sent = 0
+
+    def _add_to_shards(
+        self, group: ProcessGroup, weight: int, found: Sequence[tuple[int, torch.Tensor]]
+    ) -> None:
+        """Adds gradients where their shards are; what is wrong on one worker is raised on all."""
+        own_error: CrossDeviceError | None = None
+        factor = 0
+        try:
+            factor = whole_weight(weight)
+            for number, gradient in found:
+                self._check(number, gradient)
+                self._check_shardable(number, gradient)
+        except CrossDeviceError as error:
+            own_error = error
+        own = {
+            "problem": str(own_error or ""),
+            "parameters": self._described() if self._shards is None else None,
+            "weight": factor,
+            "held": [number for number, _ in found],
+        }
+        with group.call("add a micro-batch to shards", b"add to shards") as call:
+            of_ranks = gathered_json(call, own)
+            problem = _problem_of(group.members, of_ranks)
+            if not problem:
+                shards = self._shards = self._shards or self._new_shards(group.size)
+                flats = {}
+                for number, gradient in found if factor else ():
+                    total = self._sums[number] = self._sums.get(number) or self._sum_for(number, gradient)
+                    flats[number] = total.flat(gradient)
+                held, weights = [each["held"] for each in of_ranks], [each["weight"] for each in of_ranks]
+                self._bytes_sent += shards.add(call, flats, held, weights)
+        if own_error is not None:
+            raise own_error
+        if problem:
+            raise MismatchError(problem)
+        for number, _ in found:
+            self._parameters[number].grad = None
+        self._weight += factor
+        self._micro_batches += bool(found or factor)
+
+    def _new_shards(self, ranks: int) -> ShardedSums:
+        whole = [DenseSum(str(each.dtype).removeprefix("torch."), each.shape) for each in self._parameters]
+        sizes, dtypes = [each.size for each in whole], [each.part for each in whole]
+        return ShardedSums(sizes, dtypes, ranks, self._bucket_bytes)
+
+    def _check_shardable(self, number: int, gradient: torch.Tensor) -> None:
+        parameter = self._parameters[number]
+        if gradient.layout != torch.strided or gradient.dtype != parameter.dtype:
+            raise ConversionError(
+                f"the gradient of {self._names[number]} is a {gradient.layout} tensor of {gradient.dtype}; "
+                f"sums are sharded for dense gradients of the parameter's dtype, {parameter.dtype}"
+            )
+
+    def _described(self) -> list[Any]:
+        return [[str(each.dtype), list(each.shape)] for each in self._parameters]
 
     def _workers(self) -> ProcessGroup | None:
         """The group of all workers, formed when all of them first finish a step."""
@@ -340,6 +424,17 @@ def _written(
         write_own(tasks)
         return outs, 0
     return outs, write_totals(call, tasks, bucket_bytes)
+
+
+def _problem_of(members: Sequence[str], of_ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Reason the micro-batches of all workers cannot be added; empty if they can."""
+    for name, facts in zip(members, of_ranks, strict=True):
+        problem = facts["problem"]
+        if not problem and facts["parameters"] != of_ranks[0]["parameters"]:
+            problem = f"its parameters differ: {_differing(facts['parameters'], of_ranks[0]['parameters'])}"
+        if problem:
+            return f"{name} cannot add its gradients to those of others: {problem}"
+    return ""
 
 
 def _has_default_group() -> bool:
