@@ -264,3 +264,88 @@ def test_compiled_functions_leave_calls_of_the_group_as_they_are():
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert found.stdout.splitlines() == ["[2.0, 2.0]"], found.stderr
+
+
+def test_it_works_with_a_pytorch_that_has_older_names():
+    program = (
+        "import types, torch\n"
+        "from torch import distributed as dist\n"
+        "from torch._C import _distributed_c10d as c10d\n"
+        "missing = 'REDUCE_SCATTER_TENSOR_COALESCED'\n"
+        "kept = {name: kind for name, kind in vars(c10d.OpType).items() if name != missing}\n"
+        "c10d.OpType = types.SimpleNamespace(**kept)\n"
+        "single = [name for name in vars(dist.ProcessGroup) if name.endswith(('_single', '_single_coalesced'))]\n"
+        "for name in single:\n"
+        "    delattr(dist.ProcessGroup, name)\n"
+        "import crossdevice.integrations.torch\n"
+        "from torch.distributed.tensor.debug import CommDebugMode\n"
+        "dist.init_process_group('crossdevice', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "group, tensor, out = dist.group.WORLD, torch.tensor([3.0]), torch.zeros(1)\n"
+        "with CommDebugMode() as mode:\n"
+        "    group._allgather_base(out, tensor).wait()\n"
+        "    group.alltoall_base(out, tensor, [], []).wait()\n"
+        "    group.reduce_scatter_tensor_coalesced([out], [tensor]).wait()\n"
+        "print(out.tolist(), sorted(str(kind) for kind in mode.get_comm_counts()))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    counted = ["_allgather_base_", "alltoall_base_", "reduce_scatter_tensor_coalesced_"]
+    assert found.stdout.strip() == f"[3.0] {[f'c10d.{name}' for name in counted]}", found.stderr
+
+
+class Arriving:
+    """A message of an engine: it comes when somebody waits for it."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+        self.has_come = False
+
+    def wait(self):
+        self.has_come = True
+        for tensor in self.tensors:
+            tensor.fill_(7.0)
+
+    def is_completed(self):
+        return self.has_come
+
+    def _source_rank(self):
+        return 3
+
+
+class HostEngine:
+    """Sends and receives in memory of the host, and of nothing else."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, tensors, dst, tag):  # noqa: ARG002
+        self.sent += tensors
+        return Arriving([])
+
+    def recv_anysource(self, tensors, tag):  # noqa: ARG002
+        self.received = tensors
+        return Arriving(tensors)
+
+    def shutdown(self):
+        pass
+
+
+def test_messages_for_gpus_go_through_the_host(lone_group, monkeypatch):
+    from crossdevice.integrations.torch.distributed import process_group
+
+    engine = HostEngine()
+    monkeypatch.setattr(lone_group, "_gloo", engine)
+    monkeypatch.setattr(lone_group, "_has_no_engine", lambda _: True)  # as if tensors were on a GPU
+    monkeypatch.setattr(process_group, "check_peer", lambda *_: None)
+    strided = torch.arange(4.0)[::2]
+    lone_group.send([strided], 1, 0).wait()
+    assert [tensor.tolist() for tensor in engine.sent] == [[0.0, 2.0]]
+    assert engine.sent[0].is_contiguous()
+    target = torch.zeros(4)[::2]
+    work = lone_group.recv_anysource([target], 0)
+    assert (work.is_completed(), target.tolist()) == (False, [0.0, 0.0])
+    assert engine.received[0].data_ptr() != target.data_ptr()
+    work.wait()
+    assert (work.is_completed(), target.tolist(), work._source_rank()) == (True, [7.0, 7.0], 3)
+    target.zero_()
+    work.wait()  # which copies nothing again
+    assert target.tolist() == [0.0, 0.0]

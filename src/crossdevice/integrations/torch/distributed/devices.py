@@ -1,4 +1,7 @@
-"""Collectives of tensors on GPUs: on a stream of their own, ordered with the program's by events."""
+"""Collectives of tensors on GPUs: on a stream of their own, ordered with the program's by events.
+
+Messages from rank to rank go through the host, by an engine that knows its memory alone.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.integrations.torch.distributed.dispatch_modes import never_compiled
-from crossdevice.integrations.torch.distributed.work import NO_TIMEOUT, CallQueue, StartedWork
+from crossdevice.integrations.torch.distributed.work import NO_TIMEOUT, CallQueue, EndedWork, StartedWork
 from crossdevice.values.options import CommunicationOptions
 
 
@@ -105,6 +109,60 @@ class DeviceWork(StartedWork):
     def _settle(self, future: torch.futures.Future[Any]) -> None:
         with torch.cuda.stream(self._stream):  # whose event the future keeps
             super()._settle(future)
+
+
+class ReceivedWork(EndedWork):
+    """A message for tensors on a GPU that an engine receives on the host: `wait` copies it to them."""
+
+    def __init__(
+        self,
+        name: str,
+        work: dist.Work,
+        received: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(name, targets)
+        self._work, self._received = work, received
+        self._is_copied = False
+
+    def is_completed(self) -> bool:
+        """Returns True once the message has come, well or not."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Returns True if it has come without an error."""
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        """The error it ended with; None if there was none."""
+        error: BaseException | None = self._work.exception()
+        return error
+
+    @never_compiled
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Blocks until the message has come; the current stream copies it to the GPU."""
+        self._work.wait() if timeout == NO_TIMEOUT else self._work.wait(timeout)
+        if not self._is_copied:
+            self._is_copied = True
+            with torch.no_grad():
+                for target, tensor in zip(self._results, self._received, strict=True):
+                    target.copy_(tensor)
+        return True
+
+    @never_compiled
+    def result(self) -> list[Any]:
+        """The tensors it wrote to, once the message has come."""
+        self.wait()
+        return super().result()
+
+    def _source_rank(self) -> int:
+        """The rank that has sent it."""
+        return self._work._source_rank()
+
+
+def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Contiguous copies on the host; waits for what the current stream does to them."""
+    return [tensor.detach().cpu().contiguous() for tensor in tensors]
 
 
 def _options(seconds: float | None) -> CommunicationOptions | None:

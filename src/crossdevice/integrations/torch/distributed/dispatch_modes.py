@@ -24,6 +24,15 @@ from torch.utils._pytree import tree_map
 num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many modes are active in this thread."""
 
+_OLDER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""What PyTorch 2.11 calls them."""
+
 _PLAIN = torch.Tensor.__torch_dispatch__
 
 dynamo: Any = torch._C._dynamo.eval_frame
@@ -35,6 +44,8 @@ if hasattr(dynamo, "_FrameExecStrategy"):  # since PyTorch 2.7
 def seen_by_modes(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     """The same method of a process group, also for modes and tensor subclasses."""
     name = method.__name__
+    if not hasattr(dist.ProcessGroup, name):
+        name = _OLDER_NAMES[name]
 
     @functools.wraps(method)
     def call(group: Any, *args: Any, **named: Any) -> dist.Work:

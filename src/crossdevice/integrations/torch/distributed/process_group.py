@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
     ScatterOptions,
 )
+from torch.utils._pytree import tree_leaves
 
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.integrations.torch.distributed import copies, delegated, devices
@@ -496,24 +497,42 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
         """Sends a tensor to one rank, over gloo; over NCCL from GPUs that use it."""
         check_peer("send", dst, self._rank, self._size)
-        return self._point_to_point("send", tensors, lambda engine: engine.send(tensors, dst, tag))
+        if self._has_no_engine(tensors[0]):
+            sent = devices.on_host(tensors)
+            return self._delegate("send", tensors, lambda: self._gloo.send(sent, dst, tag))
+        engine = self._engine_for(tensors[0])
+        return self._delegate("send", tensors, lambda: engine.send(tensors, dst, tag))
 
     @seen_by_modes
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:
         """Receives a tensor from one rank."""
         check_peer("recv", src, self._rank, self._size)
-        return self._point_to_point("recv", tensors, lambda engine: engine.recv(tensors, src, tag))
+        return self._receive("recv", tensors, lambda engine, received: engine.recv(received, src, tag))
 
     @seen_by_modes
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
         """Receives a tensor from any rank."""
-        return self._point_to_point(
-            "recvAnySource", tensors, lambda engine: engine.recv_anysource(tensors, tag)
+        return self._receive(
+            "recvAnySource", tensors, lambda engine, received: engine.recv_anysource(received, tag)
         )
 
-    def _point_to_point(self, name: str, tensors: Tensors, begin: Callable[[Any], dist.Work]) -> dist.Work:
-        engine = self._nccl_for(tensors[0]) or self._gloo
-        return self._delegate(name, tensors, lambda: begin(engine))
+    def _receive(self, name: str, tensors: Tensors, begin: Callable[[Any, Tensors], dist.Work]) -> dist.Work:
+        if self._has_no_engine(tensors[0]):
+            received = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
+            return self._delegate(
+                name,
+                tensors,
+                lambda: devices.ReceivedWork(name, begin(self._gloo, received), received, tensors),
+            )
+        engine = self._engine_for(tensors[0])
+        return self._delegate(name, tensors, lambda: begin(engine, tensors))
+
+    def _has_no_engine(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on a GPU, whose memory gloo would take for the host's: the process would end."""
+        return tensor.is_cuda and self._nccl_for(tensor) is None
+
+    def _engine_for(self, tensor: torch.Tensor) -> Any:
+        return self._nccl_for(tensor) or self._gloo
 
     def _delegate(self, name: str, tensors: Tensors, begin: Callable[[], dist.Work]) -> dist.Work:
         """Has an engine of PyTorch make a call; its own `Work` says when that has ended."""
@@ -627,7 +646,8 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
             call = self._recorded_bits(name, call, results, tensors)
         is_profiled = torch.autograd._profiler_enabled()
         on_gpu = bool(tensors) and tensors[0].is_cuda
-        if not (opts.asyncOp or is_profiled or on_gpu or self._coalesced is not None):
+        is_async = getattr(opts, "asyncOp", True)  # older versions do not say, and wait for a started call
+        if not (is_async or is_profiled or on_gpu or self._coalesced is not None):
             try:
                 if self._queue.run_now(call):
                     return EndedWork(name, results)
@@ -636,7 +656,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         if is_profiled:
             call = recorded(name, tensors, call)
         work = (
-            self._gpu_work(name, call, results, tensors[0])
+            self._gpu_work(name, call, results, tensors)
             if on_gpu
             else StartedWork(self._queue, name, call, results)
         )
@@ -659,11 +679,15 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         return run
 
     def _gpu_work(
-        self, name: str, call: Callable[[], None], results: Sequence[Any], tensor: torch.Tensor
+        self, name: str, call: Callable[[], None], results: Sequence[Any], tensors: Tensors
     ) -> StartedWork:
+        device = tensors[0].device
         if self._stream is None:
-            self._stream = torch.cuda.Stream(tensor.device)
-        return devices.DeviceWork(self._queue, name, call, results, tensor.device, self._stream)
+            self._stream = torch.cuda.Stream(device)
+        # A program may let go of them before the stream is done: nobody else gets their memory until then.
+        for tensor in tree_leaves([tensors, results]):
+            tensor.record_stream(self._stream)
+        return devices.DeviceWork(self._queue, name, call, results, device, self._stream)
 
     def _reduction(self, op: Any, tensors: Tensors) -> Reduction:
         if self._has_late_kernels:

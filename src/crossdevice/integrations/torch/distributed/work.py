@@ -26,7 +26,10 @@ OP_TYPES = {
     "reduce": OpType.REDUCE,
     "reduce_scatter": OpType.REDUCE_SCATTER,
     "_reduce_scatter_base": OpType._REDUCE_SCATTER_BASE,
-    "reduce_scatter_tensor_coalesced": OpType.REDUCE_SCATTER_TENSOR_COALESCED,
+    # PyTorch 2.11 has no number for it.
+    "reduce_scatter_tensor_coalesced": vars(OpType).get(
+        "REDUCE_SCATTER_TENSOR_COALESCED", OpType._REDUCE_SCATTER_BASE
+    ),
     "broadcast": OpType.BROADCAST,
     "all_gather": OpType.ALLGATHER,
     "_allgather_base": OpType._ALLGATHER_BASE,
@@ -35,6 +38,8 @@ OP_TYPES = {
     "scatter": OpType.SCATTER,
     "all_to_all": OpType.ALLTOALL,
     "barrier": OpType.BARRIER,
+    "recv": OpType.RECV,
+    "recvAnySource": OpType.RECVANYSOURCE,
     "coalesced": OpType.COALESCED,
 }
 """PyTorch's types of collectives, by our names for them."""
