@@ -44,6 +44,8 @@ class World(NamedTuple):
     hang_up_seconds: float = 0.0
     board_keeper: int | None = None
     """With this rank the board ends."""
+    ends_with_programs: bool = False
+    """Whether it ends with that rank's last call, too, as where programs end after an error."""
     sees_ends: bool = True
     """Whether a rank can tell whose connections have ended without waiting for them, as on sockets."""
     hosts: tuple[tuple[int, ...], ...] = ()
@@ -63,6 +65,7 @@ class Schedule:
         self.now = 0.0
         self.random = random.Random(seed)
         self.dead = {}  # when each died, by rank
+        self.left = set()  # whose programs have ended, where that matters
         self.steps = [0] * size
         self.mail = {}  # sender, receiver, tag: pairs of when it is there, and what it is
         self.ends = {}  # one side, other side: when that one sees that the connection has ended
@@ -178,7 +181,7 @@ class Schedule:
 
     @property
     def has_board(self):
-        return self.world.board_keeper not in self.dead
+        return self.world.board_keeper not in {*self.dead, *self.left}
 
     def has_given_up(self, rank):
         """True if a rank has said so on the board or on its page, whoever has read it."""
@@ -275,6 +278,8 @@ class ScheduledEngine:
 
     def close(self):
         self.abandon()
+        if self._schedule.world.ends_with_programs:
+            self._schedule.left.add(self.rank)
 
 
 class Page:

@@ -210,32 +210,36 @@ def roll_call(
         awaited: the ranks whose messages may not have come, if that is known.
         is_complete: whether ranks without a note have put up none.
         keeper: the rank that keeps the board, if one of them does. If the board cannot be reached it is named
-            first: others may have hung up because of it, and could not say so.
+            first: others may have hung up because of it, and could not say so. Once it has given up itself,
+            nothing is missing from the board: it has only left before others.
 
     >>> roll_call({0: Note(2, 1, "reduce", "a", 4)}, {0: True}, ["rank 0 (here)", "rank 1 (there)"], 2)
     'rank 1 (there) has not arrived; rank 0 is there'
     """
     gone = lost or ()
+    is_complete = is_complete or (keeper in notes and bool(notes[keeper].gave_up))
     unreachable = None if is_complete or keeper in gone else keeper
-    missing, present, silent = [], [], []
+    # Whoever hangs up because of the keeper has nowhere to say so.
+    because = "" if is_complete or keeper is None else ", maybe only because of that"
+    ended, missing, present, silent = [], [], [], []
     for rank, member in enumerate(members):
         note = notes.get(rank)
-        told = member if unreachable is None else f"rank {rank}"
         is_final = note is not None and note.exchange == 0 and note.call <= call
         if note is not None and note.gave_up and (is_final or rank in gone):
             missing.append(f"{member} gave up: {note.gave_up}")
         elif note is not None and note.gave_up and note.call != call:
             missing.append(f"{member} gave up at call {note.call} ({note.gave_up})")
         elif rank == unreachable:
-            missing.insert(0, f"{member}, which keeps the board of notes, cannot be reached")
+            ended.insert(0, f"{member}, which keeps the board of notes, cannot be reached")
         elif rank in gone:
-            missing.insert(0 if unreachable is None else 1, f"the connection to {told} has ended")
+            text = f"the connection to {member} has ended"
+            ended.insert(0, text) if rank == keeper else ended.append(text + because)
         elif (
             note is not None and note.call == call and (note.gave_up or (lost is None and is_fresh.get(rank)))
         ):
             present.append(rank)
         elif rank in awaited and not is_complete:
-            missing.append(f"nothing is known to have come from {told}")
+            missing.append(f"nothing is known to have come from {member}")
         elif gone or (awaited and not is_complete):
             silent.append(rank)  # it may be on its way, and is not what this is about
         elif note is not None and note.call == call:
@@ -249,4 +253,4 @@ def roll_call(
     if silent and is_complete:
         missing.append(f"{numbered('rank', silent)} {'has' if len(silent) == 1 else 'have'} not answered")
     there = f"{numbered('rank', present)} {'is' if len(present) == 1 else 'are'} there"
-    return "; ".join([*missing, there if present else "nobody is there"])
+    return "; ".join([*ended, *missing, there if present else "nobody is there"])

@@ -67,16 +67,31 @@ def test_where_the_board_is_gone_its_keeper_is_named_and_who_hung_up_because_of_
     notes = {1: Note(5, 1, "reduce", "a", 1, "it lost contact")}
     assert roll_call(notes, {1: True}, MEMBERS, 5, lost={2}, is_complete=False, keeper=0) == (
         "rank 0 (host-0), which keeps the board of notes, cannot be reached; "
-        "the connection to rank 2 has ended; rank 1 is there"
+        "the connection to rank 2 (host-2) has ended, maybe only because of that; rank 1 is there"
     )
     assert roll_call(notes, {1: True}, MEMBERS, 5, awaited={0, 3}, is_complete=False, keeper=0) == (
         "rank 0 (host-0), which keeps the board of notes, cannot be reached; "
-        "nothing is known to have come from rank 3; rank 1 is there"
+        "nothing is known to have come from rank 3 (host-3); rank 1 is there"
     )
     assert roll_call(notes, {1: True}, MEMBERS, 5, lost={0}, is_complete=False, keeper=0) == (
         "the connection to rank 0 (host-0) has ended; the board of notes cannot be reached; rank 1 is there"
     )
     assert "keeps" not in roll_call(notes, {1: True}, MEMBERS, 5, lost={2}, keeper=0)
+    assert roll_call(notes, {1: True}, MEMBERS, 5, lost={0, 2, 3}, is_complete=False, keeper=2) == (
+        "the connection to rank 2 (host-2) has ended; "
+        "the connection to rank 0 (host-0) has ended, maybe only because of that; "
+        "the connection to rank 3 (host-3) has ended, maybe only because of that; "
+        "the board of notes cannot be reached; rank 1 is there"
+    )
+
+
+def test_a_keeper_that_gives_up_and_leaves_before_the_others_is_not_blamed():
+    gave_up = "it lost contact to rank 2 (host-2)"
+    notes = {rank: Note(5, 1, "reduce", "a", 1, gave_up, lost=(2,)) for rank in (0, 1, 3)}
+    for is_complete in (True, False):
+        assert roll_call(notes, {}, MEMBERS, 5, lost={2}, is_complete=is_complete, keeper=0) == (
+            "the connection to rank 2 (host-2) has ended; ranks 0, 1, 3 are there"
+        )
 
 
 def test_a_rank_that_hung_up_because_of_another_says_of_which():
