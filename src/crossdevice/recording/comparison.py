@@ -13,6 +13,9 @@ from crossdevice.errors import FileError
 from crossdevice.recording.bits_file import BitsFile, Event, path_of_rank, read_bits
 from crossdevice.values.disagreement import numbered
 
+OF_REPLICA = re.compile(r" in replica \d+$")
+"""How marks of a replica's function end."""
+
 Values = dict[str, tuple[bytes, ...]]
 """The digests of all replicas of each leaf."""
 
@@ -154,16 +157,14 @@ def compare(first: Run, second: Run) -> Comparison:
             for run in (first, second)
         )
     by_name = first.ranks.keys() != second.ranks.keys() or _num_replicas(first) != _num_replicas(second)
-    names = [{moment.name for moments in run.ranks.values() for moment in moments} for run in (first, second)]
+    events = [{0: _common(run)} if by_name else run.ranks for run in (first, second)]
+    names = [{moment.name for moments in ranks.values() for moment in moments} for ranks in events]
     marks = [
-        {moment.name for moments in run.ranks.values() for moment in moments if not moment.is_call}
-        for run in (first, second)
+        {moment.name for moments in ranks.values() for moment in moments if not moment.is_call}
+        for ranks in events
     ]
     left_out = sorted(marks[0] - names[1]), sorted(marks[1] - names[0])
-    ranks = [
-        _without({0: _common(run)} if by_name else run.ranks, set(names))
-        for run, names in zip((first, second), left_out, strict=True)
-    ]
+    ranks = [_without(each, set(names)) for each, names in zip(events, left_out, strict=True)]
     is_whole = not (first.absent_ranks or second.absent_ranks)
     compared = _compared(ranks[0], ranks[1], by_name=by_name)
     return compared._replace(left_out=left_out, is_whole=is_whole)
@@ -248,15 +249,20 @@ def _missing(moment: Moment, rank: int, run: str) -> Parting:
 
 def _common(run: Run) -> list[Moment]:
     """The events of the lowest rank, with those leaves that all ranks and replicas hold alike."""
-    first, *rest = (run.ranks[rank] for rank in sorted(run.ranks))
-    others = [{(each.name, each.occurrence): each for each in moments} for moments in rest]
+    found: dict[tuple[str, int], list[Moment]] = {}
+    for position, rank in enumerate(sorted(run.ranks)):
+        for moment in run.ranks[rank]:
+            key = OF_REPLICA.sub("", moment.name), moment.occurrence
+            if position == 0 or key in found:
+                found.setdefault(key, []).append(moment)
     common = []
-    for moment in first:
-        beside = [other[key] for other in others if (key := (moment.name, moment.occurrence)) in other]
-        inputs = _alike([moment.inputs, *(each.inputs for each in beside)])
-        results = _alike([moment.results, *(each.results for each in beside)])
-        has_all = inputs.keys() == moment.inputs.keys()
-        common.append(moment._replace(inputs=inputs, results=results, has_all_inputs=has_all))
+    for (name, occurrence), moments in found.items():
+        inputs, results = (
+            _alike([each.inputs for each in moments]),
+            _alike([each.results for each in moments]),
+        )
+        has_all = all(each.inputs.keys() == inputs.keys() for each in moments)
+        common.append(Moment(name, occurrence, moments[0].is_call, inputs, results, has_all))
     return common
 
 

@@ -231,6 +231,35 @@ def test_runs_with_other_numbers_of_ranks_are_compared_by_name(tmp_path, last):
         assert (found.parting.leaves, found.parting.cause) == (["value['w']"], "value")
 
 
+def test_marks_of_replicas_count_by_name_where_all_replicas_hold_the_same(tmp_path):
+    """Shares of two replicas and of three have nothing in common."""
+
+    def train(path, num_replicas, noise=0.0):
+        strategy = cd.MirroredStrategy([f"cpu:{k}" for k in range(num_replicas)])
+
+        def step(weights):
+            replica = cd.get_replica_context().replica_id_in_sync_group
+            share = weights * 2 * (replica + 1) / (num_replicas * (num_replicas + 1))
+            cd.mark_bits("share", share)
+            cd.mark_bits("weights", {"w": weights})
+            return share
+
+        weights = np.full(4, 12.0)
+        with cd.record_bits(path):
+            for number in range(3):
+                shares = strategy.run(step, args=(weights,))
+                weights = np.asarray(strategy.reduce("sum", shares, axis=None)) + noise * (number == 1)
+        return read_run(str(path))
+
+    two = train(tmp_path / "a", 2)
+    same = compare(two, train(tmp_path / "b", 3))
+    assert same.by_name
+    assert (same.parting, same.left_out) == (None, ([], []))
+    found = compare(two, train(tmp_path / "c", 3, noise=1.0)).parting
+    assert found[:3] == ("weights", 3, False)
+    assert found.leaves == ["value['w']"]
+
+
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 3)])
 def test_a_result_is_not_blamed_where_ranks_bring_different_inputs(tmp_path, capsys, sizes):
     """What one rank brings, or some leaves are alike, says nothing of what all bring."""
