@@ -10,6 +10,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
+WIDEST_TABLE = 1000
+"""Columns; no table of ours is as wide."""
+
 
 class Section(NamedTuple):
     """A title over a table; headings may all be empty."""
@@ -33,7 +36,8 @@ def show(
         if lines:
             print(f"\n{last_title}\n" + "\n".join(lines))
         return
-    console: Any = importlib.import_module("rich.console").Console(highlight=False)
+    console_class: Any = importlib.import_module("rich.console").Console
+    console = console_class(highlight=False)
     table_class: Any = importlib.import_module("rich.table").Table
     escape: Any = importlib.import_module("rich.markup").escape
     console.print(f"[bold]{escape(headline[0])}[/bold]")
@@ -43,7 +47,10 @@ def show(
         table = table_class(*headings, title=title, title_justify="left", box=None, show_header=any(headings))
         for row in rows:
             table.add_row(*map(escape, row))
-        console.print(table)
+        # A digest that has lost its end says nothing: a narrow terminal folds lines instead.
+        wide = console.options.update(width=WIDEST_TABLE)
+        wide_console = console_class(highlight=False, width=console.measure(table, options=wide).maximum)
+        wide_console.print(table, crop=False)
     if lines:
         console.print(last_title, style="italic")
     for line in lines:

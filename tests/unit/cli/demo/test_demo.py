@@ -1,5 +1,6 @@
 """The demo trains something real, to the same bits on any number of devices and processes, and says so."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -111,3 +112,25 @@ def test_one_device_is_compared_with_nothing(tmp_path, capsys):
 def test_arguments_out_of_range_are_refused_in_one_line(wrong, capsys):
     assert main(["demo", *wrong]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+NARROW = """
+from crossdevice.cli.terminal import Section, show
+show(["what was trained"], [Section("digests", ["place", "digest"], [["1 device", "0123456789abcdef" * 4]])])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
+@pytest.mark.more("rich")
+def test_digests_are_whole_on_narrow_terminals():
+    pytest.importorskip("rich")
+    parent, child = os.openpty()
+    command = [sys.executable, "-c", NARROW]
+    subprocess.run(command, stdout=child, env={**os.environ, "COLUMNS": "40", "TERM": "xterm"}, check=True)
+    os.close(child)
+    printed = b""
+    # The end of a terminal that nobody has open any more is an error on Linux.
+    with open(parent, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
+        while found := terminal.read(1000):
+            printed += found
+    assert b"0123456789abcdef" * 4 in printed
