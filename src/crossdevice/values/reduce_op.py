@@ -14,7 +14,7 @@ class _LookUp(enum.EnumMeta):
     """A look-up by name that does not compare names with arrays, which answer element by element."""
 
     def __call__(cls, value: Any, *more: Any, **named: Any) -> Any:
-        if type(value).__hash__ is None:
+        if hasattr(value, "shape") or type(value).__hash__ is None:
             return cls._missing_(value)  # type: ignore[attr-defined]  # of the one class that is made by this
         return super().__call__(value, *more, **named)
 
@@ -49,7 +49,7 @@ class ReduceOp(enum.Enum, metaclass=_LookUp):
         if trimmed is not None:
             return cls._trimmed_mean(int(trimmed[1]))
         known = ", ".join((*cls.__members__, "TRIMMED_MEAN(k)"))
-        found = f"an array of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+        found = f"an array of shape {value.shape}" if hasattr(value, "shape") else repr(value)
         raise ReduceOpError(f"{found} is not a reduce operation; expected one of {known}")
 
     @classmethod

@@ -57,3 +57,10 @@ def test_an_array_in_the_place_of_an_operation_is_refused_by_its_kind(value):
         cd.ReduceOp(value)
     with pytest.raises(ReduceOpError, match=r"is not a reduce operation"):
         cd.ReductionToOneDevice().reduce(value, "sum", "cpu:0")
+
+
+def test_a_tensor_of_tensorflow_in_the_place_of_an_operation_is_refused_by_its_kind():
+    tf = pytest.importorskip("tensorflow")
+    for value in (tf.ones((2, 2)), tf.Variable([1.0]), tf.constant(["sum"])):
+        with pytest.raises(ReduceOpError, match=r"^an array of shape \(\d.*\) is not a reduce operation"):
+            cd.ReduceOp(value)

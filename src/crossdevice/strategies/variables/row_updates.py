@@ -66,7 +66,7 @@ def rows_of(method: str, slices: Any) -> IndexedSlices:
     rows = _as_slices(slices)
     if rows is None:
         raise ConversionError(f"{method} takes IndexedSlices, got a {type(slices).__name__}")
-    return rows.with_parts(rows.values, _array_of_indices(method, rows.indices), rows.dense_shape)
+    return IndexedSlices(rows.values, _array_of_indices(method, rows.indices), rows.dense_shape)
 
 
 def whole_array(value: Any, name: str) -> Any:
@@ -83,14 +83,16 @@ def _as_slices(value: Any) -> IndexedSlices | None:
 
 
 def _array_of_indices(method: str, indices: Any) -> Any:
-    if hasattr(indices, "dtype") and backend_of_type(type(indices)) is not None:
-        return indices
+    backend = backend_of_type(type(indices)) if hasattr(indices, "dtype") else None
     try:
-        array = np.asarray(indices)
+        array = np.asarray(indices) if backend is None else indices
     except ValueError:  # lists of different lengths
         array = np.asarray(None)
-    if array.dtype.kind not in "iu":
-        raise ConversionError(f"{method} takes rows by integers; got indices {indices!r}")
+    dtype = array.dtype.name if backend is None else backend.dtype_of(array)
+    if dtype not in INTEGERS:
+        raise DtypeMismatchError(
+            f"{method} takes rows by integers; got indices that are {dtype}: {indices!r}"
+        )
     return array
 
 
@@ -108,9 +110,6 @@ def scatter_with(method: str) -> Callable[[Variable, IndexedSlices], object]:
         shape, target = variable.shape, f"{method} of variable {variable.name!r}"
         if not shape:
             raise ShapeMismatchError(f"{target}: it is a scalar, which has no rows; use assign")
-        dtype = of_indices.dtype_of(slices.indices)
-        if dtype not in INTEGERS:
-            raise DtypeMismatchError(f"{target}: indices are {dtype}; expected integers")
         index_shape, row_shape = of_indices.shape_of(slices.indices), backend.shape_of(slices.values)
         wanted = (*index_shape, *shape[1:])
         if row_shape not in ((), wanted):

@@ -41,6 +41,9 @@ from crossdevice.values.reduce_op import (
 )
 from crossdevice.values.replica_scope import RUNNING_CODE
 
+_NUMBERS = ("bool", "int", "uint", "float", "bfloat", "complex")
+"""How the names of dtypes of numbers begin."""
+
 
 class Reference:
     """A variable as a key: equal to other references of the same variable, which `deref` returns."""
@@ -369,7 +372,7 @@ def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
     """A value as an array of a library and dtype; NumPy arrays are welcome in every library."""
     if is_number(value) or isinstance(value, (list, tuple)):
         try:
-            value = np.asarray(value)
+            value = np.asarray(float(value) if _is_huge(value) else value)
         except ValueError:
             raise ConversionError(
                 f"variable {name!r} was given {value!r}, whose lists differ in length or depth"
@@ -380,6 +383,9 @@ def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
             f"variable {name!r} was given a {type(value).__name__}; expected an array or a number"
         )
     _check_plain(value, source, name)
+    found = source.dtype_of(value)
+    if found != dtype and not found.startswith(_NUMBERS):
+        raise DtypeMismatchError(f"variable {name!r} is {dtype}; it was given {found}")
     if source is not backend:
         if source.name != "numpy":
             raise LibraryMismatchError(
@@ -391,10 +397,12 @@ def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
         raise DtypeMismatchError(f"variable {name!r} is {dtype}; it was given {found}, which would lose part")
     if backend.autograd is not None:  # a variable that is added to in every step would keep all of them
         value = backend.autograd.unrecorded(value)
-    try:
-        return value if found == dtype else backend.cast(value, dtype)
-    except (TypeError, ValueError):  # elements that are not numbers
-        raise DtypeMismatchError(f"variable {name!r} is {dtype}; it was given {found}") from None
+    return value if found == dtype else backend.cast(value, dtype)
+
+
+def _is_huge(value: Any) -> bool:
+    """True for an integer of Python's that no integer dtype holds."""
+    return isinstance(value, int) and not -(2**63) <= value < 2**64
 
 
 def _check_plain(array: Any, backend: Backend, name: str) -> None:

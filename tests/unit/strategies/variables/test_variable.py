@@ -179,12 +179,12 @@ WRONG_WRITES = {
         "scatter_min",
         rows([[1, 1]], [0.5]),
         DtypeMismatchError,
-        "float64; expected integers",
+        "takes rows by integers; got indices that are float64",
     ),
     "rows by words": (
         "scatter_max",
         cd.IndexedSlices(np.float32([[1, 1]]), ["a"]),
-        ConversionError,
+        DtypeMismatchError,
         "takes rows by integers",
     ),
     "rows outside": ("scatter_add", rows([[1, 1]], [2]), CrossDeviceError, "outside of its 2 rows"),
@@ -199,6 +199,17 @@ def test_a_wrong_write_is_refused_in_words_of_the_variable_and_changes_nothing(k
     with pytest.raises(error, match=words):
         getattr(variable, method)(value)
     assert variable.numpy().tolist() == [[1, 1], [1, 1]]
+
+
+@each_library
+def test_words_and_objects_are_refused_and_huge_numbers_are_floats(make):
+    variable = cd.Variable(make([1.0]))
+    for value in (np.array(["2"]), np.array([object()]), np.array(["2020-01-01"], "datetime64[D]")):
+        with pytest.raises(DtypeMismatchError, match="is float32; it was given"):
+            variable.assign(value)
+    assert float(variable.assign_add(2**70)[0]) == 2.0**70
+    with pytest.raises(DtypeMismatchError, match="which would lose part"):
+        cd.Variable(1).assign(2**70)
 
 
 def test_a_scalar_has_no_rows():
