@@ -127,4 +127,4 @@ def _frame(
 ) -> dict[str, Any]:
     """`held` has for each device and range the replicas that count, written as bits; results end in !."""
     written = [[f"{replicas:x}{'!' if finished else ''}" for replicas, finished in cells] for cells in held]
-    return {"seconds": seconds, "text": text, "sends": sends, "adds": adds, "held": written}
+    return {"time": time_text(seconds), "text": text, "sends": sends, "adds": adds, "held": written}

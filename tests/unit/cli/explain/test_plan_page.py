@@ -39,6 +39,12 @@ def test_the_page_needs_no_network(ring_page):
     assert "@import" not in text
 
 
+def test_the_page_prints_times_as_the_text_does(ring_page):
+    times = [frame["time"] for frame in data_of(ring_page)["frames"]]
+    assert times[0] == "0 us"
+    assert all(re.fullmatch(r"[0-9.]{1,5} (us|ms|s)", time) for time in times)
+
+
 def test_at_first_each_device_holds_its_own_and_at_last_the_result(ring_page):
     frames = data_of(ring_page)["frames"]
     assert frames[0]["held"] == [[f"{1 << device:x}"] * 8 for device in range(8)]
