@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import crossdevice as cd
@@ -22,8 +23,9 @@ NUM_STEPS = 50
 LEARNING_RATE = 3e-3
 STEPS_PER_CHECKPOINT = 10
 
-Way = Literal["exact", "ddp"]
-"""How gradients are added: by `ExactGradients`, or by PyTorch and its DistributedDataParallel."""
+Way = Literal["exact", "exact_ddp", "ddp"]
+"""How gradients are added: by `ExactGradients`, alone or in a DistributedDataParallel that leaves them to it; or
+by DistributedDataParallel itself."""
 
 
 class Training(NamedTuple):
@@ -102,14 +104,18 @@ def train(
         state = torch.load(checkpoint)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    called = DistributedDataParallel(model, bucket_cap_mb=bucket_bytes / 2**20) if way == "ddp" else model
-    exact = ExactGradients(model.named_parameters(), bucket_bytes=bucket_bytes) if way == "exact" else None
+    called: torch.nn.Module = model
+    if way != "exact":
+        called = DistributedDataParallel(model, bucket_cap_mb=bucket_bytes / 2**20)
+    if way == "exact_ddp":
+        called.register_comm_hook(None, noop_hook)
+    exact = None if way == "ddp" else ExactGradients(model.named_parameters(), bucket_bytes=bucket_bytes)
     batches = cd.MicroBatches(NUM_TEXTS, SIZE, PER_STEP, rank=rank, num_workers=size)
     first_gradient = first_parameters = None
     for step in range(state["step"], steps):
         mine = batches.of_step(step)
         for number in mine:
-            is_quiet = isinstance(called, DistributedDataParallel) and number != mine[-1]
+            is_quiet = way == "ddp" and number != mine[-1]
             with (
                 seeded_micro_batch(0, step, number),
                 called.no_sync() if is_quiet else contextlib.nullcontext(),

@@ -34,9 +34,9 @@ def digests(size, folder, **arguments):
     return found.reports[0]
 
 
-def check_resumed(killed, resumed, tmp_path, expected):
-    """All of `killed` workers lose one, and another number of them goes on from the last checkpoint."""
-    for bucket_bytes in (SMALL, LARGE):
+def check_resumed(killed, resumed, tmp_path, expected, bucket_sizes=(SMALL, LARGE)):
+    """One of `killed` workers is lost, and another number goes on from the last checkpoint, with DDP."""
+    for bucket_bytes in bucket_sizes:
         place = tmp_path / f"{killed} {bucket_bytes}"
         place.mkdir()
         cell = {"bucket_sizes": str(bucket_bytes), "checkpoints": place}
@@ -44,13 +44,14 @@ def check_resumed(killed, resumed, tmp_path, expected):
         assert found.codes[-1] == -signal.SIGKILL, found.output
         assert found.reports == {}
         assert 0 not in found.codes
-        assert digests(resumed, place / "resumed", **cell) == {f"exact {bucket_bytes}": expected}
+        found = digests(resumed, place / "resumed", **cell, ways="exact_ddp")
+        assert found == {f"exact_ddp {bucket_bytes}": expected}
 
 
 def test_a_run_that_lost_a_worker_ends_on_another_number_as_one_that_lost_none(tmp_path, tmp_path_factory):
     with launching.in_turn(tmp_path_factory.getbasetemp().parent):
         (expected,) = digests(1, tmp_path / "alone", bucket_sizes=str(LARGE)).values()
-        check_resumed(2, 3, tmp_path, expected)
+        check_resumed(2, 3, tmp_path, expected, (SMALL,))
 
 
 @pytest.mark.timeout(3000)

@@ -20,7 +20,7 @@ def main(ways, bucket_sizes, folder, kill_at):
     found = {}
     for way in ways.split(","):
         for bucket_bytes in map(int, bucket_sizes.split(",")):
-            checkpoint = Path(folder) / f"{way} {bucket_bytes}.pt" if folder else None
+            checkpoint = Path(folder) / f"{bucket_bytes}.pt" if folder else None
             training = train(way, bucket_bytes, checkpoint, kill_at=int(kill_at) if kill_at else None)
             found[f"{way} {bucket_bytes}"] = training.digest
     report(int(os.environ["RANK"]), found)

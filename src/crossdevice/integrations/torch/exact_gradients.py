@@ -69,8 +69,9 @@ class ExactGradients:
     workers, rounded once: its bits depend neither on the number of workers nor on who ran which micro-batch,
     nor in which order. It needs 16 bytes a parameter (24 for float64) beside the gradients.
 
-    Plain modules need no wrapper. DistributedDataParallel runs its backward passes under `no_sync()`.
-    Modules of FSDP2 are refused: their gradients were rounded while they were scattered.
+    Plain modules need no wrapper. DistributedDataParallel runs its backward passes under `no_sync()`, or with
+    PyTorch's `noop_hook`. Modules of FSDP2 are refused: their gradients were rounded while they were
+    scattered. `ExactReduceScatter` is for them.
 
     Args:
         parameters: `model.parameters()` or `model.named_parameters()`; errors of the latter name parameters.

@@ -85,6 +85,11 @@ class RowSum:
         self.running = RunningSum(0, self.part, "exact")
 
     @property
+    def size(self) -> int:
+        """The number of elements of all rows that were added."""
+        return self.running.size
+
+    @property
     def num_apart(self) -> int:
         """The number of elements that are kept as fractions."""
         return self.running.num_apart

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from crossdevice.kernels.cuda.tensors import on_device, tensors_of
+from crossdevice.kernels.cuda.tensors import addresses_of, on_device, tensors_of
 from crossdevice.kernels.host.reference.running import NUM_PARTS
 from crossdevice.kernels.host.running_sum import RunningSum, sum_family
 
@@ -71,6 +71,7 @@ class GpuSums:
 
     def clear(self) -> None:
         """Drops what was added, and keeps the memory."""
+        self._wait_for_count()  # or it would arrive after it was cleared
         self._parts[0] = -0.0  # adding to it leaves every number, and every zero, as it is
         self._parts[1:] = 0.0
         self._leftovers.zero_()
@@ -88,9 +89,9 @@ class GpuSums:
         with on_device(self.device):
             tensors = dict(zip(arrays, tensors_of(list(arrays.values())), strict=True))
             self._wait_for_count()  # of the last ones, which were copied from the same memory
-            self._addresses.zero_()
-            for number, tensor in tensors.items():
-                self._addresses[number] = tensor.data_ptr() if tensor.numel() else 0
+            addresses = self._addresses.numpy()
+            addresses[:] = 0
+            addresses[list(tensors)] = addresses_of(list(tensors.values()))
             self._table[: len(self.sizes)].copy_(self._addresses, non_blocking=True)
             memory = self._table.data_ptr(), self._parts.data_ptr(), self._leftovers.data_ptr()
             numbers = len(self.sizes), self._num_blocks, self._capacity, weight
