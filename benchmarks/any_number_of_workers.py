@@ -1,6 +1,7 @@
 """What gradients cost that have the same bits on any number of workers, and what those of DDP have.
 
-    python benchmarks/any_number_of_workers.py [--rounds N] [--quick] [--width N] [--workers 1 2 4]
+    python benchmarks/any_number_of_workers.py [--rounds N] [--quick] [--width N] [--texts N]
+                                               [--workers 1 2 4]
     python benchmarks/any_number_of_workers.py --matrix [--workers 1 2 3 4 6]
     python benchmarks/any_number_of_workers.py --gpu
 
@@ -37,7 +38,7 @@ BYTES_OF_A_PARAMETER = 36
 """A gradient is read, two float64 are read and written."""
 
 BUCKETS = (4096, 25 << 20)
-STEP_WIDTH, STEP_TEXTS, STEP_LENGTH = 192, 4, 64
+STEP_WIDTH, STEP_LENGTH = 192, 64
 STEP_MICRO_BATCHES = 4
 COPY_SHARE, STEP_RATIO, GPU_MILLISECONDS = 0.8, 1.10, 0.30
 """Targets."""
@@ -81,7 +82,7 @@ def measure_accumulation(width: int, rounds: int) -> None:
     )
 
 
-def worker_steps(rounds: int) -> None:
+def worker_steps(rounds: int, texts: int) -> None:
     """Times steps of both ways in turns, as one of the workers; the first prints medians."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -91,7 +92,7 @@ def worker_steps(rounds: int) -> None:
     called = DistributedDataParallel(plain) if size > 1 else plain
     exact = ExactGradients(ours.parameters())
     optimizers = [torch.optim.Adam(model.parameters(), lr=LEARNING_RATE) for model in (plain, ours)]
-    text = torch.randint(STEP_WIDTH, (STEP_TEXTS, STEP_LENGTH))
+    text = torch.randint(STEP_WIDTH, (texts, STEP_LENGTH))
     numbers = range(rank, STEP_MICRO_BATCHES, size)
 
     def plain_step() -> None:
@@ -107,7 +108,7 @@ def worker_steps(rounds: int) -> None:
         optimizers[1].zero_grad()
         for _ in numbers:
             ours(text).backward()
-            exact.add(STEP_TEXTS)
+            exact.add(texts)
         exact.finish()
         optimizers[1].step()
 
@@ -143,11 +144,11 @@ def worker_matrix() -> None:
     dist.destroy_process_group()
 
 
-def launched(size: int, mode: str, rounds: int) -> Any:
+def launched(size: int, mode: str, rounds: int = 0, texts: int = 0) -> Any:
     """What the first of several workers prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     answer = subprocess.run(
-        [*command, __file__, "--rounds", str(rounds)],
+        [*command, __file__, "--rounds", str(rounds), "--texts", str(texts)],
         env={**os.environ, WORKER: mode, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
@@ -156,14 +157,14 @@ def launched(size: int, mode: str, rounds: int) -> Any:
     return json.loads(answer.stdout.splitlines()[-1])
 
 
-def measure_steps(sizes: Sequence[int], rounds: int) -> None:
+def measure_steps(sizes: Sequence[int], rounds: int, texts: int) -> None:
     """Prints what a step of a training takes."""
     for size in sizes:
-        num_parameters, medians = launched(size, "steps", rounds)
+        num_parameters, medians = launched(size, "steps", rounds, texts)
         ratio = medians["exact"] / medians["plain"]
         print(
             f"a step on {size} workers, {num_parameters:,} parameters, {STEP_MICRO_BATCHES} micro-batches of "
-            f"{STEP_TEXTS} x {STEP_LENGTH} words: {medians['exact'] * 1e3:.0f} ms, plain "
+            f"{texts} x {STEP_LENGTH} words: {medians['exact'] * 1e3:.0f} ms, plain "
             f"{medians['plain'] * 1e3:.0f} ms, ratio {ratio:.2f} (at most {STEP_RATIO:.2f})"
             f"{verdict(ratio <= STEP_RATIO)}"
         )
@@ -171,7 +172,7 @@ def measure_steps(sizes: Sequence[int], rounds: int) -> None:
 
 def print_matrix(sizes: Sequence[int]) -> None:
     """Prints the digests of all cells, and how far those of DDP are from one worker's."""
-    cells = {size: launched(size, "matrix", 0) for size in sizes}
+    cells = {size: launched(size, "matrix") for size in sizes}
     first = {name: map(torch.tensor, facts[1:]) for name, facts in cells[sizes[0]].items()}
     known = {name: tuple(tensors) for name, tensors in first.items()}
     print(f"{NUM_STEPS} steps of {PER_STEP} micro-batches, Adam; SHA-256 of all parameters and its state")
@@ -244,6 +245,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="few rounds of a small network")
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--texts", type=int, default=16, help="of a micro-batch of the training (16)")
     parser.add_argument("--workers", type=int, nargs="+")
     parser.add_argument("--matrix", action="store_true")
     parser.add_argument("--gpu", action="store_true")
@@ -251,7 +253,7 @@ def main() -> None:
     rounds = 3 if arguments.quick else arguments.rounds
     mode = os.environ.get(WORKER)
     if mode is not None:
-        worker_steps(arguments.rounds) if mode == "steps" else worker_matrix()
+        worker_steps(arguments.rounds, arguments.texts) if mode == "steps" else worker_matrix()
         return
     print(f"# {machine()}")
     if arguments.matrix:
@@ -260,7 +262,7 @@ def main() -> None:
         measure_gpu(rounds)
     else:
         measure_accumulation(64 if arguments.quick else arguments.width, rounds)
-        measure_steps(arguments.workers or (1, 2, 4), rounds)
+        measure_steps(arguments.workers or (1, 2, 4), rounds, arguments.texts)
 
 
 if __name__ == "__main__":

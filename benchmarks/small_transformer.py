@@ -24,8 +24,8 @@ LEARNING_RATE = 3e-3
 STEPS_PER_CHECKPOINT = 10
 
 Way = Literal["exact", "exact_ddp", "ddp"]
-"""How gradients are added: by `ExactGradients`, alone or in a DistributedDataParallel that leaves them to it; or
-by DistributedDataParallel itself."""
+"""How gradients are added: by `ExactGradients`, alone or in a DistributedDataParallel that leaves them to it,
+or by DistributedDataParallel itself."""
 
 
 class Training(NamedTuple):
