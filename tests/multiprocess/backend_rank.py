@@ -27,7 +27,8 @@ BITWISE = ("BAND", "BOR", "BXOR")
 def values(*shape, dtype=torch.float32, seed=0):
     """Small whole numbers, whose sums and products every order of adding gives exactly."""
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-    return torch.randint(1, 4, shape, generator=generator).to(dtype)
+    numbers = torch.randint(1, 4, shape, generator=generator, device="cpu")
+    return numbers.to(dtype).to(torch.get_default_device())
 
 
 def in_place(call, tensor):
@@ -171,6 +172,22 @@ def cases(rank, size):
         return out
 
     @case
+    def all_to_all_of_more_than_one_rank_can_show_at_once(group):
+        sizes = [(1 + each) << 18 for each in range(size)]  # of one rank more than 2 MiB, of another one less
+        out = torch.zeros(size * sizes[rank])
+        dist.all_to_all_single(out, values(sum(sizes)), [sizes[rank]] * size, sizes, group=group)
+        few = torch.zeros(sum(sizes) if rank == 0 else 0)
+        sent = values(sizes[rank])
+        dist.all_to_all_single(
+            few,
+            sent,
+            sizes if rank == 0 else [0] * size,
+            [sizes[rank]] + [0] * (size - 1),
+            group=group,
+        )
+        return [out, few]
+
+    @case
     def gather(group):
         out = [torch.zeros(2) for _ in range(size)] if rank == 0 else None
         dist.gather(values(2), out, 0, group=group)
@@ -191,6 +208,18 @@ def cases(rank, size):
         for work in works:
             work.wait()
         return out if rank < 2 else None  # else it is whoever came last
+
+    @case
+    def receives_that_begin_long_before_anything_is_sent(group):
+        ours = dist.new_group(backend=dist.get_backend(group))  # whose ranks have not sent anything yet
+        received = [torch.zeros(3) for _ in range(size)]
+        works = [dist.irecv(received[peer], peer, group=ours) for peer in range(size) if peer != rank]
+        dist.barrier(group=ours)
+        sent = values(3)
+        works += [dist.isend(sent, peer, group=ours) for peer in range(size) if peer != rank]
+        for work in works:
+            work.wait()
+        return received
 
     @case
     def a_ring_of_messages(group):
@@ -240,17 +269,20 @@ def cases(rank, size):
 
 def same(ours, theirs):
     if isinstance(ours, torch.Tensor):
-        return ours.shape == theirs.shape and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+        is_alike = ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        return is_alike and torch.equal(ours.cpu(), theirs.cpu())
     if isinstance(ours, (list, tuple)):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
     return ours == theirs
 
 
-def differences(rank, size, gloo):
-    """The names of calls whose results are not those of gloo."""
+def differences(rank, size, gloo, device="cpu"):
+    """The names of calls whose results are not those of gloo on the host."""
     found = []
     for name, case in cases(rank, size).items():
-        if not same(case(dist.group.WORLD), case(gloo)):
+        with torch.device(device):
+            ours = case(dist.group.WORLD)
+        if not same(ours, case(gloo)):
             found.append(name)
     return found
 
@@ -335,6 +367,71 @@ def asynchronous(rank):
     return [went_on, tensor.item(), "crossdevice process group" in names, group.rank() == rank]
 
 
+WAITING = ("shared_steps.py", "group.py", "board.py", "watch.py")
+"""Where functions are entered again and again, for as long as others are not there."""
+
+
+def entered(call):
+    """How many functions of the package a call enters, those apart that wait."""
+    found = 0
+
+    def count(frame, event, _):
+        nonlocal found
+        path = frame.f_code.co_filename
+        found += event == "call" and "crossdevice" in path and not path.endswith(WAITING)
+
+    sys.setprofile(count)
+    call()
+    sys.setprofile(None)
+    return found
+
+
+def small_copies(size):
+    """The functions entered by copies of a few bytes, once they were made before."""
+    tensor, whole = torch.ones(2), torch.zeros(2 * size)
+    calls = {
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, tensor),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.zeros(2 * size), whole),
+        "broadcast": lambda: dist.broadcast(tensor, 0),
+        "barrier": dist.barrier,
+    }
+    for call in calls.values():
+        call()
+    return {name: entered(call) for name, call in calls.items()}
+
+
+SLEEP_CYCLES = 500_000_000
+"""A quarter of a second of a GPU's clock, and more."""
+
+
+def streams(rank, size):
+    """Whether collectives of GPU tensors come after what makes them and before what reads them."""
+    facts = {}
+    tensor = torch.ones(1 << 20, device="cuda")
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    tensor.fill_(rank + 1.0)  # after the sleep, which the collective has to wait for
+    work = dist.all_reduce(tensor, async_op=True)
+    product = torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # goes on beside it
+    work.wait()
+    doubled = tensor * 2
+    facts["in order"] = bool((doubled == size * (size + 1)).all()) and product[0, 0].item() == 64
+    parts = [torch.full((1 << 18,), rank + 1.0, device="cuda") for _ in range(size)]
+    out = torch.empty(1 << 18, device="cuda")
+    work = dist.reduce_scatter(out, parts, async_op=True)
+    del parts
+    other = [
+        torch.full((1 << 18,), 99.0, device="cuda") for _ in range(4 * size)
+    ]  # in what was freed, if anything was
+    work.wait()
+    facts["memory is kept"] = bool((out == size * (size + 1) / 2).all())
+    del other
+    future = dist.all_reduce(torch.ones(8, device="cuda"), async_op=True).get_future()
+    facts["future"] = future.then(lambda ended: ended.value()[0] * 2).wait().tolist() == [2.0 * size] * 8
+    return facts
+
+
 def errors(rank):
     """Types and texts of what goes wrong."""
     facts = {}
@@ -352,6 +449,13 @@ def errors(rank):
     attempt("operation", lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND))
     attempt("sizes", lambda: dist.all_reduce(torch.ones(2 + rank)))
     dist.barrier()
+    uneven, own = dist.new_group(backend="crossdevice"), torch.ones(4)
+    if rank == 1:  # refused before anything is sent
+        attempt("parts", lambda: dist.all_to_all_single(torch.zeros(4 + rank), own, [2, 2 + rank], [2, 2]))
+    attempt(
+        "splits",
+        lambda: dist.all_to_all_single(torch.zeros(4 + rank), own, [2 + rank, 2], [2, 2], group=uneven),
+    )
     late = dist.new_group(timeout=timedelta(seconds=2), backend="crossdevice")
     if rank == 1:
         time.sleep(12)  # whatever else the machine has to do
@@ -400,12 +504,17 @@ def main(rank, size, what):
         report(rank, broken(rank, size, what))
         return
     facts = {"backend": dist.get_backend()}
-    if what == "calls":
+    if what == "on GPUs":
+        gloo = dist.new_group(backend="gloo")
+        facts["differences"] = differences(rank, size, gloo, "cuda")
+        facts["streams"] = streams(rank, size)
+    elif what == "calls":
         gloo = dist.new_group(backend="gloo")
         facts["differences"] = differences(rank, size, gloo)
         facts["own"] = of_our_own(rank, size)
         facts["groups"] = groups(rank, size)
         facts["asynchronous"] = asynchronous(rank)
+        facts["entered"] = small_copies(size)
     else:
         facts["errors"] = errors(rank)
     dist.destroy_process_group()

@@ -49,6 +49,8 @@ def test_collectives_do_what_those_of_gloo_do(tmp_path, tmp_path_factory, size):
         assert groups["store"]
         assert groups["sequence"] == 1
         assert facts["asynchronous"] == [True, float(size), True, True]
+        bounds = {"all_gather_into_tensor": 40, "all_to_all_single": 70, "broadcast": 30, "barrier": 20}
+        assert all(facts["entered"][name] < bound for name, bound in bounds.items()), facts["entered"]
 
 
 def test_errors_are_ours_and_of_the_types_that_pytorch_has(tmp_path, tmp_path_factory):
@@ -67,6 +69,13 @@ def test_errors_are_ours_and_of_the_types_that_pytorch_has(tmp_path, tmp_path_fa
         assert "ShapeMismatchError" in found["sizes"][0]
         assert "rank 0" in found["sizes"][1]
         assert "rank 1" in found["sizes"][1]
+        if rank == 1:
+            assert "ValueError" in found["parts"][0]
+            assert (
+                "this rank keeps 2 elements of the input, and the output has room for 3" in found["parts"][1]
+            )
+            assert {"ShapeMismatchError", "RuntimeError"} <= set(found["splits"][0])
+            assert "rank 0 sends 8 bytes to rank 1, which expects 12" in found["splits"][1]
         if rank == 0:
             assert {"DeadlineError", "TimeoutError", "DistBackendError"} <= set(found["late"][0])
             assert " timeout " in found["late"][1]

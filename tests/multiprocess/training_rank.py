@@ -25,6 +25,7 @@ import crossdevice.integrations.torch  # noqa: F401 - registers the backend
 from multiprocess.launching import report
 
 WIDTH, STEPS, ROWS = 24, 3, 12
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
 
 
 class Block(nn.Module):
@@ -40,7 +41,7 @@ class Block(nn.Module):
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, WIDTH), Block(), nn.Linear(WIDTH, 1))
+    return nn.Sequential(nn.Linear(5, WIDTH), Block(), nn.Linear(WIDTH, 1)).to(DEVICE)
 
 
 def whole(tensor):
@@ -53,7 +54,7 @@ def parameters_of(model):
 
 def batch(step):
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(ROWS, 5, generator=generator)
+    return torch.randn(ROWS, 5, generator=generator).to(DEVICE)
 
 
 def share(x):
@@ -63,7 +64,8 @@ def share(x):
 
 def trained(model, optimizer=None, *, clips=False, splits=True):
     """The parameters after some steps; each rank has its share of every batch, or all of it."""
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
+    # On GPUs PyTorch would update parameters that are DTensors together with those that are none, and fail.
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
     for step in range(STEPS):
         optimizer.zero_grad()
         x = share(batch(step)) if splits else batch(step)
@@ -144,7 +146,7 @@ def fully_sharded(alone, clipped):
 
 def tensor_parallel(alone, mesh):
     size = dist.get_world_size()
-    a = torch.arange(12.0 * size).view(2 * size, 6)
+    a = torch.arange(12.0 * size, device=DEVICE).view(2 * size, 6)
     x = distribute_tensor(a, mesh, [Shard(0)])
     facts = {"DTensor": x.sum().full_tensor().item() == a.sum().item()}
     moved = x.redistribute(mesh, [Shard(1)]).full_tensor()
@@ -152,13 +154,13 @@ def tensor_parallel(alone, mesh):
     model = network()
     parallelize_module(model[1], mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     facts["tensor parallel"] = close(trained(model, splits=False), alone)
-    block, plain = Block(), Block()
+    block, plain = Block().to(DEVICE), Block().to(DEVICE)
     plain.load_state_dict(block.state_dict())
     for other in (block, plain):  # one model on all ranks
         for parameter in other.parameters():
             dist.broadcast(parameter.data, 0)
     parallelize_module(block, mesh, {"norm": SequenceParallel()})
-    x = torch.randn(2, 2 * size, WIDTH, generator=torch.Generator().manual_seed(7))
+    x = torch.randn(2, 2 * size, WIDTH, generator=torch.Generator().manual_seed(7)).to(DEVICE)
     own = x.chunk(size, 1)[dist.get_rank()]  # each rank has a part of every sequence
     facts["sequence parallel"] = torch.allclose(whole(block.norm(own)), plain.norm(x), atol=1e-5)
     return facts
@@ -167,10 +169,10 @@ def tensor_parallel(alone, mesh):
 def pipelined():
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    stages = [nn.Linear(WIDTH, WIDTH) for _ in range(size)]
-    x = torch.randn(8, WIDTH)
+    stages = [nn.Linear(WIDTH, WIDTH).to(DEVICE) for _ in range(size)]
+    x = torch.randn(8, WIDTH).to(DEVICE)
     schedule = ScheduleGPipe(
-        PipelineStage(stages[rank], rank, size, torch.device("cpu")),
+        PipelineStage(stages[rank], rank, size, torch.device(DEVICE)),
         4,
         loss_fn=lambda a, b: (a - b).square().mean(),
     )
@@ -191,11 +193,15 @@ def pipelined():
 
 
 def accelerated(alone):
+    if DEVICE != "cpu":  # it would look for a GPU for each rank
+        return None
     try:
         from accelerate import Accelerator
     except ModuleNotFoundError:
         return None
-    accelerator = Accelerator(cpu=True)  # on the group there is: it knows no names of other backends
+    accelerator = Accelerator(
+        cpu=DEVICE == "cpu"
+    )  # on the group there is: it knows no names of other backends
     model = network()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
     for step in range(STEPS):
@@ -209,7 +215,7 @@ def accelerated(alone):
 def main(rank, size):
     torch.set_num_threads(1)
     dist.init_process_group("crossdevice", rank=rank, world_size=size)
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(DEVICE, (size,))
     alone, clipped = trained(network(), splits=False), trained(network(), splits=False, clips=True)
     facts = {
         "backend": dist.get_backend(),
@@ -225,5 +231,4 @@ def main(rank, size):
 
 
 if __name__ == "__main__":
-    assert len(sys.argv) == 1
     main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))

@@ -274,8 +274,8 @@ def test_it_works_with_a_pytorch_that_has_older_names():
         "missing = 'REDUCE_SCATTER_TENSOR_COALESCED'\n"
         "kept = {name: kind for name, kind in vars(c10d.OpType).items() if name != missing}\n"
         "c10d.OpType = types.SimpleNamespace(**kept)\n"
-        "single = [name for name in vars(dist.ProcessGroup) if name.endswith(('_single', '_single_coalesced'))]\n"
-        "for name in single:\n"
+        "suffixes = '_single', '_single_coalesced'\n"
+        "for name in [name for name in vars(dist.ProcessGroup) if name.endswith(suffixes)]:\n"
         "    delattr(dist.ProcessGroup, name)\n"
         "import crossdevice.integrations.torch\n"
         "from torch.distributed.tensor.debug import CommDebugMode\n"
@@ -317,11 +317,11 @@ class HostEngine:
     def __init__(self):
         self.sent = []
 
-    def send(self, tensors, dst, tag):  # noqa: ARG002
+    def send(self, tensors, dst, tag):
         self.sent += tensors
         return Arriving([])
 
-    def recv_anysource(self, tensors, tag):  # noqa: ARG002
+    def recv_anysource(self, tensors, tag):
         self.received = tensors
         return Arriving(tensors)
 

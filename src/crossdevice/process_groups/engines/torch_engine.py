@@ -199,6 +199,11 @@ class TorchEngine:
         leave_behind_at_fork(self._gloo)
 
     @property
+    def store(self) -> dist.Store:
+        """The store that the ranks of this group alone use, and none that was formed before in its place."""
+        return self._store
+
+    @property
     def awaited_ranks(self) -> Collection[int]:
         """The rank whose message has not come, and those whose messages have not been looked at."""
         return {message.peer for message in self._left}

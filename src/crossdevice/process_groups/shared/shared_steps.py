@@ -103,7 +103,11 @@ class SharedSteps:
         if self.meet is None:
             self.post(call, exchange, signature, numbers)
             return self.have_soon_come()
-        step = self._announce(call, exchange, signature, numbers)
+        return self._meet(self._announce(call, exchange, signature, numbers))
+
+    def _meet(self, step: int) -> bool:
+        """Comes to a step that was announced, and looks for the others, compiled."""
+        assert self.meet is not None
         found = self.meet(*self._blocks[step & 1], step, self._num_looks)
         if found > 1:
             self._wake(step)
@@ -147,6 +151,8 @@ class SharedSteps:
 
     def have_soon_come(self) -> bool:
         """Spins briefly; returns whether all ranks have come to this step, for the same exchange."""
+        if self.meet is not None:
+            return self._meet(self.number)
         end = time.monotonic() + self._spin_seconds
         while not self._have_all_come():
             if time.monotonic() >= end:

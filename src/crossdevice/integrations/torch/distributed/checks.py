@@ -115,6 +115,25 @@ def check_own(name: str, target: torch.Tensor, own: torch.Tensor, index: int) ->
         )
 
 
+def check_own_part(
+    name: str, output: torch.Tensor, whole: torch.Tensor, lengths: Sequence[Sequence[int]], rank: int
+) -> None:
+    """Refuses an output, cut into lengths of rows, that has not the room for what this rank keeps itself."""
+    if output.dtype != whole.dtype:
+        raise ArgumentError(
+            f"crossdevice {name}: output has {output.dtype}, and input {whole.dtype}; expected one dtype"
+        )
+    room, own = (
+        tensor.numel() // max(sum(rows), 1) * rows[rank]
+        for tensor, rows in zip((output, whole), lengths, strict=True)
+    )
+    if room != own:
+        raise ArgumentError(
+            f"crossdevice {name}: invalid split sizes at index {rank}: this rank keeps {own} elements of the "
+            f"input, and the output has room for {room} of its own"
+        )
+
+
 def check_coalesced(name: str, lists: Sequence[Tensors], tensors: Tensors, size: int) -> None:
     """Compares a list for each rank to the tensors that each of them brings."""
     check_tensors(name, tensors[:1], "input ")

@@ -14,14 +14,17 @@ from crossdevice.process_groups.engines.torch_store import leave_behind_at_fork
 
 
 def gloo_of(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo group whose ranks connect when they first send something to each other."""
+    """A gloo group, whose ranks connect at once: else to receive would wait until the other rank sends.
+
+    The store is one that no earlier group has written to, whose addresses would be taken for these.
+    """
     if not dist.is_gloo_available():
         raise OptionError("this PyTorch was built without gloo, which the crossdevice backend needs")
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in interfaces] or [
-        gloo.create_default_device(lazy_init=True)
+    options._devices = [gloo.create_device(interface=name) for name in interfaces] or [
+        gloo.create_default_device()
     ]
     options._timeout = timeout
     made = gloo(dist.PrefixStore("gloo", store), rank, size, options)

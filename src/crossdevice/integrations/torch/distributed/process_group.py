@@ -32,6 +32,7 @@ from crossdevice.integrations.torch.distributed.checks import (
     check_contiguous,
     check_lists,
     check_own,
+    check_own_part,
     check_peer,
     check_root,
     check_root_lists,
@@ -53,7 +54,7 @@ from crossdevice.integrations.torch.distributed.work import (
     named,
     recorded,
 )
-from crossdevice.process_groups.engines.torch_engine import form_group
+from crossdevice.process_groups.engines.torch_engine import TorchEngine
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.recording.recorder import as_one_call, digests_of, is_recording, write_call
 from crossdevice.values.options import CommunicationOptions
@@ -82,7 +83,10 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         self.options = options
         timeout = timeout if options.deadline is None else options.deadline
         options._timeout = timeout
-        self._gloo: Any = delegated.gloo_of(store, rank, size, timeout)
+        seconds = timeout.total_seconds()
+        engine = TorchEngine(dist.PrefixStore("crossdevice", store), rank, size, timeout_seconds=seconds)
+        self._formed = ProcessGroup(engine, timeout_seconds=seconds)
+        self._gloo: Any = delegated.gloo_of(engine.store, rank, size, timeout)
         self._nccl: Any = None
         self._stream: torch.cuda.Stream | None = None
         self.of_operators = dist.ProcessGroup(rank, size)
@@ -98,9 +102,6 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         self._coalesced: list[dist.Work] | None = None
         self._reductions: dict[Any, Reduction] = {}
         self._queue = CallQueue("crossdevice process group")
-        seconds = timeout.total_seconds()
-        meeting_place = dist.PrefixStore("crossdevice", store)
-        self._formed: ProcessGroup = form_group(rank, size, store=meeting_place, timeout_seconds=seconds)
         late_kernels.postpone()
         self._has_late_kernels = not late_kernels.is_settled
         self._ops = CollectiveAllReduce(group=self._formed, options=self._communication)
@@ -444,6 +445,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
             split_lengths(tensor, sizes, self._size)
             for tensor, sizes in ((output, output_split_sizes), (input, input_split_sizes))
         ]
+        check_own_part("all_to_all", output, input, lengths, self._rank)
         nccl = self._nccl_for(input)
         if nccl is not None:
             return nccl.alltoall_base(output, input, list(output_split_sizes), list(input_split_sizes), opts)
@@ -471,6 +473,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
                     f"crossdevice all_to_all: {of} tensor list size {len(tensors)} does not match world size "
                     f"{self._size}"
                 )
+        check_own("all_to_all", outputs[self._rank], inputs[self._rank], self._rank)
         nccl = self._nccl_for(inputs[0])
         if nccl is not None:
             return nccl.alltoall(outputs, inputs, opts)
@@ -528,7 +531,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         return self._delegate(name, tensors, lambda: begin(engine, tensors))
 
     def _has_no_engine(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on a GPU, whose memory gloo would take for the host's: the process would end."""
+        """Returns True for a tensor on a GPU without NCCL: gloo would take its memory for the host's."""
         return tensor.is_cuda and self._nccl_for(tensor) is None
 
     def _engine_for(self, tensor: torch.Tensor) -> Any:
