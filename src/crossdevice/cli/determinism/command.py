@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import subprocess
@@ -37,7 +38,7 @@ from crossdevice.errors import CrossDeviceError, FileError, OptionError
 LOCAL: dict[str, type[Fold]] = {"ring": Ring, "fold": Fold}
 """Sums that need no processes, by the names of their rows."""
 
-LAUNCHED = ("gloo", "mpi", "crossdevice")
+LAUNCHED = ("gloo", "mpi", "nccl", "crossdevice")
 LAUNCH = "launch"
 LAUNCH_SECONDS = 600.0
 PACKAGES = ("crossdevice", "torch", "mpi4py", "numpy")
@@ -53,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backends",
         default="ring,fold,gloo,crossdevice",
         metavar="NAMES",
-        help="some of ring (float32, as a ring adds), fold (float32, in the order of ranks), gloo, mpi and "
-        "crossdevice (on torch.distributed); default: %(default)s",
+        help="some of ring (float32, as a ring adds), fold (float32, in the order of ranks), gloo, mpi, nccl "
+        "(a GPU for each process) and crossdevice (on torch.distributed); default: %(default)s",
     )
     parser.add_argument("-n", "--processes", type=int, default=4, metavar="N", help="default: %(default)s")
     parser.add_argument(
@@ -116,6 +117,8 @@ def _facts(found: Mapping[str, list[Array]], again: Array | None) -> dict[str, A
 
 def _launched(name: str, sizes: Sizes) -> dict[str, dict[str, list[Array]]]:
     """The results of one launch, by row and change."""
+    if name == "nccl":
+        _check_gpus(sizes.ranks)
     if name == "mpi":
         starter, program = launcher(), [sys.executable, "-m"]
         if starter is None:
@@ -147,6 +150,20 @@ def _launched(name: str, sizes: Sizes) -> dict[str, dict[str, list[Array]]]:
         for change in CHANGES:
             results_of.setdefault(change, [])
     return rows
+
+
+def _check_gpus(num_processes: int) -> None:
+    """Refuses NCCL where processes would have to share a GPU, which it does not do."""
+    try:
+        cuda: Any = importlib.import_module("torch.cuda")
+        num_gpus = cuda.device_count()
+    except ModuleNotFoundError:
+        num_gpus = 0
+    if num_gpus < num_processes:
+        raise OptionError(
+            f"nccl needs a GPU for each process: expected {num_processes}, found {num_gpus}; leave nccl out "
+            "of --backends, or give a smaller -n"
+        )
 
 
 def _show(found: Mapping[str, Any], sizes: Sizes) -> None:

@@ -131,12 +131,12 @@ PRECISIONS = ("accurate", "exact")
 
 
 class TorchSums:
-    """A group of torch.distributed."""
+    """A group of torch.distributed, with tensors on a kind of device."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, device: str = "cpu") -> None:
         self._torch: Any = importlib.import_module("torch")
         self._distributed: Any = self._torch.distributed
-        self._group, self._rank = group, self._distributed.get_rank()
+        self._group, self._rank, self._device = group, self._distributed.get_rank(), device
         self._size = self._distributed.get_world_size()
 
     def all_reduce(self, values_of: ValuesOf) -> Array:
@@ -150,18 +150,18 @@ class TorchSums:
         reduced, own = self._own(values_of), self._own(values_of)
         self._distributed.reduce(reduced, 0, group=self._group)
         length = own.numel()
-        whole = self._torch.zeros(-(-length // self._size) * self._size)
+        whole = own.new_zeros(-(-length // self._size) * self._size)
         whole[:length] = own
-        part = self._torch.empty(whole.numel() // self._size)
+        part = own.new_empty(whole.numel() // self._size)
         self._distributed.reduce_scatter_tensor(part, whole, group=self._group)
         self._distributed.all_gather_into_tensor(whole, part, group=self._group)
         return [self._array(reduced), self._array(whole[:length])]
 
     def _own(self, values_of: ValuesOf) -> Any:
-        return self._torch.from_numpy(values_of(self._rank).copy())
+        return self._torch.from_numpy(values_of(self._rank).copy()).to(self._device)
 
     def _array(self, tensor: Any) -> Array:
-        array: Array = tensor.numpy()
+        array: Array = tensor.cpu().numpy()
         return array
 
 
@@ -217,7 +217,11 @@ def main(backend: str, num_ranks: str, num_elements: str, path: str) -> None:
     integration: Any = importlib.import_module("crossdevice.integrations.torch")
     distributed = torch.distributed
     distributed.init_process_group(backend)
-    rows: dict[str, Sums] = {backend: TorchSums(None)}
+    device = "cpu"
+    if backend == "nccl":
+        device = "cuda"
+        torch.cuda.set_device(distributed.get_rank())
+    rows: dict[str, Sums] = {backend: TorchSums(None, device)}
     if backend == "crossdevice":
         rows = {
             f"{backend}, {precision}": TorchSums(

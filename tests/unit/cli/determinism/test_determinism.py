@@ -58,7 +58,10 @@ def test_what_was_saved_is_compared(tmp_path, capsys):
     assert "is not what" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--backends", "nickel"], ["-n", "1"], ["--elements", "2"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--backends", "nickel"], ["-n", "1"], ["--elements", "2"], ["--backends", "nccl", "-n", "4096"]],
+)
 def test_what_cannot_be_done_is_refused(words, capsys):
     assert main(["determinism", *words]) == 2
     assert "expected" in capsys.readouterr().err
