@@ -115,3 +115,21 @@ def test_programs_train_as_they_do_alone(tmp_path, tmp_path_factory, size):
         assert facts.pop("pipelined")
         for name, kinds in facts.items():
             assert all(kinds.values()), (name, kinds)
+
+
+@pytest.mark.more("transformers")
+def test_a_trainer_of_transformers_uses_the_group_there_is(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    try:
+        assert transformers.Trainer
+    except ModuleNotFoundError as error:
+        pytest.skip(f"transformers cannot import its Trainer: {error.__cause__}")
+    found = launching.launch(
+        launching.torchrun("trainer_rank.py", size=2), tmp_path / "launch", LAUNCH_SECONDS
+    )
+    assert found.codes == [0], found.output
+    first, second = found.reports.values()
+    assert first["backend"] == "crossdevice"
+    assert first["parallel"] == "DistributedDataParallel"
+    assert first["losses"][-1] < 0.5 * first["losses"][0]
+    assert first["digest"] == second["digest"]
