@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, Self
 
 from crossdevice.errors import OptionError
@@ -27,6 +28,8 @@ ENDING_SECONDS = 5.0
 """The same after SIGTERM, before they are killed."""
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+STANDARD_INPUT = "-"
 
 _PARENT_ENDS = 1  # prctl's PR_SET_PDEATHSIG
 
@@ -48,6 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError(f"-n must be 1 or more; got {size}")
     if not program:
         raise OptionError("which program? For example: crossdevice run -n 4 train.py")
+    if not arguments.module and program[0] != STANDARD_INPUT and not Path(program[0]).exists():
+        raise OptionError(
+            f"there is no file {program[0]!r} in {Path.cwd()}. The program is a Python file, or a module "
+            "after -m; crossdevice run starts Python itself"
+        )
     command = [sys.executable, *(["-m"] if arguments.module else []), *program]
     with tempfile.TemporaryDirectory(prefix="crossdevice-run-") as folder, _Ranks() as ranks:
         return ranks.run(command, environments_of_ranks(size, folder))
@@ -59,6 +67,8 @@ class _Ranks:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._codes: dict[int, int] = {}
+        """Of those that have ended, which are waited for last: until then nobody else gets their numbers."""
         self._readers: list[threading.Thread] = []
         self._received: list[int] = []
 
@@ -66,10 +76,7 @@ class _Ranks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self._processes:
-            with suppress(ProcessLookupError):
-                if process.returncode is None:
-                    os.killpg(process.pid, signal.SIGKILL)
+        self._send(signal.SIGKILL, set(range(len(self._processes))) - set(self._codes))
         for process in self._processes:
             process.wait()
 
@@ -90,11 +97,13 @@ class _Ranks:
                     end = end or time.monotonic() + OWN_END_SECONDS
                 else:
                     left.discard(rank)
-                    code = self._processes[rank].wait()
+                    code = self._codes[rank]
                     if code and not status:
                         status = _status(code)
                         self._say(rank, code, left)
                         end = time.monotonic() + OWN_END_SECONDS
+        if status:  # what failed ranks have started does not outlive them
+            self._send(signal.SIGKILL, set(self._codes))
         end = time.monotonic() + ENDING_SECONDS
         for reader in self._readers:  # what the program has left behind may hold its output open
             reader.join(max(end - time.monotonic(), 0.0))
@@ -129,7 +138,12 @@ class _Ranks:
         self._readers[-1].start()
 
     def _report_end(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        process.wait()
+        if sys.platform == "linux":
+            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            assert ended is not None
+            self._codes[rank] = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        else:
+            self._codes[rank] = process.wait()
         self._ended.put(rank)
 
     def _next_ended(self, end: float | None) -> int | None:
@@ -146,12 +160,15 @@ class _Ranks:
         host = own_name().partition(",")[0]
         text = f"crossdevice run: rank {rank} ({host}, process {self._processes[rank].pid}) {how}"
         if left:
-            text += f"; the other {len(left)} have {OWN_END_SECONDS:g} seconds to end by themselves"
+            has, by_whom = "the other one has", "itself"
+            if len(left) > 1:
+                has, by_whom = f"the other {len(left)} have", "themselves"
+            text += f"; {has} {OWN_END_SECONDS:g} seconds to end by {by_whom}"
         print(text, file=sys.stderr, flush=True)
 
     def _send(self, number: int, ranks: set[int]) -> None:
         for rank in ranks:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):  # nobody left, on Linux and elsewhere
                 os.killpg(self._processes[rank].pid, number)
 
     @contextmanager
@@ -160,7 +177,7 @@ class _Ranks:
 
         def hand_on(number: int, _: object) -> None:
             self._received.append(number)
-            running = {rank for rank, process in enumerate(self._processes) if process.returncode is None}
+            running = set(range(len(self._processes))) - set(self._codes)
             self._send(number if len(self._received) == 1 else signal.SIGKILL, running)
             self._ended.put(-1)
 
@@ -193,13 +210,21 @@ def _dying_with(parent: int) -> Callable[[], None] | None:
 
 def _copy(prefix: bytes, source: IO[bytes], target: IO[bytes], lock: threading.Lock) -> None:
     """Copies lines, each with a prefix, once they are complete: with a newline, or a carriage return."""
-    kept = b""
+    kept: list[bytes] = []  # pieces of a line that has not ended: joined once, however long it is
+    has_returned = False
     while chunk := os.read(source.fileno(), 1 << 16):
-        *lines, kept = _lines(kept + chunk)
+        *lines, rest = _lines(chunk)
         if lines:
-            _write(b"".join(prefix + line for line in lines), target, lock)
+            lines[0] = b"".join([*kept, lines[0]])
+            kept.clear()
+            # A newline that follows a carriage return belongs to the line before.
+            first = b"" if has_returned and lines[0] == b"\n" else prefix
+            _write(first + prefix.join(lines), target, lock)
+        has_returned = chunk.endswith(b"\r")
+        if rest:
+            kept.append(rest)
     if kept:
-        _write(prefix + kept + b"\n", target, lock)
+        _write(prefix + b"".join(kept) + b"\n", target, lock)
     source.close()
 
 

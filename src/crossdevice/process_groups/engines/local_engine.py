@@ -65,7 +65,8 @@ def form_group(
 
 def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> LocalEngine:
     """The engine of this process of a launch: in its folder, else in one that its address and port name."""
-    if cluster.local_size not in (None, cluster.size):
+    # Ranks of `crossdevice run` are on one host: they meet, and hear there of another WORLD_SIZE.
+    if cluster.folder is None and cluster.local_size not in (None, cluster.size):
         raise OptionError(
             f"Unix sockets reach processes of one host only; recognised {cluster.recognised}. "
             'Between hosts there are engine="torch" and engine="mpi"'

@@ -59,7 +59,7 @@ def store_at(address: str, port: int, *, is_keeper: bool, timeout_seconds: float
             store = deadline.make(lambda: _opened(address, port, is_keeper, deadline))
         except (RuntimeError, OSError) as error:
             what = (
-                "be kept: is this the address of this host, and is the port free?"
+                "be kept: is this the address of this host, is the port free, and is no other process rank 0?"
                 if is_keeper
                 else "be reached: is rank 0 there, and has it been started?"
             )

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from crossdevice.errors import DeadlineError, OptionError, ProcessGroupError
+from crossdevice.process_groups.cluster import environments_of_ranks
 from crossdevice.process_groups.engines import local_meeting
-from crossdevice.process_groups.engines.local_engine import LocalEngine, form_group
+from crossdevice.process_groups.engines.local_engine import LocalEngine, form_group, form_in_cluster
 from crossdevice.process_groups.protocol import Message, RankLostError
+from crossdevice.values.launchers import launched
 
 SECONDS = 60.0
 
@@ -251,6 +253,16 @@ def test_ranks_that_disagree_about_their_number_are_all_told(sizes, folder):
         assert "ranks disagree about how many they are (WORLD_SIZE)" in str(error)
         assert f"says {max(sizes)}" in str(error)
         assert f"says {min(sizes)}" in str(error)
+
+
+def test_under_crossdevice_run_another_world_size_of_one_rank_is_told_to_everybody(folder):
+    started = environments_of_ranks(3, str(folder))
+    started[2]["WORLD_SIZE"] = "4"
+    launches = [launched(environment) for environment in started]
+    found = together(3, lambda rank: form_in_cluster(launches[rank], name="", timeout_seconds=SECONDS))
+    for error in found:
+        assert isinstance(error, OptionError), found
+        assert "ranks disagree about how many they are (WORLD_SIZE): rank " in str(error)
 
 
 def test_a_rank_that_comes_after_a_group_was_formed_learns_who_was_there(folder, monkeypatch):
