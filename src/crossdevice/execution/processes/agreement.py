@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from crossdevice.errors import (
     DtypeError,
     DtypeMismatchError,
@@ -26,6 +28,8 @@ from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.disagreement import disagreement
 from crossdevice.values.nesting import spelled_structure
 from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import Weights, weights_for
 
 COMPARING = b"comparing"
 """The signature of calls whose ranks do not know yet whether they agree."""
@@ -241,3 +245,17 @@ def seconds_of(options: CommunicationOptions) -> float | None:
     """The deadline of a call; None for that of its group."""
     seconds = options.timeout_seconds
     return seconds if seconds is None or isinstance(seconds, (int, float)) else seconds.total_seconds()
+
+
+def weights_of_all_ranks(
+    call: GroupCall, op: ReduceOp, factors: tuple[float, ...] | None, counts: Sequence[Sequence[int]]
+) -> Weights | None:
+    """The weights of all replicas, in the order of ranks; refuses those, and operations, that do not fit."""
+    with refused_by_all():
+        if op.is_order_statistic:
+            for count in counts:
+                op.sorted_range(sum(count))
+        if factors is None:
+            return None
+        records = call.all_gather_uneven(np.array(factors).tobytes())
+        return weights_for(tuple(np.frombuffer(b"".join(records)).tolist()), op)

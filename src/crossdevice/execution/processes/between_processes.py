@@ -22,16 +22,17 @@ from crossdevice.execution.processes.agreement import (
     agreed_call,
     seconds_of,
     structure_text,
+    weights_of_all_ranks,
 )
-from crossdevice.execution.processes.all_to_all import exchanged_parts
 from crossdevice.execution.processes.choice import Part, courses_of, own_gpu, parts_of, transport_of
 from crossdevice.execution.processes.copies import Copies
 from crossdevice.execution.processes.dense_call import DenseCall
+from crossdevice.execution.processes.exchanged_parts import exchanged_parts
 from crossdevice.execution.processes.host_reduction import HostReduction
 from crossdevice.execution.processes.peers import explained_peers, find_peers, offered_gpu
 from crossdevice.execution.processes.reduced_batch import Prepare, ReducedBatch, Wanted
+from crossdevice.execution.processes.reduced_parts import PreparedParts, reduced_parts
 from crossdevice.execution.processes.rows import Rows, array_of_rows, joined_rows
-from crossdevice.execution.processes.scattering import Prepared, reduced_parts
 from crossdevice.execution.processes.sparse_rows import gathered_rows, index_dtype
 from crossdevice.execution.processes.task_agreement import Course
 from crossdevice.execution.processes.travelling import Delivery
@@ -40,7 +41,6 @@ from crossdevice.execution.processes.verifying import (
     check_written,
     verified_copies,
 )
-from crossdevice.execution.processes.weighing import weights_of_all_ranks
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.outputs import wrapped_into
 from crossdevice.execution.reading.values import Leaf, at, one_backend, read_value
@@ -85,7 +85,7 @@ class BetweenProcesses:
         self._descriptions: SignatureCache[Description] = SignatureCache()
         self._parts: SignatureCache[list[Part]] = SignatureCache()
         self._copies = Copies(group)
-        self._scatterings: SignatureCache[Prepared] = SignatureCache()
+        self._scatterings: SignatureCache[PreparedParts] = SignatureCache()
 
     def reduce(self, batch: CheckedBatch) -> list[Any]:
         """The wrapped result of each request, over the replicas of all ranks."""

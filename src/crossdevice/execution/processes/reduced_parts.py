@@ -17,6 +17,7 @@ from crossdevice.execution.processes.agreement import (
     refused_by_all,
     seconds_of,
     structure_text,
+    weights_of_all_ranks,
 )
 from crossdevice.execution.processes.choice import Part, courses_of, in_order, own_gpu, parts_of, transport_of
 from crossdevice.execution.processes.host_reduction import HostReduceScatter
@@ -25,7 +26,6 @@ from crossdevice.execution.processes.reduced_batch import LeafParts, Prepare, Re
 from crossdevice.execution.processes.task_agreement import Course
 from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.processes.verifying import Verification, check_written
-from crossdevice.execution.processes.weighing import weights_of_all_ranks
 from crossdevice.execution.reading.leaf_spec import Columns, Outs
 from crossdevice.execution.reading.outputs import Expected, delivered, read_out_of_shapes, wrapped
 from crossdevice.execution.reading.shards import part_lengths
@@ -37,7 +37,7 @@ from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
-Prepared: TypeAlias = tuple[list[LeafParts], list[Part]]
+PreparedParts: TypeAlias = tuple[list[LeafParts], list[Part]]
 """What is known of a call before there are arrays."""
 
 
@@ -47,7 +47,7 @@ def reduced_parts(
     op: ReduceOp,
     options: CommunicationOptions,
     factors: tuple[float, ...] | None,
-    known: SignatureCache[Prepared],
+    known: SignatureCache[PreparedParts],
     prepare: Prepare,
 ) -> list[Any]:
     """For each value the parts of this rank's replicas, wrapped; what was prepared for them is `known`."""
@@ -60,7 +60,7 @@ def reduced_parts(
     deliveries: list[tuple[Sequence[int], Delivery]] = []
     refusal: OutError | None = None
 
-    def prepared(call: GroupCall, of_ranks: Sequence[Sequence[int]]) -> Prepared:
+    def prepared(call: GroupCall, of_ranks: Sequence[Sequence[int]]) -> PreparedParts:
         find_peers(call, own_gpu(leaf.spec for leaf in leaves))
         counts = tuple(map(tuple, zip(*of_ranks, strict=True)))
         key = (tuple((leaf.spec, leaf.axis) for leaf in leaves), op, options, counts, sizes, is_weighted)
