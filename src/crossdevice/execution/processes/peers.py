@@ -63,13 +63,13 @@ def peers_unavailable(
 
     Only what does not depend on the replicas of other ranks.
     """
+    if spec.backend.name != "torch" or not spec.num_elements or group.size == 1:
+        return "there is nothing that other ranks could read: expected elements of PyTorch's tensors"
     peers = known_peers(group)
     if peers is None:
         return "the group finds out in its first reduction"
     if peers.unavailable is not None:
         return peers.unavailable
-    if spec.backend.name != "torch" or not spec.num_elements or group.size == 1:
-        return "there is nothing that other ranks could read: expected elements of PyTorch's tensors"
     if spec.shared_gpu is None or spec.shared_gpu != peers.gpu:
         return f"its arrays are not all on {peers.gpu}, which other ranks reach"
     if options.lowering != "auto":

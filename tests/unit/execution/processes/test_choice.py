@@ -57,11 +57,12 @@ def test_a_call_whose_leaves_take_two_transports_has_its_results_in_order(monkey
 def test_the_reasons_of_all_transports_before_the_chosen_one_are_known():
     def program(group):
         choice = transport_of(Wanted(spec("float32"), ReduceOp.SUM, OPTIONS, group, (1, 1)))
-        return choice.name, list(choice.reasons), choice.reasons["windows"]
+        return choice.name, list(choice.reasons), choice.reasons["windows"], choice.reasons["peer memory"]
 
     names = list(TRANSPORTS)
-    for name, before, reason in run_ranks(2, program):
+    for name, before, reason, of_peers in run_ranks(2, program):
         assert (name, before) == (names[-1], names[:-1])
+        assert of_peers.endswith("expected elements of PyTorch's tensors")  # known before any reduction
         assert reason == "ranks do not all share memory: several ranks are threads of one process"
 
 
