@@ -51,6 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError(f"-n must be 1 or more; got {size}")
     if not program:
         raise OptionError("which program? For example: crossdevice run -n 4 train.py")
+    if program[0] == STANDARD_INPUT and size > 1:
+        raise OptionError(
+            "a program cannot be read from the standard input, which only rank 0 gets; name a file"
+        )
     if not arguments.module and program[0] != STANDARD_INPUT and not Path(program[0]).exists():
         raise OptionError(
             f"there is no file {program[0]!r} in {Path.cwd()}. The program is a Python file, or a module "

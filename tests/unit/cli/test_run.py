@@ -134,6 +134,7 @@ def test_a_signal_is_handed_on_once_and_gives_the_status(number, start, tmp_path
     [
         (["-n", "0", "program.py"], b"-n must be 1 or more; got 0"),
         (["-n", "2"], b"which program?"),
+        (["-n", "2", "-"], b"which only rank 0 gets; name a file"),
         (["-n", "2", "absent.py"], b"there is no file 'absent.py' in "),
         (["-n", "2", "python", "program.py"], b"crossdevice run starts Python itself"),
     ],
