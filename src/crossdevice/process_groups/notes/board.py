@@ -217,11 +217,13 @@ def roll_call(
     'rank 1 (there) has not arrived; rank 0 is there'
     """
     gone = lost or ()
-    is_complete = is_complete or (keeper in notes and bool(notes[keeper].gave_up))
+    last = None if keeper is None else notes.get(keeper)
+    is_complete = is_complete or (last is not None and bool(last.gave_up))
     unreachable = None if is_complete or keeper in gone else keeper
     # Whoever hangs up because of the keeper has nowhere to say so.
     because = "" if is_complete or keeper is None else ", maybe only because of that"
-    ended, missing, present, silent = [], [], [], []
+    ended: list[str] = []
+    missing, present, silent = [], [], []
     for rank, member in enumerate(members):
         note = notes.get(rank)
         is_final = note is not None and note.exchange == 0 and note.call <= call
@@ -232,8 +234,8 @@ def roll_call(
         elif rank == unreachable:
             ended.insert(0, f"{member}, which keeps the board of notes, cannot be reached")
         elif rank in gone:
-            text = f"the connection to {member} has ended"
-            ended.insert(0, text) if rank == keeper else ended.append(text + because)
+            place, why = (0, "") if rank == keeper else (len(ended), because)
+            ended.insert(place, f"the connection to {member} has ended{why}")
         elif (
             note is not None and note.call == call and (note.gave_up or (lost is None and is_fresh.get(rank)))
         ):
