@@ -106,7 +106,7 @@ class _Ranks:
                         status = _status(code)
                         self._say(rank, code, left)
                         end = time.monotonic() + OWN_END_SECONDS
-        if status:  # what failed ranks have started does not outlive them
+        if status and sys.platform == "linux":  # what failed ranks have started does not outlive them
             self._send(signal.SIGKILL, set(self._codes))
         end = time.monotonic() + ENDING_SECONDS
         for reader in self._readers:  # what the program has left behind may hold its output open
