@@ -1,4 +1,4 @@
-"""Forks ranks from a process that has imported what takes longer than most of them: PyTorch, numba's registries.
+"""Forks ranks from a process that has imported what takes longer than most of them: PyTorch and numba.
 
 Reads requests, a line of JSON each: what to run, answered by a process ID, or a process ID, answered by how
 it ended, if it has.
