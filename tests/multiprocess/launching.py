@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import itertools
@@ -252,6 +253,12 @@ def free_port() -> int:
 
 
 _kept: list[socket.socket] = []
+
+
+@atexit.register
+def _give_ports_back() -> None:
+    while _kept:
+        _kept.pop().close()
 
 
 @contextmanager
