@@ -332,7 +332,7 @@ def test_a_file_is_written_by_one_record_at_a_time(tmp_path):
 
 
 def test_what_was_forked_leaves_the_file_to_its_parent(tmp_path):
-    # A program of its own: libraries have started threads in the process of the tests, where forks are refused.
+    # A program of its own: beside threads of other libraries, forks are warned of.
     program = (
         "import os, signal, sys, crossdevice as cd\n"
         "with cd.record_bits(sys.argv[1]):\n"
