@@ -34,7 +34,10 @@ FOLDER = "CROSSDEVICE_TEST_FOLDER"
 MARK = "CROSSDEVICE_TEST_LAUNCH"
 """An environment variable by which every process of a launch is known, whoever has started it."""
 
-TRAINING = ("backend_rank.py", "hook_groups_rank.py", "hook_rank.py", "training_rank.py")
+TRAINING = (
+    *("backend_rank.py", "exact_fsdp_rank.py", "fsdp_rank.py", "hook_groups_rank.py", "hook_rank.py"),
+    *("training_rank.py", "workers_rank.py"),
+)
 """Scripts whose ranks make a DistributedDataParallel or a mesh, which import the compiler of PyTorch."""
 
 PORTS = range(20_000, 30_000)
