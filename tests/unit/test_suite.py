@@ -15,7 +15,7 @@ LAWS = Path(__file__).parents[1] / "conformance"
 NEEDED = (
     *("JAX", "TensorFlow", "JAX and TensorFlow", "JAX or TensorFlow", "Triton", "Flower", "rich"),
     *("safetensors", "torchvision", "timm", "transformers", "three networks", "one more launch"),
-    *("scikit-learn", "PyTorch's whole battery", "Sphinx and Chromium"),
+    *("scikit-learn", "PyTorch's whole battery", "Sphinx", "Sphinx and Chromium", "a matrix of 25 launches"),
     *("a GPU", "jax", "tensorflow", "triton"),
 )
 """Reasons for which a test may be left out with all its cases."""
