@@ -119,12 +119,22 @@ def classes() -> None:
     assert by_name.merge(options).implementation is cd.CommunicationImplementation.RING
     hints = cd.CollectiveHints(bytes_per_pack=1 << 20)
     ops.reduce("sum", placed, placed, experimental_hints=hints)
-    bound: cd.BoundReduction = ops.bind("sum", placed, placed)
+    bound: cd.BoundCall = ops.bind("sum", placed, placed)
     assert bound().values[1].tolist() == [3]
     assert cd.bind([floats(1), floats(2)], "mean")()[0].tolist() == [1.5]
     pending: cd.Pending = bound.start()
     assert pending.wait(timeout=60).values[0].tolist() == [3]
     assert ops.start_reduce("sum", placed, "cpu:0").wait().tolist() == [3]
+    parts: cd.BoundCall = ops.bound.reduce_scatter("sum", placed, sizes=[0, 1])
+    assert parts().values[1].tolist() == [3]
+    assert ops.bound.gather(placed, "cpu:0", out=floats(0, 0))().tolist() == [1, 2]
+    assert ops.bound.all_gather(placed)().values[1].tolist() == [1, 2]
+    assert ops.bound.all_to_all(placed, sizes=[1, 0])().values[0].tolist() == [1, 2]
+    assert ops.bound.broadcast(floats(1), placed)().values[1].tolist() == [1]
+    assert ops.bound.batch_reduce("sum", [(placed, "cpu:0")])()[0].tolist() == [3]
+    gathering: cd.Pending = ops.started.gather(placed, "cpu:0")
+    assert gathering.wait().tolist() == [1, 2]
+    assert ops.started.reduce("sum", placed, "cpu:0", weights=[1, 2]).wait().tolist() == [5]
     with faults(ops, replica=0, corrupt=lambda array: -array) as injected:
         assert ops.reduce("sum", placed, "cpu:0", experimental_hints=options).tolist() == [1]
     assert isinstance(injected, Injected)

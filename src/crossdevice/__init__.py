@@ -26,7 +26,7 @@ from crossdevice.combining.accumulator import Accumulator
 from crossdevice.combining.average_files import average_files
 from crossdevice.costs.topology import Topology
 from crossdevice.costs.topology_files import read_topology
-from crossdevice.execution.bound import BoundReduction
+from crossdevice.execution.bound import BoundCall
 from crossdevice.execution.fingerprints import Fingerprint, fingerprint
 from crossdevice.execution.pending import Pending
 from crossdevice.execution.tracing import flight_record, trace
@@ -80,7 +80,7 @@ __version__ = "0.2.0"
 __all__ = [
     "Accumulator",
     "AllReduceCrossDeviceOps",
-    "BoundReduction",
+    "BoundCall",
     "Cluster",
     "CollectiveAllReduce",
     "CollectiveHints",

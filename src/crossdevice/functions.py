@@ -9,7 +9,7 @@ from typing import Any
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.errors import ConversionError, DestinationError
-from crossdevice.execution.bound import BoundReduction
+from crossdevice.execution.bound import BoundCall
 from crossdevice.execution.local.sparse import to_dense as _to_dense
 from crossdevice.values.distributed import DistributedValues, PerReplica, components_of, destinations_on
 from crossdevice.values.indexed_slices import IndexedSlices
@@ -118,8 +118,8 @@ def bind(
     options: CommunicationOptions | None = None,
     out: Any = None,
     weights: Any = None,
-) -> BoundReduction:
-    """Prepares a reduction of these arrays, to be run many times; see `BoundReduction`.
+) -> BoundCall:
+    """Prepares a reduction of these arrays, to be run many times; see `BoundCall`.
 
     Args:
         values: one array or tree of arrays per replica, in a list or as a DistributedValues.
@@ -133,7 +133,7 @@ def bind(
         weights: a number for each replica, by which it is multiplied.
 
     Returns:
-        A `BoundReduction`. Calling it returns what `all_reduce` would, or `reduce` if `destinations` are
+        A `BoundCall`. Calling it returns what `all_reduce` would, or `reduce` if `destinations` are
         given.
 
     Raises:

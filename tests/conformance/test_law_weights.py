@@ -122,10 +122,10 @@ def test_a_known_call_takes_new_weights_without_preparing_again():
     ops, value = cd.DirectAllReduce(), cd.PerReplica([np.float32([1]), np.float32([2])])
     found = [float(ops.reduce("sum", value, "cpu:0", weights=[w, 1])[0]) for w in (1, 2, 3)]
     assert found == [3.0, 4.0, 5.0]
-    assert ops._known_calls.hits == 2
-    assert len(ops._planner._prepared) == 1
+    assert ops._runner.known_calls.hits == 2
+    assert len(ops._runner.planner._prepared) == 1
     assert float(ops.reduce("sum", value, "cpu:0")[0]) == 3.0
-    assert ops._known_calls.hits == 2
+    assert ops._runner.known_calls.hits == 2
 
 
 def test_rows_of_sparse_values_are_multiplied():

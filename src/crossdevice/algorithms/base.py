@@ -6,38 +6,39 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from crossdevice.algorithms.prepared_calls import PreparedCalls
 from crossdevice.algorithms.settings import Settings
-from crossdevice.algorithms.sharded_calls import ShardedCalls
 from crossdevice.costs.rounds import Round
 from crossdevice.costs.topology import Topology
-from crossdevice.errors import ConversionError, OptionError, ReduceOpError
-from crossdevice.execution.differentiation import read_recorded_leaves, recorded_leaves
-from crossdevice.execution.explaining import explained
+from crossdevice.execution.bound import BoundCall
+from crossdevice.execution.collective import (
+    Call,
+    Collective,
+    hashable_sizes,
+    one_value,
+    value_of_replicas,
+)
+from crossdevice.execution.deferred_calls import DeferredCalls
 from crossdevice.execution.fingerprints import check_same as check_replicas_same
-from crossdevice.execution.known_calls import Flattened, KnownCalls
-from crossdevice.execution.linear_maps import Calls, Combination, Concatenation
+from crossdevice.execution.linear_maps import Calls
 from crossdevice.execution.local.batch import CheckedBatch, Request, read_requests
-from crossdevice.execution.local.copying import component_of, copied_into, copied_to, shared_with
-from crossdevice.execution.local.gathering import Placed, gathered
-from crossdevice.execution.local.hooks import check_result, reduced_by_hook
-from crossdevice.execution.local.planning import Planner
-from crossdevice.execution.processes.between_processes import BetweenProcesses
+from crossdevice.execution.local.copying import copied_to
+from crossdevice.execution.local.hooks import HOOKS, Hooks
+from crossdevice.execution.pending import Pending
 from crossdevice.execution.reading.destinations import read_destinations
-from crossdevice.execution.reading.structures import checked_outs, checked_pairs, spread_pairs
+from crossdevice.execution.reading.structures import checked_outs, checked_pairs
 from crossdevice.execution.reading.values import read_value
+from crossdevice.execution.runner import LocalRunner
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.packing import Packing
 from crossdevice.plans.steps import Buffer
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import PerReplica, as_distributed
-from crossdevice.values.options import CommunicationOptions, as_options, either
+from crossdevice.values.distributed import PerReplica
+from crossdevice.values.options import CommunicationOptions, either
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
-from crossdevice.values.weights import factors_of, weights_for
 
 
-class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
+class CrossDeviceOps(Settings):
     """Combines values of several devices (reduce, batch_reduce, gather) and copies them (broadcast).
 
     `reduce_scatter`, `all_gather` and `all_to_all` do the same with a part for each replica.
@@ -143,14 +144,9 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         """
         check_cross_replica("reduce")
         chosen = options if experimental_hints is None else either(options, experimental_hints)
-        pairs = [(per_replica_value, destinations)]
-        if weights is not None:
-            return self._reduce_weighted(reduce_op, pairs, chosen, [out], weights)[0]
-        outs = [out]
-        flattened, known = self._known_calls.find(reduce_op, pairs, chosen, outs)
-        if known is not None and flattened is not None:
-            return known.run(flattened)[0]
-        return self._reduce(reduce_op, pairs, chosen, outs, flattened, is_batch=False)[0]
+        # What Collective("reduce", reduce_op, chosen) makes, in less than half of the time.
+        call = tuple.__new__(Collective, ("reduce", reduce_op, chosen, 0, None, None))
+        return self._runner.run(call, [(per_replica_value, destinations)], [out], weights)[0]
 
     def batch_reduce(
         self,
@@ -194,15 +190,10 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         [3.0, 7.0]
         """
         check_cross_replica("batch_reduce")
+        chosen = options if experimental_hints is None else either(options, experimental_hints)
         pairs = checked_pairs(value_destination_pairs)
-        chosen = either(options, experimental_hints)
-        outs = checked_outs(out, len(pairs))
-        if weights is not None:
-            return self._reduce_weighted(reduce_op, pairs, chosen, outs, weights)
-        flattened, known = self._known_calls.find(reduce_op, pairs, chosen, outs)
-        if known is not None and flattened is not None:
-            return known.run(flattened)
-        return self._reduce(reduce_op, pairs, chosen, outs, flattened, is_batch=True)
+        call = tuple.__new__(Collective, ("batch_reduce", reduce_op, chosen, 0, None, None))
+        return self._runner.run(call, pairs, checked_outs(out, len(pairs)), weights)
 
     def broadcast(
         self,
@@ -237,25 +228,8 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         [2.0, 2.0]
         """
         check_cross_replica("broadcast")
-        devices = read_destinations(destinations)
-        shares = self._chosen_options(options).share_results
-        tensor = as_distributed(tensor)
-        if isinstance(tensor, PerReplica):
-            raise ConversionError(
-                "broadcast takes one value; a PerReplica has a different one for each replica"
-            )
-        recorded = read_recorded_leaves([(component_of(tensor), devices)], [out])
-        if out is not None:
-            return copied_into(tensor, devices, out)
-        if self._overrides("broadcast_implementation"):
-            copies = self.broadcast_implementation(tensor, destinations)
-            check_result(copies, devices, f"{type(self).__name__}.broadcast_implementation")
-            return copies
-        place = shared_with if shares else copied_to
-        if recorded is None:
-            return place(tensor, devices)
-        linear = Combination(self._within_process()._calls, recorded.places, as_options(options))
-        return recorded.called(lambda: [place(tensor, devices)], linear)[0]
+        call = Collective("broadcast", None, options)
+        return self._runner.run(call, [(one_value(tensor), destinations)], [out])[0]
 
     def gather(
         self,
@@ -294,18 +268,261 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         array([1, 2, 3], dtype=int32)
         """
         check_cross_replica("gather")
-        spread, outs, rebuilt = spread_pairs([(per_replica_value, destinations)], [out])
-        placed = [
-            (value, read_destinations(target), into)
-            for (value, target), into in zip(spread, outs, strict=True)
-        ]
-        chosen = self._chosen_options(options)
-        run = functools.partial(self._gather, placed, axis, chosen)
-        recorded = read_recorded_leaves([(value, devices) for value, devices, _ in placed], outs)
-        if recorded is None:
-            return rebuilt(run())[0]
-        linear = Concatenation(self._calls, recorded.places, chosen, axis, recorded.shapes)
-        return rebuilt(recorded.called(run, linear))[0]
+        call = Collective("gather", None, options, axis)
+        return self._runner.run(call, [(per_replica_value, destinations)], [out])[0]
+
+    def reduce_scatter(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Any = None,
+        weights: Any = None,
+    ) -> Any:
+        """Combines the replicas of a value; each replica gets its own slice of the result along `axis`.
+
+        Under `accurate` and `exact` a part has the bits that `reduce` gives it. Under `fast` each part is
+        added in the order of its own plan.
+
+        Args:
+            reduce_op: the operation, as in `reduce`.
+            per_replica_value: a DistributedValues, or a structure of them.
+            axis: the axis along which the result is split.
+            options: precision, deadline, packing and more; None takes the defaults.
+            sizes: the length of each replica's part. Without it parts are as equal as possible, the longer
+                ones first, as those of `numpy.array_split`.
+            out: an array for the part of each replica instead of new ones. Between processes, it is checked
+                when the number of all replicas, and so the length of the parts, is known.
+            weights: a number for each replica, as in `reduce`.
+
+        Returns:
+            A PerReplica on the devices of the value; the bare part if the value has one replica here.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+            ConversionError: something cannot be read as an array.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
+
+        >>> import numpy as np
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> value = PerReplica([np.float32([1, 2, 3]), np.float32([10, 20, 30])])
+        >>> DirectAllReduce().reduce_scatter("sum", value).values
+        (array([11., 22.], dtype=float32), array([33.], dtype=float32))
+        """
+        check_cross_replica("reduce_scatter")
+        call = Collective("reduce_scatter", reduce_op, options, axis, hashable_sizes(sizes))
+        return self._runner.run(call, [(per_replica_value, per_replica_value)], [out], weights)[0]
+
+    def all_gather(
+        self,
+        per_replica_value: Any,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """Concatenates the replicas of a value along `axis`, on the device of each; sizes there may differ.
+
+        It is the inverse of `reduce_scatter`: together they are an all-reduce.
+
+        Args:
+            per_replica_value: a DistributedValues, or a structure of them.
+            axis: the axis along which arrays are concatenated.
+            options: a deadline between processes; None takes the defaults.
+            out: an array for each replica instead of new ones.
+
+        Returns:
+            A Mirrored on the devices of the value; the bare array if the value has one replica here.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            ConversionError: something cannot be read as an array.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
+
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> DirectAllReduce().all_gather(PerReplica([[1, 2], [3]])).values
+        (array([1, 2, 3], dtype=int32), array([1, 2, 3], dtype=int32))
+        """
+        check_cross_replica("all_gather")
+        value = value_of_replicas(per_replica_value)
+        return self.gather(value, value, axis, options, out=out)
+
+    def all_to_all(
+        self,
+        per_replica_value: Any,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+        *,
+        sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        out: Any = None,
+    ) -> Any:
+        """Splits each replica's arrays along `axis`; part `i` goes to replica `i`.
+
+        A replica's parts are put end to end along `axis`, in the order of the replicas they come from.
+
+        Args:
+            per_replica_value: a DistributedValues, or a structure of them.
+            axis: the axis along which arrays are split and joined.
+            options: a deadline between processes; None takes the defaults.
+            sizes: the lengths of the parts, one for each replica they go to: a list for all replicas, or a
+                list of lists, one for each replica they come from. Without it, as in `reduce_scatter`.
+            out: an array for each replica instead of new ones; between processes it is checked afterwards.
+
+        Returns:
+            A PerReplica on the devices of the value; the bare array if the value has one replica here.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+            ConversionError: something cannot be read as an array.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
+            DeadlineError: other processes did not come in time.
+            ProcessGroupError: a process of the group was lost.
+
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> DirectAllReduce().all_to_all(PerReplica([[1, 2], [3, 4]])).values
+        (array([1, 3], dtype=int32), array([2, 4], dtype=int32))
+        """
+        check_cross_replica("all_to_all")
+        call = Collective("all_to_all", None, options, axis, hashable_sizes(sizes))
+        return self._runner.run(call, [(per_replica_value, per_replica_value)], [out])[0]
+
+    def bind(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
+        weights: Any = None,
+    ) -> BoundCall:
+        """Prepares a reduction of these arrays, with these weights, to be run many times by `bound()`.
+
+        All checks and preparations are done now. Results are written to the same memory in each call:
+        to `out`, or to memory that the bound reduction owns.
+
+        Args:
+            reduce_op: the operation, as in `reduce`.
+            value: what `reduce` takes; or, without `destinations`, the pairs that `batch_reduce` takes.
+            destinations: the devices for the result, as in `reduce`.
+            options: precision, deadline, packing and more; None takes the defaults.
+            out: arrays for the results, as in `reduce` or `batch_reduce`.
+            weights: a number for each replica, as in `reduce`.
+
+        Returns:
+            A `BoundCall`. Calling it returns the results; `start()` runs it while Python goes on.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
+
+        >>> import numpy as np
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> gradients = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+        >>> bound = DirectAllReduce().bind("sum", gradients, gradients, out=gradients)
+        >>> bound().values[1]
+        array([4., 6.], dtype=float32)
+        """
+        if destinations is None:
+            return self.bound.batch_reduce(reduce_op, value, options, out=out, weights=weights)
+        return self.bound.reduce(reduce_op, value, destinations, options, out=out, weights=weights)
+
+    def start_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
+        weights: Any = None,
+    ) -> Pending:
+        """Starts a reduction and returns at once; `pending.wait()` gives what `reduce` would return.
+
+        Arrays must not be written to before `wait` has returned.
+
+        Args:
+            reduce_op: the operation, as in `reduce`.
+            value: what `reduce` takes; or, without `destinations`, the pairs that `batch_reduce` takes.
+            destinations: the devices for the result, as in `reduce`.
+            options: precision, deadline, packing and more; None takes the defaults.
+            out: arrays for the results, as in `reduce` or `batch_reduce`.
+            weights: a number for each replica, as in `reduce`.
+
+        Returns:
+            A `Pending`. Between processes its checks run later, and `wait` raises what they find.
+
+        Raises:
+            MismatchError: replicas differ in shape, dtype, structure, device or library; the message names
+                the odd one out.
+            DtypeError: the operation is not defined for this dtype.
+            ReduceOpError: the operation is unknown.
+            OptionError: an option, a weight or a size is outside its range; or the algorithm is unknown.
+            ConversionError: something cannot be read as an array.
+            DestinationError: `destinations` names no device.
+            OutError: `out` does not fit the results.
+            ContextError: the call is made inside a replica function; use `get_replica_context()` there.
+
+        >>> import numpy as np
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> gradients = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+        >>> pending = DirectAllReduce().start_reduce("sum", gradients, "cpu:0")
+        >>> pending.wait()
+        array([4., 6.], dtype=float32)
+        """
+        if destinations is None:
+            return self.started.batch_reduce(reduce_op, value, options, out=out, weights=weights)
+        return self.started.reduce(reduce_op, value, destinations, options, out=out, weights=weights)
+
+    @property
+    def bound(self) -> DeferredCalls[BoundCall]:
+        """The calls of this algorithm, each prepared for its arrays, to be made many times.
+
+        >>> import numpy as np
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> value = PerReplica([np.float32([1, 2]), np.float32([3])])
+        >>> gather = DirectAllReduce().bound.gather(value, "cpu:0")
+        >>> value.values[1][:] = 9
+        >>> gather()
+        array([1., 2., 9.], dtype=float32)
+        """
+        return DeferredCalls(self, self._bind)
+
+    @property
+    def started(self) -> DeferredCalls[Pending]:
+        """The calls of this algorithm, each started while Python goes on.
+
+        >>> import numpy as np
+        >>> from crossdevice import DirectAllReduce, PerReplica
+        >>> pending = DirectAllReduce().started.all_gather(PerReplica([np.ones(1), np.zeros(2)]))
+        >>> pending.wait().values[1]
+        array([1., 0., 0.])
+        """
+        return DeferredCalls(self, self._start)
 
     def explain(
         self,
@@ -338,9 +555,10 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         >>> print(DirectAllReduce().explain(PerReplica([1.0, 2.0]), "cpu:0").splitlines()[0])
         DirectAllReduce: SUM of 2 replicas, precision accurate
         """
-        op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
+        runner = self._runner
+        op, chosen = runner.checked_op(reduce_op), runner.options_of(options)
         requests, _ = read_requests([(per_replica_value, destinations)], [None])
-        return "\n\n".join(self._explain(request, op, chosen) for request in requests)
+        return "\n\n".join(runner.explained(request, op, chosen) for request in requests)
 
     # ---------------------------------------------------------------- hooks for subclasses
 
@@ -366,8 +584,9 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
             OutError: a subclass returned something that does not fit; the message names the hook.
         """
         request = Request(read_value(per_replica_value), read_destinations(destinations))
-        op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
-        return CheckedBatch([request], op, chosen).run(self._planner)[0]
+        runner = self._runner
+        op, chosen = runner.checked_op(reduce_op), runner.options_of(options)
+        return CheckedBatch([request], op, chosen).run(runner.planner)[0]
 
     def batch_reduce_implementation(
         self,
@@ -388,9 +607,10 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         Raises:
             OutError: a subclass returned something that does not fit; the message names the hook.
         """
-        op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
+        runner = self._runner
+        op, chosen = runner.checked_op(reduce_op), runner.options_of(options)
         value_destination_pairs = checked_pairs(value_destination_pairs)
-        if self._overrides("reduce_implementation"):
+        if "reduce_implementation" in self._hooks.overridden:
             return [
                 self.reduce_implementation(op, value, destinations, chosen)
                 for value, destinations in value_destination_pairs
@@ -399,7 +619,7 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
             Request(read_value(value), read_destinations(destinations))
             for value, destinations in value_destination_pairs
         ]
-        return CheckedBatch(requests, op, chosen).run(self._planner)
+        return CheckedBatch(requests, op, chosen).run(runner.planner)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies one value to each destination device; a subclass may override it.
@@ -416,149 +636,42 @@ class CrossDeviceOps(PreparedCalls, ShardedCalls, Settings):
         """
         return copied_to(tensor, read_destinations(destinations))
 
-    # ---------------------------------------------------------------- inside one process, or between several
+    # ---------------------------------------------------------------- how calls are made
 
-    def _checked_op(self, reduce_op: ReduceOp | str) -> ReduceOp:
-        op = ReduceOp(reduce_op)
-        if self.accumulation_fn is not None and op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise ReduceOpError(
-                f"{op.name} with an accumulation_fn, which takes the place of the sum in SUM and MEAN"
-            )
-        return op
+    @functools.cached_property
+    def _runner(self) -> LocalRunner:
+        """Makes the calls; forgotten as soon as a setting changes."""
+        return LocalRunner(self, self._hooks, lambda: self._calls)
 
-    def _chosen_options(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """The options that a call runs with; None means the defaults."""
-        return as_options(options)
+    def _bind(self, call: Call, later: Callable[[], Any]) -> BoundCall:
+        """Prepares a call; `later` makes it in full."""
+        check_cross_replica("bind")
+        return self._runner.bind(call, later)
 
-    def _checked_factors(self, weights: Any, op: ReduceOp) -> tuple[float, ...]:
-        if self.accumulation_fn is not None or self._overrides_hooks:
-            what = "has an accumulation_fn" if self.accumulation_fn else "overrides reduce_implementation"
-            raise OptionError(
-                f"weights with {type(self).__name__}, which {what}: that takes no weights; "
-                "multiply the values first"
-            )
-        return factors_of(weights, op)
+    def _start(self, call: Call, later: Callable[[], Any]) -> Pending:
+        """Starts a call; `later` makes it in full."""
+        check_cross_replica("start")
+        return self._runner.start(call, later)
 
-    def _reduce_weighted(
-        self,
-        reduce_op: ReduceOp | str,
-        pairs: Sequence[tuple[Any, Any]],
-        options: CommunicationOptions | None,
-        outs: Sequence[Any],
-        weights: Any,
-    ) -> list[Any]:
-        """`reduce` and `batch_reduce` with weights."""
-        op = self._checked_op(reduce_op)
-        factors = self._checked_factors(weights, op)
-        flattened, known = self._known_calls.find(op, pairs, options, outs, len(factors))
-        if known is not None and flattened is not None:
-            return known.run(flattened, weights_for(factors, op))
-        return self._reduce(op, pairs, options, outs, flattened, is_batch=True, factors=factors)
-
-    def _reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        pairs: Sequence[tuple[Any, Any]],
-        options: CommunicationOptions | None,
-        outs: Sequence[Any],
-        flattened: Flattened | None,
-        *,
-        is_batch: bool,
-        factors: tuple[float, ...] | None = None,
-    ) -> list[Any]:
-        """Reads, checks and runs a call that is not known; keeps it if its arrays are `flattened`."""
-        op, chosen = self._checked_op(reduce_op), self._chosen_options(options)
-        requests, rebuilt = read_requests(pairs, outs)
-        recorded = recorded_leaves([(request.value, request.destinations) for request in requests], outs)
-        if recorded is not None and factors is None and self._differentiates(op):
-            spread, _, _ = spread_pairs(pairs, outs)
-            # Called with recording off, so it does not come here again.
-            run = functools.partial(
-                self._reduce, op, spread, chosen, [None] * len(spread), None, is_batch=is_batch
-            )
-            return rebuilt(recorded.called(run, Combination(self._calls, recorded.places, chosen, op)))
-        batch = CheckedBatch(requests, op, chosen, in_any_order=self._runs_locally, factors=factors)
-        if self._overrides_hooks:
-            targets = [target for _, target in spread_pairs(pairs, outs)[0]]
-            return rebuilt(self._reduce_by_hooks(batch, targets, is_batch))
-        between = self._between
-        results = batch.run(self._planner) if between is None else between.reduce(batch)
-        if flattened is not None:
-            prepare = (
-                functools.partial(batch.prepared, self._planner)
-                if between is None
-                else functools.partial(between.prepared, batch)
-            )
-            self._known_calls.keep(flattened, batch, prepare)
-        return rebuilt(results)
+    @property
+    def _calls(self) -> Calls:
+        """The calls that compute derivatives."""
+        return Calls(self.batch_reduce, self.gather, self.reduce_scatter, self.all_to_all)
 
     def _within_process(self) -> CrossDeviceOps:
         """The same algorithm with the same options, for the replicas of this process alone."""
         return self
 
     @property
-    def _calls(self) -> Calls:
-        """The calls that compute derivatives."""
-        return Calls(self.batch_reduce, self.gather, self.reduce_scatter)
-
-    @property
-    def _between(self) -> BetweenProcesses | None:
-        """Makes the calls that other processes take part in; None if none do."""
-        return None
-
-    def _gather(self, placed: Sequence[Placed], axis: int, options: CommunicationOptions) -> list[Any]:
-        if self._between is not None:
-            return self._between.gather(placed, axis, options)
-        return [gathered(value, devices, axis, out) for value, devices, out in placed]
-
-    def _explain(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
-        if self._between is not None:
-            return self._between.explained(request, op, options)
-        return explained(request, op, options, self._planner)
-
-    def _reduce_by_hooks(self, batch: CheckedBatch, destinations: Sequence[Any], is_batch: bool) -> list[Any]:
-        op, options = batch.op, batch.options
-        one_by_one = not is_batch and (
-            self._overrides("reduce_implementation") or self._overrides("plan_sum")
+    def _hooks(self) -> Hooks:
+        return Hooks(
+            self.reduce_implementation,
+            self.batch_reduce_implementation,
+            self.broadcast_implementation,
+            frozenset(
+                name for name in HOOKS if getattr(type(self), name) is not getattr(CrossDeviceOps, name)
+            ),
         )
-
-        def hook(pairs: list[tuple[PerReplica, Any]]) -> Any:
-            if one_by_one:
-                return [self.reduce_implementation(op, value, target, options) for value, target in pairs]
-            return self.batch_reduce_implementation(op, pairs, options)
-
-        is_whole = not one_by_one and self._overrides("batch_reduce_implementation")
-        name = f"{type(self).__name__}.{'batch_' if is_whole else ''}reduce_implementation"
-        return reduced_by_hook(batch, destinations, hook, name, self._planner)
-
-    @property
-    def _runs_locally(self) -> bool:
-        """True if calls run plans in this process alone, so that they can be prepared and repeated."""
-        return self._runs_plans
-
-    @property
-    def _runs_plans(self) -> bool:
-        """True if sums are planned, not made by an `accumulation_fn` or an overridden hook."""
-        return self.accumulation_fn is None and not self._overrides_hooks
-
-    def _differentiates(self, op: ReduceOp) -> bool:
-        """True if the derivative of the reduction is known."""
-        return op in (ReduceOp.SUM, ReduceOp.MEAN) and self._runs_plans
-
-    @property
-    def _overrides_hooks(self) -> bool:
-        return self._overrides("reduce_implementation") or self._overrides("batch_reduce_implementation")
-
-    def _overrides(self, method: str) -> bool:
-        return getattr(type(self), method) is not getattr(CrossDeviceOps, method)
-
-    @functools.cached_property
-    def _known_calls(self) -> KnownCalls:
-        return KnownCalls(keeps=self._runs_locally or self._between is not None)
-
-    @functools.cached_property
-    def _planner(self) -> Planner:
-        return Planner(self)
 
 
 class PackedOps(CrossDeviceOps):

@@ -9,9 +9,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import OptionError
+from crossdevice.execution.group_runner import GroupRunner
 from crossdevice.execution.linear_maps import Calls
 from crossdevice.execution.pending import finish_started
-from crossdevice.execution.processes.between_processes import BetweenProcesses
+from crossdevice.execution.runner import LocalRunner
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.steps import Buffer
 from crossdevice.process_groups.group import ProcessGroup
@@ -123,18 +124,15 @@ class CollectiveAllReduce(CrossDeviceOps):
     def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions | None = None) -> Any:
         """One process's value, on every process of the group; all bring one of the same shapes and dtypes."""
         check_cross_replica("value_of_rank")
-        if self._between is None:
+        runner = self._runner
+        if not isinstance(runner, GroupRunner):
             return value
-        return self._between.value_of_rank(value, rank, self._chosen_options(options))
+        return runner.between.value_of_rank(value, rank, runner.options_of(options))
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
         """The part of this process: each device sums its shard, and all get all shards."""
         sums = build.add_by_shards()
         return [build.join(sums, at=device) for device in destinations]
-
-    def _chosen_options(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """The defaults, but for what the call's own options set."""
-        return self.options if options is None else self.options.merge(as_options(options))
 
     def broadcast(
         self,
@@ -175,8 +173,13 @@ class CollectiveAllReduce(CrossDeviceOps):
     # ---------------------------------------------------------------- between processes
 
     @functools.cached_property
-    def _between(self) -> BetweenProcesses | None:
-        return None if self.group is None else BetweenProcesses(self.group, self._planner.prepared)
+    def _runner(self) -> LocalRunner:
+        if self.group is None:
+            return LocalRunner(self, self._hooks, lambda: self._calls, self.options)
+        alone = self._within_process()
+        return GroupRunner(
+            self.group, self, self._hooks, lambda: self._calls, lambda: alone._calls, self.options
+        )
 
     def _within_process(self) -> CrossDeviceOps:
         """The same algorithm with the same options, for the replicas of this process alone."""
@@ -187,21 +190,6 @@ class CollectiveAllReduce(CrossDeviceOps):
     @property
     def _calls(self) -> Calls:
         return super()._calls._replace(rank=None if self.group is None else self.group.rank)
-
-    @property
-    def _runs_locally(self) -> bool:
-        """Not with a group: its calls need the other processes, and axes in one order for all of them."""
-        return self.group is None and super()._runs_locally
-
-    @property
-    def _owner_of_started(self) -> object:
-        """The group: its calls run one after the other, whichever object starts them."""
-        return super()._owner_of_started if self.group is None else self.group
-
-    @property
-    def _overrides_hooks(self) -> bool:
-        """Hooks are for the replicas of one process."""
-        return self.group is None and super()._overrides_hooks
 
 
 def group_of(ops: CrossDeviceOps) -> ProcessGroup | None:

@@ -1,4 +1,4 @@
-"""A reduction of fixed arrays, prepared once and run many times: what a training loop repeats."""
+"""A call of fixed arrays, prepared once and made many times: what a training loop repeats."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import BoundError, ContextError
 from crossdevice.execution.local.batch import CheckedBatch
 from crossdevice.execution.local.planning import Planner
+from crossdevice.execution.local.prepared import CheckedCall
 from crossdevice.execution.pending import THIS_PROCESS, Pending, finish_started, start
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.leaf_spec import Columns, Dense
@@ -23,8 +24,8 @@ from crossdevice.kernels.host.fixed_arrays import FixedArrays
 from crossdevice.values.replica_scope import check_cross_replica
 
 
-class BoundReduction:
-    """A reduction of fixed arrays, prepared once by `bind`; calling it computes the results again.
+class BoundCall:
+    """A call of fixed arrays, prepared once by `bind` or `ops.bound`; calling it computes the results again.
 
     It keeps references to its arrays. Results are in `out`, or in memory that it owns and overwrites in
     each call: copy what you need after the next call. An array that has moved in memory
@@ -32,20 +33,21 @@ class BoundReduction:
     BoundError before anything is written; on a GPU, whose kernel is launched first, after the memory that
     the array had was written. Each call returns new results if the library's arrays cannot be
     written to, if values are sparse, if the algorithm overrides `reduce_implementation` or has an
-    `accumulation_fn`, and between processes if arrays have weights, or are on GPUs and the group has not
-    reduced any yet. Results of processes of one host are in memory that these share.
+    `accumulation_fn`, and between processes for all but reductions without weights, of arrays on the host
+    or on GPUs that the group has reduced before. Results of processes of one host are in memory that these
+    share.
 
     `start` lets it run while Python goes on. Several threads may call it; they take turns.
 
     Args:
         run: computes the results; `bind` gives it, as it does all arguments here.
         check: compares the arrays with those that were bound.
-        owner: started reductions of one owner run one after the other.
-        side_streams: the GPU streams on which started reductions run.
+        owner: started calls of one owner run one after the other.
+        side_streams: the GPU streams on which started calls run.
 
     Raises:
         BoundError: in a call, if an array has moved or has become read-only.
-        ContextError: in a call, if the reduction is running already.
+        ContextError: in a call, if it is running already.
 
     >>> import numpy as np, crossdevice as cd
     >>> arrays = [np.float32([1, 2]), np.float32([3, 4])]
@@ -63,11 +65,11 @@ class BoundReduction:
         owner: object = THIS_PROCESS,
         side_streams: Callable[[], SideStreams | None] = lambda: None,
     ) -> None:
-        """Started reductions of one `owner` keep their order; `side_streams` is for arrays on GPUs."""
+        """Started calls of one `owner` keep their order; `side_streams` is for arrays on GPUs."""
         self._run, self._check = run, check
         self._owner, self._side_streams = owner, side_streams
         self._start_anew()
-        _bound_reductions.add(self)
+        _bound_calls.add(self)
 
     def _start_anew(self) -> None:
         self._turn = threading.Lock()
@@ -75,16 +77,16 @@ class BoundReduction:
         self._pending: weakref.ref[Pending] | None = None
 
     def __call__(self) -> Any:
-        """Runs the reduction: one result for one value, a list for pairs."""
+        """Makes the call: one result for one value, a list for pairs."""
         check_cross_replica("a bound reduction")
         if self._pending is not None:
             self._check_waited_for()
         return self._run_in_turn()
 
     def start(self) -> Pending:
-        """Starts the reduction and returns at once; `pending.wait()` gives its results.
+        """Starts the call and returns at once; `pending.wait()` gives its results.
 
-        A worker thread runs it, on GPUs a side stream. Started reductions of one process, and of
+        A worker thread runs it, on GPUs a side stream. Started calls of one process, and of
         one group of processes, run in the order in which they were started.
 
         Returns:
@@ -125,42 +127,41 @@ class BoundReduction:
             "pickle its arrays, and bind them where they arrive"
         )
 
-    def with_results(self, convert: Callable[[Any], Any]) -> BoundReduction:
-        """The same reduction, whose results are handed over in another form."""
+    def with_results(self, convert: Callable[[Any], Any]) -> BoundCall:
+        """The same call, whose results are handed over in another form."""
         run = self._run
-        return BoundReduction(
+        return BoundCall(
             lambda: convert(run()), self._check, owner=self._owner, side_streams=self._side_streams
         )
 
 
-def bind_batch(
-    batch: CheckedBatch,
+def bind_call(
+    call: CheckedCall,
     planner: Planner,
+    again: Callable[[], Any],
     answer_of: Callable[[list[Any]], Any],
-) -> BoundReduction:
-    """Binds a checked batch; its results are made now, and written again by each call.
+) -> BoundCall:
+    """Binds a checked call; its results are made now, and written again whenever it is made.
 
-    `answer_of` turns the results of all requests into what a call returns.
+    Args:
+        again: makes the call in full, for values of which nothing can be kept: sparse rows, and arrays that
+            cannot be written to.
+        answer_of: turns the results of all values into what a call returns.
     """
-    backends = {leaf.spec.backend for leaf in batch.dense}
-    side_streams = functools.partial(side_streams_of, batch)
-    if batch.holds_rows:
-        return BoundReduction(
-            lambda: answer_of(batch.checked_again().run(planner)), side_streams=side_streams
-        )
-    if any(backend.is_immutable for backend in backends):
-        return BoundReduction(lambda: answer_of(batch.run(planner)), side_streams=side_streams)
-    dense = [_with_arrays(leaf) for leaf in batch.dense]
-    columns = [leaf.arrays for leaf in dense]
-    prepared, weights = batch.prepared(planner), batch.weights
-    made = [None if leaf.out is None else tuple(leaf.out) for leaf in batch.dense]
-    if None in made:
-        new = prepared.run(columns, [None] * len(made), weights)
-        made = [out or results for out, results in zip(made, new, strict=True)]
-    outs = [out for out in made if out is not None]
-    answer = answer_of(batch.wrapped(outs))
-    work, memory = prepared.bind(columns, outs, weights), _Memory(dense, outs)
-    is_on_gpus = all(leaf.spec.shared_gpu is not None for leaf in batch.dense)
+    side_streams = functools.partial(side_streams_of, call)
+    if not call.is_dense or any(leaf.backend.is_immutable for leaf in call.dense):
+        return BoundCall(again, side_streams=side_streams)
+    dense = list(map(_with_arrays, call.dense))
+    columns, outs = [leaf.arrays for leaf in dense], [leaf.out for leaf in dense]
+    prepared, weights = call.prepared(planner), call.weights
+    assert prepared is not None
+    if None in outs:
+        new = prepared.run(columns, [None] * len(outs), weights)
+        outs = [results if out is None else out for out, results in zip(outs, new, strict=True)]
+    written = [tuple(out) for out in outs if out is not None]
+    answer = answer_of(call.wrapped(written))
+    work, memory = prepared.bind(columns, written, weights), _Memory(dense, written)
+    is_on_gpus = all(leaf.spec.shared_gpu is not None for leaf in dense)
 
     def run() -> Any:
         work()
@@ -169,20 +170,20 @@ def bind_batch(
             memory.check()
         return answer
 
-    return BoundReduction(run, None if is_on_gpus else memory.check, side_streams=side_streams)
+    return BoundCall(run, None if is_on_gpus else memory.check, side_streams=side_streams)
 
 
 def bind_between_processes(
     batch: CheckedBatch,
     between: BetweenProcesses,
     answer_of: Callable[[list[Any]], Any],
-) -> BoundReduction | None:
+) -> BoundCall | None:
     """Binds a checked batch of several processes; None unless all of its arrays are dense, on the host.
 
     Other processes are not asked now. Each call is one of the group's, also if it is refused here.
     """
     prepared = between.prepared(batch)
-    if prepared is None or batch.holds_rows or any(leaf.spec.backend.is_immutable for leaf in batch.dense):
+    if prepared is None or not batch.is_dense or any(leaf.spec.backend.is_immutable for leaf in batch.dense):
         return None
     outs = [
         between.empty_results(leaf.spec, dtype) if leaf.out is None else tuple(leaf.out)
@@ -202,7 +203,7 @@ def bind_between_processes(
         work()
         return answer
 
-    return BoundReduction(run, owner=between.group)
+    return BoundCall(run, owner=between.group)
 
 
 def _with_arrays(leaf: Dense) -> Dense:
@@ -211,21 +212,21 @@ def _with_arrays(leaf: Dense) -> Dense:
     return leaf._replace(arrays=arrays)
 
 
-def side_streams_of(batch: CheckedBatch) -> SideStreams | None:
-    """Streams for the GPUs of a batch; None for a thread, on the host or where there are two libraries."""
-    backends = {leaf.spec.backend for leaf in batch.dense}
+def side_streams_of(call: CheckedCall) -> SideStreams | None:
+    """Streams for the GPUs of a call; None for a thread, on the host or where there are two libraries."""
+    backends = {leaf.spec.backend for leaf in call.dense}
     if len(backends) != 1:
         return None
-    places = {device for leaf in batch.dense for device in (*leaf.spec.devices, *leaf.spec.destinations)}
+    places = {device for leaf in call.dense for device in (*leaf.spec.devices, *leaf.spec.destinations)}
     return backends.pop().side_streams(places)
 
 
-_bound_reductions: weakref.WeakSet[BoundReduction] = weakref.WeakSet()
+_bound_calls: weakref.WeakSet[BoundCall] = weakref.WeakSet()
 
 
 def _forget_turns() -> None:
     """In a forked process, the thread that held the lock does not exist."""
-    for bound in _bound_reductions:
+    for bound in _bound_calls:
         bound._start_anew()
 
 
@@ -233,7 +234,7 @@ runtime.renew_after_fork(_forget_turns)
 
 
 class _Memory:
-    """The addresses of a bound reduction's arrays; one that moved would be read or written where it was."""
+    """The addresses of a bound call's arrays; one that moved would be read or written where it was."""
 
     def __init__(self, leaves: Sequence[Dense], outs: Columns) -> None:
         names: dict[Backend, dict[int, tuple[Array, str]]] = {}

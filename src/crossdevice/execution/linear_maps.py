@@ -24,6 +24,7 @@ class Calls(NamedTuple):
     batch_reduce: Callable[..., list[Any]]
     gather: Callable[..., Any]
     reduce_scatter: Callable[..., Any]
+    all_to_all: Callable[..., Any]
     rank: int | None = None
     """Which of several processes this is; None if there is only one."""
 

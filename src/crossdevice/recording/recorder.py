@@ -18,7 +18,8 @@ from typing import Any
 from crossdevice import runtime
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import FileError
-from crossdevice.execution.bound import BoundReduction
+from crossdevice.execution.bound import BoundCall
+from crossdevice.execution.collective import Call
 from crossdevice.execution.fingerprints import digests_of_arrays, fingerprint
 from crossdevice.execution.pending import Pending, is_started_work
 from crossdevice.process_groups.cluster import cluster_from_env
@@ -212,7 +213,7 @@ _recorder: _Recorder | None = None
 _originals: list[tuple[type, str, Any]] = []
 """The methods that recording ones have taken the place of."""
 
-_bound: weakref.WeakKeyDictionary[BoundReduction, tuple[str, int | None, Any]] = weakref.WeakKeyDictionary()
+_bound: weakref.WeakKeyDictionary[BoundCall, tuple[str, int | None, Any]] = weakref.WeakKeyDictionary()
 """The values of bound reductions: what they are called, and the rank that bound them."""
 
 _started: weakref.WeakKeyDictionary[Pending, tuple[str, int | None, Leaves]] = weakref.WeakKeyDictionary()
@@ -228,12 +229,12 @@ _inside = _Inside()
 
 
 def _instrument() -> None:
-    for kind in [*CrossDeviceOps.__mro__[1:-1], *_with_subclasses(CrossDeviceOps)]:
-        for name in (*CALLS, "bind", "start_reduce"):
+    for kind in _with_subclasses(CrossDeviceOps):
+        for name in (*CALLS, *_RECORDING):
             if name in vars(kind):
                 _replace(kind, name, _RECORDING.get(name, _recorded_call))
-    _replace(BoundReduction, "__call__", _recorded_bound)
-    _replace(BoundReduction, "start", _recorded_start)
+    _replace(BoundCall, "__call__", _recorded_bound)
+    _replace(BoundCall, "start", _recorded_start)
     for kind in _with_subclasses(Pending)[1:]:
         _replace(kind, "wait", _recorded_wait)
 
@@ -283,54 +284,66 @@ def _recorded_call(name: str, method: Any) -> Any:
         recorder = _recorder
         if recorder is None or not _is_seen():
             return method(self, *args, **kwargs)
-        value, what, args, kwargs = _given(signature, name, self, args, kwargs)
+        try:
+            found = signature.bind(self, *args, **kwargs)
+        except TypeError:  # which the method itself says better
+            return method(self, *args, **kwargs)
+        value, what = _given(name, found.arguments)
         before = digests_of(value)
         with as_one_call():
-            result = method(self, *args, **kwargs)
+            result = method(*found.args, **found.kwargs)
         recorder.write(what, _rank_of(self), True, before, digests_of(result))
         return result
 
     return call
 
 
-def _recorded_bind(name: str, method: Any) -> Any:
-    signature = inspect.signature(method)
-
-    def bind(self: CrossDeviceOps, *args: Any, **kwargs: Any) -> Any:
-        recorder = _recorder
-        if recorder is None or not _is_seen():
-            return method(self, *args, **kwargs)
-        value, what, args, kwargs = _given(signature, name, self, args, kwargs)
+def _recorded_bind(_name: str, method: Any) -> Any:
+    def bind(self: CrossDeviceOps, call: Call, later: Callable[[], Any]) -> Any:
+        if not _is_seen():
+            return method(self, call, later)
         with as_one_call():
-            bound = method(self, *args, **kwargs)
-        _bound[bound] = what.replace("bind", "bound reduce"), _rank_of(self), value
+            bound = method(self, call, later)
+        _bound[bound] = f"bound {_what(call)}", _rank_of(self), _values(call)
         return bound
 
     return bind
 
 
-def _recorded_start_reduce(name: str, method: Any) -> Any:
-    signature = inspect.signature(method)
-
-    def start(self: CrossDeviceOps, *args: Any, **kwargs: Any) -> Any:
-        recorder = _recorder
-        if recorder is None or not _is_seen():
-            return method(self, *args, **kwargs)
-        value, what, args, kwargs = _given(signature, name, self, args, kwargs)
-        before = digests_of(value)
+def _recorded_start_call(_name: str, method: Any) -> Any:
+    def start(self: CrossDeviceOps, call: Call, later: Callable[[], Any]) -> Any:
+        if not _is_seen():
+            return method(self, call, later)
+        before = digests_of(_values(call))
         with as_one_call():
-            pending = method(self, *args, **kwargs)
-        _started[pending] = what, _rank_of(self), before
+            pending = method(self, call, later)
+        _started[pending] = f"start_{_what(call)}", _rank_of(self), before
         return pending
 
     return start
 
 
-_RECORDING = {"bind": _recorded_bind, "start_reduce": _recorded_start_reduce}
+def _values(call: Call) -> Any:
+    """The value of a call that is prepared or started; of a batch a list."""
+    values = [value for value, _ in call.pairs]
+    return values if call.collective.name == "batch_reduce" else values[0]
+
+
+def _what(call: Call) -> str:
+    name, op, *_ = call.collective
+    return _named(name.removeprefix("batch_"), op)
+
+
+def _named(name: str, op: Any) -> str:
+    """A call in words."""
+    return name if op is None else f"{name} {getattr(op, 'name', str(op).upper())}"
+
+
+_RECORDING = {"_bind": _recorded_bind, "_start": _recorded_start_call}
 
 
 def _recorded_bound(_name: str, method: Any) -> Any:
-    def call(self: BoundReduction) -> Any:
+    def call(self: BoundCall) -> Any:
         recorder = _recorder
         if recorder is None or not _is_seen():
             return method(self)
@@ -345,7 +358,7 @@ def _recorded_bound(_name: str, method: Any) -> Any:
 
 
 def _recorded_start(_name: str, method: Any) -> Any:
-    def start(self: BoundReduction) -> Any:
+    def start(self: BoundCall) -> Any:
         recorder = _recorder
         if recorder is None or not _is_seen():
             return method(self)
@@ -370,23 +383,14 @@ def _recorded_wait(_name: str, method: Any) -> Any:
     return wait
 
 
-def _given(
-    signature: inspect.Signature, name: str, ops: CrossDeviceOps, args: Any, kwargs: Any
-) -> tuple[Any, str, Any, Any]:
-    """The value that a call is given, the call in words, and its arguments, which it may read once more."""
-    try:
-        found = signature.bind(ops, *args, **kwargs)
-    except TypeError:  # which the method itself says better
-        return None, name, args, kwargs
-    given = found.arguments
+def _given(name: str, given: dict[str, Any]) -> tuple[Any, str]:
+    """The value among the arguments of a call, and the call in words; an iterator becomes a list."""
     which = next(each for each in VALUES if each in given)
     value = given[which]
-    if which == "value_destination_pairs" or (name in _RECORDING and given.get("destinations") is None):
-        value = given[which] = list(value)  # it may be an iterator
+    if which == "value_destination_pairs":
+        value = given[which] = list(value)
         value = [pair[0] if isinstance(pair, tuple) and pair else pair for pair in value]
-    op = given.get("reduce_op", given.get("op"))
-    what = name if op is None else f"{name} {getattr(op, 'name', str(op).upper())}"
-    return value, what, found.args[1:], found.kwargs
+    return value, _named(name, given.get("reduce_op", given.get("op")))
 
 
 def _rank_of(ops: CrossDeviceOps) -> int | None:

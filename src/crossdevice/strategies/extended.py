@@ -14,7 +14,7 @@ import optree
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import ContextError, ConversionError, ReduceOpError
-from crossdevice.execution.bound import BoundReduction
+from crossdevice.execution.bound import BoundCall
 from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.structures import checked_pairs
 from crossdevice.strategies.data.regrouping import (
@@ -199,7 +199,7 @@ class StrategyExtended:
         *,
         out: Any = None,
         weights: Any = None,
-    ) -> BoundReduction:
+    ) -> BoundCall:
         """Prepares a reduction of these arrays by the strategy's algorithm, to be run many times.
 
         Args:
@@ -211,7 +211,7 @@ class StrategyExtended:
             weights: a number for each replica of this process.
 
         Returns:
-            A `BoundReduction`.
+            A `BoundCall`.
 
         Raises:
             MismatchError: replicas differ in shape, dtype, structure, device or library; the message names

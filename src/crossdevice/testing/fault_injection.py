@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import group_of
-from crossdevice.algorithms.prepared_calls import Call
 from crossdevice.errors import OptionError
-from crossdevice.execution.bound import BoundReduction
+from crossdevice.execution.bound import BoundCall
 from crossdevice.execution.pending import start
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
@@ -165,18 +164,12 @@ def _faulty_calls(
     def of_pairs(pairs: Any) -> Any:
         return [(of_value(value), destinations) for value, destinations in pairs]
 
-    def later(
-        reduce_op: Any, value: Any, destinations: Any = None, options: Any = None, **more: Any
-    ) -> Callable[[], Any]:
-        """The faulty call itself, of the arguments that `bind` and `start_reduce` take."""
-        return ops._later(Call(reduce_op, value, destinations, options, more.get("out"), more.get("weights")))
-
     values = _calls_of_values(ops)
     return {
         **{name: faulty(getattr(ops, name), "per_replica_value", of_value) for name in values},
         "batch_reduce": faulty(ops.batch_reduce, "value_destination_pairs", of_pairs),
-        "bind": lambda *args, **kwargs: BoundReduction(later(*args, **kwargs), owner=ops._owner_of_started),
-        "start_reduce": lambda *args, **kwargs: start(later(*args, **kwargs), ops._owner_of_started),
+        "_bind": lambda _, later: BoundCall(later, owner=ops._runner.owner),
+        "_start": lambda _, later: start(later, ops._runner.owner),
     }
 
 

@@ -166,6 +166,11 @@ class Mirrored(DelegatingValues):
         return self._values[current_component() or 0]
 
 
+def component_of(value: Any) -> Any:
+    """The value itself; of one that delegates, the component that counts here."""
+    return value.current() if isinstance(value, DelegatingValues) else value
+
+
 def as_distributed(value: Any) -> Any:
     """Distributed values and variables of tf.distribute as ours, variables of Keras as what they hold."""
     kind = type(value)

@@ -9,7 +9,7 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.errors import MismatchError, OutError, ShapeMismatchError
-from crossdevice.execution.local import batch as batch_module
+from crossdevice.execution import runner as runner_module
 from crossdevice.kernels.host import fused_pass as fused_pass_module
 from crossdevice.kernels.host.fixed_arrays import Separation, Signature
 from crossdevice.kernels.host.fused_pass import RepeatedPasses, SmallPass, fused_pass, place_of
@@ -28,7 +28,7 @@ def make(request):
 
 def hits(ops):
     """How many calls were known."""
-    return ops._known_calls.hits
+    return ops._runner.known_calls.hits
 
 
 def batch(make, sizes=(3, 5, 1), dtype=np.float32, count=2, devices=None, start=1):
@@ -266,9 +266,9 @@ def test_settings_that_are_deleted_make_an_object_forget():
     for _ in range(2):
         ops.reduce("sum", values[0], values[0])
         ops.batch_reduce("sum", to_itself(values))
-    assert {"_planner", "_known_calls"} <= ops.__dict__.keys()
+    assert "_runner" in ops.__dict__
     del ops.uses_engine
-    assert not {"_planner", "_known_calls"} & ops.__dict__.keys()
+    assert "_runner" not in ops.__dict__
 
 
 def test_one_value_is_known_when_it_comes_again_whatever_says_where(make):
@@ -317,8 +317,8 @@ def test_a_known_call_between_processes_is_compared_by_its_signature():
 
 def test_a_first_call_reads_its_value_once(monkeypatch):
     read = []
-    read_value = batch_module.read_value
-    monkeypatch.setattr(batch_module, "read_value", lambda value: read.append(value) or read_value(value))
+    read_value = runner_module.read_value
+    monkeypatch.setattr(runner_module, "read_value", lambda value: read.append(value) or read_value(value))
     ops, value = cd.DirectAllReduce(), cd.PerReplica([np.float32([1]), np.float32([2])])
     ops.reduce("sum", value, value)
     ops.reduce("sum", value, value)
@@ -430,7 +430,7 @@ def test_known_arrays_of_any_shape_have_the_results_of_a_first_call(shape):
     ):
         ops, value = cd.DirectAllReduce(), cd.PerReplica([np.asarray(array) for array in arrays])
         first, second = (ops.reduce(op, value, "cpu:0", options) for _ in range(2))
-        assert ops._known_calls.hits == 1
+        assert ops._runner.known_calls.hits == 1
         assert first.shape == second.shape == shape
         assert first.tobytes() == second.tobytes(), (op, options)
 

@@ -14,7 +14,7 @@ import crossdevice as cd
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.cli.main import main
 from crossdevice.errors import FileError
-from crossdevice.execution.bound import BoundReduction
+from crossdevice.execution.bound import BoundCall
 from crossdevice.recording.bits_file import read_bits
 from crossdevice.recording.comparison import compare, read_run
 from crossdevice.testing import run_ranks
@@ -35,10 +35,10 @@ def parting(first, second):
 
 
 def test_nothing_is_in_the_way_of_calls_outside_of_a_record(tmp_path):
-    before = CrossDeviceOps.reduce, cd.CollectiveAllReduce.reduce, BoundReduction.__call__
+    before = CrossDeviceOps.reduce, cd.CollectiveAllReduce.reduce, BoundCall.__call__
     with cd.record_bits(tmp_path / "run.bits"):
         assert CrossDeviceOps.reduce is not before[0]
-    assert (CrossDeviceOps.reduce, cd.CollectiveAllReduce.reduce, BoundReduction.__call__) == before
+    assert (CrossDeviceOps.reduce, cd.CollectiveAllReduce.reduce, BoundCall.__call__) == before
     cd.mark_bits("nobody records this", object())
 
 

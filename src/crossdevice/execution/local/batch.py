@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from crossdevice.errors import OutError
 from crossdevice.execution.local.accumulation import accumulated
 from crossdevice.execution.local.planning import Planner
-from crossdevice.execution.local.prepared import PreparedReduction
+from crossdevice.execution.local.prepared import Prepared, PreparedReduction
 from crossdevice.execution.local.sparse import (
     RowsBesideDense,
     SparseReduction,
@@ -20,13 +20,14 @@ from crossdevice.execution.local.sparse import (
 )
 from crossdevice.execution.reading.axis_orders import in_memory_order, shared_axis_order
 from crossdevice.execution.reading.destinations import read_destinations
-from crossdevice.execution.reading.leaf_spec import Dense, Out
+from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Out, Outs
 from crossdevice.execution.reading.outputs import check_outs, dtype_of_out, read_out, wrapped
 from crossdevice.execution.reading.structures import spread_pairs
 from crossdevice.execution.reading.values import Leaf, Value, checked_spec, read_value, widened
 from crossdevice.execution.tracing import READING, flight_recorder, now
 from crossdevice.values.device import Device
-from crossdevice.values.dtypes import INTEGERS
+from crossdevice.values.distributed import DistributedValues, Mirrored
+from crossdevice.values.dtypes import INTEGERS, ITEM_BYTES
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
@@ -55,6 +56,16 @@ def read_requests(
     return requests, rebuilt
 
 
+def _check_outs_again(
+    leaves: Sequence[tuple[LeafSpec, str]], dtypes: Sequence[str], columns: Columns, outs: Outs
+) -> None:
+    dense = [
+        Dense(arrays, spec, out, path=path)
+        for (spec, path), arrays, out in zip(leaves, columns, outs, strict=True)
+    ]
+    check_outs(dense, dtypes)
+
+
 class CheckedBatch:
     """Requests that have passed every check, also of the memory they are to be written to.
 
@@ -74,6 +85,7 @@ class CheckedBatch:
         factors: tuple[float, ...] | None = None,
     ) -> None:
         started = now()
+        self.container: type[DistributedValues] = Mirrored
         if factors is not None:
             for number, request in enumerate(requests):
                 entry = f" of entry {number}" if len(requests) > 1 else ""
@@ -98,23 +110,40 @@ class CheckedBatch:
         """True if replicas have weights."""
         return self.factors is not None
 
+    @property
+    def is_dense(self) -> bool:
+        """True if no replica holds sparse rows, whose number may differ from run to run."""
+        return not any(leaf.is_sparse for request in self.requests for leaf in request.value.leaves)
+
+    @property
+    def places(self) -> list[tuple[int, tuple[Device, ...]]]:
+        """For each value the number of its leaves, and the destinations of their results."""
+        return [(len(request.value.leaves), request.destinations) for request in self.requests]
+
+    @property
+    def bytes_of_results(self) -> list[int] | None:
+        """Bytes of a result of each leaf."""
+        return [
+            leaf.spec.num_elements * ITEM_BYTES[dtype]
+            for leaf, dtype in zip(self.dense, self.result_dtypes, strict=True)
+        ]
+
+    @property
+    def check_outs(self) -> Callable[[Columns, Outs], None]:
+        """The check of memory for the results of another call like this."""
+        kept = [(leaf.spec, leaf.path) for leaf in self.dense], self.result_dtypes
+        return functools.partial(_check_outs_again, *kept)
+
     @functools.cached_property
     def weights(self) -> Weights | None:
         """The weights of the replicas of this process, as if there were no others."""
         return None if self.factors is None else weights_for(self.factors, self.op)
 
-    @property
-    def holds_rows(self) -> bool:
-        """True if some replica holds sparse rows, whose number may differ from run to run."""
-        return any(leaf.is_sparse for request in self.requests for leaf in request.value.leaves)
+    def prepared(self, planner: Planner) -> Prepared | None:
+        """The call without its arrays."""
+        return self.reduction(planner)
 
-    def checked_again(self) -> CheckedBatch:
-        """The same requests, with what their arrays hold now."""
-        return CheckedBatch(
-            self.requests, self.op, self.options, in_any_order=self._in_any_order, factors=self.factors
-        )
-
-    def prepared(self, planner: Planner) -> PreparedReduction:
+    def reduction(self, planner: Planner) -> PreparedReduction:
         """The prepared reduction of its dense leaves, and of others with the same signatures."""
         specs = tuple([leaf.spec for leaf in self.dense])
         return planner.prepared(specs, self.op, self.options, self.is_weighted)
@@ -131,7 +160,7 @@ class CheckedBatch:
         elif function is not None:
             reduced = accumulated(self.dense, function, via, self.op, self.options.precision)
         else:
-            made = self.prepared(planner).run(
+            made = self.reduction(planner).run(
                 [leaf.arrays for leaf in self.dense], [leaf.out for leaf in self.dense], weights
             )
             reduced = [

@@ -13,7 +13,7 @@ from crossdevice.execution.reading.overlaps import check_overlaps
 from crossdevice.execution.reading.values import Leaf, one_backend, read_value
 from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded, transfer
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import DelegatingValues
+from crossdevice.values.distributed import component_of
 from crossdevice.values.indexed_slices import IndexedSlices
 
 PutArray: TypeAlias = "Callable[[Backend, Array, Device, Device], Array]"
@@ -91,11 +91,6 @@ def _work(
 
 def _parts_of(array: Any) -> tuple[Array, ...]:
     return (array.values, array.indices) if isinstance(array, IndexedSlices) else (array,)
-
-
-def component_of(value: Any) -> Any:
-    """The value itself; of one that delegates, the component that counts here."""
-    return value.current() if isinstance(value, DelegatingValues) else value
 
 
 def _checked_backend(leaf: Leaf, devices: tuple[Device, ...], destinations: tuple[Device, ...]) -> Backend:

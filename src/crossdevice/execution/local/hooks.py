@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from crossdevice.errors import MismatchError
 from crossdevice.execution.local.batch import CheckedBatch
@@ -12,6 +12,47 @@ from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.reading.outputs import wrapped
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, components_of
+from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
+
+
+class Hooks(NamedTuple):
+    """TensorFlow's overridable methods of an algorithm, and those that a subclass has overridden."""
+
+    reduce: Callable[..., Any]
+    batch_reduce: Callable[..., Any]
+    broadcast: Callable[..., Any]
+    overridden: frozenset[str]
+
+    @property
+    def reduces(self) -> bool:
+        """True if they take the place of planned reductions."""
+        return not self.overridden.isdisjoint(("reduce_implementation", "batch_reduce_implementation"))
+
+    @property
+    def broadcasts(self) -> bool:
+        """True if they take the place of broadcasts."""
+        return "broadcast_implementation" in self.overridden
+
+    def name_for(self, *, is_batch: bool) -> str:
+        """The name of the method that reduces, for errors."""
+        is_whole = not self._is_one_by_one(is_batch) and "batch_reduce_implementation" in self.overridden
+        return "batch_reduce_implementation" if is_whole else "reduce_implementation"
+
+    def reducing(
+        self, op: ReduceOp, options: CommunicationOptions, *, is_batch: bool
+    ) -> Callable[[list[tuple[PerReplica, Any]]], Any]:
+        """Returns what reduces pairs of one leaf and its destinations."""
+        if self._is_one_by_one(is_batch):
+            return lambda pairs: [self.reduce(op, value, target, options) for value, target in pairs]
+        return lambda pairs: self.batch_reduce(op, pairs, options)
+
+    def _is_one_by_one(self, is_batch: bool) -> bool:
+        return not is_batch and not self.overridden.isdisjoint(("reduce_implementation", "plan_sum"))
+
+
+HOOKS = ("plan_sum", "reduce_implementation", "batch_reduce_implementation", "broadcast_implementation")
+"""The methods whose overriding counts."""
 
 
 def reduced_by_hook(

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.host_memory import address_range
 from crossdevice.backends.protocol import Array, Backend, dtype_named
-from crossdevice.execution.local.passes import LeafRange, Passes, Results, in_sequence
+from crossdevice.execution.local.passes import LeafRange, Passes, Results, in_sequence, is_view_of
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Out, Outs
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.host.fused_pass import (
@@ -110,7 +109,7 @@ class HostPasses(Passes):
         inputs = {n: list(map(spec.backend.host_view, columns[n])) for n, spec in self._specs.items()}
         outputs = {n: list(map(spec.backend.host_view, outs[n])) for n, spec in self._specs.items()}
         if self._read_twice or not all(
-            _is_view_of(view, array, spec.backend)
+            is_view_of(view, array, spec.backend)
             for number, spec in self._specs.items()
             for view, array in zip(inputs[number], columns[number], strict=True)
         ):
@@ -253,12 +252,6 @@ MANY_ARRAYS = 64
 
 _MEMORY = Work("pack", "memory for results", (host_device(0),))
 _REDUCING = Work("reduce", "fused passes", (host_device(0),))
-
-
-def _is_view_of(view: NDArray[Any], array: Array, backend: Backend) -> bool:
-    """True if a host view is the array's own memory, not a copy."""
-    start, end = backend.address_range(array)
-    return start <= address_range(view)[0] < end or start == end
 
 
 def _arrays_of(

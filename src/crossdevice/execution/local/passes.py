@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from crossdevice.backends.protocol import Array
+from numpy.typing import NDArray
+
+from crossdevice.backends.host_memory import address_range
+from crossdevice.backends.protocol import Array, Backend
 from crossdevice.execution.local.lowering import lower
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.plans.packing import Pack
@@ -23,6 +26,12 @@ def in_sequence(works: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
             work()
 
     return run
+
+
+def is_view_of(view: NDArray[Any], array: Array, backend: Backend) -> bool:
+    """True if a host view is the array's own memory, not a copy."""
+    start, end = backend.address_range(array)
+    return start <= address_range(view)[0] < end or start == end
 
 
 Results: TypeAlias = "dict[int, tuple[Array, ...]]"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.execution.local.gpu_passes import GpuPasses, fused_pass_unavailable
 from crossdevice.execution.local.host_passes import FlatPasses, HostPasses
 from crossdevice.execution.local.passes import Results, in_sequence
 from crossdevice.execution.local.stepped_packs import SteppedPacks
-from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs, items_of
+from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Outs, items_of
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.values.device import Device
+from crossdevice.values.distributed import DistributedValues
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
@@ -37,6 +38,75 @@ class Prepared(Protocol):
 
     def flat_passes(self) -> FlatPasses | None:
         """The same for arrays that kernels read themselves; None unless all is done in the host's memory."""
+
+
+class CheckedCall(Protocol):
+    """A call that was read and has passed every check, ready to be made, kept, bound or started."""
+
+    @property
+    def dense(self) -> Sequence[Dense]:
+        """Its leaves: arrays, where results go, and `out`; the shape of a leaf may be that of one array."""
+
+    @property
+    def container(self) -> type[DistributedValues]:
+        """The container of results on several destinations."""
+
+    @property
+    def is_dense(self) -> bool:
+        """True if it can be repeated on other arrays: all leaves are plain arrays, read as they are."""
+
+    @property
+    def weights(self) -> Weights | None:
+        """The weights of the replicas."""
+
+    @property
+    def places(self) -> Sequence[tuple[int, tuple[Device, ...]]]:
+        """For each value the number of its leaves, and the destinations of their results."""
+
+    @property
+    def bytes_of_results(self) -> Sequence[int] | None:
+        """Bytes of a result of each leaf, where inputs and results of a leaf are of one length each."""
+
+    @property
+    def check_outs(self) -> Callable[[Columns, Outs], None]:
+        """The check of memory for the results of another call like this; it keeps no arrays."""
+
+    def prepared(self, planner: Planner) -> Prepared | None:
+        """The call without its arrays; None if it cannot be repeated on others."""
+
+    def run(self, planner: Planner) -> list[Any]:
+        """The wrapped result of each value."""
+
+    def wrapped(self, results: Iterable[Sequence[Any]]) -> list[Any]:
+        """The results of all leaves, as one value for each that was read."""
+
+
+class CallInFull:
+    """A call of which nothing can be kept, such as one by a function of the user's."""
+
+    dense: Sequence[Dense] = ()
+    container: type[DistributedValues] = DistributedValues
+    is_dense = False
+    weights: Weights | None = None
+    places: Sequence[tuple[int, tuple[Device, ...]]] = ()
+    bytes_of_results: Sequence[int] | None = None
+
+    def __init__(self, make: Callable[[], list[Any]]) -> None:
+        self._make = make
+
+    def check_outs(self, columns: Columns, outs: Outs) -> None:
+        """Does nothing: the call itself checks."""
+
+    def prepared(self, planner: Planner) -> None:
+        """None: it cannot be repeated on other arrays."""
+
+    def run(self, planner: Planner) -> list[Any]:  # noqa: ARG002
+        """The wrapped result of each value."""
+        return self._make()
+
+    def wrapped(self, results: Iterable[Sequence[Any]]) -> list[Any]:
+        """The results themselves."""
+        return list(results)
 
 
 class PreparedReduction:

@@ -11,7 +11,6 @@ from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.errors import ConversionError, OptionError
 from crossdevice.execution.local.all_to_all import AllToAll
 from crossdevice.execution.local.batch import CheckedBatch, CheckedLeaf, Request
-from crossdevice.execution.local.copying import component_of
 from crossdevice.execution.local.gathering import Gathering, Placed, check_gather
 from crossdevice.execution.local.scattering import Scatter
 from crossdevice.execution.local.sparse import RowsBesideDense
@@ -43,11 +42,12 @@ from crossdevice.execution.processes.verifying import (
 )
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.outputs import wrapped_into
-from crossdevice.execution.reading.values import Leaf, at, one_backend, read_value
+from crossdevice.execution.reading.values import Leaf, Value, at, one_backend, read_value
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import Device
+from crossdevice.values.distributed import component_of
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import unflatten
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions, whole_number
@@ -174,16 +174,14 @@ class BetweenProcesses:
                 lines += part.prepared.explained()
         return "\n".join(lines)
 
-    def gather(
-        self,
-        placed: Sequence[Placed],
-        axis: int,
-        options: CommunicationOptions,
-    ) -> list[Any]:
-        """The replicas of all ranks of each value, end to end along `axis`, on its destinations here."""
-        # All are checked before the first travels: a value refused later would leave other ranks waiting.
-        ready = [self._checked_gather(*each, axis, options) for each in placed]
-        return [gather() for gather in ready]
+    def checked_gathers(
+        self, placed: Sequence[Placed], axis: int, options: CommunicationOptions
+    ) -> list[Callable[[], Any]]:
+        """For each value, what puts the replicas of all ranks end to end on its destinations here.
+
+        All are checked before the first travels: a value refused later would leave other ranks waiting.
+        """
+        return [self._checked_gather(*each, axis, options) for each in placed]
 
     def reduce_scatter(
         self,
@@ -201,13 +199,12 @@ class BetweenProcesses:
 
     def _checked_gather(
         self,
-        value: Any,
+        read: Value,
         destinations: tuple[Device, ...],
         out: Any,
         axis: int,
         options: CommunicationOptions,
     ) -> Callable[[], Any]:
-        read = read_value(value)
         gatherings = [check_gather(leaf, read.devices, destinations, axis) for leaf in read.leaves]
         gpu = offered_gpu([array for gathering in gatherings for array in gathering.arrays], self.group)
         rows = [

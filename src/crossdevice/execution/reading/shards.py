@@ -7,9 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import ConversionError, OptionError
-from crossdevice.values.device import Device
 
 
 def checked_axis(axis: int, num_dimensions: int, call: str, at_path: str) -> int:
@@ -61,9 +59,8 @@ def check_sum(sizes: Sequence[int] | None, length: int, where: str) -> None:
         raise OptionError(f"sizes {list(sizes)} add up to {sum(sizes)}{where}; the axis has length {length}")
 
 
-def cut(array: Array, axis: int, lengths: Sequence[int], backend: Backend, device: Device) -> list[Array]:
-    """Consecutive parts of an array on a device along an axis: views, where the library has them."""
+def cuts_of(axis: int, lengths: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Indices of consecutive parts of an array along an axis."""
     before = (slice(None),) * axis
     edges = itertools.pairwise(itertools.accumulate(lengths, initial=0))
-    with backend.working_on(device):
-        return [array[(*before, slice(start, stop), ...)] for start, stop in edges]
+    return [(*before, slice(start, stop), ...) for start, stop in edges]

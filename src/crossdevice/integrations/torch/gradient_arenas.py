@@ -14,7 +14,7 @@ import torch
 from crossdevice.algorithms.collective_all_reduce import group_of
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import ContextError, ConversionError, OptionError
-from crossdevice.execution.bound import BoundReduction
+from crossdevice.execution.bound import BoundCall
 from crossdevice.execution.pending import THIS_PROCESS, Pending
 from crossdevice.execution.pending import start as start_work
 from crossdevice.integrations.torch.mirroring import in_buckets
@@ -216,7 +216,7 @@ class GradientArenas:
         overlaps = self._overlap is not None and (group_of(self._ops) is None or on_host)
         self._buckets = _buckets_of(self.arenas[0], self._bucket_bytes if overlaps else math.inf)
         self._bucket_of = {name: k for k, bucket in enumerate(self._buckets) for name in bucket.names}
-        self._bound: dict[tuple[int, ReduceOp], BoundReduction] = {}
+        self._bound: dict[tuple[int, ReduceOp], BoundCall] = {}
         # The garbage collector does not look into hooks, so what they hold would keep the module for good.
         itself = weakref.ref(self)
         self._hooks = [
@@ -328,7 +328,7 @@ class GradientArenas:
         # Of a group, all calls take turns, in the order of their programs.
         return start_work(run, group_of(self._ops) or THIS_PROCESS)
 
-    def _bound_bucket(self, number: int, op: ReduceOp) -> BoundReduction:
+    def _bound_bucket(self, number: int, op: ReduceOp) -> BoundCall:
         if (number, op) not in self._bound:
             value = self._value(number)
             self._bound[number, op] = self._ops.bind(op, value, value, out=value)
