@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
 
 import crossdevice as cd
 from conformance.rows import NUMPY, components_of, each_algorithm, each_backend, placed, wild_arrays
-from crossdevice.errors import BoundError, MismatchError, OutError
+from crossdevice.errors import BoundError, MismatchError, OptionError, OutError, ReduceOpError
 
 CALLS = {
     "reduce": lambda calls, value, **more: calls.reduce("sum", value, "cpu:0", **more),
@@ -200,6 +202,27 @@ def test_mistakes_are_said_at_once(form):
         calls.reduce(per_replica_value=value, destinations="cpu:0")
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_known_calls_keep_no_arrays(call):
+    ops, value = cd.DirectAllReduce(), NUMPY.per_replica(arrays(1))
+    for _ in range(2):
+        result = CALLS[call](ops, value)
+    assert ops._runner.known_calls.hits == 1
+    kept = [weakref.ref(array) for array in (*value.values, *components_of(result))]
+    del value, result
+    gc.collect()
+    assert [array() for array in kept] == [None] * len(kept)
+
+
+@pytest.mark.parametrize("name", ["reduce", "reduce_scatter"])
+def test_a_reduction_without_an_operation_is_refused(name):
+    arguments = [None, cd.PerReplica([np.ones(2), np.ones(2)]), *(["cpu:0"] if name == "reduce" else [])]
+    ops = cd.DirectAllReduce()
+    for calls in (ops, ops.bound, ops.started):
+        with pytest.raises(ReduceOpError, match="None"):
+            getattr(calls, name)(*arguments)
+
+
 def test_arguments_that_only_look_like_known_ones_are_refused():
     ops, value = cd.DirectAllReduce(), cd.PerReplica([np.ones(2), np.ones(2)])
     for _ in range(2):
@@ -207,5 +230,5 @@ def test_arguments_that_only_look_like_known_ones_are_refused():
         ops.reduce_scatter("sum", value, sizes=[0, 2])
     with pytest.raises(TypeError, match="axis must be an integer"):
         ops.gather(value, "cpu:0", 0.0)
-    with pytest.raises(cd.errors.OptionError, match="sizes must be lengths"):
+    with pytest.raises(OptionError, match="sizes must be lengths"):
         ops.reduce_scatter("sum", value, sizes=[0.0, 2.0])

@@ -40,7 +40,7 @@ PART_FIELDS: dict[str, tuple[Any, ...]] = {
     "lengths": ("equal", "different"),
     "sizes": ("even", "given", "of each"),
     "layout": FIELDS["layout"],
-    "call": ("plain", "out"),
+    "call": ("plain", "out", "known", "known out", "bound", "bound out", "started", "bound and started"),
     "weights": FIELDS["weights"],
 }
 PART_VARIED = ("kind", "precision", "algorithm", "lowering", "axis", "lengths", "sizes", "layout", "call")
@@ -82,7 +82,7 @@ class PartCase:
         has_one_length = len({shape[self.axis] for shape in self.shapes}) == 1
         return (
             can_hold(self.backend, self.dtype, self.layout)
-            and not (BACKENDS[self.backend].is_immutable and self.call == "out")
+            and not (BACKENDS[self.backend].is_immutable and self.call.endswith("out"))
             and not (between and (self.backend not in ("numpy", "torch") or self.algorithm != "one_device"))
             and (is_reducible(self) if reduces else self.weights == "none")
             and not (self.algorithm == "users_own" and self.weights != "none")
@@ -133,7 +133,7 @@ def checked_parts(case: PartCase, ops: cd.CrossDeviceOps, rank: int) -> tuple[st
     ]
     before = bits_of(row, trees)
     outs = None
-    if case.call == "out":
+    if case.call.endswith("out"):
         dtype = NUMPY_DTYPES[result_dtype_of(case) if case.kind == "reduce_scatter" else case.dtype]
         outs = [
             [row.make(np.zeros(_elements(case, replica, leaf)[1], dtype)) for leaf in range(len(case.shapes))]
@@ -163,12 +163,22 @@ def _called(
         common["sizes"] = case.parts(0, 0)
     elif case.sizes == "of each":
         common["sizes"] = [case.parts(replica, 0) for replica in own]
-    call = getattr(ops, case.kind)
+    calls: Any = {"bound": ops.bound, "started": ops.started}.get(case.call.partition(" ")[0], ops)
+    call = getattr(calls, case.kind)
     if case.kind == "reduce_scatter":
         call = partial(call, case.op)
         if case.weights != "none":
             common["weights"] = weights_of(Inputs.of(case), case.weights)[own.start : own.stop]
-    return call(cd.PerReplica(trees), case.axis, options, **common)
+    call = partial(call, cd.PerReplica(trees), case.axis, options, **common)
+    if case.call.startswith("known"):
+        call()
+    found = call()
+    if case.call == "started":
+        return found.wait()
+    if case.call.startswith("bound"):
+        found()
+        return found.start().wait() if case.call == "bound and started" else found()
+    return found
 
 
 def _brought(case: PartCase, replica: int) -> list[np.ndarray]:

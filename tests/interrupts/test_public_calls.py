@@ -40,6 +40,9 @@ LARGE_OUTS = [np.empty(LARGE, np.float32) for _ in range(2)]
 BOUND = cd.bind(SMALL_VALUES, "sum", "cpu:0")
 MIDDLE_BOUND = cd.bind([np.full(1 << 17, k, np.float32) for k in (1, 2)], "sum", "cpu:0")
 COLLECTIVE = cd.CollectiveAllReduce()
+OPS = cd.DirectAllReduce()
+GATHER_BOUND = OPS.bound.gather(cd.PerReplica(SMALL_VALUES), "cpu:0")
+PARTS_BOUND = OPS.bound.all_to_all(cd.PerReplica(SMALL_VALUES))
 STEPWISE = cd.CommunicationOptions(lowering="off")
 EXACT = cd.CommunicationOptions(precision="exact")
 with STRATEGY.scope():
@@ -105,6 +108,12 @@ def bound_sum() -> None:
     assert (BOUND() == 3).all()
 
 
+def bound_gather() -> None:
+    for gathered in (OPS.bound.gather(cd.PerReplica(SMALL_VALUES), "cpu:0")(), GATHER_BOUND()):
+        assert gathered.tolist() == [1] * 5 + [2] * 5
+    assert PARTS_BOUND().values[1].tolist() == [1, 1, 2, 2]
+
+
 def started_sum() -> Any:
     return cd.RingAllReduce().start_reduce("sum", cd.PerReplica(SMALL_VALUES), "cpu:0").wait()
 
@@ -160,6 +169,8 @@ ROWS = [
     Row("bound", BOUND, bound_sum),
     Row("start", lambda: BOUND.start().wait(), bound_sum),
     Row("start_reduce", started_sum, bound_sum),
+    Row("bound gather", bound_gather, bound_gather),
+    Row("bound all_to_all", PARTS_BOUND, bound_gather),
     Row("weights", lambda: cd.reduce(SMALL_VALUES, "mean", weights=[3, 1]), small_sums),
     Row("median", lambda: cd.reduce(SMALL_VALUES, "median"), small_sums),
     Row("collective", collective_sum, collective_sum),

@@ -42,6 +42,8 @@ def work_here(seed: int) -> Callable[[], int]:
         bound = kept.bind("max", value, value, options)
         _check(bound().values[0], len(arrays))
         _check(kept.gather(cd.PerReplica([array[:1] for array in arrays]), "cpu:0")[-1:], len(arrays))
+        exchanged = kept.bound.all_to_all(value, out=cd.PerReplica([array.copy() for array in arrays]))
+        _check(exchanged().values[0][-1:], len(arrays))
         strategy.run(step, args=(cd.PerReplica([np.ones(1000, np.float32)] * 2),))
         rows = cd.IndexedSlices(np.ones((2, 3), np.float32), np.array([0, 1]), (4, 3))
         cd.to_dense(kept.reduce("sum", cd.PerReplica([rows, rows]), "cpu:0"))

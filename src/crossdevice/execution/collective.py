@@ -24,6 +24,11 @@ class Collective(NamedTuple):
     sizes: Any = None
     num_weights: int | None = None
 
+    @property
+    def is_copy(self) -> bool:
+        """True for calls without an operation."""
+        return self.name in ("gather", "broadcast", "all_to_all")
+
 
 class Call(NamedTuple):
     """The arguments of a call, in the form that all collectives share."""

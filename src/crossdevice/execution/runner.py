@@ -146,9 +146,7 @@ class LocalRunner:
         return self._defaults if options is None else self._defaults.merge(as_options(options))
 
     def checked_op(self, op: ReduceOp | str | None) -> ReduceOp:
-        """The operation, unless this algorithm does not have it; SUM for calls without one."""
-        if op is None:
-            return ReduceOp.SUM
+        """The operation, unless this algorithm does not have it."""
         read = ReduceOp(op)
         if self.planner.algorithm.accumulation_fn is not None and read not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ReduceOpError(
@@ -170,7 +168,7 @@ class LocalRunner:
         """True if nothing of a call is done by an `accumulation_fn` or an overridden hook."""
         if collective.name == "broadcast":
             return not self._hooks.broadcasts
-        if collective.op is None:
+        if collective.is_copy:
             return True
         return self.planner.algorithm.accumulation_fn is None and not self._hooks.reduces
 
@@ -182,7 +180,8 @@ class LocalRunner:
         factors: tuple[float, ...] | None,
     ) -> tuple[ReadCall, Callable[[list[Any]], list[Any]]]:
         """Reads the arguments of a call; also returns what puts results back into their structures."""
-        op, options = self.checked_op(collective.op), self.options_of(collective.options)
+        op = ReduceOp.SUM if collective.is_copy else self.checked_op(collective.op)
+        options = self.options_of(collective.options)
         if collective.name == "broadcast":
             ((tensor, target),) = pairs
             devices = read_destinations(target)
@@ -261,7 +260,7 @@ class LocalRunner:
         collective, op, options, *_, factors = read
         calls, places = self._calls(), recorded.places
         knows_sum = op in (ReduceOp.SUM, ReduceOp.MEAN) and factors is None
-        if not self._plans(collective) or (collective.op is not None and not knows_sum):
+        if not self._plans(collective) or (not collective.is_copy and not knows_sum):
             return None
         match collective.name:
             case "gather":
