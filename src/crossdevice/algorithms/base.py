@@ -502,6 +502,10 @@ class CrossDeviceOps(Settings):
     def bound(self) -> DeferredCalls[BoundCall]:
         """The calls of this algorithm, each prepared for its arrays, to be made many times.
 
+        `reduce`, `batch_reduce`, `broadcast`, `gather`, `all_gather`, `reduce_scatter` and `all_to_all` take
+        what the methods of these names take, and return a `BoundCall`. Calling that returns what the method
+        returns, in the same memory each time: in `out`, or in memory that the bound call owns.
+
         >>> import numpy as np
         >>> from crossdevice import DirectAllReduce, PerReplica
         >>> value = PerReplica([np.float32([1, 2]), np.float32([3])])
@@ -515,6 +519,10 @@ class CrossDeviceOps(Settings):
     @property
     def started(self) -> DeferredCalls[Pending]:
         """The calls of this algorithm, each started while Python goes on.
+
+        They have the names and arguments of those of `bound`, and return a `Pending`: its `wait` returns what
+        the method returns. Arrays must not be written to before. Between processes checks run later, too, and
+        `wait` raises what they find.
 
         >>> import numpy as np
         >>> from crossdevice import DirectAllReduce, PerReplica

@@ -1,4 +1,4 @@
-"""Reductions that were started: they go on while Python does something else."""
+"""Calls that were started: they go on while Python does something else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ THIS_PROCESS = ThisProcess()
 
 
 class Pending(abc.ABC):
-    """A reduction that was started; `wait` returns its results.
+    """A call that was started; `wait` returns its results.
 
     Do not write to its inputs, nor read or write its results, before `wait` has returned.
 
@@ -38,7 +38,7 @@ class Pending(abc.ABC):
 
     @abc.abstractmethod
     def done(self) -> bool:
-        """Tells if the reduction has ended, with a result or an error; `wait` does not block then.
+        """Tells if the call has ended, with a result or an error; `wait` does not block then.
 
         Returns:
             True or False.
@@ -46,20 +46,20 @@ class Pending(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> Any:
-        """Returns the results, or raises what the reduction raised.
+        """Returns the results, or raises what the call raised.
 
         On the host it blocks until they are there. On GPUs it does not: what is put on the current streams
-        afterwards comes after the reduction.
+        afterwards comes after the call.
 
         Args:
-            timeout: seconds. If the reduction takes longer, DeadlineError is raised. It goes on, and may be
+            timeout: seconds. If the call takes longer, DeadlineError is raised. It goes on, and may be
                 waited for again.
 
         Returns:
             What the call would have returned had it not been started.
 
         Raises:
-            DeadlineError: the reduction has not ended within `timeout`.
+            DeadlineError: the call has not ended within `timeout`.
         """
 
 

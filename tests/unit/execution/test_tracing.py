@@ -15,6 +15,7 @@ import pytest
 import crossdevice as cd
 from crossdevice import runtime
 from crossdevice.execution import tracing
+from crossdevice.execution.local.copies import MIN_PASS_BYTES
 
 QUERY_TRACE = Path(__file__).parents[2] / "perfetto" / "query_trace.mjs"
 
@@ -238,6 +239,8 @@ def test_a_broadcast_has_an_arrow_to_each_other_device_unless_memory_is_shared(t
     arrows = [("cpu:0", f"cpu:{k}") for k in (1, 2, 3)]
     for kind, expected in (("broadcast into out", arrows), ("broadcast, shared", [])):
         assert transfers_of(traced(tmp_path, kinds[kind])) == expected
+    large, ops = np.ones(MIN_PASS_BYTES, np.uint8), cd.RingAllReduce()
+    assert transfers_of(traced(tmp_path, lambda: ops.broadcast(large, value_on(4)))) == arrows
 
 
 @pytest.mark.parametrize("kind", ["gather", "sparse sum"])

@@ -133,7 +133,9 @@ class CopiedLeaf:
 
     @functools.cached_property
     def _takes_a_pass(self) -> bool:
-        return self.is_of_ranges and self.num_bytes >= MIN_PASS_BYTES
+        # A library whose arrays cannot be written to may share one instead of copying it.
+        copies = not (self.is_broadcast and self.backend.is_immutable)
+        return copies and self.is_of_ranges and self.num_bytes >= MIN_PASS_BYTES
 
     def _in_one_pass(self, arrays: Sequence[Array], out: Out) -> tuple[Array, ...]:
         """Reads each array once."""
@@ -146,7 +148,9 @@ class CopiedLeaf:
             flats = list(map(written_view, repeat(backend), out))
         started = now()
         fused_batch(self.tasks(views, flats), COPYING)
-        flight_recorder.events.append((self._joining, started, now(), 1))
+        stopped = now()
+        for work in [way for _, way, _ in self._targets] if self.is_broadcast else [self._joining]:
+            flight_recorder.events.append((work, started, stopped, 1))
         if out is None:
             return tuple(map(backend.from_host, flats, self.result_shapes, self.destinations))
         backend.mark_written(out)
