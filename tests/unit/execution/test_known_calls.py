@@ -388,6 +388,23 @@ def test_the_first_example_of_the_readme_enters_few_functions_the_second_time(nu
     assert float(again[0]["b"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("call", "most"),
+    [
+        (lambda ops, value: ops.gather(value, "cpu:0"), 30),
+        (lambda ops, value: ops.all_gather(value), 45),
+        (lambda ops, value: ops.broadcast(value.values[0], value), 45),
+        (lambda ops, value: ops.reduce_scatter("sum", value), 55),
+        (lambda ops, value: ops.all_to_all(value), 125),
+    ],
+)
+def test_the_second_call_of_every_collective_enters_few_functions(call, most):
+    ops = cd.DirectAllReduce()
+    value = cd.PerReplica([np.full(64, replica, np.float32) for replica in range(8)])
+    call(ops, value)
+    assert 0 < functions_entered(lambda: call(ops, value)) <= most
+
+
 @pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0), (0, 3, 0, 4)])
 def test_arrays_without_elements_are_known_too(make, sizes):
     ops = cd.DirectAllReduce()

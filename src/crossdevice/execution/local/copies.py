@@ -159,12 +159,15 @@ class CopiedLeaf:
     def _joined(self, arrays: Sequence[Array], out: Out) -> tuple[Array, ...]:
         """Leaves it to the library to put parts end to end."""
         backend, results = self.backend, []
+        are_views = self.spec.shares_host_memory and not backend.is_immutable
         for target, sources in self._sources:
             started = now()
             parts = []
             for source, cut, moving in sources:
                 part = arrays[source]
-                if cut is not None:
+                if cut is not None and are_views:
+                    part = part[cut]
+                elif cut is not None:
                     with backend.working_on(self.devices[source]):
                         part = part[cut]
                 if moving is not None:
