@@ -315,6 +315,22 @@ def test_a_known_call_between_processes_is_compared_by_its_signature():
     assert run_ranks(2, program) == [1, 1]
 
 
+def test_gathers_between_processes_are_known_whatever_lengths_others_bring(make):
+    def program(group):
+        ops, found = cd.CollectiveAllReduce(group=group), []
+        for step in range(3):
+            own = make(np.full(2 + group.rank * step, step, np.float32))
+            found.append(numbers(ops.gather({"w": own, "b": [own]}, "cpu:0")["b"][0]))
+        out = make(np.zeros(6, np.float32))
+        assert ops.gather(own, "cpu:0", out=out) is out
+        with pytest.raises(OutError):
+            ops.gather(own, "cpu:0", out=make(np.zeros(3, np.float32)))
+        return hits(ops), found
+
+    right = [[step] * (4 + step) for step in range(3)]
+    assert run_ranks(2, program) == [(2, right), (0, right)]
+
+
 def test_a_first_call_reads_its_value_once(monkeypatch):
     read = []
     read_value = runner_module.read_value

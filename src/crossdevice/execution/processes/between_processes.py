@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.errors import ConversionError, OptionError
 from crossdevice.execution.local.all_to_all import AllToAll
 from crossdevice.execution.local.batch import CheckedBatch, CheckedLeaf, Request
-from crossdevice.execution.local.gathering import Gathering, Placed, check_gather
+from crossdevice.execution.local.gathering import Placed, check_gather
 from crossdevice.execution.local.scattering import Scatter
 from crossdevice.execution.local.sparse import RowsBesideDense
 from crossdevice.execution.log_once import LogOnce
@@ -40,7 +40,7 @@ from crossdevice.execution.processes.verifying import (
     check_written,
     verified_copies,
 )
-from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec
 from crossdevice.execution.reading.outputs import wrapped_into
 from crossdevice.execution.reading.values import Leaf, Value, at, one_backend, read_value
 from crossdevice.execution.signature_cache import SignatureCache
@@ -174,14 +174,16 @@ class BetweenProcesses:
                 lines += part.prepared.explained()
         return "\n".join(lines)
 
-    def checked_gathers(
-        self, placed: Sequence[Placed], axis: int, options: CommunicationOptions
-    ) -> list[Callable[[], Any]]:
-        """For each value, what puts the replicas of all ranks end to end on its destinations here.
-
-        All are checked before the first travels: a value refused later would leave other ranks waiting.
-        """
-        return [self._checked_gather(*each, axis, options) for each in placed]
+    def gather(self, gathers: Sequence[PreparedGather], placed: Sequence[Placed]) -> list[Any]:
+        """The replicas of all ranks of each value, end to end on its destinations here."""
+        rows = [
+            gather.rows([leaf.arrays for leaf in value.leaves])
+            for gather, (value, *_) in zip(gathers, placed, strict=True)
+        ]
+        return [
+            wrapped_into(out, gather.run(own), [backend for backend, _ in gather.leaves], value, destinations)
+            for gather, own, (value, destinations, out) in zip(gathers, rows, placed, strict=True)
+        ]
 
     def reduce_scatter(
         self,
@@ -197,19 +199,11 @@ class BetweenProcesses:
         """The parts that all ranks have for this rank's replicas."""
         return exchanged_parts(self.group, self._copies, moves, options)
 
-    def _checked_gather(
-        self,
-        read: Value,
-        destinations: tuple[Device, ...],
-        out: Any,
-        axis: int,
-        options: CommunicationOptions,
-    ) -> Callable[[], Any]:
+    def prepared_gather(
+        self, read: Value, destinations: tuple[Device, ...], axis: int, options: CommunicationOptions
+    ) -> PreparedGather:
+        """Checks a value that is to be put end to end with those of all other ranks."""
         gatherings = [check_gather(leaf, read.devices, destinations, axis) for leaf in read.leaves]
-        gpu = offered_gpu([array for gathering in gatherings for array in gathering.arrays], self.group)
-        rows = [
-            joined_rows(gathering.arrays, gathering.axis, gathering.backend, gpu) for gathering in gatherings
-        ]
         described = tuple(
             LeafDescription(leaf.path, "array", gathering.dtype, gathering.shape_with(None))
             for leaf, gathering in zip(read.leaves, gatherings, strict=True)
@@ -219,38 +213,8 @@ class BetweenProcesses:
         verified = ", verified" if options.verify else ""
         operation = f"gather along axis {' and '.join(map(str, axes))}{verified}"
         description = Description(operation, (structure_text(read.structure),), described)
-        return lambda: wrapped_into(
-            out,
-            self._gather(gatherings, rows, destinations, description, options),
-            [gathering.backend for gathering in gatherings],
-            read,
-            destinations,
-        )
-
-    def _gather(
-        self,
-        gatherings: Sequence[Gathering],
-        rows: Sequence[Rows],
-        destinations: tuple[Device, ...],
-        description: Description,
-        options: CommunicationOptions,
-    ) -> list[list[Array]]:
-        # End to end they are one, so ranks may bring as many as they like.
-        ones = (1,) * len(gatherings)
-        with (
-            agreed_call(self.group, description, ones, seconds_of(options)) as (call, _),
-            verified_copies(call, options) as verification,
-        ):
-            wholes = self._copies.gathered(call, rows)
-            if verification is not None:
-                verification.note_copies(
-                    dict(zip([leaf.path for leaf in description.leaves], wholes, strict=True))
-                )
-        results = []
-        for (_, backend, axis), whole in zip(gatherings, wholes, strict=True):
-            first = array_of_rows(whole, whole.shape, axis, backend, destinations[0])
-            results.append([first, *(backend.copy(first, device) for device in destinations[1:])])
-        return results
+        leaves = [(gathering.backend, gathering.axis) for gathering in gatherings]
+        return PreparedGather(self.group, self._copies, description, leaves, destinations, options)
 
     def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions) -> Any:
         """One rank's value, on every rank; all bring one of the same structure, shapes and dtypes."""
@@ -391,6 +355,45 @@ class BetweenProcesses:
             reduced = ReducedBatch(*work, own_counts, self.group, self._prepare, batch.is_weighted)
             parts = self._parts[key] = parts_of(reduced)
         return numbers, leaves, parts
+
+
+class PreparedGather(NamedTuple):
+    """A gather of one value over the replicas of all ranks, without its arrays."""
+
+    group: ProcessGroup
+    copies: Copies
+    description: Description
+    leaves: Sequence[tuple[Backend, int]]
+    """The library of each leaf, and the axis along which its arrays are put end to end."""
+    destinations: tuple[Device, ...]
+    options: CommunicationOptions
+
+    def rows(self, columns: Columns) -> list[Rows]:
+        """The arrays of each leaf, as rows that travel."""
+        gpu = offered_gpu([array for arrays in columns for array in arrays], self.group)
+        return [
+            joined_rows(tuple(arrays), axis, backend, gpu)
+            for arrays, (backend, axis) in zip(columns, self.leaves, strict=True)
+        ]
+
+    def run(self, rows: Sequence[Rows]) -> list[tuple[Array, ...]]:
+        """For each leaf the rows of all ranks, on each destination."""
+        # End to end they are one, so ranks may bring as many as they like.
+        ones, seconds = (1,) * len(rows), seconds_of(self.options)
+        with (
+            agreed_call(self.group, self.description, ones, seconds) as (call, _),
+            verified_copies(call, self.options) as verification,
+        ):
+            wholes = self.copies.gathered(call, rows)
+            if verification is not None:
+                verification.note_copies(
+                    dict(zip([leaf.path for leaf in self.description.leaves], wholes, strict=True))
+                )
+        results: list[tuple[Array, ...]] = []
+        for (backend, axis), whole in zip(self.leaves, wholes, strict=True):
+            first = array_of_rows(whole, whole.shape, axis, backend, self.destinations[0])
+            results.append((first, *(backend.copy(first, device) for device in self.destinations[1:])))
+        return results
 
 
 def _place(leaf: Leaf, entry: int, requests: Sequence[Request]) -> str:
