@@ -22,7 +22,7 @@ from crossdevice.execution.linear_maps import (
     lengths_of_parts,
 )
 from crossdevice.execution.local.batch import CheckedBatch, Request
-from crossdevice.execution.local.copies import read_all_to_alls, read_broadcast, read_gather
+from crossdevice.execution.local.copied_ranges import checked_all_to_all, checked_broadcast, checked_gather
 from crossdevice.execution.local.copying import copied_into, copied_to, shared_with
 from crossdevice.execution.local.hooks import Hooks, check_result, reduced_by_hook
 from crossdevice.execution.local.planning import Planner, PlanningAlgorithm
@@ -201,9 +201,9 @@ class LocalRunner:
         in_any_order &= not self._hooks.reduces and self.planner.algorithm.accumulation_fn is None
         match collective.name:
             case "gather":
-                return read_gather(placed, outs, collective.axis)
+                return checked_gather(placed, outs, collective.axis)
             case "all_to_all":
-                return read_all_to_alls(values, outs, collective.axis, collective.sizes)
+                return checked_all_to_all(values, outs, collective.axis, collective.sizes)
             case "broadcast":
                 return self._checked_broadcast(read)
             case "reduce_scatter":
@@ -235,7 +235,7 @@ class LocalRunner:
             return CallInFull(
                 lambda: [copied_to(tensor, devices) if out is None else copied_into(tensor, devices, out)]
             )
-        return read_broadcast(value, devices, out)
+        return checked_broadcast(value, devices, out)
 
     def _reduced(self, batch: CheckedBatch, targets: Sequence[Any], is_batch: bool) -> list[Any]:
         """Reduces a batch by an overridden hook, or by an `accumulation_fn`."""

@@ -15,7 +15,7 @@ import pytest
 import crossdevice as cd
 from crossdevice import runtime
 from crossdevice.execution import tracing
-from crossdevice.execution.local.copies import MIN_PASS_BYTES
+from crossdevice.execution.local.copied_ranges import MIN_PASS_BYTES
 
 QUERY_TRACE = Path(__file__).parents[2] / "perfetto" / "query_trace.mjs"
 

@@ -376,7 +376,7 @@ class CheckedCopies:
         ]
 
 
-def read_gather(
+def checked_gather(
     placed: Sequence[tuple[Value, tuple[Device, ...]]], outs: Sequence[Any], axis: int
 ) -> CheckedCopies:
     """Checks values, each to be put end to end on its destinations."""
@@ -396,7 +396,7 @@ def read_gather(
     return checked
 
 
-def read_all_to_alls(values: Sequence[Value], outs: Sequence[Any], axis: int, sizes: Any) -> CheckedCopies:
+def checked_all_to_all(values: Sequence[Value], outs: Sequence[Any], axis: int, sizes: Any) -> CheckedCopies:
     """Checks values whose parts go from each replica to all replicas."""
     started = now()
     moves = [read_all_to_all(value, axis, sizes, out) for value, out in zip(values, outs, strict=True)]
@@ -417,7 +417,7 @@ def read_all_to_alls(values: Sequence[Value], outs: Sequence[Any], axis: int, si
     return checked
 
 
-def read_broadcast(value: Value, destinations: tuple[Device, ...], out: Any) -> CheckedCopies:
+def checked_broadcast(value: Value, destinations: tuple[Device, ...], out: Any) -> CheckedCopies:
     """Checks a value of one replica, to be copied to each destination."""
     started = now()
     leaves = []
