@@ -35,7 +35,7 @@ class GroupRunner(LocalRunner):
     Args:
         group: the processes.
         algorithm: says how the replicas of this process are summed.
-        hooks: methods of TensorFlow's, which are for the replicas of one process.
+        hooks: methods of TensorFlow's; those that reduce are for the replicas of one process.
         calls: the calls by which derivatives are computed, made by all processes.
         calls_here: those of this process alone.
         defaults: the options that count where a call gives none.
@@ -50,7 +50,8 @@ class GroupRunner(LocalRunner):
         calls_here: Callable[[], Calls],
         defaults: CommunicationOptions,
     ) -> None:
-        super().__init__(algorithm, hooks._replace(overridden=frozenset()), calls, defaults)
+        own = hooks._replace(overridden=hooks.overridden & {"broadcast_implementation"})
+        super().__init__(algorithm, own, calls, defaults)
         self.owner, self._calls_here = group, calls_here
         self.between = BetweenProcesses(group, self.planner.prepared)
 

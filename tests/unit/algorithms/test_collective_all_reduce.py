@@ -287,3 +287,20 @@ def test_calls_for_parts_keep_to_their_deadline_and_name_who_is_missing():
             assert re.search(
                 rf"call 1 \({name}.* was not done in 0.3 seconds .*: rank 1 \(.* has not arrived", error
             )
+
+
+def test_in_a_group_hooks_broadcast_but_do_not_reduce():
+    class Shouting(cd.CollectiveAllReduce):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            raise AssertionError
+
+        def broadcast_implementation(self, tensor, destinations):
+            return super().broadcast_implementation(tensor * 10, destinations)
+
+    def program(group):
+        ops = Shouting(group=group)
+        total = ops.reduce("sum", np.float32([group.rank]), "cpu:0")
+        copies = [ops.broadcast(total, "cpu:0"), ops.bound.broadcast(total, "cpu:0")()]
+        return [copy.tolist() for copy in copies]
+
+    assert run_ranks(2, program) == [[[10.0], [10.0]]] * 2
