@@ -231,7 +231,8 @@ class StoredFile(ModelFile):
             with beside.open("rb") as file:
                 expected = file.read(64).decode("ascii", "replace").lower()
         except OSError as error:
-            why = f"there is no {beside.name} beside it ({error.strerror}); make it with sha256sum, of a good copy"
+            missing = f"there is no {beside.name} beside it ({error.strerror})"
+            why = f"{missing}; make it with sha256sum from a copy that is intact"
             raise unreadable(self.path, why) from error
         digest, room = hashlib.sha256(), np.empty(DIGESTED_BYTES, np.uint8)
         for place in range(0, self.num_bytes, DIGESTED_BYTES):
