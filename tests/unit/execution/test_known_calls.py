@@ -396,6 +396,9 @@ def test_the_first_example_of_the_readme_enters_few_functions_the_second_time(nu
         {"w": np.float32([3, 4]), "b": np.float32(1.5), **more},
     ]
     means = cd.all_reduce(gradients, "mean")
+    other = [{"w": np.float32([1]), "b": np.float32(2)}] * 2
+    for _ in range(2):  # a process's first known call fills the caches of Python's abstract classes
+        cd.all_reduce(other, "mean")
     assert functions_entered(lambda: cd.all_reduce(gradients, "mean")) <= 45
     assert functions_entered(lambda: cd.all_reduce(gradients, "mean", out=means)) > 0
     assert functions_entered(lambda: cd.all_reduce(gradients, "mean", out=means)) <= 55
