@@ -10,15 +10,14 @@ from crossdevice.backends.protocol import Array
 from crossdevice.execution.bound import BoundCall, bind_between_processes
 from crossdevice.execution.collective import Call
 from crossdevice.execution.linear_maps import Calls
-from crossdevice.execution.local.all_to_all import read_all_to_all
 from crossdevice.execution.local.batch import CheckedBatch, Request
-from crossdevice.execution.local.gathering import Placed
 from crossdevice.execution.local.hooks import Hooks
 from crossdevice.execution.local.planning import Planner, PlanningAlgorithm
 from crossdevice.execution.local.prepared import CallInFull, CheckedCall, Prepared
 from crossdevice.execution.local.scattering import read_scatter
 from crossdevice.execution.pending import Pending, start
 from crossdevice.execution.processes.between_processes import BetweenProcesses, PreparedGather
+from crossdevice.execution.reading.gathers import Placed, read_all_to_all
 from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import wrapped
 from crossdevice.execution.runner import LocalRunner, ReadCall

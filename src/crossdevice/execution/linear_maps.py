@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from crossdevice.backends.protocol import Array
-from crossdevice.execution.local.all_to_all import read_sizes_of_all
+from crossdevice.execution.reading.gathers import read_sizes_of_all
 from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.distributed import PerReplica, components_of, destinations_on

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend
-from crossdevice.execution.local.all_to_all import read_all_to_all
-from crossdevice.execution.local.gathering import Gathering, check_gather
 from crossdevice.execution.local.passes import in_sequence, is_view_of
 from crossdevice.execution.local.planning import Planner
+from crossdevice.execution.reading.gathers import Gathering, check_gather, read_all_to_all
 from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Out, Outs
 from crossdevice.execution.reading.outputs import check_array, delivered, read_out, wrapped, written_view
 from crossdevice.execution.reading.overlaps import are_apart, check_overlaps

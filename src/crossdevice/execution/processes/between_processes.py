@@ -9,9 +9,7 @@ import numpy as np
 
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.errors import ConversionError, OptionError
-from crossdevice.execution.local.all_to_all import AllToAll
 from crossdevice.execution.local.batch import CheckedBatch, CheckedLeaf, Request
-from crossdevice.execution.local.gathering import Placed, check_gather
 from crossdevice.execution.local.scattering import Scatter
 from crossdevice.execution.local.sparse import RowsBesideDense
 from crossdevice.execution.log_once import LogOnce
@@ -40,6 +38,7 @@ from crossdevice.execution.processes.verifying import (
     check_written,
     verified_copies,
 )
+from crossdevice.execution.reading.gathers import AllToAll, Placed, check_gather
 from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec
 from crossdevice.execution.reading.outputs import wrapped_into
 from crossdevice.execution.reading.values import Leaf, Value, at, one_backend, read_value

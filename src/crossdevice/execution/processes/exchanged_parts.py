@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from crossdevice.execution.local.all_to_all import AllToAll
 from crossdevice.execution.processes.agreement import (
     Description,
     LeafDescription,
@@ -18,6 +17,7 @@ from crossdevice.execution.processes.copies import Copies, LeafRows
 from crossdevice.execution.processes.peers import offered_gpu
 from crossdevice.execution.processes.rows import array_of_rows, rows_of
 from crossdevice.execution.processes.verifying import verified_copies
+from crossdevice.execution.reading.gathers import AllToAll
 from crossdevice.execution.reading.outputs import wrapped_into
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.distributed import PerReplica
