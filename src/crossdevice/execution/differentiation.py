@@ -12,7 +12,7 @@ from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import OutError
 from crossdevice.execution.linear_maps import Placement, Shapes
 from crossdevice.execution.reading.outputs import wrapped
-from crossdevice.execution.reading.values import Leaf, Value, read_value
+from crossdevice.execution.reading.values import Leaf, Value
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored, components_of
 from crossdevice.values.nesting import flatten
@@ -103,29 +103,11 @@ def recorded_leaves(
     return recorded
 
 
-def read_recorded_leaves(
-    placed: Sequence[tuple[Any, tuple[Device, ...] | None]], outs: Sequence[Any]
-) -> RecordedLeaves | None:
-    """The same for values that have not been read; None stands for the value's own devices."""
-    if not any(_may_be_recorded(value) for value, _ in placed):
-        return None
-    read = [(read_value(value), devices) for value, devices in placed]
-    return recorded_leaves([(value, devices or value.devices) for value, devices in read], outs)
-
-
 def _autograd_of(arrays: Sequence[Any]) -> Autograd | None:
     """The autograd of their library, if it records any of them."""
     backend = backend_of_type(type(arrays[0]))
     autograd = None if backend is None else backend.autograd
     return autograd if autograd is not None and any(map(autograd.is_recorded, arrays)) else None
-
-
-def _may_be_recorded(value: Any) -> bool:
-    for component in components_of(value):
-        leaves = (component,) if hasattr(component, "dtype") else flatten(component)[0]
-        if any(_autograd_of((leaf,)) is not None for leaf in leaves):
-            return True
-    return False
 
 
 def _of_leaves(result: Any, value: Value) -> list[tuple[Array, ...]]:
