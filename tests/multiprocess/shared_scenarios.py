@@ -309,7 +309,7 @@ def killed(number, size, program, hosts=None):
 
 def peers():
     """How ranks tell each other where their GPU arrays are; numbers stand in for a GPU's memory."""
-    from crossdevice.execution.processes.peer_addresses import MAX_TOLD, PeerAddresses, meet
+    from crossdevice.execution.processes.gpu_peers import MAX_TOLD, PeerAddresses, meet
     from crossdevice.kernels.cuda import peer_memory
 
     class Mapped:

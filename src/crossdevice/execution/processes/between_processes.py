@@ -25,8 +25,8 @@ from crossdevice.execution.processes.choice import Part, courses_of, own_gpu, pa
 from crossdevice.execution.processes.copies import Copies
 from crossdevice.execution.processes.dense_call import DenseCall
 from crossdevice.execution.processes.exchanged_parts import exchanged_parts
+from crossdevice.execution.processes.gpu_peers import explained_peers, find_peers, offered_gpu
 from crossdevice.execution.processes.host_reduction import HostReduction
-from crossdevice.execution.processes.peers import explained_peers, find_peers, offered_gpu
 from crossdevice.execution.processes.reduced_batch import Prepare, ReducedBatch, Wanted
 from crossdevice.execution.processes.reduced_parts import PreparedParts, reduced_parts
 from crossdevice.execution.processes.rows import Rows, array_of_rows, joined_rows

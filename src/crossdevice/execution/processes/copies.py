@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from crossdevice.backends.registry import backend_named
 from crossdevice.errors import ProcessGroupError
 from crossdevice.execution.processes.choice import prepare_copies, transport_of_copies
+from crossdevice.execution.processes.gpu_peers import are_reached, known_peers, offered_gpu
 from crossdevice.execution.processes.layouts.all_to_all import all_to_all
 from crossdevice.execution.processes.layouts.broadcast import broadcast
 from crossdevice.execution.processes.layouts.gather import gather
-from crossdevice.execution.processes.peers import are_reached, known_peers, offered_gpu
 from crossdevice.execution.processes.reduced_batch import WantedCopies
 from crossdevice.execution.processes.task_agreement import Course, compare_once
 from crossdevice.execution.processes.travelling import Program

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.processes.agreement import Agreed, Description, agreed_call, what_is_called
 from crossdevice.execution.processes.choice import Part, courses_of, in_order, parts_of
+from crossdevice.execution.processes.gpu_peers import find_peers
 from crossdevice.execution.processes.host_reduction import HostReduction
-from crossdevice.execution.processes.peers import find_peers
 from crossdevice.execution.processes.reduced_batch import Prepare, ReducedBatch
 from crossdevice.execution.processes.task_agreement import Course
 from crossdevice.execution.processes.transports.peer_memory import PeerReduction

@@ -20,8 +20,8 @@ from crossdevice.execution.processes.agreement import (
     weights_of_all_ranks,
 )
 from crossdevice.execution.processes.choice import Part, courses_of, in_order, own_gpu, parts_of, transport_of
+from crossdevice.execution.processes.gpu_peers import find_peers
 from crossdevice.execution.processes.host_reduction import HostReduceScatter
-from crossdevice.execution.processes.peers import find_peers
 from crossdevice.execution.processes.reduced_batch import LeafParts, Prepare, ReducedBatch, Wanted
 from crossdevice.execution.processes.task_agreement import Course
 from crossdevice.execution.processes.travelling import Delivery

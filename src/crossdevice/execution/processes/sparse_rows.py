@@ -11,7 +11,7 @@ from crossdevice.backends.protocol import Array
 from crossdevice.execution.local.batch import CheckedLeaf
 from crossdevice.execution.local.sparse import SparseReduction
 from crossdevice.execution.processes.copies import Copies
-from crossdevice.execution.processes.peers import offered_gpu
+from crossdevice.execution.processes.gpu_peers import offered_gpu
 from crossdevice.execution.processes.rows import array_of_rows
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import Device

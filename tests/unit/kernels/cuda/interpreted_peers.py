@@ -14,10 +14,9 @@ import torch
 import crossdevice as cd
 from crossdevice.backends.registry import backend_named
 from crossdevice.execution.local.scattering import ScatteredLeaf
-from crossdevice.execution.processes import copies, peer_addresses, peers
+from crossdevice.execution.processes import copies, gpu_peers
 from crossdevice.execution.processes.copies import Copies, LeafRows
-from crossdevice.execution.processes.peer_addresses import PeerAddresses
-from crossdevice.execution.processes.peers import Peers
+from crossdevice.execution.processes.gpu_peers import PeerAddresses, Peers
 from crossdevice.execution.processes.reduced_batch import LeafParts, ReducedBatch
 from crossdevice.execution.processes.transports import peer_memory as transport
 from crossdevice.execution.processes.transports.peer_memory import (
@@ -63,7 +62,7 @@ def workers(request, monkeypatch):
             workers = [min(rank, group.size - 2) for rank in workers]
         return Peers(HOST, addresses, workers)
 
-    for module in (transport, peers, copies):
+    for module in (transport, gpu_peers, copies):
         monkeypatch.setattr(module, "known_peers", peers_of)
     return request.param
 
@@ -261,9 +260,9 @@ def test_ranks_get_their_own_parts(counts, op, dtype, into):
 @pytest.mark.usefixtures("workers")
 def test_arrays_of_a_call_that_failed_are_kept_for_those_who_may_still_use_them(monkeypatch):
     kept = []
-    monkeypatch.setattr(peer_addresses, "_left_behind", kept)
+    monkeypatch.setattr(gpu_peers, "_left_behind", kept)
     monkeypatch.setattr(
-        peer_addresses, "meet", lambda call: (_ for _ in ()).throw(cd.errors.DeadlineError("late"))
+        gpu_peers, "meet", lambda call: (_ for _ in ()).throw(cd.errors.DeadlineError("late"))
     )
 
     def program(group):
@@ -278,7 +277,7 @@ def test_arrays_of_a_call_that_failed_are_kept_for_those_who_may_still_use_them(
 def _offered(monkeypatch):
     """Tensors on the host, offered as if they were on a GPU that all ranks reach."""
     monkeypatch.setattr(copies, "offered_gpu", lambda arrays, group: HOST)
-    monkeypatch.setattr(peers, "find_peers", lambda call, gpu: None)
+    monkeypatch.setattr(gpu_peers, "find_peers", lambda call, gpu: None)
 
 
 @pytest.mark.usefixtures("workers", "_offered")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from crossdevice.backends.protocol import Array
-from crossdevice.execution.processes.peers import peers_unavailable
+from crossdevice.execution.processes.gpu_peers import peers_unavailable
 from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted
 from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs

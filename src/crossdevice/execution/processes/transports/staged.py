@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, dtype_named
-from crossdevice.execution.processes.peers import known_peers
+from crossdevice.execution.processes.gpu_peers import known_peers
 from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted, not_shared
 from crossdevice.execution.processes.travelling import Delivery, partial_dtype
 from crossdevice.execution.reading.leaf_spec import Columns, Outs
