@@ -27,12 +27,12 @@ from crossdevice.execution.processes.dense_call import DenseCall
 from crossdevice.execution.processes.exchanged_parts import exchanged_parts
 from crossdevice.execution.processes.gpu_peers import explained_peers, find_peers, offered_gpu
 from crossdevice.execution.processes.host_reduction import HostReduction
+from crossdevice.execution.processes.programs import Delivery
 from crossdevice.execution.processes.reduced_batch import Prepare, ReducedBatch, Wanted
 from crossdevice.execution.processes.reduced_parts import PreparedParts, reduced_parts
 from crossdevice.execution.processes.rows import Rows, array_of_rows, joined_rows
 from crossdevice.execution.processes.sparse_rows import gathered_rows, index_dtype
 from crossdevice.execution.processes.task_agreement import Course
-from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.processes.verifying import (
     Verification,
     check_written,

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.processes.host_reduction import HostReduceScatter, HostReduction
+from crossdevice.execution.processes.programs import Delivery, Emit, Program
 from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted, WantedCopies
 from crossdevice.execution.processes.task_agreement import Course
 from crossdevice.execution.processes.transports.messages import messages_unavailable, prepare_messages
@@ -33,7 +34,6 @@ from crossdevice.execution.processes.transports.windows import (
     window_copies_unavailable,
     windows_unavailable,
 )
-from crossdevice.execution.processes.travelling import Delivery, Emit, Program
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.plans.tasks import TaskPlan
 from crossdevice.process_groups.group import ProcessGroup

@@ -22,9 +22,9 @@ from crossdevice.execution.processes.gpu_peers import are_reached, known_peers, 
 from crossdevice.execution.processes.layouts.all_to_all import all_to_all
 from crossdevice.execution.processes.layouts.broadcast import broadcast
 from crossdevice.execution.processes.layouts.gather import gather
+from crossdevice.execution.processes.programs import Program
 from crossdevice.execution.processes.reduced_batch import WantedCopies
 from crossdevice.execution.processes.task_agreement import Course, compare_once
-from crossdevice.execution.processes.travelling import Program
 from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.plans.task_ledger import (

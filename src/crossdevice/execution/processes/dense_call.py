@@ -11,10 +11,10 @@ from crossdevice.execution.processes.agreement import Agreed, Description, agree
 from crossdevice.execution.processes.choice import Part, courses_of, in_order, parts_of
 from crossdevice.execution.processes.gpu_peers import find_peers
 from crossdevice.execution.processes.host_reduction import HostReduction
+from crossdevice.execution.processes.programs import Delivery
 from crossdevice.execution.processes.reduced_batch import Prepare, ReducedBatch
 from crossdevice.execution.processes.task_agreement import Course
 from crossdevice.execution.processes.transports.peer_memory import PeerReduction
-from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall

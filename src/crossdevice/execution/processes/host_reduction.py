@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from crossdevice.backends.protocol import HOST_MEMORY, Array, dtype_named
+from crossdevice.execution.processes.programs import Delivery, Flat, PrepareProgram, Program
 from crossdevice.execution.processes.reduced_batch import LeafParts, ReducedBatch
 from crossdevice.execution.processes.rows import array_of_rows
 from crossdevice.execution.processes.small_reduction import SmallReduction
-from crossdevice.execution.processes.travelling import Delivery, Flat, PrepareProgram, Program
 from crossdevice.execution.processes.verifying import OwnResult, Verification
 from crossdevice.execution.reading.leaf_spec import Columns, Outs
 from crossdevice.execution.reading.outputs import delivered, written_view

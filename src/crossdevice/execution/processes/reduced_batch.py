@@ -13,7 +13,6 @@ from crossdevice.execution.local.prepared import PreparedReduction, recipe_for
 from crossdevice.execution.local.scattering import ScatteredLeaf
 from crossdevice.execution.processes.layouts.all_reduce import all_reduce
 from crossdevice.execution.processes.layouts.reduce_scatter import reduce_scatter
-from crossdevice.execution.processes.travelling import partial_dtype
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.plans.packing import Item, Packing
 from crossdevice.plans.reduced_leaf import ReducedLeaf
@@ -21,8 +20,8 @@ from crossdevice.plans.task_ledger import check_tasks, meaning_of_all_reduce, me
 from crossdevice.plans.tasks import TaskPlan
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.device import Device
-from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, PARTS
-from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.dtypes import COMPLEXES, INTEGERS, ITEM_BYTES, PARTS
+from crossdevice.values.options import CommunicationOptions, Precision
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -31,6 +30,13 @@ Prepare: TypeAlias = Callable[[tuple[LeafSpec, ...], ReduceOp, CommunicationOpti
 
 PACK_BYTES = 32 << 20
 """A pack is closed once it is larger, unless the options say otherwise."""
+
+_WIDE = {
+    "float16": "float64",
+    "bfloat16": "float64",
+    "float32": "float64",
+    "complex64": "complex128",
+}
 
 
 def not_shared(group: ProcessGroup) -> str:
@@ -215,3 +221,30 @@ class ReducedBatch:
             Recipe(of_ranks.op, self.options.precision),
             of_ranks,
         )
+
+
+def partial_dtype(
+    dtype: str, op: ReduceOp, precision: Precision, most_replicas: int, *, is_weighted: bool = False
+) -> str | None:
+    """The dtype of one partial result per process; None if its replicas' arrays travel themselves.
+
+    They do whenever a partial result would not have the bits of the whole: with weights, for medians, under
+    `exact`, and for true means of integers. Under `accurate`, partial sums are as wide as the accumulator,
+    and travel only if that is fewer bytes than the arrays, so that one replica per process sends what a ring
+    would.
+
+    >>> partial_dtype("float32", ReduceOp.SUM, "accurate", most_replicas=4)
+    'float64'
+    >>> partial_dtype("float32", ReduceOp.SUM, "accurate", most_replicas=2) is None
+    True
+    """
+    if most_replicas == 1 or is_weighted or op.is_order_statistic:
+        return None
+    if precision == "fast" or op in (ReduceOp.MIN, ReduceOp.MAX):
+        return dtype
+    if dtype in INTEGERS:
+        return None if op is ReduceOp.MEAN else dtype
+    wide = _WIDE.get(dtype)
+    if wide is None or precision == "exact" or (op is ReduceOp.PROD and dtype in COMPLEXES):
+        return None
+    return wide if ITEM_BYTES[wide] < most_replicas * ITEM_BYTES[dtype] else None

@@ -22,9 +22,9 @@ from crossdevice.execution.processes.agreement import (
 from crossdevice.execution.processes.choice import Part, courses_of, in_order, own_gpu, parts_of, transport_of
 from crossdevice.execution.processes.gpu_peers import find_peers
 from crossdevice.execution.processes.host_reduction import HostReduceScatter
+from crossdevice.execution.processes.programs import Delivery
 from crossdevice.execution.processes.reduced_batch import LeafParts, Prepare, ReducedBatch, Wanted
 from crossdevice.execution.processes.task_agreement import Course
-from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.processes.verifying import Verification, check_written
 from crossdevice.execution.reading.leaf_spec import Columns, Outs
 from crossdevice.execution.reading.outputs import Expected, delivered, read_out_of_shapes, wrapped

@@ -10,7 +10,7 @@ import numpy as np
 
 from crossdevice.backends.protocol import Array, dtype_named
 from crossdevice.errors import OutError
-from crossdevice.execution.processes.travelling import Delivery, Flat, SmallArrays
+from crossdevice.execution.processes.programs import Delivery, Flat, SmallArrays
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import written_view
 from crossdevice.execution.tracing import Work, flight_recorder, now

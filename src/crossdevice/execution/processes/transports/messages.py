@@ -14,8 +14,8 @@ import numpy as np
 
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.errors import PlanError
+from crossdevice.execution.processes.programs import Emit, Flat, Inputs, Results, SmallArrays
 from crossdevice.execution.processes.reduced_batch import Wanted
-from crossdevice.execution.processes.travelling import Emit, Flat, Inputs, Results, SmallArrays
 from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.resources.pool import result_pool

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from crossdevice.execution.local.combining import combine
 from crossdevice.execution.processes.gpu_peers import peers_unavailable
+from crossdevice.execution.processes.programs import Delivery
 from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted
-from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.plans.tasks import TaskPlan

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.processes.gpu_peers import peers_unavailable
+from crossdevice.execution.processes.programs import Delivery
 from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted
-from crossdevice.execution.processes.travelling import Delivery
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.plans.tasks import Task, TaskPlan

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.processes.gpu_peers import known_peers, peers_unavailable
-from crossdevice.execution.processes.reduced_batch import LeafParts, ReducedBatch, Wanted, WantedCopies
-from crossdevice.execution.processes.travelling import Delivery, Inputs, Results, partial_dtype
+from crossdevice.execution.processes.programs import Delivery, Inputs, Results
+from crossdevice.execution.processes.reduced_batch import (
+    LeafParts,
+    ReducedBatch,
+    Wanted,
+    WantedCopies,
+    partial_dtype,
+)
 from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.reading.overlaps import are_apart

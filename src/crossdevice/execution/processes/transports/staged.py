@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, dtype_named
 from crossdevice.execution.processes.gpu_peers import known_peers
-from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted, not_shared
-from crossdevice.execution.processes.travelling import Delivery, partial_dtype
+from crossdevice.execution.processes.programs import Delivery
+from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted, not_shared, partial_dtype
 from crossdevice.execution.reading.leaf_spec import Columns, Outs
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.signature_cache import SignatureCache

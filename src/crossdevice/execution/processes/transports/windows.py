@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from crossdevice.backends.protocol import dtype_named
+from crossdevice.execution.processes.programs import Emit, Flat, Inputs, Results, SmallArrays
 from crossdevice.execution.processes.reduced_batch import Wanted, WantedCopies, not_shared
-from crossdevice.execution.processes.travelling import Emit, Flat, Inputs, Results, SmallArrays
 from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.host.fused_pass import STREAMED_BYTES, fused_batch, fused_pass
 from crossdevice.kernels.host.meeting import compiled_meeting

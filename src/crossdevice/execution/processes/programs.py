@@ -1,4 +1,4 @@
-"""Arrays that cross from one process to another: its replicas', or one partial result for all of them."""
+"""Programs, which transports prepare: tasks of one rank, and the flat arrays on which they run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared.shared_memory import SharedMemory
 from crossdevice.values.device import Device
-from crossdevice.values.dtypes import COMPLEXES, INTEGERS, ITEM_BYTES
-from crossdevice.values.options import Precision
-from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
 Flat: TypeAlias = NDArray[Any]
@@ -71,37 +68,3 @@ class Emit(Protocol):
 
 PrepareProgram: TypeAlias = Callable[[Emit, Sequence[ReducedLeaf], ProcessGroup, tuple[Device, ...]], Program]
 """How a transport prepares the tasks for these leaves, none if they are copied, on these devices."""
-
-_WIDE = {
-    "float16": "float64",
-    "bfloat16": "float64",
-    "float32": "float64",
-    "complex64": "complex128",
-}
-
-
-def partial_dtype(
-    dtype: str, op: ReduceOp, precision: Precision, most_replicas: int, *, is_weighted: bool = False
-) -> str | None:
-    """The dtype of one partial result per process; None if its replicas' arrays travel themselves.
-
-    They do whenever a partial result would not have the bits of the whole: with weights, for medians, under
-    `exact`, and for true means of integers. Under `accurate`, partial sums are as wide as the accumulator,
-    and travel only if that is fewer bytes than the arrays, so that one replica per process sends what a ring
-    would.
-
-    >>> partial_dtype("float32", ReduceOp.SUM, "accurate", most_replicas=4)
-    'float64'
-    >>> partial_dtype("float32", ReduceOp.SUM, "accurate", most_replicas=2) is None
-    True
-    """
-    if most_replicas == 1 or is_weighted or op.is_order_statistic:
-        return None
-    if precision == "fast" or op in (ReduceOp.MIN, ReduceOp.MAX):
-        return dtype
-    if dtype in INTEGERS:
-        return None if op is ReduceOp.MEAN else dtype
-    wide = _WIDE.get(dtype)
-    if wide is None or precision == "exact" or (op is ReduceOp.PROD and dtype in COMPLEXES):
-        return None
-    return wide if ITEM_BYTES[wide] < most_replicas * ITEM_BYTES[dtype] else None

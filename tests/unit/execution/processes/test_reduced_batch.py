@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from crossdevice.execution.processes.travelling import partial_dtype
+from crossdevice.execution.processes.reduced_batch import partial_dtype
 from crossdevice.plans.tasks import LINE_ELEMENTS, shard_edges
 from crossdevice.values.dtypes import COMPLEXES, INTEGERS, ITEM_BYTES
 from crossdevice.values.options import PRECISIONS
