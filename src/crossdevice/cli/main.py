@@ -33,7 +33,7 @@ COMMANDS = {
         "crossdevice bench -b 4K -e 64M --against numpy,torch",
     ),
     "bits": Command(
-        "crossdevice.cli.bits.command",
+        "crossdevice.cli.bits",
         "Compares two recorded runs, and names the first call in which their bits differ.",
         "crossdevice bits run_a.bits run_b.bits",
     ),

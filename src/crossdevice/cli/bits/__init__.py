@@ -1,1 +1,0 @@
-"""`crossdevice bits`."""
