@@ -21,7 +21,7 @@ from crossdevice.errors import (
     ShapeMismatchError,
     StructureMismatchError,
 )
-from crossdevice.execution.processes.task_agreement import Course, compare_once
+from crossdevice.execution.processes.task_agreement import DIGEST_BYTES, Course, compare_once
 from crossdevice.execution.reading.values import at
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
@@ -34,7 +34,6 @@ from crossdevice.values.weights import Weights, weights_for
 COMPARING = b"comparing"
 """The signature of calls whose ranks do not know yet whether they agree."""
 
-DIGEST_BYTES = 16
 
 MAX_KINDS = 1024
 """Kinds of call that a group remembers; a program with more compares them again now and then."""

@@ -22,7 +22,7 @@ from crossdevice.execution.processes.agreement import (
     weights_of_all_ranks,
 )
 from crossdevice.execution.processes.choice import Part, courses_of, own_gpu, parts_of, transport_of
-from crossdevice.execution.processes.copies import Copies
+from crossdevice.execution.processes.copied_rows import Copies
 from crossdevice.execution.processes.dense_call import DenseCall
 from crossdevice.execution.processes.exchanged_parts import exchanged_parts
 from crossdevice.execution.processes.gpu_peers import explained_peers, find_peers, offered_gpu

@@ -13,7 +13,7 @@ from crossdevice.execution.processes.agreement import (
     seconds_of,
     structure_text,
 )
-from crossdevice.execution.processes.copies import Copies, LeafRows
+from crossdevice.execution.processes.copied_rows import Copies, LeafRows
 from crossdevice.execution.processes.gpu_peers import offered_gpu
 from crossdevice.execution.processes.rows import array_of_rows, rows_of
 from crossdevice.execution.processes.verifying import verified_copies

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.values.device import Device, device_of
 
-Rows = Any
+Rows: TypeAlias = Any
 """An array with the axis first, contiguous: of NumPy or, on a GPU that others may reach, of PyTorch."""
 
 

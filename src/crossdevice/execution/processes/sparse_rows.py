@@ -10,7 +10,7 @@ import numpy as np
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.local.batch import CheckedLeaf
 from crossdevice.execution.local.sparse import SparseReduction
-from crossdevice.execution.processes.copies import Copies
+from crossdevice.execution.processes.copied_rows import Copies
 from crossdevice.execution.processes.gpu_peers import offered_gpu
 from crossdevice.execution.processes.rows import array_of_rows
 from crossdevice.process_groups.group_call import GroupCall

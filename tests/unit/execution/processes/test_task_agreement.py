@@ -7,7 +7,7 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.errors import MismatchError
-from crossdevice.execution.processes import choice, copies, reduced_batch, task_agreement
+from crossdevice.execution.processes import choice, copied_rows, reduced_batch, task_agreement
 from crossdevice.execution.processes.host_reduction import HostReduction
 from crossdevice.process_groups.engines.thread_engine import run_ranks
 
@@ -115,13 +115,13 @@ def refused_copies(call):
 
 @pytest.mark.parametrize("call", COPYING_CALLS)
 def test_copies_by_another_transport(monkeypatch, call):
-    transport_of = copies.transport_of_copies
+    transport_of = copied_rows.transport_of_copies
 
     def chosen(wanted):
         return choice.Choice("pigeons", {}) if wanted.group.rank == ODD else transport_of(wanted)
 
     monkeypatch.setattr(choice, "TRANSPORTS", {**choice.TRANSPORTS, "pigeons": choice.TRANSPORTS["messages"]})
-    monkeypatch.setattr(copies, "transport_of_copies", chosen)
+    monkeypatch.setattr(copied_rows, "transport_of_copies", chosen)
     assert "has transports pigeons for leaves 0" in refused_copies(call)
 
 
@@ -129,7 +129,7 @@ def test_copies_by_another_transport(monkeypatch, call):
 def test_copies_of_other_ranges(monkeypatch, call):
     """The odd rank takes the last array to be a byte shorter, in its tasks and in what they mean."""
     name = COPYING_CALLS[call]
-    layout, meaning = getattr(copies, name), getattr(copies, f"meaning_of_{name}")
+    layout, meaning = getattr(copied_rows, name), getattr(copied_rows, f"meaning_of_{name}")
 
     def shorter(lengths):
         *before, last = lengths
@@ -142,8 +142,8 @@ def test_copies_of_other_ranges(monkeypatch, call):
 
         return made
 
-    monkeypatch.setattr(copies, name, of_own(layout))
-    monkeypatch.setattr(copies, f"meaning_of_{name}", of_own(meaning))
+    monkeypatch.setattr(copied_rows, name, of_own(layout))
+    monkeypatch.setattr(copied_rows, f"meaning_of_{name}", of_own(meaning))
     assert " has task rank " in refused_copies(call)
 
 

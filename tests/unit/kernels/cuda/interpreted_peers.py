@@ -14,8 +14,8 @@ import torch
 import crossdevice as cd
 from crossdevice.backends.registry import backend_named
 from crossdevice.execution.local.scattering import ScatteredLeaf
-from crossdevice.execution.processes import copies, gpu_peers
-from crossdevice.execution.processes.copies import Copies, LeafRows
+from crossdevice.execution.processes import copied_rows, gpu_peers
+from crossdevice.execution.processes.copied_rows import Copies, LeafRows
 from crossdevice.execution.processes.gpu_peers import PeerAddresses, Peers
 from crossdevice.execution.processes.reduced_batch import LeafParts, ReducedBatch
 from crossdevice.execution.processes.transports import peer_memory as transport
@@ -62,7 +62,7 @@ def workers(request, monkeypatch):
             workers = [min(rank, group.size - 2) for rank in workers]
         return Peers(HOST, addresses, workers)
 
-    for module in (transport, gpu_peers, copies):
+    for module in (transport, gpu_peers, copied_rows):
         monkeypatch.setattr(module, "known_peers", peers_of)
     return request.param
 
@@ -276,7 +276,7 @@ def test_arrays_of_a_call_that_failed_are_kept_for_those_who_may_still_use_them(
 @pytest.fixture
 def _offered(monkeypatch):
     """Tensors on the host, offered as if they were on a GPU that all ranks reach."""
-    monkeypatch.setattr(copies, "offered_gpu", lambda arrays, group: HOST)
+    monkeypatch.setattr(copied_rows, "offered_gpu", lambda arrays, group: HOST)
     monkeypatch.setattr(gpu_peers, "find_peers", lambda call, gpu: None)
 
 

@@ -24,6 +24,7 @@ from crossdevice.execution.processes.layouts.broadcast import broadcast
 from crossdevice.execution.processes.layouts.gather import gather
 from crossdevice.execution.processes.programs import Program
 from crossdevice.execution.processes.reduced_batch import WantedCopies
+from crossdevice.execution.processes.rows import Rows
 from crossdevice.execution.processes.task_agreement import Course, compare_once
 from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.execution.signature_cache import SignatureCache
@@ -38,8 +39,6 @@ from crossdevice.plans.tasks import TaskPlan
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall, check_announced, receive_buffer
 from crossdevice.values.device import Device
-
-Rows: TypeAlias = Any
 
 Place: TypeAlias = tuple[int, int]
 """The leaf and the replica of a result of this rank."""
