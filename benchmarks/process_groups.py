@@ -27,7 +27,7 @@ from crossdevice.cli.bench.calls import Calls, Inspection, Measurable
 from crossdevice.cli.bench.measure import Schedule, seconds_in_turns
 from crossdevice.cli.bench.peers import PeerSetup, Runs, peer_unavailable
 from crossdevice.cli.bench.process import PeerProcesses
-from crossdevice.cli.bench.ranks import Rank
+from crossdevice.cli.bench.rank_peers import Rank
 from crossdevice.cli.bench.report import machine
 from crossdevice.cli.bench.workload import ResultPlace, Workload
 from crossdevice.process_groups.group import ProcessGroup

@@ -21,7 +21,7 @@ from crossdevice.strategies.running.place import (
     outside_of_replicas,
 )
 from crossdevice.strategies.running.replica_context import ReplicaContext
-from crossdevice.strategies.variables.distributed import DistributedVariable
+from crossdevice.strategies.variables.distributed_variable import DistributedVariable
 from crossdevice.values.device import host_device
 from crossdevice.values.options import CommunicationOptions, as_options, either
 from crossdevice.values.reduce_op import ReduceOp

@@ -26,7 +26,7 @@ from crossdevice.strategies.data.regrouping import (
     spread,
 )
 from crossdevice.strategies.running.place import check_cross_replica_of, current_context, update_of
-from crossdevice.strategies.variables.distributed import (
+from crossdevice.strategies.variables.distributed_variable import (
     DistributedVariable,
     ReplicaVariable,
     refuse_per_replica,

@@ -67,8 +67,8 @@ PEERS: Mapping[str, Peer] = {
         "compiled_peers:TensorflowRing", "tensorflow", "process", "TensorFlow's ring in a tf.function"
     ),
     "jax": Peer("compiled_peers:JaxPsum", "jax", "process", "JAX's psum in a shard_map"),
-    "gloo": Peer("ranks:GlooRank", "torch", "processes", "torch.distributed on gloo"),
-    "mpi": Peer("ranks:MpiRank", "mpi4py", "mpirun", "MPI through mpi4py"),
+    "gloo": Peer("rank_peers:GlooRank", "torch", "processes", "torch.distributed on gloo"),
+    "mpi": Peer("rank_peers:MpiRank", "mpi4py", "mpirun", "MPI through mpi4py"),
 }
 
 

@@ -12,7 +12,7 @@ import optree
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ConversionError, StructureMismatchError
 from crossdevice.execution.reading.values import check_agreement
-from crossdevice.strategies.variables.distributed import DistributedVariable
+from crossdevice.strategies.variables.distributed_variable import DistributedVariable
 from crossdevice.values.delegation import PlacedArray
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DistributedValues, PerReplica, as_distributed

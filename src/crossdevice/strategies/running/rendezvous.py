@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from crossdevice.errors import ContextError, DeadlineError, MismatchError, ReplicaError
 from crossdevice.execution.reading.values import check_agreement, few, replica_at
 from crossdevice.execution.tracing import flight_recorder
-from crossdevice.strategies.running.threads import ReplicaThreads
+from crossdevice.strategies.running.replica_threads import ReplicaThreads
 from crossdevice.values.device import Device
 
 MAX_NAMED = 8

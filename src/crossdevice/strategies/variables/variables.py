@@ -10,7 +10,7 @@ from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce, gr
 from crossdevice.errors import ContextError, OptionError, ReduceOpError
 from crossdevice.strategies.data.regrouping import placed_on
 from crossdevice.strategies.running.place import current_context
-from crossdevice.strategies.variables.distributed import (
+from crossdevice.strategies.variables.distributed_variable import (
     DistributedVariable,
     ReplicaVariable,
     Write,
