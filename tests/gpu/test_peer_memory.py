@@ -27,11 +27,11 @@ NUM_RANKS, NUM_LAUNCHES = 6, 4
 """Of those that are killed, one after the other until one is left."""
 
 EXPLAINED = {
-    "1": "1 values by peer memory: one process of each GPU sums its shard (of reduce_scatter the parts "
+    "1": "1 value by peer memory: one process of each GPU sums its shard (of reduce_scatter the parts "
     "there) from the GPU memory of all (rank 0)",
-    "each": "1 values by peer memory: each process sums its shard (of reduce_scatter its part) from the GPU "
+    "each": "1 value by peer memory: each process sums its shard (of reduce_scatter its part) from the GPU "
     "memory of all",
-    "0": "1 values by staged: through memory of the host that processes share, in chunks: one is combined "
+    "0": "1 value by staged: through memory of the host that processes share, in chunks: one is combined "
     "while others are copied from and to the GPU",
 }
 

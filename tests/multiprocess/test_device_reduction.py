@@ -12,8 +12,8 @@ def test_the_engines_own_all_reduce_gives_the_same_results(tmp_path):
         "max in place": [[[3.0, 3.0]] * 3] * 2,
         "is written": True,
         "by way of the host too": [[[2.0, 2.0]] * 3, [2] * 4],
-        "explained": "1 values by NCCL all-reduce: the engine's own all-reduce, on the devices they are on",
-        "ring": "pack 0 (1 values of float32): sends one partial result in float32 to every other process, "
+        "explained": "1 value by NCCL all-reduce: the engine's own all-reduce, on the devices they are on",
+        "ring": "pack 0 (1 value of float32): sends one partial result in float32 to every other process, "
         "24 bytes",
         "shards": {
             "same bits": True,
@@ -26,7 +26,7 @@ def test_the_engines_own_all_reduce_gives_the_same_results(tmp_path):
             "in out": [True, [1.0, 3.0, 5.0, 7.0, 9.0]],
             "several replicas": [2.0, 6.0, 10.0, 14.0, 18.0],
             "all-to-alls": 2 * (4 * 7 - 1) * (1 + 4) + (2 + 1 + 1) + 1,
-            "explained": "1 values by NCCL shards: the engine's all-to-all of shards, one fused pass on the "
+            "explained": "1 value by NCCL shards: the engine's all-to-all of shards, one fused pass on the "
             "devices they are on, and the engine's all-gather",
         },
     }

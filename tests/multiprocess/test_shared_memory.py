@@ -116,7 +116,7 @@ def test_arrays_in_shared_memory_give_the_same_bits_and_are_given_back(found):
         assert small.endswith(
             "brings its arrays to shared memory, 16 bytes, and combines everything there, in 1 step"
         )
-        assert large.startswith("pack 0 (1 values of float32): brings its arrays to shared memory, ")
+        assert large.startswith("pack 0 (1 value of float32): brings its arrays to shared memory, ")
         assert large.endswith(" bytes, and combines its shard there, in 3 steps")
         # Others find an array by its descriptor; that of the group's own memory is needed while it is formed.
         assert facts.pop("descriptors") == [0, 1]

@@ -18,6 +18,7 @@ from crossdevice.plans.steps import Buffer
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.device import Device
 from crossdevice.values.options import CommunicationOptions, as_options
+from crossdevice.values.quantities import counted
 from crossdevice.values.replica_scope import check_cross_replica
 
 Arguments = ParamSpec("Arguments")
@@ -93,8 +94,8 @@ class CollectiveAllReduce(CrossDeviceOps):
             num_processes = 1 if group is None else group.size
             if group_size != num_devices * num_processes:
                 raise OptionError(
-                    f"group_size is {group_size}; {num_devices} devices in each of {num_processes} processes "
-                    f"are {num_devices * num_processes}"
+                    f"group_size is {group_size}; {counted(num_devices, 'device')} in each of "
+                    f"{counted(num_processes, 'process', 'processes')} are {num_devices * num_processes}"
                 )
 
     reduce = _in_turn(CrossDeviceOps.reduce)

@@ -501,7 +501,7 @@ def _given(weights: Any) -> dict[str, Any]:
 
 
 def grouped(results: list[Any], devices: tuple[Device, ...], group: bool) -> Any:
-    """What `update` returns: for each leaf one value if `group`, or the values of all copies."""
+    """Returns for each leaf one value if `group`, or the values of all copies, as `update` does."""
     if not group:
         return map_structure(lambda each: each.values, regroup(results, devices, always_wrap=True))
     if len(results) == 1:

@@ -124,7 +124,7 @@ def factor_of(given: Any, op: ReduceOp, number: int | None = None) -> float:
 
 
 def _shown(given: Any) -> str:
-    """What was given, shortened: a whole number may have more digits than Python prints."""
+    """Shows what was given, shortened: a whole number may have more digits than Python prints."""
     try:
         text = repr(given)
     except ValueError:

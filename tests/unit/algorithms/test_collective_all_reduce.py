@@ -75,8 +75,8 @@ def test_an_explanation_says_what_is_sent():
     assert [line for line in lines if not line.startswith("  not by")] == [
         "SUM of 4 replicas in each of 2 processes on threads, precision accurate; this is rank 1",
         "not through shared memory: several ranks are threads of one process",
-        "1 values by messages",
-        "pack 0 (1 values of float32): sends shards of one partial result in float64 to their owners, "
+        "1 value by messages",
+        "pack 0 (1 value of float32): sends shards of one partial result in float64 to their owners, "
         f"and its own shard of the result to every other process, {sent_bytes(2, 4, 64 * 2 * 300)[1]} bytes",
         "  rank 1 sums input 1.0.0[0:38400] input 1.0.1[0:38400] input 1.0.2[0:38400] input 1.0.3[0:38400] "
         "to partial 1.0.0[0:38400]",
@@ -89,13 +89,28 @@ def test_an_explanation_says_what_is_sent():
     assert "sends one partial result in float64 to every other process, 64 bytes\n" in small
 
 
+def test_an_explanation_counts_one_replica_and_several_values():
+    def run(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        arrays = [np.ones(8, np.float32), np.ones(3, np.float32)]
+        alone, several = cd.PerReplica(arrays[:1]), cd.PerReplica([arrays])
+        return [ops.explain(alone, alone), ops.explain(several, several)]
+
+    alone, several = run_ranks(2, run)[0]
+    assert alone.startswith("SUM of 1 replica in each of 2 processes on threads, ")
+    assert "\n1 value by messages\n" in alone
+    assert "\npack 0 (1 value of float32): " in alone
+    assert "\n2 values by messages\n" in several
+    assert "\npack 0 (2 values of float32): " in several
+
+
 def test_small_values_go_to_everyone_at_once():
     assert sent_bytes(3, 1, 10) == [2 * 10 * 4] * 3
 
 
 def test_numbers_must_fit_together():
     assert cd.CollectiveAllReduce(["cpu:0", "cpu:1"], 2).group is None
-    with pytest.raises(OptionError, match="group_size is 3; 2 devices in each of 1 processes are 2"):
+    with pytest.raises(OptionError, match="group_size is 3; 2 devices in each of 1 process are 2"):
         cd.CollectiveAllReduce(["cpu:0", "cpu:1"], 3)
     with pytest.raises(OptionError, match="group must be a ProcessGroup or None, got str"):
         cd.CollectiveAllReduce(group="gloo")

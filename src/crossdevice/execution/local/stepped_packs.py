@@ -16,6 +16,7 @@ from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.plans.packing import Pack
 from crossdevice.plans.plan import Plan
 from crossdevice.values.device import Device
+from crossdevice.values.quantities import counted
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.weights import Weights
 
@@ -39,7 +40,7 @@ class SteppedPacks:
             spec, dtype = self._specs[pack[0].item], self._dtypes[pack[0].item]
             started = now()
             inputs = _packed(pack, columns, spec)
-            packing = Work("pack", f"pack of {len(pack)} values", spec.devices)
+            packing = Work("pack", f"pack of {counted(len(pack), 'value')}", spec.devices)
             flight_recorder.events.append((packing, started, now(), 1))
             results = execute(plan, inputs, spec.backend, recipe.with_weights(weights), dtype)
             offset = 0
@@ -56,7 +57,7 @@ class SteppedPacks:
         started = now()
         assembled = {item: self._assembled(item, pieces, outs[item]) for item, pieces in parts.items()}
         devices = dict.fromkeys(device for item in parts for device in self._specs[item].destinations)
-        unpacking = Work("unpack", f"unpack {len(parts)} values", tuple(devices))
+        unpacking = Work("unpack", f"unpack {counted(len(parts), 'value')}", tuple(devices))
         flight_recorder.events.append((unpacking, started, now(), 1))
         return assembled
 

@@ -50,6 +50,7 @@ from crossdevice.values.distributed import component_of
 from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import unflatten
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions, whole_number
+from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
@@ -147,7 +148,8 @@ class BetweenProcesses:
         choices = [transport_of(batch.wanted(number)) for number in range(len(specs))]
         names = [choice.name for choice in choices]
         lines = [
-            f"{op.name} of {here} replicas in each of {group.size} processes on {group.engine_name}, "
+            f"{op.name} of {counted(here, 'replica')} in each of "
+            f"{counted(group.size, 'process', 'processes')} on {group.engine_name}, "
             f"precision {options.precision}; this is rank {group.rank}"
         ]
         if group.hosts is not None:
@@ -161,7 +163,9 @@ class BetweenProcesses:
             lines.append(f"{len(checked) - len(specs)} sparse: all rows go to every process")
         for name in sorted(set(names)):
             how = explained_peers(group) if name == "peer memory" else HOW.get(name)
-            lines.append(f"{names.count(name)} values by {name}{'' if how is None else f': {how}'}")
+            lines.append(
+                f"{counted(names.count(name), 'value')} by {name}{'' if how is None else f': {how}'}"
+            )
             of_name = [number for number, choice in enumerate(choices) if choice.name == name]
             lines += dict.fromkeys(
                 f"  not by {other}: {reason}"

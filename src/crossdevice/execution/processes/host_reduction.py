@@ -23,6 +23,7 @@ from crossdevice.kernels.host.resources.pool import result_pool
 from crossdevice.plans.reduced_leaf import ReducedLeaf
 from crossdevice.plans.tasks import TaskPlan, aligned
 from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.values.quantities import counted
 from crossdevice.values.recipe import COPYING
 from crossdevice.values.weights import Weights
 
@@ -153,7 +154,7 @@ class HostReduction:
         """Describes what this process does for each pack, and its first tasks."""
         for number, (leaves, program) in enumerate(self._packs):
             dtype = leaves[0].dtype
-            yield f"pack {number} ({len(leaves)} values of {dtype}): {program.explained()}"
+            yield f"pack {number} ({counted(len(leaves), 'value')} of {dtype}): {program.explained()}"
             yield from [f"  {line}" for line in program.plan.rendered(self._rank, EXPLAINED_TASKS)]
 
     def _small_reduction(self) -> SmallReduction | None:

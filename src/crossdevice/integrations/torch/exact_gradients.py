@@ -443,7 +443,7 @@ def _has_default_group() -> bool:
 
 
 def _differing(found: Any, known: Any) -> str:
-    """Where two descriptions differ first."""
+    """Shows where two descriptions differ first."""
     if isinstance(found, list) and isinstance(known, list):
         if len(found) != len(known):
             return f"{len(found)}, not {len(known)}"

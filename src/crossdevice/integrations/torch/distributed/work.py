@@ -210,7 +210,7 @@ class StartedWork(EndedWork):
 
     @property
     def has_futures(self) -> bool:
-        """Whether anybody has asked for a future."""
+        """True if anybody has asked for a future."""
         return bool(self._futures)
 
     def settle(self) -> None:
