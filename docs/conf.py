@@ -34,7 +34,7 @@ myst_heading_anchors = 3
 
 FOR_AUTHORS_OF_ALGORITHMS = "plan_sum, plan_rounds, uses_engine, fallback_reason"
 FOR_OUR_OWN_CODE = (
-    "of, with_parts, with_results, given_devices, meet, local_replica, turn, call, compare_always, "
+    "of, with_parts, with_results, meet, local_replica, turn, call, compare_always, "
     "make_call, refuse, end, reduces_on, give_up, value_of_rank, belongs_to, joins_graphs, computed, store, "
     "operand, is_order_statistic, sorted_range, "
     "typical_devices, ring_bytes_per_second, is_on_all_ranks"

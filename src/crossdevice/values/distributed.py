@@ -74,11 +74,6 @@ class DistributedValues:
         return self._values
 
     @property
-    def given_devices(self) -> tuple[Device, ...] | None:
-        """The devices this was made with; None if they follow from the components."""
-        return self._given_devices
-
-    @property
     def devices(self) -> tuple[Device, ...]:
         """The device of each component."""
         if self._devices is None:
