@@ -41,11 +41,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> None:
         self.packing = Packing(num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
         self.all_reduce_alg = all_reduce_alg
-        self._algorithm()  # refuses a name that nobody has now, not in the first call
+        self._algorithm()  # refuses an unregistered name now, not in the first call
 
     @property
     def agg_small_grads_max_bytes(self) -> int:
-        """Below which consecutive values share a pack."""
+        """Size below which consecutive values share a pack."""
         return self.packing.small_max_bytes
 
     @property
@@ -59,11 +59,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return self._algorithm().uses_engine
 
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:
-        """Reason the named algorithm cannot run on these devices; None if it can."""
+        """Returns the reason the named algorithm cannot run on these devices; None if it can."""
         return self._algorithm().fallback_reason(devices)
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
-        """The named algorithm's plan."""
+        """Plans with the named algorithm."""
         return self._algorithm().plan_sum(build, destinations)
 
     def _algorithm(self) -> CrossDeviceOps:

@@ -58,7 +58,7 @@ class CrossDeviceOps(Settings):
 
     reduce_to_device: Device | None = None
     uses_engine: bool = False
-    """Whether its plans contain engine steps if `build.has_engine` is true."""
+    """True if its plans contain engine steps where `build.has_engine` is true."""
     accumulation_fn: Callable[[tuple[Any, ...]], Any] | None = None
 
     # ---------------------------------------------------------------- what an algorithm says
@@ -70,11 +70,11 @@ class CrossDeviceOps(Settings):
         )
 
     def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round] | None:  # noqa: ARG002
-        """The rounds of an all-reduce over a topology, to time thousands of devices; None if unknown."""
+        """Returns the rounds of an all-reduce, to time it on thousands of devices; None if unknown."""
         return None
 
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:  # noqa: ARG002
-        """Reason this algorithm cannot be used for values on these devices; None if it can."""
+        """Returns the reason this algorithm cannot be used on these devices; None if it can."""
         return None
 
     # ---------------------------------------------------------------- the public calls
@@ -667,7 +667,7 @@ class CrossDeviceOps(Settings):
         return Calls(self.batch_reduce, self.gather, self.reduce_scatter, self.all_to_all)
 
     def _within_process(self) -> CrossDeviceOps:
-        """The same algorithm with the same options, for the replicas of this process alone."""
+        """Returns the same algorithm with the same options, for the replicas of this process alone."""
         return self
 
     @property

@@ -28,7 +28,7 @@ Answer = TypeVar("Answer")
 def _in_turn(
     method: Callable[Concatenate[Any, Arguments], Answer],
 ) -> Callable[Concatenate[Any, Arguments], Answer]:
-    """A call that counts among those of the group even if it is refused before ranks meet."""
+    """Counts a call in the order of the group, even if it is refused before ranks meet."""
 
     @functools.wraps(method)
     def made(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
@@ -123,7 +123,7 @@ class CollectiveAllReduce(CrossDeviceOps):
 
     @_in_turn
     def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions | None = None) -> Any:
-        """One process's value, on every process of the group; all bring one of the same shapes and dtypes."""
+        """Copies one process's value to every process of the group; all bring the same shapes and dtypes."""
         check_cross_replica("value_of_rank")
         runner = self._runner
         if not isinstance(runner, GroupRunner):
@@ -131,7 +131,7 @@ class CollectiveAllReduce(CrossDeviceOps):
         return runner.between.value_of_rank(value, rank, runner.options_of(options))
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
-        """The part of this process: each device sums its shard, and all get all shards."""
+        """Plans the part of this process: each device sums its shard, and all get all shards."""
         sums = build.add_by_shards()
         return [build.join(sums, at=device) for device in destinations]
 
@@ -151,8 +151,8 @@ class CollectiveAllReduce(CrossDeviceOps):
             destinations: the devices of this process for the copies.
             options: the deadline, and `share_results`.
             out: arrays for the copies instead of new ones.
-            from_rank: the rank whose value it is to be, on all processes, which bring one of the same
-                structure, shapes and dtypes. None copies this process's own, and asks nobody else.
+            from_rank: the rank that provides the value. All processes bring a value of the same
+                structure, shapes and dtypes. None copies this process's own, without communication.
 
         Returns:
             A bare array for one destination device, a Mirrored for several.
@@ -183,7 +183,7 @@ class CollectiveAllReduce(CrossDeviceOps):
         )
 
     def _within_process(self) -> CrossDeviceOps:
-        """The same algorithm with the same options, for the replicas of this process alone."""
+        """Returns the same algorithm with the same options, for the replicas of this process alone."""
         alone = copy.copy(self)
         alone.group = None
         return alone
@@ -194,5 +194,5 @@ class CollectiveAllReduce(CrossDeviceOps):
 
 
 def group_of(ops: CrossDeviceOps) -> ProcessGroup | None:
-    """The processes that take part in an algorithm's calls; None if it works in this one alone."""
+    """Returns the processes that take part in an algorithm's calls; None if it works in this one alone."""
     return ops.group if isinstance(ops, CollectiveAllReduce) else None

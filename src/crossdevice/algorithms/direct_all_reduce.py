@@ -38,12 +38,12 @@ class DirectAllReduce(PackedOps):
     """
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
-        """Replica c sums shard c, in replica order."""
+        """Plans sums of shards: replica c sums shard c, in replica order."""
         sums = build.add_by_shards()
         return [build.join(sums, at=device) for device in destinations]
 
     def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round]:
-        """Everyone to everyone, twice."""
+        """Sends from every device to every other one, twice."""
         count = topology.num_devices
         transfers = [
             (source, target)

@@ -1,4 +1,4 @@
-"""Halve the range and double the group until everyone owns one summed shard; then back."""
+"""Recursive halving until each device owns one summed shard, then recursive doubling."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HalvingDoublingAllReduce(PackedOps):
     """
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
-        """The first surplus pairs fold; member i of the rest ends up with shard i."""
+        """Folds in the first surplus pairs; member i of the rest ends up with shard i."""
         num_replicas = len(build.inputs)
         num_members = 1 << (num_replicas.bit_length() - 1)
         num_folded = num_replicas - num_members
@@ -55,7 +55,7 @@ class HalvingDoublingAllReduce(PackedOps):
         return build.deliver([*results, *folded], destinations)
 
     def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round]:
-        """Far partners first, then back; a surplus is folded in before and gets its results after."""
+        """Exchanges with far partners first, then back; folds a surplus in before and serves it after."""
         count = topology.num_devices
         num_members = 1 << (count.bit_length() - 1)
         num_folded = count - num_members
@@ -76,7 +76,7 @@ class HalvingDoublingAllReduce(PackedOps):
 
 
 def _halved(build: PlanBuilder, held: list[Buffer]) -> list[Buffer]:
-    """Partners, far ones first, split what they hold; each sums one half of both."""
+    """Halves shards between partners, far ones first; each sums one half of both."""
     distance = len(held) // 2
     while distance:
         halves = [build.split(buffer, 2) for buffer in held]
@@ -89,7 +89,7 @@ def _halved(build: PlanBuilder, held: list[Buffer]) -> list[Buffer]:
 
 
 def _doubled(build: PlanBuilder, held: list[Buffer]) -> list[Buffer]:
-    """Partners, near ones first, exchange what they hold until everyone holds everything."""
+    """Doubles shards between partners, near ones first, until all have everything."""
     distance = 1
     while distance < len(held):
         held = [

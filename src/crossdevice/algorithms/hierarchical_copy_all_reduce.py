@@ -19,8 +19,8 @@ class HierarchicalCopyAllReduce(PackedOps):
                            ▲    │
         half B: 5,6,7 ─► 4 ┘    └─► 4 ───► 5,6,7
 
-    It takes at most 4 rounds and moves 2 (N - 1) arrays, of which only one pair crosses between the halves.
-    It was designed for the DGX-1, whose two groups of four GPUs have few links between them. Pack k has its
+    It takes at most 4 rounds and moves 2 (N - 1) arrays; only one pair crosses between the halves.
+    It was designed for the DGX-1: two groups of four GPUs, with few links between them. Pack k has its
     root on replica k mod N, so several packs (`num_packs=N`) spread the load over all devices. If the number
     of replicas is odd, the second half is larger.
 
@@ -57,7 +57,7 @@ class HierarchicalCopyAllReduce(PackedOps):
         ]
 
     def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round]:
-        """To the roots, across, back across while the near half is served, and to the far half."""
+        """Sends to the roots, across, back across while the near half is served, and to the far half."""
         count = topology.num_devices
         if count == 1:
             return []

@@ -35,7 +35,7 @@ class NcclAllReduce(PackedOps):
     uses_engine = True
 
     def fallback_reason(self, devices: Sequence[Device]) -> str | None:
-        """Reason NCCL cannot reduce values on these devices; None if it can."""
+        """Returns the reason NCCL cannot reduce values on these devices; None if it can."""
         others = sorted({str(device) for device in devices if device.type != "cuda"})
         if others:
             return f"NCCL works on GPUs only, and values are on {', '.join(others)}"
@@ -45,7 +45,7 @@ class NcclAllReduce(PackedOps):
         return None
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
-        """One engine step, or shards if no engine may do it; where NCCL cannot be, the first destination."""
+        """Plans one engine step; shards without an engine, or the first destination where NCCL cannot be."""
         if self.fallback_reason([buffer.device for buffer in build.inputs]) is None:
             if build.has_engine:
                 return build.deliver(build.engine_all_reduce(build.inputs), destinations)

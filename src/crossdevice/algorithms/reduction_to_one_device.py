@@ -1,4 +1,4 @@
-"""Everything to one device and back."""
+"""Reduction on one device, then a copy to each destination."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         return [build.copy(total, to=device) for device in destinations]
 
     def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round]:
-        """All arrays to device 0, then the result to all others."""
+        """Sends all arrays to device 0, then the result to all others."""
         others = range(1, topology.num_devices)
         return [
             Round([(other, 0) for other in others], num_bytes, num_added=topology.num_devices),

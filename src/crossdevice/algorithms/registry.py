@@ -1,4 +1,4 @@
-"""The algorithms by name: `make generated` writes from these rows what other files say of them."""
+"""Registry of algorithms by name; `make generated` writes the tables in other files from it."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ OWN_ALGORITHMS: Mapping[str, AlgorithmRow] = {
         "crossdevice.algorithms.direct_all_reduce:DirectAllReduce", "2", "2 (N - 1) / N S"
     ),
 }
-"""Those of this package, one per file."""
+"""Algorithms of this package, one per file."""
 
 ALGORITHMS = Registry(
     "an all-reduce algorithm",
     {name: row.target for name, row in OWN_ALGORITHMS.items()},
     entry_point_group="crossdevice.algorithms",
 )
-"""These and those of installed packages."""
+"""All algorithms, those of installed packages included."""

@@ -37,7 +37,7 @@ class RingAllReduce(PackedOps):
     """
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
-        """Shard c starts after replica c and is complete when it comes round to it."""
+        """Plans the ring: shard c starts after replica c and is complete when it returns to it."""
         devices = [buffer.device for buffer in build.inputs]
         num_replicas = len(devices)
         shards = [build.split(buffer, num_replicas) for buffer in build.inputs]
@@ -60,7 +60,7 @@ class RingAllReduce(PackedOps):
         return build.deliver(joined, destinations)
 
     def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round]:
-        """One round, to the next in the ring, again and again."""
+        """Repeats one round: each device sends to the next in the ring."""
         count = topology.num_devices
         transfers = [(replica, (replica + 1) % count) for replica in topology.typical_devices]
         shard, hops = num_bytes / count, count - 1

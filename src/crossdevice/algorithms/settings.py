@@ -12,12 +12,12 @@ from crossdevice.values.options import DEFAULT_OPTIONS
 
 
 class Settings:
-    """Public attributes are settings; what cached properties prepare for them is forgotten as they change."""
+    """Public attributes as settings; cached properties are cleared when a setting changes."""
 
     packing: Packing = Packing()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets it, and forgets what was prepared for other settings."""
+        """Sets the attribute and clears cached properties."""
         object.__setattr__(self, name, value)
         self._forget(name)
 
@@ -27,7 +27,7 @@ class Settings:
         self._forget(name)
 
     def __repr__(self) -> str:
-        """Its class with the settings that are not the defaults."""
+        """Returns its class with the settings that are not the defaults."""
         settings = [
             f"{name}={value!r}"
             for name, parameter in inspect.signature(type(self)).parameters.items()
@@ -46,7 +46,7 @@ class Settings:
         self.packing = dataclasses.replace(self.packing, num_packs=num_packs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its settings; what was prepared is prepared again."""
+        """Returns its settings; cached properties are computed again."""
         return {name: value for name, value in self.__dict__.items() if not self._is_prepared(name)}
 
     def _forget(self, changed: str) -> None:

@@ -38,7 +38,7 @@ class TreeAllReduce(PackedOps):
     """
 
     def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
-        """Each half goes up its tree; replicas get it back down the tree, other devices from the roots."""
+        """Sums each half up its tree and copies it back down; other devices copy from the roots."""
         num_replicas = len(build.inputs)
         devices = [buffer.device for buffer in build.inputs]
         halves = list(zip(*(build.split(buffer, 2) for buffer in build.inputs), strict=True))
@@ -56,7 +56,7 @@ class TreeAllReduce(PackedOps):
         return build.deliver(joined, destinations)
 
     def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round]:
-        """One round for each level of both trees, up and then down."""
+        """Makes one round for each level of both trees, up and then down."""
         count = topology.num_devices
         levels: dict[int, list[tuple[int, int]]] = {}
         for second in (False, True):
@@ -82,7 +82,7 @@ class TreeAllReduce(PackedOps):
 
 
 def _parents(num_replicas: int, *, second: bool) -> dict[int, int]:
-    """The parent of each replica but the root, in an order in which parents come before children.
+    """Returns the parent of each replica but the root; parents come before their children.
 
     In the first tree odd positions are leaves. The second is its mirror image (for an even count) or
     its rotation by one, which exchanges odd and even.
@@ -109,7 +109,7 @@ def _parents(num_replicas: int, *, second: bool) -> dict[int, int]:
 
 
 def _summed_up(build: PlanBuilder, half: Sequence[Buffer], parents: dict[int, int]) -> Buffer:
-    """The whole sum, on the root: every replica adds its children's sums to its own, deepest first."""
+    """Sums on the root: every replica adds its children's sums to its own, deepest first."""
     family: list[list[Buffer]] = [[buffer] for buffer in half]
     root = next(replica for replica in range(len(half)) if replica not in parents)
     for child, parent in reversed(parents.items()):
@@ -120,7 +120,7 @@ def _summed_up(build: PlanBuilder, half: Sequence[Buffer], parents: dict[int, in
 def _copied_down(
     build: PlanBuilder, total: Buffer, parents: dict[int, int], devices: Sequence[Device]
 ) -> list[Buffer]:
-    """The sum on every replica's device, each copied from its parent."""
+    """Copies the sum to every replica's device, each from its parent."""
     held = [total] * len(devices)
     for child, parent in parents.items():
         held[child] = build.copy(held[parent], to=devices[child])
