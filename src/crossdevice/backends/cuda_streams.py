@@ -1,4 +1,4 @@
-"""CUDA streams for the tracks of a plan: what is ordered with what, whichever library makes them."""
+"""CUDA streams for the tracks of a plan, and how they are ordered, for any array library."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CudaStreams(abc.ABC):
         return self
 
     def __exit__(self, *failure: object) -> None:
-        """The current streams of both ends wait for each track, also for its reading of what goes in."""
+        """Makes the current streams of both ends wait for each track, and for its reads of the inputs."""
         try:
             for track, streams in self._opened.items():
                 if streams:
@@ -59,11 +59,11 @@ class CudaStreams(abc.ABC):
             self._tracks = tracks
 
     def mark(self, tracks: Sequence[Track]) -> list[Any]:
-        """An event on each track; that of a copy is on its target, which waits for its source's stream."""
+        """Records an event on each track; for a copy on the target's stream, which waits for the source's."""
         return [self.event_on(streams[-1]) for streams in map(self._streams, tracks) if streams]
 
     def wait(self, tracks: Sequence[Track], mark: list[Any]) -> None:
-        """All streams of these tracks wait for the events."""
+        """Makes all streams of these tracks wait for the events."""
         for track in tracks:
             for stream in self._streams(track):
                 for event in mark:
@@ -76,7 +76,7 @@ class CudaStreams(abc.ABC):
                 self.keep_for(stream, array)
 
     def hand_over(self, array: Array, device: Device) -> None:
-        """PyTorch may give one stream to several tracks: its allocator must know the caller's."""
+        """Tells the allocator about the caller's stream: PyTorch may give one stream to several tracks."""
         if not device.is_host:
             self.keep_for(self._current[device], array)
 
@@ -114,15 +114,15 @@ class CudaStreams(abc.ABC):
 
     @abc.abstractmethod
     def new_stream(self, device: Device) -> Any:
-        """A stream that does not wait for the default stream."""
+        """Returns a stream that does not wait for the default stream."""
 
     @abc.abstractmethod
     def current_stream(self, device: Device) -> Any:
-        """The stream on which the calling thread works on this device."""
+        """Returns the stream on which the calling thread works on this device."""
 
     @abc.abstractmethod
     def handle_of(self, stream: Any) -> int:
-        """CUDA's own name of the stream."""
+        """Returns CUDA's handle of the stream."""
 
     @abc.abstractmethod
     def use(self, stream: Any) -> None:
@@ -130,19 +130,19 @@ class CudaStreams(abc.ABC):
 
     @abc.abstractmethod
     def current_device(self) -> Any:
-        """The device that the library works on when none is named."""
+        """Returns the device that the library works on when none is named."""
 
     @abc.abstractmethod
     def use_device(self, device: Any) -> None:
-        """Makes it so again."""
+        """Makes it the current device again."""
 
     @abc.abstractmethod
     def event_on(self, stream: Any) -> Any:
-        """An event that happens when all that is on the stream by now is done."""
+        """Returns an event that happens when all work queued on the stream so far is done."""
 
     @abc.abstractmethod
     def has_happened(self, event: Any) -> bool:
-        """True once everything queued on the stream before the event is done."""
+        """Returns True once everything queued on the stream before the event is done."""
 
     @abc.abstractmethod
     def make_wait(self, stream: Any, event: Any) -> None:
@@ -150,11 +150,11 @@ class CudaStreams(abc.ABC):
 
     @abc.abstractmethod
     def keep_for(self, stream: Any, array: Array) -> None:
-        """The array's memory is not used for another before the stream has come this far."""
+        """Keeps the array's memory until the stream reaches this point."""
 
 
 class SideStreams:
-    """A stream beside the current one of every GPU, for work that the current ones go on without.
+    """Streams beside the current one of every GPU, for work that the current ones do not wait for.
 
     Inside the block the library works on the side streams, after all that the current streams have by then.
     """
@@ -171,7 +171,7 @@ class SideStreams:
         self._done = self._streams.turn_back()
 
     def are_done(self) -> bool:
-        """True once the GPUs have finished the work on the side streams."""
+        """Returns True once the GPUs have finished the work on the side streams."""
         return all(map(self._streams.has_happened, self._done.values()))
 
     def join(self) -> None:
@@ -181,7 +181,7 @@ class SideStreams:
 
 
 def on_current_stream(work: Callable[[], Result]) -> Callable[[], Result]:
-    """Work for another thread, done there with this thread's GPU and stream of PyTorch as the current ones.
+    """Wraps work for another thread: it runs there on this thread's current GPU and PyTorch stream.
 
     So it comes after what this thread has put on that stream; each thread has current streams of its own.
     """
@@ -198,5 +198,5 @@ def on_current_stream(work: Callable[[], Result]) -> Callable[[], Result]:
 
 
 def _gpus(track: Track) -> list[Device]:
-    """The ends that have streams, the target last."""
+    """Returns the ends that have streams, the target last."""
     return [device for device in dict.fromkeys(track) if not device.is_host]

@@ -20,7 +20,7 @@ from crossdevice.values.device import Device
 
 
 class CupyBackend(NcclBackend):
-    """No array of CuPy is in the host's memory; on one GPU the kernels of PyTorch and Triton do their work.
+    """CuPy arrays, never in host memory; on one GPU the Triton kernels for PyTorch do their work.
 
     That happens on CuPy's own current stream, so that it needs no events.
     """
@@ -29,11 +29,11 @@ class CupyBackend(NcclBackend):
     shares_gpu_arrays = True
 
     def namespace(self) -> Any:
-        """CuPy, through array-api-compat."""
+        """Returns CuPy, through array-api-compat."""
         return xp
 
     def working_on(self, device: Device) -> AbstractContextManager[Any]:
-        """CuPy computes on the current device."""
+        """Makes the device CuPy's current one, on which CuPy computes."""
         return cupy_device(device)
 
     def thread_state(self, devices: Sequence[Device]) -> ThreadState | None:
@@ -41,50 +41,50 @@ class CupyBackend(NcclBackend):
         return self.working_on if devices and not any(device.is_host for device in devices) else None
 
     def signature(self, array: Any) -> Hashable:
-        """CuPy's devices cannot be hashed; their numbers can."""
+        """Uses the number of the device, since CuPy's devices cannot be hashed."""
         return type(array), array.dtype, array.shape, array.device.id
 
     def check_array(self, array: Any, where: str) -> None:
-        """CuPy can hold bfloat16, but computes with it only in part."""
+        """Refuses bfloat16, which CuPy holds but computes with only in part."""
         if self.dtype_of(array) == "bfloat16":
             raise ConversionError(f"{where} is a bfloat16 array of CuPy; expected another dtype, or PyTorch")
 
     def check_device(self, device: Device) -> None:
-        """GPUs of this process only."""
+        """Accepts only GPUs of this process."""
         count = cupy.cuda.runtime.getDeviceCount()
         if device.type != "cuda" or not 0 <= device.index < count:
             found = ", ".join(f"cuda:{number}" for number in range(count))
             raise DeviceError(f"{device} does not exist for cupy arrays; those that do are {found}")
 
     def host_view(self, array: Any) -> NDArray[Any]:
-        """A copy: the elements are not on the host."""
+        """Returns a copy: the elements are not on the host."""
         return np.ascontiguousarray(cupy.asnumpy(array)).reshape(-1)
 
     def address_range(self, array: Any) -> tuple[int, int]:
-        """On the GPU, gaps between elements included."""
+        """Returns the range on the GPU, gaps between elements included."""
         return strided_range(array.data.ptr, array)
 
     def gpu_stream(self, device: Device) -> int | None:
-        """CuPy's current stream of the device."""
+        """Returns CuPy's current stream of the device."""
         with self.working_on(device):
             handle: int = cupy.cuda.get_current_stream().ptr
         return handle
 
     def from_dlpack(self, tensor: Any) -> Any:
-        """In CuPy's own namespace."""
+        """Adopts the memory in CuPy's own namespace."""
         return cupy.from_dlpack(tensor)
 
     def writable_view(self, array: Any) -> None:  # noqa: ARG002
-        """There is none on the host."""
+        """Always None: CuPy has no host memory."""
         return
 
     def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Any:
-        """A copy on the device."""
+        """Returns a copy on the device."""
         with self.working_on(device):
             return cupy.array(flat).reshape(shape)
 
     def copy(self, array: Any, device: Device) -> Any:
-        """New, contiguous memory on the device; CuPy itself does not order copies between two devices."""
+        """Copies to new, contiguous memory; CuPy itself does not order copies between two devices."""
         if array.device.id == cupy_device(device).id:
             with self.working_on(device):
                 return cupy.array(array, copy=True, order="C")
@@ -101,39 +101,39 @@ class CupyBackend(NcclBackend):
         return copied
 
     def concat(self, arrays: Sequence[Any], axis: int, device: Device) -> Any:
-        """On the device where they are."""
+        """Concatenates on the device of the arrays."""
         with self.working_on(device):
             return cupy.concatenate(list(arrays), axis)
 
     def from_parts(self, parts: Any) -> Any:
-        """The same memory, seen as complex."""
+        """Returns the same memory, seen as complex."""
         return parts.view(np.result_type(parts.dtype, np.complex64))
 
     def scatter_rows(self, rows: Any, indices: Any, shape: tuple[int, ...]) -> Any:
-        """Repeated indices add up."""
+        """Adds up the rows of repeated indices."""
         with rows.device:
             dense = cupy.zeros(shape, rows.dtype)
             cupy.add.at(dense, indices, rows)
         return dense
 
     def share_of(self, source: Any, device: Device) -> Share:
-        """On CuPy's current stream."""
+        """Prepares one device's part, on CuPy's current stream."""
         target = cupy.empty_like(source)
         stream = cupy.cuda.get_current_stream().ptr
         return Share(source, target, device, stream, source.data.ptr, target.data.ptr, source.size)
 
     def streams(self, devices: Iterable[Device]) -> CupyStreams | None:
-        """Side streams where there are several GPUs."""
+        """Returns side streams if there are several GPUs."""
         apart = set(devices)
         return CupyStreams(apart) if len(apart) > 1 else None
 
     def side_streams(self, devices: Iterable[Device]) -> SideStreams | None:
-        """Side streams of all devices: CuPy has GPUs only."""
+        """Returns side streams of all devices: CuPy has GPUs only."""
         return SideStreams(CupyStreams(devices))
 
 
 class CupyStreams(CudaStreams):
-    """CuPy's streams; its pool knows nothing of readers, so what was read is held on to until the end."""
+    """CuPy's streams; its pool does not know of readers, so arrays that are read are kept until the end."""
 
     _kept: ClassVar[dict[Any, Any]] = {}
 
@@ -142,61 +142,61 @@ class CupyStreams(CudaStreams):
         self._held: list[Any] = []
 
     def __exit__(self, *failure: object) -> None:
-        """Once the current streams wait for all readers, the memory may be used again."""
+        """Releases the arrays once the current streams wait for all readers."""
         super().__exit__(*failure)
         self._held.clear()
 
     def new_stream(self, device: Device) -> Any:
-        """Not ordered with the default stream; in a pair with its device, which the default stream lacks."""
+        """Returns a non-blocking stream with its device, which the default stream lacks."""
         where = cupy_device(device)
         with where:
             return where, cupy.cuda.Stream(non_blocking=True)
 
     def current_stream(self, device: Device) -> Any:
-        """The current stream of the calling thread."""
+        """Returns the current stream of the calling thread."""
         where = cupy_device(device)
         with where:
             return where, cupy.cuda.get_current_stream()
 
     def handle_of(self, stream: Any) -> int:
-        """cudaStream_t."""
+        """Returns the `cudaStream_t`."""
         return stream[1].ptr
 
     def use(self, stream: Any) -> None:
-        """CuPy takes a stream only while its device is the current one."""
+        """Makes the device current first: CuPy takes a stream only then."""
         where, side = stream
         where.use()
         side.use()
 
     def current_device(self) -> Any:
-        """The current device of the calling thread."""
+        """Returns the current device of the calling thread."""
         return cupy.cuda.Device()
 
     def use_device(self, device: Any) -> None:
-        """For the calling thread."""
+        """Sets the device for the calling thread."""
         device.use()
 
     def event_on(self, stream: Any) -> Any:
-        """A new event on the stream's device."""
+        """Records a new event on the stream's device."""
         where, side = stream
         with where:
             return side.record(cupy.cuda.Event(disable_timing=True))
 
     def has_happened(self, event: Any) -> bool:
-        """Without waiting for it."""
+        """Queries the event without waiting for it."""
         return event.done
 
     def make_wait(self, stream: Any, event: Any) -> None:
-        """On the GPU; the host goes on."""
+        """Makes the GPU wait; the host goes on."""
         where, side = stream
         with where:
             side.wait_event(event)
 
     def keep_for(self, stream: Any, array: Any) -> None:  # noqa: ARG002
-        """Until the current streams wait for all tracks."""
+        """Keeps the array until the current streams wait for all tracks."""
         self._held.append(array)
 
 
 def cupy_device(device: Device) -> Any:
-    """CuPy's name of a device."""
+    """Returns CuPy's name of a device."""
     return cupy.cuda.Device(device.index)

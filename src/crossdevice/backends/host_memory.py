@@ -1,4 +1,4 @@
-"""Host memory as ndarrays: where it is, and who may reach it."""
+"""Host memory as ndarrays: its addresses, and the devices that can reach it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def address_range(array: NDArray[Any]) -> tuple[int, int]:
 
 
 def strided_range(start: int, array: Any) -> tuple[int, int]:
-    """The same for any array with strides in bytes whose first element is at `start`."""
+    """Returns the range of any array with strides in bytes and its first element at `start`."""
     if not array.size:
         return start, start
     reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
@@ -36,7 +36,7 @@ def check_host_device(name: str, device: Device) -> None:
 
 
 def native(array: NDArray[Any]) -> NDArray[Any]:
-    """A flat, contiguous array in this machine's byte order: the array itself where it already is one."""
+    """Returns a flat, contiguous array in native byte order: the array itself if it is one already."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return np.ascontiguousarray(array).reshape(-1)

@@ -36,7 +36,7 @@ class JaxBackend(Backend):
     shares_gpu_arrays = True
 
     def namespace(self) -> Any:
-        """JAX's own, which follows the standard."""
+        """Returns JAX's own namespace, which follows the standard."""
         return jnp
 
     def thread_state(self, devices: Sequence[Device]) -> ThreadState:
@@ -82,7 +82,7 @@ class JaxBackend(Backend):
         return type(array), array.dtype, array.shape, array.device
 
     def check_device(self, device: Device) -> None:
-        """Only devices that JAX has made: their number is fixed when it starts."""
+        """Accepts only devices that JAX has made: their number is fixed when it starts."""
         if device not in _devices():
             found = ", ".join(map(str, _devices()))
             raise DeviceError(
@@ -91,15 +91,15 @@ class JaxBackend(Backend):
             )
 
     def host_view(self, array: Any) -> NDArray[Any]:
-        """The array's memory, once it is computed."""
+        """Returns the array's memory, once it is computed."""
         return native(np.asarray(array))
 
     def address_range(self, array: Any) -> tuple[int, int]:
-        """The range of its view on the host."""
+        """Returns the range of its view on the host."""
         return address_range(self.host_view(array))
 
     def writable_view(self, array: Any) -> None:  # noqa: ARG002
-        """None: the arrays are immutable."""
+        """Always None: the arrays are immutable."""
         return
 
     def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Any:
@@ -107,40 +107,40 @@ class JaxBackend(Backend):
         return jax.device_put(flat.reshape(shape), _devices()[device])
 
     def read_only(self, array: Any, device: Device) -> Any:
-        """The array itself on its own device; elsewhere JAX copies."""
+        """Returns the array itself on its own device; elsewhere JAX copies."""
         return jax.device_put(array, _devices()[device])
 
     def flat(self, array: Any) -> Any:
-        """On the host, another array of the same memory."""
+        """Returns another array of the same memory, if on the host."""
         return self.reshape(array, (-1,))
 
     def reshape(self, flat: Any, shape: tuple[int, ...]) -> Any:
-        """On the host, another array of the same memory."""
+        """Returns another array of the same memory, if on the host."""
         device = Device.parse(flat.device)
         return self.from_host(self.host_view(flat), shape, device) if device.is_host else flat.reshape(shape)
 
     def part_of(self, flat: Any, start: int, stop: int) -> Any:
-        """On the host without JAX, which compiles for every length."""
+        """Slices host memory without JAX, which compiles for every length."""
         device = Device.parse(flat.device)
         if not device.is_host:
             return flat[start:stop]
         return self.from_host(self.host_view(flat)[start:stop], (stop - start,), device)
 
     def copy(self, array: Any, device: Device) -> Any:
-        """New memory on the device."""
+        """Copies to new memory on the device."""
         if device.is_host:
             return self.from_host(np.array(self.to_host(array)), array.shape, device)
         return jax.device_put(jnp.copy(array), _devices()[device])
 
     def concat(self, arrays: Sequence[Any], axis: int, device: Device) -> Any:
-        """On the host in NumPy, since JAX adds no arrays of different devices up, not even logical ones."""
+        """Concatenates in NumPy on the host: JAX rejects arrays of different devices, even logical ones."""
         if not device.is_host:
             return jnp.concatenate(list(arrays), axis)
         joined = np.concatenate([self.host_view(array).reshape(array.shape) for array in arrays], axis)
         return self.from_host(joined, joined.shape, device)
 
     def cast(self, array: Any, dtype: str) -> Any:
-        """Refused where JAX would quietly take half the bits."""
+        """Converts; refuses dtypes that JAX would silently replace by one of half the width."""
         _refuse_wide(dtype)
         device = Device.parse(array.device)
         if device.is_host:
@@ -148,7 +148,7 @@ class JaxBackend(Backend):
         return array.astype(dtype)
 
     def round_once(self, wide: Any, dtype: str) -> Any:
-        """XLA may go to 16 bits through float32: rounding to odd there keeps it one rounding."""
+        """Rounds to odd in float32 first: XLA may go to 16 bits through float32, which would round twice."""
         if dtype not in ("bfloat16", "float16"):
             return wide.astype(dtype)
         near = wide.astype("float32")
@@ -159,21 +159,21 @@ class JaxBackend(Backend):
         return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
     def divided(self, total: Any, divisor: float) -> Any:
-        """By a whole array: XLA multiplies by the reciprocal of anything that it broadcasts."""
+        """Divides by a whole array: XLA multiplies by the reciprocal of anything that it broadcasts."""
         return total / jnp.full_like(total, divisor)
 
     def from_parts(self, parts: Any) -> Any:
-        """Real and imaginary parts, put together."""
+        """Combines real and imaginary parts."""
         pairs = parts.reshape(-1, 2)
         return jax.lax.complex(pairs[:, 0], pairs[:, 1])
 
     def from_dlpack(self, tensor: Any) -> Any:
-        """Refused where JAX would quietly take half the bits."""
+        """Adopts the memory; refuses dtypes that JAX would silently replace by one of half the width."""
         _refuse_wide(self.dtype_of(tensor))
         return jnp.from_dlpack(tensor)
 
     def scatter_rows(self, rows: Any, indices: Any, shape: tuple[int, ...]) -> Any:
-        """Repeated indices add up."""
+        """Adds up the rows of repeated indices."""
         device = Device.parse(rows.device)
         if not device.is_host:
             return jnp.zeros(shape, rows.dtype, device=_devices()[device]).at[indices].add(rows)
@@ -208,7 +208,7 @@ def _refuse_wide(dtype: str) -> None:
 
 @functools.cache
 def _devices() -> dict[Device, Any]:
-    """JAX's devices of this process by our names: asking JAX takes longer than a small sum."""
+    """Maps our names to JAX's devices of this process: asking JAX takes longer than a small sum."""
     local = list(jax.local_devices())
     if jax.default_backend() != "cpu":
         with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave the host out

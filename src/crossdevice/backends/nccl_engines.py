@@ -1,4 +1,4 @@
-"""NCCL from one process: the bindings it can be called through, and what is left to it and what is not."""
+"""NCCL from one process: its bindings, and which reductions use it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from crossdevice.values.reduce_op import ReduceOp
 
 _DTYPES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16"
 NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES.split())}
-"""ncclDataType_t: there are no 16-bit integers and no complex numbers."""
+"""Codes of `ncclDataType_t`, which has no 16-bit integers and no complex numbers."""
 
 OPERATIONS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.MEAN: 4}
-"""ncclRedOp_t."""
+"""Codes of `ncclRedOp_t`."""
 
 WIDER = {"int16": "int32", "uint16": "int32", "uint32": "int64", "uint64": "int64"}
-"""Dtypes in which integers travel that a binding lacks: sums and products wrap to the same bits in more."""
+"""Wider dtypes for integers that a binding lacks: sums and products wrap to the same bits."""
 
 
 class Share(NamedTuple):
@@ -40,29 +40,29 @@ class Share(NamedTuple):
 
 
 class NcclEngine(abc.ABC):
-    """One binding of NCCL; constructing it fails with an ImportError where it is missing."""
+    """One binding of NCCL; the constructor raises ImportError if it is missing."""
 
     name: ClassVar[str]
     libraries: ClassVar[tuple[str, ...]]
-    """The libraries whose arrays it takes."""
+    """Array libraries that it accepts."""
 
     dtypes: ClassVar[frozenset[str]] = frozenset(NUMBERS)
     """The dtypes it reduces without a conversion."""
 
     @abc.abstractmethod
     def version(self) -> str:
-        """NCCL's version."""
+        """Returns NCCL's version."""
 
     @abc.abstractmethod
     def all_reduce(self, shares: Sequence[Share], dtype: str, op: ReduceOp) -> None:
-        """One group of calls, one for each device; enqueued when it returns."""
+        """Enqueues one group of calls, one for each device."""
 
     def forget(self, devices: tuple[int, ...]) -> None:  # noqa: B027 - nothing to do is an answer
-        """After a failure: the next collective on these devices starts anew."""
+        """Discards failed communicators: the next collective on these devices creates new ones."""
 
 
 class CommunicatorsEngine(NcclEngine):
-    """A binding whose communicators are ours to keep: one clique for each tuple of devices, until the end."""
+    """A binding with communicators that we create and keep: one clique for each tuple of devices."""
 
     def __init__(self) -> None:
         self._cliques: dict[tuple[int, ...], Sequence[Any]] = {}
@@ -70,10 +70,10 @@ class CommunicatorsEngine(NcclEngine):
 
     @abc.abstractmethod
     def connect(self, devices: tuple[int, ...]) -> Sequence[Any]:
-        """A communicator for each device."""
+        """Creates a communicator for each device."""
 
     def clique(self, shares: Sequence[Share]) -> Sequence[Any]:
-        """The communicators of these devices, in their order."""
+        """Returns the communicators of these devices, in their order."""
         devices = tuple(share.device.index for share in shares)
         if devices not in self._cliques:
             self._cliques[devices] = self.connect(devices)
@@ -108,15 +108,15 @@ class Nccl4pyEngine(CommunicatorsEngine):
         self._nccl = nccl.core
 
     def version(self) -> str:
-        """The version of the library it has loaded."""
+        """Returns the version of the library it has loaded."""
         return str(self._nccl.get_version().libnccl.version)
 
     def connect(self, devices: tuple[int, ...]) -> Sequence[Any]:
-        """ncclCommInitAll."""
+        """Calls ncclCommInitAll."""
         return self._nccl.Communicator.init_all(list(devices))
 
     def all_reduce(self, shares: Sequence[Share], dtype: str, op: ReduceOp) -> None:  # noqa: ARG002
-        """It asks the arrays for their dtype itself."""
+        """Enqueues the calls; the binding reads the dtypes from the arrays."""
         clique = self.clique(shares)
         operation = self._nccl.NcclRedOp(OPERATIONS[op])
         with self._nccl.group():
@@ -139,11 +139,11 @@ class TorchNcclEngine(NcclEngine):
         self._nccl = torch.cuda.nccl
 
     def version(self) -> str:
-        """The version of the library PyTorch was built with."""
+        """Returns the version of the library PyTorch was built with."""
         return ".".join(map(str, self._nccl.version()))
 
     def all_reduce(self, shares: Sequence[Share], dtype: str, op: ReduceOp) -> None:  # noqa: ARG002
-        """PyTorch groups the calls."""
+        """Calls PyTorch once, which groups the calls."""
         sources, targets = [share.source for share in shares], [share.target for share in shares]
         self._nccl.all_reduce(sources, targets, OPERATIONS[op])
 
@@ -163,16 +163,16 @@ class CupyNcclEngine(CommunicatorsEngine):
         self._nccl = nccl
 
     def version(self) -> str:
-        """From a number such as 22703."""
+        """Formats a number such as 22703."""
         number = self._nccl.get_version()
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
     def connect(self, devices: tuple[int, ...]) -> Sequence[Any]:
-        """ncclCommInitAll."""
+        """Calls ncclCommInitAll."""
         return self._nccl.NcclCommunicator.initAll(list(devices))
 
     def all_reduce(self, shares: Sequence[Share], dtype: str, op: ReduceOp) -> None:
-        """By address and number."""
+        """Enqueues the calls by address and number of elements."""
         clique = self.clique(shares)
         self._nccl.groupStart()
         try:
@@ -186,15 +186,15 @@ class CupyNcclEngine(CommunicatorsEngine):
 NCCL_ENGINES: dict[str, type[NcclEngine]] = {
     engine.name: engine for engine in (Nccl4pyEngine, TorchNcclEngine, CupyNcclEngine)
 }
-"""The bindings by name; the first that is there and takes an array is used."""
+"""Bindings by name; the first available one that takes an array is used."""
 
 _group_lock = threading.Lock()
-"""Two groups on the same GPUs, enqueued in another order on each, would wait for each other for ever."""
+"""Serializes collectives: two groups on the same GPUs, enqueued in different orders, would deadlock."""
 
 
 @functools.cache
 def engine_named(name: str) -> NcclEngine | str:
-    """The engine, or why it cannot be used here."""
+    """Returns the engine, or the reason it cannot be used here."""
     try:
         return NCCL_ENGINES[name]()
     except ImportError as missing:
@@ -204,30 +204,30 @@ def engine_named(name: str) -> NcclEngine | str:
 
 
 def engine_for(library: str) -> NcclEngine | None:
-    """The first engine that takes this library's arrays."""
+    """Returns the first engine that takes this library's arrays."""
     found = (engine_named(name) for name, engine in NCCL_ENGINES.items() if library in engine.libraries)
     return next((engine for engine in found if isinstance(engine, NcclEngine)), None)
 
 
 def name_of_engine(library: str) -> str | None:
-    """The engine and its version, in words."""
+    """Describes the engine and its version."""
     engine = engine_for(library)
     return None if engine is None else f"NCCL {engine.version()} through {engine.name}"
 
 
 class NcclBackend(Backend):
-    """A library whose arrays NCCL reduces, from this one process."""
+    """A library with arrays that NCCL reduces, from this one process."""
 
     @abc.abstractmethod
     def share_of(self, source: Array, device: Device) -> Share:
-        """One device's part in a collective, with new memory for its result."""
+        """Prepares one device's part in a collective, with new memory for its result."""
 
     def engine_name(self) -> str | None:
-        """NCCL, through one of its bindings."""
+        """Names NCCL and its binding."""
         return name_of_engine(self.name)
 
     def engine_unavailable(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:
-        """Reason NCCL cannot do this, or only with other bits; None if it can."""
+        """Returns the reason NCCL cannot do this with the same bits; None if it can."""
         engine = engine_for(self.name)
         if engine is None:
             takes = ", ".join(name for name, kind in NCCL_ENGINES.items() if self.name in kind.libraries)
@@ -248,7 +248,7 @@ class NcclBackend(Backend):
         return None
 
     def engine_all_reduce(self, arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
-        """One group of calls; dtypes that NCCL lacks travel in others."""
+        """Runs one group of calls; dtypes that NCCL lacks are converted to others and back."""
         dtype = self.dtype_of(arrays[0])
         devices = [device_of(array) or Device("cpu") for array in arrays]
         engine = engine_for(self.name)
@@ -276,7 +276,7 @@ class NcclBackend(Backend):
         return results
 
     def _converted(self, array: Array, given: str, wanted: str) -> Array:
-        """A flat array for its way, or back from it; complex numbers go as their parts."""
+        """Converts a flat array to a dtype that NCCL has, or back; complex numbers become their parts."""
         if given in PARTS:
             return self.parts_of(array)
         if wanted in PARTS:

@@ -16,11 +16,11 @@ from crossdevice.errors import ConversionError
 from crossdevice.values.device import Device
 
 _NUMBER_DTYPES = {"b": "bool", "i": "int32", "u": "int32", "f": "float32", "c": "complex128"}
-"""By the kind of dtype that NumPy reads plain numbers as."""
+"""dtypes of plain numbers, by the kind of dtype that NumPy reads them as."""
 
 
 class NumpyBackend(Backend):
-    """Also the home of plain Python numbers and of lists of them.
+    """NumPy arrays, and also plain Python numbers and lists of them.
 
     Arrays of a subclass of ndarray are taken as the ndarrays they are underneath: `np.matrix`, for one, keeps
     two axes whatever is done with it.
@@ -29,13 +29,13 @@ class NumpyBackend(Backend):
     name = "numpy"
 
     def namespace(self) -> Any:
-        """NumPy, through array-api-compat, which imports all of NumPy: only where it is asked for."""
+        """Returns NumPy through array-api-compat, imported on demand since that imports all of NumPy."""
         import array_api_compat.numpy as xp
 
         return xp
 
     def check_array(self, array: Any, where: str) -> None:
-        """Masked arrays would lose their masks."""
+        """Refuses masked arrays, which would lose their masks."""
         if isinstance(array, np.ma.MaskedArray):
             raise ConversionError(f"{where} is a masked array; fill it first, its mask would be lost")
 
@@ -43,42 +43,42 @@ class NumpyBackend(Backend):
     signature = staticmethod(operator.attrgetter("__class__", "dtype", "shape", "strides"))  # type: ignore[assignment]
 
     def check_device(self, device: Device) -> None:
-        """Only the host's logical devices exist."""
+        """Accepts only the host's logical devices."""
         check_host_device("numpy", device)
 
     def dtype_of(self, array: Any) -> str:
-        """The name without byte order: big-endian arrays are read as what they mean."""
+        """Returns the name without byte order: big-endian arrays are read by value."""
         return _name_of(array.dtype)
 
     def host_view(self, array: NDArray[Any]) -> NDArray[Any]:
-        """The array itself where it is flat already."""
+        """Returns the array itself if it is flat already."""
         is_flat = type(array) is np.ndarray and array.ndim == 1 and array.flags.c_contiguous
         return array if is_flat and array.dtype.isnative else native(np.asarray(array))
 
     def are_flat(self, arrays: Sequence[NDArray[Any]]) -> bool:
-        """True if each is an ndarray in native byte order and C-contiguous."""
+        """Returns True if each is an ndarray in native byte order and C-contiguous."""
         return all(
             type(own) is np.ndarray and own.flags.c_contiguous and own.dtype.isnative for own in arrays
         )
 
     def is_contiguous(self, array: NDArray[Any]) -> bool:
-        """In the order of its indices, and this machine's byte order."""
+        """Returns True for native byte order and elements in the order of their indices."""
         return array.flags.c_contiguous and array.dtype.isnative
 
     def pointers_to(self, arrays: tuple[NDArray[Any], ...]) -> tuple[NDArray[Any], ...]:
-        """Kernels read the C structs of ndarrays."""
+        """Returns the ndarrays, which kernels read as C structs."""
         return arrays
 
     def adopted(self, memory: tuple[NDArray[Any], ...]) -> tuple[NDArray[Any], ...]:
-        """They are NumPy's own."""
+        """Returns them unchanged: they are NumPy's own."""
         return memory
 
     def address_range(self, array: NDArray[Any]) -> tuple[int, int]:
-        """The array's own."""
+        """Returns the array's own range."""
         return address_range(array if isinstance(array, np.ndarray) else np.asarray(array))
 
     def writable_view(self, array: NDArray[Any]) -> NDArray[Any] | None:
-        """Contiguous, writable and native, or not at all."""
+        """Returns a view of a contiguous, writable, native array; None otherwise."""
         if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
             return None
         if not (array.dtype.isnative and array.flags.c_contiguous and array.flags.writeable):
@@ -86,37 +86,37 @@ class NumpyBackend(Backend):
         return np.asarray(array).reshape(-1)
 
     def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> NDArray[Any]:  # noqa: ARG002
-        """The same memory in shape."""
+        """Returns the same memory in this shape."""
         return flat if flat.shape == shape else flat.reshape(shape)
 
     def read_only(self, array: NDArray[Any], device: Device) -> NDArray[Any]:  # noqa: ARG002
-        """A view that refuses to be written to."""
+        """Returns a view that cannot be written to."""
         view = np.asarray(array).view()
         view.flags.writeable = False
         return view
 
     def copy(self, array: NDArray[Any], device: Device) -> NDArray[Any]:  # noqa: ARG002
-        """New memory; every host device has the same."""
+        """Copies to new memory, which all host devices share."""
         return np.array(array, copy=True, order="C")
 
     def flat(self, array: NDArray[Any]) -> NDArray[Any]:
-        """A view if the elements are contiguous."""
+        """Returns a view if the elements are contiguous."""
         return np.asarray(array).reshape(-1)
 
     def concat(self, arrays: Sequence[NDArray[Any]], axis: int, device: Device) -> NDArray[Any]:  # noqa: ARG002
-        """New memory; every host device has the same."""
+        """Concatenates into new memory, which all host devices share."""
         return np.concatenate(list(map(np.asarray, arrays)), axis=axis)
 
     def cast(self, array: NDArray[Any], dtype: str) -> NDArray[Any]:
-        """The values in another dtype, bfloat16 included."""
+        """Converts to another dtype, bfloat16 included."""
         return np.asarray(array).astype(dtype_named(dtype))
 
     def from_parts(self, parts: NDArray[Any]) -> NDArray[Any]:
-        """The same memory, seen as complex."""
+        """Returns the same memory, seen as complex."""
         return parts.view(np.result_type(parts.dtype, np.complex64))
 
     def scatter_rows(self, rows: NDArray[Any], indices: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-        """Repeated indices add up."""
+        """Adds up the rows of repeated indices."""
         dense = np.zeros(shape, rows.dtype)
         np.add.at(dense, np.asarray(indices), np.asarray(rows))
         return dense
@@ -124,12 +124,12 @@ class NumpyBackend(Backend):
 
 @functools.lru_cache(maxsize=256)
 def _name_of(dtype: np.dtype[Any]) -> str:
-    """NumPy puts the name together anew each time, which takes 4 us."""
+    """Caches the name, which NumPy builds on each access, in 4 us."""
     return str(dtype.name)
 
 
 def arrays_of_numbers(column: Sequence[Any]) -> list[NDArray[Any]]:
-    """The numbers of all replicas as arrays; integers are int64 on all if they are on one.
+    """Converts the numbers of all replicas to arrays; integers are int64 on all if they are on one.
 
     >>> [array.dtype.name for array in arrays_of_numbers([5, 2**40])]
     ['int64', 'int64']
@@ -141,7 +141,7 @@ def arrays_of_numbers(column: Sequence[Any]) -> list[NDArray[Any]]:
 
 
 def array_of_numbers(numbers: Any) -> NDArray[Any]:
-    """Plain numbers as TensorFlow reads them: floats are float32, integers int32 where they fit.
+    """Converts plain numbers as TensorFlow does: floats to float32, integers to int32 where they fit.
 
     >>> array_of_numbers([1, 2]).dtype, array_of_numbers(0.5).dtype, array_of_numbers(2**40).dtype
     (dtype('int32'), dtype('float32'), dtype('int64'))

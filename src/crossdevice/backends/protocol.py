@@ -46,13 +46,13 @@ class Backend(abc.ABC):
     """True if the library keeps count of writes to its arrays, so that `mark_written` matters."""
 
     autograd: Autograd | None = None
-    """Differentiation of calls, in a library that records what is computed from its arrays."""
+    """Automatic differentiation of calls, in a library that has it; None otherwise."""
 
     # ---------------------------------------------------------------- required
 
     @abc.abstractmethod
     def namespace(self) -> Any:
-        """The library's array API namespace."""
+        """Returns the library's array API namespace."""
 
     @abc.abstractmethod
     def check_device(self, device: Device) -> None:
@@ -60,11 +60,11 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def host_view(self, array: Array) -> NDArray[Any]:
-        """A host array's elements as a flat, contiguous, native ndarray: a view, else a copy."""
+        """Returns a host array's elements as a flat, contiguous, native ndarray: a view, else a copy."""
 
     @abc.abstractmethod
     def writable_view(self, array: Array) -> NDArray[Any] | None:
-        """The same as a view that writes to the array; None if that cannot be."""
+        """Returns the same as a view that writes to the array; None if that is impossible."""
 
     @abc.abstractmethod
     def address_range(self, array: Array) -> tuple[int, int]:
@@ -72,22 +72,22 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Array:
-        """An array on `device`; in host memory it adopts `flat`."""
+        """Returns an array on `device`; in host memory it adopts `flat`."""
 
     @abc.abstractmethod
     def copy(self, array: Array, device: Device) -> Array:
-        """The same values in new memory on `device`."""
+        """Returns the same values in new memory on `device`."""
 
     @abc.abstractmethod
     def from_parts(self, parts: Array) -> Array:
-        """The complex array of real and imaginary parts in turn.
+        """Returns the complex array of real and imaginary parts in turn.
 
         The standard cannot make a complex number of an infinite part, so there is no default.
         """
 
     @abc.abstractmethod
     def scatter_rows(self, rows: Array, indices: Array, shape: tuple[int, ...]) -> Array:
-        """Zeros of `shape` with each row added at its index; repeated indices add up."""
+        """Returns zeros of `shape` with each row added at its index; repeated indices add up."""
 
     # ---------------------------------------------------------------- arrays as they are
 
@@ -95,31 +95,31 @@ class Backend(abc.ABC):
         """Refuses arrays that are not plain and dense; `where` opens the message."""
 
     def signature(self, array: Array) -> Hashable:
-        """All that checks look at: arrays with equal signatures pass or fail them alike."""
+        """Returns what checks depend on: arrays with equal signatures pass or fail them alike."""
         return type(array), array.dtype, array.shape, array.device
 
     def memory_of(self, device: Device) -> str:
-        """Devices with equal answers can read each other's arrays; `"host"` is NumPy's memory."""
+        """Identifies the memory of a device: equal answers share arrays; `"host"` is NumPy's memory."""
         return HOST_MEMORY if device.is_host else str(device)
 
     def dtype_of(self, array: Array) -> str:
-        """The dtype's name, without the library's prefix."""
+        """Returns the dtype's name, without the library's prefix."""
         return str(array.dtype).rpartition(".")[2]
 
     def shape_of(self, array: Array) -> tuple[int, ...]:
-        """The shape."""
+        """Returns the shape."""
         return tuple(array.shape)
 
     def are_flat(self, arrays: Sequence[Array]) -> bool:  # noqa: ARG002
-        """True if kernels can read these arrays, and all others with equal signatures, without a copy."""
+        """Returns True if kernels can read these arrays, and others with equal signatures, in place."""
         return False
 
     def is_contiguous(self, array: Array) -> bool:  # noqa: ARG002
-        """Returns True if `host_view` of a host array is a view: its elements are one after the other."""
+        """Returns True if `host_view` of a host array is a view: its elements are contiguous."""
         return True
 
     def may_be_written(self, arrays: tuple[Array, ...]) -> bool:  # noqa: ARG002
-        """Returns True if arrays whose signatures are those of written arrays may be written to now."""
+        """Returns True if arrays that match the signatures of written arrays may be written to now."""
         return True
 
     def pointers_to(self, arrays: tuple[Array, ...]) -> tuple[Array, ...] | NDArray[np.int64] | None:  # noqa: ARG002
@@ -130,11 +130,11 @@ class Backend(abc.ABC):
         return None
 
     def adopted(self, memory: tuple[NDArray[Any], ...]) -> tuple[Array, ...]:
-        """Host arrays of the same memory and shapes."""
+        """Wraps host arrays of the same memory and shapes."""
         return tuple(self.from_host(array.reshape(-1), array.shape, host_device(0)) for array in memory)
 
     def axis_order(self, array: Array) -> tuple[int, ...] | None:  # noqa: ARG002
-        """The axes from the slowest to the fastest: the order in which a permuted array is contiguous.
+        """Returns the axes from slowest to fastest: the order in which a permuted array is contiguous.
 
         None if the array is contiguous as it is, or in no order.
         """
@@ -145,33 +145,33 @@ class Backend(abc.ABC):
         return [self.address_range(array)[0] for array in arrays]
 
     def as_indexed_slices(self, array: Array) -> IndexedSlices | None:  # noqa: ARG002
-        """The library's own kind of sparse rows, read as ours; None for everything else."""
+        """Converts the library's own kind of sparse rows to ours; None for everything else."""
         return None
 
     # ---------------------------------------------------------------- other shapes and places
 
     def to_host(self, array: Array) -> NDArray[Any]:
-        """The elements of an array on any device, as a flat ndarray."""
+        """Returns the elements of an array on any device, as a flat ndarray."""
         return self.host_view(array)
 
     def read_only(self, array: Array, device: Device) -> Array:  # noqa: ARG002
-        """Another array of the same memory, on a device that shares it; marked read-only if that can be."""
+        """Returns another array of the same memory, on a device that shares it; read-only if possible."""
         return array
 
     def flat(self, array: Array) -> Array:
-        """The elements as a flat contiguous array on the same device: a view, else a copy."""
+        """Returns the elements as a flat contiguous array on the same device: a view, else a copy."""
         return self.namespace().reshape(array, (-1,))
 
     def reshape(self, flat: Array, shape: tuple[int, ...]) -> Array:
-        """A flat array in another shape."""
+        """Returns a flat array in another shape."""
         return self.namespace().reshape(flat, shape)
 
     def part_of(self, flat: Array, start: int, stop: int) -> Array:
-        """Some elements of a flat array: a view, else a copy."""
+        """Returns some elements of a flat array: a view, else a copy."""
         return flat[start:stop]
 
     def concat(self, arrays: Sequence[Array], axis: int, device: Device) -> Array:  # noqa: ARG002
-        """Arrays of one memory end to end along `axis`, in new memory on `device`, which shares it."""
+        """Concatenates arrays of one memory along `axis`, in new memory on `device`, which shares it."""
         return self.namespace().concat(list(arrays), axis=axis)
 
     def write(self, out: Array, value: Array) -> None:
@@ -184,19 +184,19 @@ class Backend(abc.ABC):
     # ---------------------------------------------------------------- arithmetic where no kernel does it
 
     def working_on(self, device: Device) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """Inside, the library's functions work on this device, if they do not follow their arguments."""
+        """Sets the device for the library's functions in a block, if their arguments do not decide it."""
         return nullcontext()
 
     def thread_state(self, devices: Sequence[Device]) -> ThreadState | None:  # noqa: ARG002
-        """Returns the library's settings per thread that replicas inherit or own; None if there are none.
+        """Returns the per-thread settings that replicas inherit or own; None if there are none.
 
         Args:
-            devices: where replicas are to work; none if nobody has said.
+            devices: the devices of the replicas; empty if unknown.
         """
         return None
 
     def cast(self, array: Array, dtype: str) -> Array:
-        """The values in another dtype."""
+        """Returns the values in another dtype."""
         xp = self.namespace()
         named = getattr(xp, dtype, None)
         if named is None:
@@ -204,63 +204,63 @@ class Backend(abc.ABC):
         return xp.astype(array, named)
 
     def round_once(self, wide: Array, dtype: str) -> Array:
-        """float64 or complex128 values rounded once to `dtype`, even to a 16-bit one.
+        """Rounds float64 or complex128 values once to `dtype`, even to a 16-bit one.
 
         The standard's own dtypes are all wide enough for a plain cast.
         """
         return self.cast(wide, dtype)
 
     def divided(self, total: Array, divisor: float) -> Array:
-        """A true division of a flat array, not a multiplication by the reciprocal.
+        """Returns a true division of a flat array, not a multiplication by the reciprocal.
 
         By an array of one: by a plain number, PyTorch on a GPU would multiply by its reciprocal.
         """
         return total / self.namespace().full_like(total[:1], divisor)
 
     def parts_of(self, array: Array) -> Array:
-        """A flat complex array's real and imaginary parts in turn, twice as many real elements."""
+        """Returns a flat complex array's real and imaginary parts in turn, twice as many real elements."""
         xp = self.namespace()
         return self.flat(xp.stack([xp.real(array), xp.imag(array)], axis=-1))
 
     # ---------------------------------------------------------------- GPUs and engines
 
     def gpu_stream(self, device: Device) -> int | None:  # noqa: ARG002
-        """The handle of the stream that the library works on now; None for PyTorch's current one."""
+        """Returns the handle of the stream that the library works on now; None for PyTorch's current one."""
         return None
 
     def from_dlpack(self, tensor: Any) -> Array:
-        """An array of the same memory on the same GPU."""
+        """Returns an array of the same memory on the same GPU."""
         return self.namespace().from_dlpack(tensor)
 
     def engine_name(self) -> str | None:
-        """The engine that does whole collectives on these arrays, with its version; None if there is none."""
+        """Names the engine for whole collectives on these arrays, with its version; None without one."""
         return None
 
     def engine_unavailable(self, dtype: str, op: ReduceOp, num_devices: int) -> str | None:  # noqa: ARG002
-        """Reason no engine can reproduce this result on that many devices; None if one can."""
+        """Returns the reason no engine can reproduce this result on that many devices; None if one can."""
         return f"{self.name} arrays have no collective engine"
 
     def engine_all_reduce(self, arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
-        """One collective of the engine over flat arrays, one per device, ordered by their current streams."""
+        """Runs one collective over flat arrays, one per device, ordered by their current streams."""
         raise NotImplementedError(f"{self.name} arrays have no collective engine")
 
     def streams(self, devices: Iterable[Device]) -> Streams | None:  # noqa: ARG002
-        """Streams for one run of a plan on these devices; None if all is to be done in order."""
+        """Returns streams for one run of a plan on these devices; None to run all steps in order."""
         return None
 
     def side_streams(self, devices: Iterable[Device]) -> SideStreams | None:  # noqa: ARG002
-        """Streams for work that the current ones of these devices go on without; None if there are none."""
+        """Returns streams for work that the current ones do not wait for; None if there are none."""
         return None
 
 
 class LinearMap(Protocol):
-    """A call that is linear in its arrays, and its transpose: all that its derivatives are made of."""
+    """A call that is linear in its arrays, and its transpose, as its derivatives need them."""
 
     def __call__(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Makes the call."""
 
     def transposed(self) -> LinearMap:
-        """The map from gradients of the results to gradients of the arrays."""
+        """Returns the map from gradients of the results to gradients of the arrays."""
 
 
 ThreadState: TypeAlias = "Callable[[Device], AbstractContextManager[Any]]"
@@ -271,38 +271,38 @@ Merge: TypeAlias = "Callable[[list[Any]], Sequence[Any]]"
 
 
 class Exchange(Protocol):
-    """Waits for the same call of all replicas; returns this replica's answer of those that `merge` makes."""
+    """A meeting of all replicas at the same call: each gets its own answer from `merge`."""
 
     def __call__(self, value: Any, merge: Merge, *, is_backward: bool = False) -> Any:
-        """Called by every replica, in its own thread; in a backward pass perhaps in one of the library's."""
+        """Takes part for one replica, in its own thread or, in a backward pass, one of the library's."""
 
 
 class Autograd(Protocol):
-    """Automatic differentiation by a library that records what is computed from arrays."""
+    """Automatic differentiation by a library that records computations on arrays."""
 
     def is_recording(self) -> bool:
-        """True if the library records what this thread computes."""
+        """Returns True if the library records what this thread computes."""
 
     def is_recorded(self, array: Any) -> bool:
-        """True if the library records what this thread computes from an array, which must be its own."""
+        """Returns True if the library, which owns the array, records what this thread computes from it."""
 
     def unrecorded(self, array: Any) -> Any:
-        """The same elements, apart from all that was recorded."""
+        """Returns the same elements, detached from what was recorded."""
 
     def cut(self, value: Any) -> Any:
-        """A structure of arrays with nothing recorded; warns if there was."""
+        """Returns a structure of arrays with nothing recorded; warns if there was."""
 
     def linear_call(
         self, run: Callable[[], Sequence[Array]], linear: LinearMap, arrays: Sequence[Array]
     ) -> Sequence[Array]:
-        """The results of `run`, recorded as those of `linear` of the arrays."""
+        """Returns the results of `run`, recorded as those of `linear` of the arrays."""
 
     def meeting(self, exchange: Exchange, replica: int, value: Any, merge: Merge) -> Any:
-        """A replica's answer to a call in which all meet, recorded in the replica's own graph."""
+        """Returns a replica's answer to a call that all make, recorded in the replica's own graph."""
 
 
 class Streams(Protocol):
-    """Tracks on which a library works at the same time; outside, all of it counts as done in order.
+    """Tracks on which a library works at the same time; work outside counts as done in order.
 
     Entered before the first step and left after the last: what was enqueued before is done before, what is
     enqueued after is done after, on the streams that were current on every device and are so again.
@@ -313,24 +313,24 @@ class Streams(Protocol):
     def __exit__(self, *failure: object) -> None: ...
 
     def switch_to(self, tracks: tuple[Track, ...]) -> None:
-        """From now on the library works on these tracks; without any, nothing is about to be done."""
+        """Makes the library work on these tracks; no tracks: no work follows."""
 
     def mark(self, tracks: Sequence[Track]) -> Any:
-        """All that is on these tracks by now."""
+        """Marks the current end of these tracks."""
 
     def wait(self, tracks: Sequence[Track], mark: Any) -> None:
         """Makes later work on these tracks wait for the mark."""
 
     def keep(self, array: Array, tracks: Sequence[Track]) -> None:
-        """The array's memory must not be used for another before these tracks have come this far."""
+        """Keeps the array's memory until these tracks reach this point."""
 
     def hand_over(self, array: Array, device: Device) -> None:
-        """The array leaves the tracks: it will be used on the device's current stream."""
+        """Releases the array from the tracks: it will be used on the device's current stream."""
 
 
 @functools.cache
 def dtype_named(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of that name, those that NumPy itself lacks included."""
+    """Returns the NumPy dtype of that name, also of those that NumPy itself lacks."""
     if name == "bfloat16" or name in SHORT_FLOATS:
         import ml_dtypes
 

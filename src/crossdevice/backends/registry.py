@@ -22,7 +22,7 @@ BACKENDS = Registry(
 
 
 def backend_named(name: str) -> Backend:
-    """The one backend object of that name."""
+    """Returns the one backend object of that name."""
     if name not in _by_name:
         # Two threads may both come here. `setdefault` decides between them without a lock, which an import
         # in another thread might wait for and an interrupt might leave held.
@@ -31,12 +31,12 @@ def backend_named(name: str) -> Backend:
 
 
 def loaded_backends() -> list[Backend]:
-    """Those that were asked for by now."""
+    """Lists the backends requested so far."""
     return list(_by_name.values())
 
 
 def backend_of_type(kind: type[Any]) -> Backend | None:
-    """The backend of arrays of this type; None if no known library made it."""
+    """Returns the backend of arrays of this type; None if no known library made it."""
     if kind not in _by_type:
         _by_type[kind] = _found_for(kind)
     return _by_type[kind]

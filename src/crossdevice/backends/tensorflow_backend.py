@@ -47,11 +47,11 @@ class TensorflowBackend(Backend):
     is_immutable = True
 
     def namespace(self) -> Any:
-        """TensorFlow follows no standard: these are all the functions that are asked for."""
+        """Returns the functions that are needed: TensorFlow follows no standard."""
         return _NAMESPACE
 
     def working_on(self, device: Device) -> AbstractContextManager[Any]:
-        """TensorFlow does not follow its arguments."""
+        """Enters the device: TensorFlow does not follow its arguments."""
         return tf.device(device.canonical)
 
     def thread_state(self, devices: Sequence[Device]) -> ThreadState | None:
@@ -59,7 +59,7 @@ class TensorflowBackend(Backend):
         return self.working_on if devices and _devices().keys() >= set(devices) else None
 
     def check_array(self, array: Any, where: str) -> None:
-        """Tensors of a graph have no elements yet, ragged and sparse ones not one for each place."""
+        """Refuses tensors of a graph, which have no elements yet, and ragged and sparse ones."""
         if isinstance(array, (tf.RaggedTensor, tf.SparseTensor)):
             dense = ".to_tensor()" if isinstance(array, tf.RaggedTensor) else "tf.sparse.to_dense"
             raise ConversionError(
@@ -74,13 +74,13 @@ class TensorflowBackend(Backend):
             )
 
     def signature(self, array: Any) -> Hashable:
-        """Raises for tensors of a graph, whose shape may be unknown, so that calls with them are not kept."""
+        """Raises for tensors of a graph, which may have no known shape, so that such calls are not cached."""
         if not _is_eager(array):
             raise RuntimeError("not an eager tensor")
         return type(array), array.dtype, tuple(array.shape), array.device
 
     def check_device(self, device: Device) -> None:
-        """Only devices that TensorFlow has made: their number is fixed when it starts."""
+        """Accepts only devices that TensorFlow has made: their number is fixed when it starts."""
         if device not in _devices():
             raise DeviceError(
                 f"{device} does not exist for tensorflow tensors; those that do are "
@@ -89,22 +89,22 @@ class TensorflowBackend(Backend):
             )
 
     def dtype_of(self, array: Any) -> str:
-        """The dtype's name."""
+        """Returns the dtype's name."""
         return str(array.dtype.name)
 
     def host_view(self, array: Any) -> NDArray[Any]:
-        """The tensor's memory; a variable is read first, which takes no copy either."""
+        """Returns the tensor's memory; a variable is read first, also without a copy."""
         tensor = _tensor(array)
         if tensor.shape.rank == 0 and tensor.dtype == tf.bfloat16:  # which TensorFlow does not hand to NumPy
             tensor = tf.reshape(tensor, (1,))
         return native(np.asarray(tensor))
 
     def address_range(self, array: Any) -> tuple[int, int]:
-        """The range of its view on the host."""
+        """Returns the range of its view on the host."""
         return address_range(self.host_view(array))
 
     def writable_view(self, array: Any) -> None:  # noqa: ARG002
-        """None: the arrays are immutable."""
+        """Always None: the arrays are immutable."""
         return
 
     def from_host(self, flat: NDArray[Any], shape: tuple[int, ...], device: Device) -> Any:
@@ -117,39 +117,39 @@ class TensorflowBackend(Backend):
         name = device.canonical
         if tensor.device == name:
             return tensor
-        # What `tensor.cpu()` does, for any device: nobody differentiates memory that was just adopted, and
+        # Like `tensor.cpu()`, for any device, unrecorded: adopted memory is not differentiated yet, and
         # an operation takes six times as long, for every gradient on every device.
         copy = getattr(tensor, "_copy", None)
         return self.copy(tensor, device) if copy is None else copy(device_name=name)
 
     def flat(self, array: Any) -> Any:
-        """The same memory in another shape."""
+        """Returns the same memory in another shape."""
         return self.reshape(_tensor(array), (-1,))
 
     def reshape(self, flat: Any, shape: tuple[int, ...]) -> Any:
-        """The same memory in another shape."""
+        """Returns the same memory in another shape."""
         with tf.device(flat.device):
             return tf.reshape(flat, shape)
 
     def copy(self, array: Any, device: Device) -> Any:
-        """On host devices TensorFlow shares memory, and copies it before it would write to it."""
+        """Copies; on host devices TensorFlow shares memory and copies it before a write."""
         with tf.device(device.canonical):
             return tf.identity(_tensor(array))
 
     read_only = copy
 
     def concat(self, arrays: Sequence[Any], axis: int, device: Device) -> Any:
-        """Arrays end to end along `axis`."""
+        """Concatenates arrays along `axis`."""
         with tf.device(device.canonical):
             return tf.concat([_tensor(array) for array in arrays], axis)
 
     def cast(self, array: Any, dtype: str) -> Any:
-        """The values in another dtype."""
+        """Returns the values in another dtype."""
         with tf.device(array.device):
             return tf.cast(array, dtype)
 
     def round_once(self, wide: Any, dtype: str) -> Any:
-        """TensorFlow goes to 16 bits through float32: rounding to odd there keeps it one rounding."""
+        """Rounds to odd in float32 first: TensorFlow goes to 16 bits through float32, which rounds twice."""
         if dtype not in ("bfloat16", "float16"):
             return self.cast(wide, dtype)
         with tf.device(wide.device):
@@ -161,24 +161,24 @@ class TensorflowBackend(Backend):
             return tf.cast(tf.bitcast(tf.bitwise.bitwise_or(bits, is_odd), tf.float32), dtype)
 
     def parts_of(self, array: Any) -> Any:
-        """Real and imaginary parts in turn."""
+        """Returns real and imaginary parts in turn."""
         with tf.device(array.device):
             return tf.reshape(tf.stack([tf.math.real(array), tf.math.imag(array)], axis=-1), (-1,))
 
     def from_parts(self, parts: Any) -> Any:
-        """Real and imaginary parts, put together."""
+        """Combines real and imaginary parts."""
         with tf.device(parts.device):
             pairs = tf.reshape(parts, (-1, 2))
             return tf.complex(pairs[:, 0], pairs[:, 1])
 
     def as_indexed_slices(self, array: Any) -> IndexedSlices | None:
-        """A `tf.IndexedSlices`, which comes back as one; those of a graph are for `check_array` to refuse."""
+        """Reads a `tf.IndexedSlices`, to return one; leaves those of a graph to `check_array`."""
         if not isinstance(array, tf.IndexedSlices) or not _is_eager(array.values):
             return None
         return _TensorflowSlices(array.values, array.indices, array.dense_shape)
 
     def scatter_rows(self, rows: Any, indices: Any, shape: tuple[int, ...]) -> Any:
-        """Repeated indices add up."""
+        """Adds up the rows of repeated indices."""
         with tf.device(rows.device):
             return tf.scatter_nd(tf.expand_dims(indices, 1), rows, tf.constant(shape, indices.dtype))
 
@@ -189,7 +189,7 @@ class _TensorflowSlices(IndexedSlices):
     __slots__ = ()
 
     def with_parts(self, values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> Any:
-        """A `tf.IndexedSlices`."""
+        """Returns a `tf.IndexedSlices`."""
         shape = None if dense_shape is None else tf.constant(dense_shape, indices.dtype)
         return tf.IndexedSlices(values, indices, shape)
 
@@ -216,5 +216,5 @@ def _adopted(array: NDArray[Any]) -> Any:
 
 @functools.cache
 def _devices() -> dict[Device, str]:
-    """TensorFlow's devices by our names: asking it makes them final."""
+    """Maps our names to TensorFlow's devices: asking for them makes them final."""
     return {Device.parse(device.name): device.name for device in tf.config.list_logical_devices()}

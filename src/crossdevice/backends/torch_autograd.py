@@ -1,4 +1,4 @@
-"""Calls on PyTorch tensors that require a gradient: how its automatic differentiation goes through them."""
+"""Calls on PyTorch tensors that require a gradient, as functions of its automatic differentiation."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class TorchAutograd:
     """A call as a function of PyTorch's automatic differentiation."""
 
     def is_recording(self) -> bool:
-        """Grad mode, which each thread has its own of."""
+        """Returns this thread's grad mode."""
         return torch.is_grad_enabled()
 
     def is_recorded(self, array: Any) -> bool:
-        """True for a tensor that requires a gradient, in grad mode."""
+        """Returns True for a tensor that requires a gradient, in grad mode."""
         return getattr(array, "requires_grad", False) and torch.is_grad_enabled()
 
     def unrecorded(self, array: Any) -> Any:
-        """Detached, in the same memory; anything but a tensor as it is."""
+        """Detaches a tensor, in the same memory; returns anything else as it is."""
         return array.detach() if isinstance(array, torch.Tensor) else array
 
     def cut(self, value: Any) -> Any:
-        """Detached tensors; anything else stays as it is."""
+        """Detaches tensors and warns about it; anything else stays as it is."""
         leaves, structure = flatten(value)
         for leaf in filter(_requires_grad, leaves):
             warn_if_recorded(leaf)
@@ -40,11 +40,11 @@ class TorchAutograd:
     def linear_call(
         self, run: Callable[[], Sequence[torch.Tensor]], linear: LinearMap, arrays: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """The results of `run`, whose derivatives are those of a linear map of the arrays."""
+        """Returns the results of `run`, with the derivatives of a linear map of the arrays."""
         return _LinearCall.apply(run, linear, *arrays)
 
     def meeting(self, exchange: Exchange, replica: int, value: Any, merge: Merge) -> Any:
-        """This replica's part of what `merge` makes of the values of all, in the replica's own graph.
+        """Returns this replica's part of what `merge` makes of all values, in the replica's own graph.
 
         The graphs of replicas stay apart, so that each can run its own backward pass; those meet again.
         """
@@ -52,7 +52,7 @@ class TorchAutograd:
 
 
 class _LinearCall(torch.autograd.Function):
-    """A linear map; its derivative is its transpose, whose derivative is the map again."""
+    """A linear map; its derivative is its transpose, and that one's derivative is the map again."""
 
     @staticmethod
     def forward(
@@ -64,7 +64,7 @@ class _LinearCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """A call of its own: between processes, all of them make it."""
+        """Makes a call of its own: between processes, all of them make it."""
         given = list(map(_dense, gradients))
         with replica_scope(None):
             transposed = ctx.linear.transposed()
@@ -73,13 +73,13 @@ class _LinearCall(torch.autograd.Function):
 
 
 class _Joint(NamedTuple):
-    """A graph between those of replicas: of each of them the leaves and the results."""
+    """A graph between those of the replicas: the leaves and results of each."""
 
     inputs: list[list[torch.Tensor]]
     outputs: list[list[torch.Tensor]]
 
     def gradients(self, of_outputs: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """With respect to all inputs, replica by replica; recorded in grad mode."""
+        """Returns gradients of all inputs, replica by replica; recorded in grad mode."""
         flat = torch.autograd.grad(
             [tensor for own in self.outputs for tensor in own],
             [tensor for own in self.inputs for tensor in own],
@@ -99,21 +99,21 @@ class _OfReplica(torch.autograd.Function):
     def forward(
         ctx: Any, exchange: Exchange, replica: int, joint: _Joint, _: torch.Tensor, *own: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """The replica's results."""
+        """Returns the replica's results."""
         ctx.exchange, ctx.replica, ctx.joint = exchange, replica, joint
         ctx.save_for_backward(*own)
         return tuple(output.detach() for output in joint.outputs[replica])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """The gradients of all replicas go through the joint graph at once."""
+        """Sends the gradients of all replicas through the joint graph at once."""
         joint: _Joint = ctx.joint
         own = _met(
             functools.partial(ctx.exchange, is_backward=True),
             ctx.replica,
             list(map(_dense, gradients)),
             joint.gradients,
-            ctx.saved_tensors if torch.is_grad_enabled() else (),  # else nobody asks whether they changed
+            ctx.saved_tensors if torch.is_grad_enabled() else (),  # otherwise nothing checks for changes
             joint.inputs,
         )
         return None, None, None, None, *own
@@ -127,7 +127,7 @@ def _met(
     others: Sequence[torch.Tensor] = (),
     other_inputs: Sequence[Sequence[torch.Tensor]] | None = None,
 ) -> Any:
-    """`others` are tensors that `merge` depends on besides: this replica's own `other_inputs`."""
+    """Exchanges values; `others` are this replica's own `other_inputs`, on which `merge` depends too."""
     if not torch.is_grad_enabled():
         return exchange(value, torch.no_grad()(merge))
     answer, joint = exchange(value, functools.partial(_merged, merge, other_inputs))
@@ -144,7 +144,7 @@ def _met(
 def _merged(
     merge: Merge, other_inputs: Sequence[Sequence[torch.Tensor]] | None, values: list[Any]
 ) -> list[tuple[Any, _Joint | None]]:
-    """On the thread that merges: every replica's answer, with the graph of all."""
+    """Merges, on one thread: returns every replica's answer, with the graph of all."""
     flattened = [flatten(value) for value in values]
     counts = Counter(id(leaf) for leaves, _ in flattened for leaf in leaves if _requires_grad(leaf))
     if not counts and other_inputs is None:
@@ -170,7 +170,7 @@ def _merged(
 
 
 def warn_if_recorded(tensor: torch.Tensor) -> None:
-    """Says that a call is not differentiated; those that are see no tensor in grad mode."""
+    """Warns that a call is not differentiated; differentiated calls see no tensor in grad mode."""
     if tensor.requires_grad and torch.is_grad_enabled():
         warnings.warn(
             "a tensor that requires a gradient was handed to a call of crossdevice that is not "

@@ -28,7 +28,7 @@ _LACKING = {getattr(torch, name): name for name in _CARRIERS}
 
 
 _PLAIN = {np.dtype(name) for name in ("float32", "float64", "int32", "int64", "complex64", "complex128")}
-"""Dtypes of which `torch.from_numpy` makes the same."""
+"""Dtypes that `torch.from_numpy` keeps."""
 
 WORD_BYTES, OBJECT_HEADER_BYTES = 8, object.__basicsize__
 
@@ -63,11 +63,11 @@ class TorchBackend(NcclBackend):
     autograd = TorchAutograd()
 
     def namespace(self) -> Any:
-        """PyTorch, through array-api-compat."""
+        """Returns PyTorch, through array-api-compat."""
         return xp
 
     def check_array(self, array: torch.Tensor, where: str) -> None:
-        """Sparse, quantized, nested and meta tensors hold no plain elements; DTensors have no memory."""
+        """Refuses sparse, quantized, nested and meta tensors, without plain elements, and DTensors."""
         if array.layout != torch.strided or array.is_quantized or array.is_nested or array.is_meta:
             kind = "quantized" if array.is_quantized else "nested" if array.is_nested else array.layout
             raise ConversionError(
@@ -83,15 +83,15 @@ class TorchBackend(NcclBackend):
         warn_if_recorded(array)
 
     def as_indexed_slices(self, array: torch.Tensor) -> IndexedSlices | None:
-        """A `torch.sparse_coo` tensor of whole rows, such as an embedding's gradient; it returns as one."""
+        """Reads a `torch.sparse_coo` tensor of whole rows, such as an embedding's gradient."""
         if array.layout != torch.sparse_coo or array.sparse_dim() != 1:
             return None
         warn_if_recorded(array)
-        rows = array.detach()  # repeated indices stay as they are: whoever uses the result adds them up
+        rows = array.detach()  # repeated indices stay as they are: consumers add them up
         return _SparseRows(rows._values(), rows._indices()[0], rows.shape)
 
     def signature(self, array: Any) -> Hashable:
-        """Type, dtype, shape, device, layout, and strides if they are not those of the shape.
+        """Returns type, dtype, shape, device, layout, and strides if they are not those of the shape.
 
         Tensors whose use is recorded have none: whether that is differentiated is asked in every call.
         """
@@ -109,7 +109,7 @@ class TorchBackend(NcclBackend):
         return not any(map(torch.Tensor.is_inference, arrays)) or torch.is_inference_mode_enabled()
 
     def pointers_to(self, arrays: tuple[torch.Tensor, ...]) -> NDArray[np.int64] | None:
-        """Their addresses in memory laid out as an ndarray's; views that conjugate or negate have none."""
+        """Returns addresses of tensors laid out like ndarrays; views that conjugate or negate have none."""
         if any(map(torch.Tensor.is_neg, arrays)) or any(map(torch.Tensor.is_conj, arrays)):
             return None
         number = len(arrays)
@@ -121,13 +121,13 @@ class TorchBackend(NcclBackend):
         return words[number:]
 
     def adopted(self, memory: tuple[NDArray[Any], ...]) -> tuple[torch.Tensor, ...]:
-        """Plain dtypes without a look at each; those that NumPy lacks as any result."""
+        """Adopts plain dtypes without a check of each; dtypes that NumPy lacks like any result."""
         if {array.dtype for array in memory} <= _PLAIN:
             return tuple(map(torch.from_numpy, memory))
         return super().adopted(memory)
 
     def axis_order(self, array: torch.Tensor) -> tuple[int, ...] | None:
-        """By strides: `channels_last`, transposes, and other permutations of dense tensors."""
+        """Orders by strides: `channels_last`, transposes, and other permutations of dense tensors."""
         if array.layout != torch.strided or array.is_nested or array.is_contiguous():
             return None
         strides = array.stride()
@@ -135,11 +135,11 @@ class TorchBackend(NcclBackend):
         return axes if array.permute(axes).is_contiguous() else None
 
     def is_contiguous(self, array: torch.Tensor) -> bool:
-        """In the order of its indices, with nothing left to work out."""
+        """Returns True for elements in the order of their indices, without lazy operations."""
         return array.is_contiguous() and not array.is_conj() and not array.is_neg()
 
     def check_device(self, device: Device) -> None:
-        """Host devices are logical; others must be there."""
+        """Accepts logical host devices, and others that exist."""
         if device.is_host:
             check_host_device("torch", device)
         elif not _exists(device):
@@ -147,7 +147,7 @@ class TorchBackend(NcclBackend):
             raise DeviceError(f"{device} does not exist here; the devices that do are {found}")
 
     def host_view(self, array: torch.Tensor) -> NDArray[Any]:
-        """The tensor's memory, flat; dtypes that NumPy lacks by way of integers."""
+        """Returns the tensor's memory, flat; dtypes that NumPy lacks pass through integers."""
         # Every step here is taken for thousands of gradients: those that change nothing are left out.
         if array.is_conj() or array.is_neg() or not array.is_contiguous():
             array = self.flat(array)
@@ -156,26 +156,26 @@ class TorchBackend(NcclBackend):
         return view if lacking is None else view.view(dtype_named(lacking))
 
     def to_host(self, array: torch.Tensor) -> NDArray[Any]:
-        """The elements, copied from the tensor's device."""
+        """Copies the elements from the tensor's device."""
         return self.host_view(array.detach().cpu())
 
     def address_range(self, array: torch.Tensor) -> tuple[int, int]:
-        """From the first to the last byte of the tensor's elements."""
+        """Returns the range from the first to the last byte of the tensor's elements."""
         plain = array.detach()
         reach = sum((size - 1) * stride for size, stride in zip(plain.shape, plain.stride(), strict=True))
         start = plain.data_ptr()
         return start, start + (reach + 1) * plain.element_size() if plain.numel() else start
 
     def addresses_of(self, arrays: Sequence[torch.Tensor]) -> list[int]:
-        """The addresses of the first elements."""
+        """Returns the addresses of the first elements."""
         return list(map(torch.Tensor.data_ptr, arrays))
 
     def concat(self, arrays: Sequence[torch.Tensor], axis: int, device: Device) -> torch.Tensor:  # noqa: ARG002
-        """Detached, like every result."""
+        """Concatenates; detached, like every result."""
         return torch.cat([array.detach() for array in arrays], dim=axis)
 
     def writable_view(self, array: torch.Tensor) -> NDArray[Any] | None:
-        """Contiguous host tensors share their memory; what was made for inference is not written."""
+        """Returns the memory of a contiguous host tensor; None for inference tensors."""
         if array.is_inference() and not torch.is_inference_mode_enabled():
             return None
         if array.device.type != "cpu" or not array.is_contiguous() or array.is_conj() or array.is_neg():
@@ -193,19 +193,19 @@ class TorchBackend(NcclBackend):
         return tensor if device.is_host else tensor.to(torch_device(device))
 
     def read_only(self, array: torch.Tensor, device: Device) -> torch.Tensor:  # noqa: ARG002
-        """PyTorch has no such mark: only the memory is shared."""
+        """Returns the same memory: PyTorch has no read-only tensors."""
         return array.detach()
 
     def flat(self, array: torch.Tensor) -> torch.Tensor:
-        """Detached and contiguous; engines read its memory, so conjugates and negatives are worked out."""
+        """Detaches and makes contiguous; resolves conjugates and negatives, since engines read the memory."""
         return array.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
 
     def copy(self, array: torch.Tensor, device: Device) -> torch.Tensor:
-        """New, contiguous memory on the device."""
+        """Copies to new, contiguous memory on the device."""
         return array.detach().to(torch_device(device), copy=True, memory_format=torch.contiguous_format)
 
     def round_once(self, wide: torch.Tensor, dtype: str) -> torch.Tensor:
-        """PyTorch goes to 16 bits through float32: rounding to odd there keeps it one rounding."""
+        """Rounds to odd in float32 first: PyTorch goes to 16 bits through float32, which rounds twice."""
         if dtype not in ("bfloat16", "float16"):
             return self.cast(wide, dtype)
         near = wide.to(torch.float32)
@@ -216,11 +216,11 @@ class TorchBackend(NcclBackend):
         return self.cast(bits.view(torch.float32), dtype)
 
     def from_parts(self, parts: torch.Tensor) -> torch.Tensor:
-        """The same memory, seen as complex."""
+        """Returns the same memory, seen as complex."""
         return torch.view_as_complex(parts.reshape(-1, 2))
 
     def scatter_rows(self, rows: torch.Tensor, indices: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Repeated indices add up."""
+        """Adds up the rows of repeated indices."""
         # PyTorch has few functions for the wider unsigned integers; signed ones wrap to the same bits.
         signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
         as_added = signed.get(rows.dtype, rows.dtype)
@@ -228,7 +228,7 @@ class TorchBackend(NcclBackend):
         return dense.index_add_(0, indices, rows.detach().view(as_added)).view(rows.dtype)
 
     def mark_written(self, outs: Sequence[torch.Tensor]) -> None:
-        """So that a backward pass that saved the old values refuses the new ones."""
+        """Bumps version counters, so that a backward pass that saved the old values refuses the new ones."""
         try:
             torch.autograd.graph.increment_version(outs)
         # Older releases take them one by one, none those made for inference.
@@ -238,28 +238,28 @@ class TorchBackend(NcclBackend):
                     torch.autograd.graph.increment_version(out)
 
     def write(self, out: torch.Tensor, value: torch.Tensor) -> None:
-        """In place, past automatic differentiation."""
+        """Writes in place, without automatic differentiation."""
         out.detach().copy_(value)
 
     def from_dlpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
+        """Returns the tensor itself."""
         return tensor
 
     def share_of(self, source: torch.Tensor, device: Device) -> Share:
-        """On PyTorch's current stream."""
+        """Prepares one device's part, on PyTorch's current stream."""
         target = torch.empty_like(source)
         stream = torch.cuda.current_stream(source.device).cuda_stream
         return Share(source, target, device, stream, source.data_ptr(), target.data_ptr(), source.numel())
 
     def streams(self, devices: Iterable[Device]) -> TorchStreams | None:
-        """Side streams where there are several GPUs; other devices are left to PyTorch."""
+        """Returns side streams if there are several GPUs; other devices are left to PyTorch."""
         apart = {device for device in devices if not device.is_host}
         if len(apart) < 2 or {device.type for device in apart} != {"cuda"}:
             return None
         return TorchStreams(apart)
 
     def side_streams(self, devices: Iterable[Device]) -> SideStreams | None:
-        """Side streams of all GPUs among the devices."""
+        """Returns side streams of all GPUs among the devices."""
         apart = {device for device in devices if device.type == "cuda"}
         return SideStreams(TorchStreams(apart)) if apart else None
 
@@ -270,26 +270,26 @@ class _SparseRows(IndexedSlices):
     __slots__ = ()
 
     def with_parts(self, values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> Any:
-        """A `torch.sparse_coo` tensor."""
+        """Returns a `torch.sparse_coo` tensor."""
         assert dense_shape is not None
         return torch.sparse_coo_tensor(indices[None], values, dense_shape, check_invariants=False)
 
 
 class TorchStreams(CudaStreams):
-    """PyTorch's own streams; its allocator is told which of them read what."""
+    """PyTorch's own streams; its allocator is told which of them read an array."""
 
     _kept: ClassVar[dict[Any, Any]] = {}
 
     def new_stream(self, device: Device) -> Any:
-        """One of PyTorch's pool."""
+        """Takes a stream from PyTorch's pool."""
         return torch.cuda.Stream(torch_device(device))
 
     def current_stream(self, device: Device) -> Any:
-        """The current stream of the calling thread."""
+        """Returns the current stream of the calling thread."""
         return torch.cuda.current_stream(torch_device(device))
 
     def handle_of(self, stream: Any) -> int:
-        """cudaStream_t."""
+        """Returns the `cudaStream_t`."""
         return stream.cuda_stream
 
     def use(self, stream: Any) -> None:
@@ -297,33 +297,33 @@ class TorchStreams(CudaStreams):
         torch.cuda.set_stream(stream)
 
     def current_device(self) -> int:
-        """By its number."""
+        """Returns the number of the current device."""
         return torch.cuda.current_device()
 
     def use_device(self, device: int) -> None:
-        """By its number."""
+        """Makes the device of this number current."""
         torch.cuda.set_device(device)
 
     def event_on(self, stream: Any) -> Any:
-        """A new event."""
+        """Records a new event."""
         return stream.record_event()
 
     def has_happened(self, event: Any) -> bool:
-        """Without waiting for it."""
+        """Queries the event without waiting for it."""
         return event.query()
 
     def make_wait(self, stream: Any, event: Any) -> None:
-        """On the GPU; the host goes on."""
+        """Makes the GPU wait; the host goes on."""
         stream.wait_event(event)
 
     def keep_for(self, stream: Any, array: torch.Tensor) -> None:
-        """The caching allocator waits for the stream before it hands the memory out again."""
+        """Tells the caching allocator, which waits for the stream before it reuses the memory."""
         if array.is_cuda:
             array.record_stream(stream)
 
 
 def torch_device(device: Device) -> torch.device:
-    """PyTorch's name of a device; it has one host device for all of ours."""
+    """Returns PyTorch's name of a device; it has one host device for all of ours."""
     return torch.device("cpu") if device.is_host else torch.device(device.type, device.index)
 
 
