@@ -1,4 +1,4 @@
-"""Choosing by cost: what the model predicts for each algorithm, or what was measured."""
+"""Choice by cost: predicted by the model for each algorithm, or measured."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from crossdevice.values.options import PRECISIONS
 from crossdevice.values.quantities import time_text
 
 MAX_PLANNED_DEVICES = 16
-"""Above this, algorithms that know their rounds are timed by them: a ring's plan grows with the square."""
+"""Number of devices above which algorithms are timed by their rounds: a ring's plan grows quadratically."""
 
 FLOAT_BYTES = 4
 """Plans count elements; predictions are for 32-bit ones."""
 
 
 def devices_of(topology: Topology) -> tuple[Device, ...]:
-    """A topology's devices by name, node by node."""
+    """Returns a topology's devices by name, node by node."""
     size = topology.devices_per_node
     numbers = range(topology.num_devices)
     return tuple(Device(topology.device_type, number % size, task=number // size) for number in numbers)
 
 
 def planned_all_reduce(algorithm: CrossDeviceOps, topology: Topology, num_bytes: int) -> Plan:
-    """The plan of an all-reduce of so many bytes on all devices of a topology."""
+    """Returns the plan of an all-reduce of `num_bytes` on all devices of a topology."""
     devices = devices_of(topology)
     build = PlanBuilder(devices, max(1, num_bytes // FLOAT_BYTES))
     if len(devices) == 1:
@@ -50,14 +50,14 @@ def planned_all_reduce(algorithm: CrossDeviceOps, topology: Topology, num_bytes:
 
 
 def knows_rounds(algorithm: CrossDeviceOps) -> bool:
-    """True if the algorithm can be timed on thousands of devices."""
+    """Returns True if the algorithm can be timed on thousands of devices."""
     return type(algorithm).plan_rounds is not CrossDeviceOps.plan_rounds
 
 
 def predicted(
     algorithm: CrossDeviceOps, topology: Topology, num_bytes: int, *, precision: str = "accurate"
 ) -> Duration:
-    """The time of an all-reduce and its parts; where memory is shared, that of one fused pass.
+    """Returns the time of an all-reduce and its parts; for shared memory, that of one fused pass.
 
     Under `"fast"` partial sums travel; else the contributions they are made of.
     """
@@ -93,7 +93,7 @@ def choice_by_cost(
     precision: str = "accurate",
     measured: str | Path | None = None,
 ) -> Choice:
-    """The fastest algorithm for an all-reduce of so many bytes, as `choose_algorithm` says."""
+    """Returns the fastest algorithm for an all-reduce of this size, with its reason."""
     if not (isinstance(num_bytes, (int, numbers.Real)) and num_bytes >= 1):
         raise OptionError(f"num_bytes must be a number, 1 or more; got {num_bytes!r}")
     if precision not in PRECISIONS:
@@ -111,7 +111,7 @@ def choice_by_cost(
 
 
 def is_engine(name: str) -> bool:
-    """True if the algorithm leaves the sum to an engine; no choice here may change bits."""
+    """Returns True if the algorithm leaves the sum to an engine; no choice here may change bits."""
     try:
         return bool(ALGORITHMS.load(name)().uses_engine)
     except OptionError:  # it is not installed
@@ -121,7 +121,7 @@ def is_engine(name: str) -> bool:
 def predicted_durations(
     topology: Topology, num_bytes: int, *, precision: str = "accurate"
 ) -> dict[str, Duration]:
-    """The predicted times of all algorithms but engines; on many devices, of those that know their rounds.
+    """Predicts the times of all algorithms but engines; on many devices only of those with known rounds.
 
     One that cannot be loaded or planned is left out with a warning: any installed package may bring one.
     """
@@ -139,7 +139,7 @@ def predicted_durations(
 
 
 def measured_seconds(path: str | Path, num_devices: int, num_bytes: int) -> dict[str, float]:
-    """The measurements nearest in size for this number of devices; none if they are too far away."""
+    """Returns the measurements nearest in size for this number of devices; none if they are too far away."""
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))["measured"]
         lacking = [[key for key in MEASURED_KEYS if key not in row] for row in rows]
@@ -170,7 +170,7 @@ def _fastest(seconds: Mapping[str, float], evidence: str) -> Choice:
 
 
 def _explained(duration: Duration) -> str:
-    """Explains which part of the time is largest, and what therefore wins."""
+    """Explains which part of the time is largest, and which algorithm wins because of it."""
     shares = {
         "latency, so few rounds win": duration.latency_seconds,
         "bytes on links, so little traffic on the busiest link wins": duration.bandwidth_seconds,

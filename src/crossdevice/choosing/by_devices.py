@@ -22,12 +22,12 @@ class Choice(NamedTuple):
 
 
 def chosen(name: str, reason: str, seconds: Mapping[str, float] = types.MappingProxyType({})) -> Choice:
-    """The choice of the algorithm of that name, with its default settings."""
+    """Returns the algorithm of that name with its default settings, as a choice."""
     return Choice(name, ALGORITHMS.load(name)(), reason, seconds)
 
 
 def choice_by_devices(devices: Sequence[Device]) -> Choice:
-    """The algorithm for one replica on each of these devices; NCCL's where it can be had.
+    """Chooses for one replica on each of these devices; NCCL's algorithm where it is available.
 
     >>> choice_by_devices([Device("cuda:0"), Device("cuda:1")]).name
     'nccl'
