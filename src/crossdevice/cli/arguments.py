@@ -11,7 +11,7 @@ from crossdevice.errors import OptionError
 
 
 def size_in_bytes(text: str) -> int:
-    """The bytes of a size such as 512, 4K, 1M or 1.5GiB, in powers of two.
+    """Parses a size such as 512, 4K, 1M or 1.5GiB, in powers of two.
 
     >>> size_in_bytes("4K"), size_in_bytes("1.5MiB")
     (4096, 1572864)
@@ -30,7 +30,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def output_file(text: str) -> Path:
-    """The path, if there is a folder for it.
+    """Returns the path, if its folder exists.
 
     >>> output_file("chart.svg").name
     'chart.svg'
@@ -44,7 +44,7 @@ def output_file(text: str) -> Path:
 
 
 def check_ending(path: Path, what: str, *endings: str) -> None:
-    """Refuses a name by which others would not know what is in the file."""
+    """Refuses file extensions that do not match the contents."""
     if path.suffix not in endings:
         raise OptionError(
             f"{str(path)!r} is not a valid {what} file; expected a name that ends in {' or '.join(endings)}"

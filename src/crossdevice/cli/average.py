@@ -89,7 +89,7 @@ class ByteProgress:
         self._started = self._drawn = time.monotonic()
 
     def update(self, done: int, total: int) -> None:
-        """Called as often as one likes."""
+        """Draws the progress, at limited intervals; may be called at any rate."""
         now = time.monotonic()
         if self._is_shown and now - self._drawn >= SECONDS_BETWEEN:
             self._drawn = now

@@ -9,7 +9,7 @@ from crossdevice.recording.comparison import as_json, compare, described, notes,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Two runs."""
+    """Adds the arguments: two runs."""
     what = "the file of a run; `run.bits` also stands for `run.rank*.bits`, a folder for all `.bits` in it"
     parser.add_argument("first", help=what)
     parser.add_argument("second", help="the same of the other run, which may have another number of ranks")
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the first difference; 1 if there is one."""
+    """Prints the first difference; returns 1 if there is one."""
     runs = read_run(arguments.first), read_run(arguments.second)
     found = compare(*runs)
     if arguments.json:

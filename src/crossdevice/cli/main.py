@@ -66,7 +66,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; what crossdevice refuses is printed as one line, without a traceback."""
+    """Runs one command; prints errors of crossdevice as one line, without a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="crossdevice", description=crossdevice.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"crossdevice {crossdevice.__version__}")
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read the output, such as head, has seen enough; Python would complain again when it ends.
+        # The reader, such as head, has closed the pipe; otherwise Python would complain again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return code

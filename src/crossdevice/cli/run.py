@@ -22,7 +22,7 @@ from crossdevice.process_groups.cluster import environments_of_ranks
 from crossdevice.process_groups.notes.introduction import own_name
 
 OWN_END_SECONDS = 5.0
-"""Time of others after a failure to say what they have to say, and to end by themselves."""
+"""Time for other ranks after a failure to print their errors and to end by themselves."""
 
 ENDING_SECONDS = 5.0
 """The same after SIGTERM, before they are killed."""
@@ -35,7 +35,7 @@ _PARENT_ENDS = 1  # prctl's PR_SET_PDEATHSIG
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options; all that follows the program is the program's own."""
+    """Adds the command's options; all arguments after the program are the program's own."""
     parser.usage = "crossdevice run -n N [-m] program [argument ...]"
     parser.add_argument(
         "-n", "--processes", type=int, required=True, metavar="N", help="number of processes, on this host"
@@ -66,13 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Ranks:
-    """Processes whose output is shown with their ranks, and that end together."""
+    """Processes with output labelled by rank; they end together."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._codes: dict[int, int] = {}
-        """Of those that have ended, which are waited for last: until then nobody else gets their numbers."""
+        """Exit codes of ended processes, which are reaped last: until then their numbers are not reused."""
         self._readers: list[threading.Thread] = []
         self._received: list[int] = []
 
@@ -151,7 +151,7 @@ class _Ranks:
         self._ended.put(rank)
 
     def _next_ended(self, end: float | None) -> int | None:
-        """The rank that has ended next, -1 for a signal that came; None if nobody has by then."""
+        """Returns the rank that has ended next, -1 for a signal, None if none has by then."""
         while True:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
@@ -172,7 +172,7 @@ class _Ranks:
 
     def _send(self, number: int, ranks: set[int]) -> None:
         for rank in ranks:
-            with suppress(ProcessLookupError, PermissionError):  # nobody left, on Linux and elsewhere
+            with suppress(ProcessLookupError, PermissionError):  # no process left, on Linux and elsewhere
                 os.killpg(self._processes[rank].pid, number)
 
     @contextmanager
@@ -194,12 +194,12 @@ class _Ranks:
 
 
 def _status(code: int) -> int:
-    """As a shell says it."""
+    """Returns the exit status as a shell does."""
     return code if code > 0 else 128 - code
 
 
 def _dying_with(parent: int) -> Callable[[], None] | None:
-    """Has the system end a process with the one that starts it, even if that is killed; on Linux only."""
+    """Makes the system end a process with its parent, even if that is killed; on Linux only."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl
@@ -233,12 +233,12 @@ def _copy(prefix: bytes, source: IO[bytes], target: IO[bytes], lock: threading.L
 
 
 def _lines(text: bytes) -> list[bytes]:
-    """With their ends; the last one has none, and may be empty."""
+    """Yields lines with their ends; the last one has none, and may be empty."""
     lines = text.splitlines(keepends=True)
     return lines if lines and not lines[-1].endswith((b"\n", b"\r")) else [*lines, b""]
 
 
 def _write(text: bytes, target: IO[bytes], lock: threading.Lock) -> None:
-    with lock, suppress(BrokenPipeError):  # whoever read the output has seen enough; the processes go on
+    with lock, suppress(BrokenPipeError):  # the reader has closed the pipe; the processes go on
         target.write(text)
         target.flush()

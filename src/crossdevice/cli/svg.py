@@ -8,7 +8,7 @@ from html import escape
 from typing import NamedTuple
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b", "#bcbd22")
-"""Okabe and Ito's, which people who do not see all colours can tell apart, and three more."""
+"""Colours of Okabe and Ito, distinguishable for colour-blind readers, and three more."""
 
 STYLE = """
 .chart { font: 13px system-ui, sans-serif; background: #ffffff; }
@@ -56,7 +56,7 @@ class Chart(NamedTuple):
 
 
 def charts_svg(charts: Sequence[Chart], *, width: int = 420, height: int = 300) -> str:
-    """Charts of one size side by side, and the names of the last one's lines; it needs no other file."""
+    """Draws charts of one size side by side, with a legend for the last; needs no other file."""
     names = [line.name for line in charts[-1].lines]
     across = width * len(charts)
     total = across + 50 + round(LETTER_WIDTH * max(map(len, names)))
@@ -129,7 +129,7 @@ def _dashes(line: Line) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers that enclose both ends.
+    """Returns about five round numbers that enclose both ends.
 
     >>> _ticks(0, 9.3)
     [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]

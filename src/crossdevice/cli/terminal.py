@@ -25,7 +25,7 @@ class Section(NamedTuple):
 def show(
     headline: Sequence[str], sections: Sequence[Section], last_title: str = "", lines: Sequence[str] = ()
 ) -> None:
-    """Prints the headline, the tables and, if there are any, lines under a title of their own."""
+    """Prints the headline, the tables and, if any, lines under a title of their own."""
     if not _is_rich(sys.stdout):
         print("\n".join(headline))
         for title, headings, rows in sections:
@@ -59,7 +59,7 @@ def show(
 
 @contextlib.contextmanager
 def progress(total: int, *, lines_every: int = 0) -> Iterator[Callable[[str], None]]:
-    """Gives a function to be called `total` times, with a word on what is being done.
+    """Yields a function to be called `total` times, with a description of the current work.
 
     Where no bar can be shown, each `lines_every`-th word is printed, if that is not 0.
     """

@@ -51,7 +51,7 @@ def seconds_of(copy: Copy) -> float:
 
 
 def plain_copy(sources: Arrays, targets: Arrays) -> Copy:
-    """The C library's copy, by as many threads as a pass may use."""
+    """Copies with the C library, on as many threads as a pass may use."""
     pieces = [
         (source[start : start + step], target[start : start + step])
         for source, target in zip(sources, targets, strict=True)
@@ -72,7 +72,7 @@ def plain_copy(sources: Arrays, targets: Arrays) -> Copy:
 
 
 def streamed_copy(sources: Arrays, targets: Arrays) -> Copy:
-    """A fused pass of one input and one output, which past the caches' size writes around them."""
+    """Runs a fused pass of one input and one output; past the caches' size it writes around them."""
     tasks = [
         ((source.view(np.uint8).view(np.float32),), (target.view(np.uint8).view(np.float32),))
         for source, target in zip(sources, targets, strict=True)
@@ -82,7 +82,7 @@ def streamed_copy(sources: Arrays, targets: Arrays) -> Copy:
 
 
 def measured_limit() -> CopyLimit:
-    """The copy limit of this machine, now."""
+    """Measures this machine's current copy limit."""
     size = LIMIT_BYTES // 4
     source, target = np.ones(size, np.float32), np.zeros(size, np.float32)
     copies = {way: ready([source], [target]) for way, ready in WAYS.items()}
@@ -124,7 +124,7 @@ class Fit(NamedTuple):
 
 
 def calibrate(path: Path, num_devices: int, *, turns: int = TURNS, shrink: int = 1) -> int:
-    """Writes the topology of this host and prints what it predicts beside other calls of the same minute."""
+    """Writes the topology of this host and prints its predictions next to measurements made now."""
     sizes = [size // shrink for size in SIZES]
     # Where arrays lie can make a pass twice as slow, so the check has the arrays of the fit.
     arrays = {size: (_arrays(num_devices, size), _arrays(num_devices, size)) for size in sizes}
@@ -148,7 +148,7 @@ def calibrate(path: Path, num_devices: int, *, turns: int = TURNS, shrink: int =
 
 
 def fit(moved_bytes: Sequence[int], seconds: Sequence[float]) -> Fit:
-    """The line through these points with the least squares of log(predicted / measured).
+    """Fits the line that minimizes the squares of log(predicted / measured).
 
     So a prediction of half the time is as wrong as one of twice the time, and errors have no side.
 
@@ -170,7 +170,7 @@ def fit(moved_bytes: Sequence[int], seconds: Sequence[float]) -> Fit:
 def _timed_calls(
     arrays: Mapping[int, tuple[PerReplica, PerReplica]], turns: int
 ) -> dict[int, list[list[float]]]:
-    """The seconds of all-reduces of each size into memory that is given, turn by turn."""
+    """Times all-reduces of each size into given memory, in alternation."""
     ops = DirectAllReduce()
     calls: dict[int, list[list[float]]] = {size: [] for size in arrays}
     for _ in range(2 * turns + 1):

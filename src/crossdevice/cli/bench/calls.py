@@ -23,13 +23,13 @@ Memory = Literal["own", "shared"]
 """Memory of results: each destination has its own, or all see one array."""
 
 Results = Sequence[Sequence[Array]]
-"""For each destination its arrays."""
+"""Arrays for each destination."""
 
 TimedCall = Callable[[], Any]
 """Does the work and returns results in whatever form it gets them."""
 
 Read = Callable[[Any], Sequence[data.Arrays]]
-"""Makes of what a call returned the flat host arrays of each destination; not timed."""
+"""Converts a call's result to flat host arrays of each destination; not timed."""
 
 
 class Inspection(NamedTuple):
@@ -54,7 +54,7 @@ class Measurable(Protocol):
 
 
 class Competitor(abc.ABC):
-    """Something that can do collectives, or those of its `collectives` and `ops`."""
+    """A library or algorithm that can run collectives, or those of its `collectives` and `ops`."""
 
     name: str
     collectives: Collection[str] = COLLECTIVES
@@ -67,14 +67,14 @@ class Competitor(abc.ABC):
         """Brings its arrays into place; `inputs` are flat, in this process, and not to be written to."""
 
     def replicas(self, work: Workload) -> Sequence[int]:
-        """The replicas whose inputs are in its process."""
+        """Lists the replicas with inputs in its process."""
         return range(work.num_inputs)
 
     def close(self) -> None:  # noqa: B027 - most have nothing to end
-        """Ends what was started for it."""
+        """Releases the resources started for it."""
 
     def check(self, work: Workload) -> None:
-        """Refuses what a library cannot do; a mean of integers means something else in every one."""
+        """Refuses work that the library cannot do; means of integers differ between libraries."""
         if work.collective not in self.collectives or work.op not in self.ops:
             raise UnsupportedWorkError(
                 f"only {', '.join(self.collectives)}, {' and '.join(self.ops).lower()}"
@@ -109,13 +109,13 @@ class Arrays:
                 np.copyto(array, original)
 
     def poison(self) -> None:
-        """Makes sure that results of an earlier call are not taken for those of the next."""
+        """Overwrites results, so that those of an earlier call cannot pass for new ones."""
         for arrays in self._flat_given:
             for array in arrays:
                 array.fill(data.POISON)
 
     def read(self, results: Results) -> list[data.Arrays]:
-        """The elements of results, flat."""
+        """Returns the elements of results, flat."""
         return [[self._backend.host_view(array) for array in arrays] for arrays in results]
 
     def _shaped(
@@ -155,7 +155,7 @@ class Calls:
         return self._seconds(place, repeats) / repeats
 
     def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:
-        """One more call, for its results."""
+        """Makes one more call, for its results."""
         if place != "fresh":
             self.poison()
         self._prepare(place)

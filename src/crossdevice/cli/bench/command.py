@@ -31,7 +31,7 @@ from crossdevice.values.options import LOWERINGS, PRECISIONS, CommunicationOptio
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The letters are those of nccl-tests."""
+    """Adds the options, with the letters of nccl-tests."""
     add = parser.add_argument
     add("-b", "--minbytes", default="4K", metavar="SIZE", help="smallest size, such as 512, 4K, 1M (4K)")
     add("-e", "--maxbytes", default="64M", metavar="SIZE", help="largest size (64M)")
@@ -154,7 +154,7 @@ def _started(
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """The command line that asks for the same, without what goes without saying."""
+    """Returns the equivalent command line, defaults omitted."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["crossdevice", "bench"]

@@ -23,7 +23,7 @@ from crossdevice.values.device import host_device
 
 
 def make_host_devices(library: str, number: int) -> None:
-    """Has the library make so many; refused where it has started already with fewer, or has none."""
+    """Makes the library create this many host devices; refuses if it has started with fewer."""
     backend = backend_named(library)
     with contextlib.suppress(RuntimeError):  # it has started: what it has may do
         if library == "jax":
@@ -54,7 +54,7 @@ class JaxPsum(Competitor):
         self._jax: Any = importlib.import_module("jax")
 
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
-        """JAX arrays cannot be written to: results are always new."""
+        """Prepares calls with new results: JAX arrays cannot be written to."""
         self.check(work)
         jax, sharding = self._jax, importlib.import_module("jax.sharding")
         devices = jax.devices("cpu")[: work.num_devices]
@@ -83,7 +83,7 @@ def _read(results: list[Any]) -> list[data.Arrays]:
 
 
 Columns = list[list[Any]]
-"""For each array, the tensors of all replicas."""
+"""Tensors of all replicas, for each array."""
 
 
 class TensorflowReductionToOneDevice(Competitor):
@@ -101,7 +101,7 @@ class TensorflowReductionToOneDevice(Competitor):
         self._distribute = "tensorflow.python.distribute"
 
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
-        """TensorFlow always makes new results."""
+        """Prepares calls with new results, as TensorFlow always makes them."""
         self.check(work)
         columns = self._placed(list(column) for column in zip(*inputs, strict=True))
         function = self._tf.function(self._all_reduce(work), autograph=False)
@@ -127,7 +127,7 @@ class TensorflowReductionToOneDevice(Competitor):
         return [[self._view(tensor) for tensor in tensors] for tensors in zip(*columns, strict=True)]
 
     def _view(self, tensor: Any) -> NDArray[Any]:
-        """Without a copy, so that addresses tell which results are one; there are no buffers of bfloat16."""
+        """Views arrays without a copy, so that addresses show shared results; bfloat16 has no buffers."""
         if tensor.dtype == self._tf.bfloat16:
             bits = np.asarray(memoryview(self._tf.bitcast(tensor, self._tf.uint16)))
             return bits.view(dtype_named("bfloat16"))

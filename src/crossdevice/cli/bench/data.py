@@ -34,7 +34,7 @@ _WIDE: dict[str, Any] = {"SUM": np.sum, "MEAN": np.sum, "MIN": np.min, "MAX": np
 
 
 def replica_arrays(work: Workload, replica: int) -> Arrays:
-    """One replica's flat arrays, one for each shape of the work."""
+    """Makes one replica's flat arrays, one for each shape of the work."""
     return [
         np.resize(_pattern(work, replica, number % NUM_PATTERNS), math.prod(shape))
         for number, shape in enumerate(work.shapes)
@@ -42,7 +42,7 @@ def replica_arrays(work: Workload, replica: int) -> Arrays:
 
 
 def all_arrays(work: Workload) -> list[Arrays]:
-    """The flat arrays of all replicas that bring some."""
+    """Makes the flat arrays of all replicas with inputs."""
     return [replica_arrays(work, replica) for replica in range(work.num_inputs)]
 
 
@@ -87,7 +87,7 @@ def _period_of(dtype: str, op: str, replica: int, number: int, is_spread: bool) 
 def _segments(
     work: Workload, number: int, array: NDArray[Any], rounds_once: bool
 ) -> Iterator[tuple[NDArray[Any], _Expected]]:
-    """Parts of a result that each start with the start of a pattern."""
+    """Splits a result at the starts of the pattern."""
     if work.reduces:
         yield array, _expected_reduction(work, number, rounds_once)
         return

@@ -29,7 +29,7 @@ class FusedSum(Competitor):
     backend: ClassVar[str] = "torch"
 
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
-        """Results can be given or new."""
+        """Prepares calls; results can be given or new."""
         self.check(work)
         arrays = Arrays(work, inputs, backend_named(self.backend))
         calls: dict[ResultPlace, TimedCall] = {}
@@ -51,7 +51,7 @@ class NumpyStack(FusedSum):
     backend = "numpy"
 
     def call(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:
-        """The stack is made before anything is timed."""
+        """Makes the call; the stack is made before the timing."""
         stacks = [np.stack(column) for column in zip(*inputs, strict=True)]
 
         def run() -> Results:
@@ -97,7 +97,7 @@ class TorchStack(TorchSum):
     name = "torch_stack"
 
     def call(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:
-        """The stack is made before anything is timed."""
+        """Makes the call; the stack is made before the timing."""
         torch = self._torch
         stacks = [torch.stack(list(column)) for column in zip(*inputs, strict=True)]
         return self._summed(work, out, lambda number, into: torch.sum(stacks[number], 0, out=into))
@@ -109,7 +109,7 @@ class TorchOneShot(TorchSum):
     name = "torch_one_shot"
 
     def call(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:
-        """As many people write it."""
+        """Makes the call the common way."""
         torch, columns = self._torch, [list(column) for column in zip(*inputs, strict=True)]
         return self._summed(
             work, out, lambda number, into: torch.sum(torch.stack(columns[number]), 0, out=into)
@@ -122,7 +122,7 @@ class TorchForeach(TorchSum):
     name = "torch_foreach"
 
     def call(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall:
-        """One call of the library for each further replica, and one for each further destination."""
+        """Makes one call of the library for each further replica, and one for each further destination."""
         torch = self._torch
 
         def run() -> Results:
@@ -155,7 +155,7 @@ class TorchCompiled(TorchSum):
     name = "torch_compile"
 
     def call(self, work: Workload, inputs: Results, out: Results | None) -> TimedCall | None:
-        """Results are given: new copies would be merged into one by the compiler."""
+        """Makes calls with given results: the compiler would merge new copies into one."""
         if out is None:
             return None
         torch, columns = self._torch, list(zip(*inputs, strict=True))
@@ -201,7 +201,7 @@ class JaxJit(Competitor):
         self._jax.config.update("jax_enable_x64", True)
 
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
-        """JAX arrays cannot be written to: results are always new."""
+        """Prepares calls with new results: JAX arrays cannot be written to."""
         self.check(work)
         jax = self._jax
         columns = [[jax.device_put(array) for array in column] for column in zip(*inputs, strict=True)]

@@ -22,7 +22,7 @@ from crossdevice.values.registry import loaded
 
 
 def ops_named(name: str) -> CrossDeviceOps:
-    """The algorithm of that name, or an instance of `module:class`, for algorithms that are nobody's yet."""
+    """Returns the algorithm of that name, or an instance of `module:class` for unregistered algorithms."""
     try:
         kind = loaded(name) if ":" in name else ALGORITHMS.load(name)
     except (ImportError, AttributeError) as error:
@@ -49,7 +49,7 @@ class CrossDeviceCompetitor(Competitor):
         self.precision = options.precision
 
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
-        """Results are given memory, new ones, or replace inputs, as far as arrays can be written to."""
+        """Prepares calls; results are given memory, new, or replace inputs that can be written to."""
         arrays = Arrays(work, inputs, self._backend)
         collective = self._reduction if work.reduces else getattr(self, f"_{work.collective}")
         calls: dict[ResultPlace, TimedCall] = {"fresh": collective(work, arrays.inputs, None)}
@@ -67,7 +67,7 @@ class CrossDeviceCompetitor(Competitor):
         )
 
     def _rounds_once(self, work: Workload) -> bool:
-        """Nothing is wider than float64 to multiply in; sums of it are compensated."""
+        """Returns True if results are rounded once: products have no wider type than float64."""
         narrow = (work.op, work.dtype) == ("PROD", "float64")
         return self._options.precision in (("exact",) if narrow else ("exact", "accurate"))
 
@@ -110,7 +110,7 @@ class NumpyLoop(Competitor):
         self._copy_into: Callable[[Any, Any], None] = np.copyto
 
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
-        """Results can be given, new, or replace the inputs."""
+        """Prepares calls; results can be given, new, or replace the inputs."""
         self.check(work)
         arrays = Arrays(work, inputs, backend_named(self.name))
         loop = self._reduce if work.reduces else getattr(self, f"_{work.collective}")
@@ -169,7 +169,7 @@ class TorchFlatten(Competitor):
         self._torch: Any = importlib.import_module("torch")
 
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
-        """All results are new: views of one long tensor per replica."""
+        """Prepares calls with new results: views of one long tensor per replica."""
         self.check(work)
         arrays = Arrays(work, inputs, backend_named("torch"))
         lengths = [array.size for array in inputs[0]]

@@ -17,7 +17,7 @@ TURN_SECONDS = 0.002
 MAX_REPEATS = 2000
 
 PAUSE_SECONDS = 0.003
-"""Between turns: OpenMP's threads spin for about a millisecond after their last work."""
+"""Pause between turns: OpenMP's threads spin for about a millisecond after their last work."""
 
 
 class Figure(NamedTuple):
@@ -36,7 +36,7 @@ class Figure(NamedTuple):
 
     @property
     def bus_bandwidth(self) -> float:
-        """As if every byte went over a wire, in GB/s."""
+        """Bandwidth in GB/s as if every byte went over a wire."""
         return self.algorithm_bandwidth * self.work.bus_factor
 
 
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
     @property
     def main(self) -> Figure:
-        """The figure to compare and draw: out of place if there is one."""
+        """The figure for comparisons and charts: out of place if available."""
         return self.figures[0]
 
 
@@ -77,7 +77,7 @@ def measured_rows(
     say: Callable[[str], None] = lambda _: None,
     tick: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """One row per competitor that can do this work; `say` hears of the others, `tick` of every round."""
+    """Returns a row per capable competitor; `say` reports the others, `tick` each round."""
     inputs = data.all_arrays(work)
     ready: dict[str, Measurable] = {}
     precisions = {competitor.name: competitor.precision for competitor in competitors}
@@ -122,7 +122,7 @@ def _figures(
     schedule: Schedule,
     tick: Callable[[], None],
 ) -> dict[str, Figure]:
-    """The figures of all that have one of the wanted places, at the first that each has."""
+    """Returns the figures of all that support the wanted placement, each at its first one."""
     able = {name: [place for place in wanted if place in one.places] for name, one in ready.items()}
     places = {name: own[0] for name, own in able.items() if own}
     seconds = seconds_in_turns(ready, places, schedule, tick)

@@ -1,4 +1,4 @@
-"""The peers one can measure against: where each lives, what it needs, and how it is run."""
+"""Peers for comparisons: their modules, requirements, and launch methods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from crossdevice.values.registry import loaded
 
 Runs = Literal["here", "process", "processes", "mpirun"]
-"""In this process, in one of its own, in one for each replica, or in those that mpirun starts."""
+"""Process of a peer: this one, its own, one per replica, or those of mpirun."""
 
 
 class PeerSetup(NamedTuple):
@@ -83,12 +83,12 @@ def peer_unavailable(name: str) -> str | None:
 
 
 def launcher() -> str | None:
-    """The mpirun that came with this Python's packages, else the one on the path."""
+    """Returns the mpirun of this Python's packages, else the one on the path."""
     beside = str(Path(sys.executable).parent)
     found = (shutil.which(name, path=where) for where in (beside, None) for name in ("mpirun", "mpiexec"))
     return next((path for path in found if path is not None), None)
 
 
 def peer_class(name: str) -> Any:
-    """The class of a peer of the table, or of one that a benchmark has itself, by `module:class`."""
+    """Returns the class of a peer of the table, or one named by `module:class`."""
     return loaded(f"crossdevice.cli.bench.{PEERS[name].target}" if name in PEERS else name)

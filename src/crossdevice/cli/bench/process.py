@@ -66,7 +66,7 @@ class PeerProcesses(Competitor):
             raise
 
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> PeerProcesses:  # noqa: ARG002
-        """The processes make the same inputs themselves."""
+        """Prepares calls; the processes make the same inputs themselves."""
         answers = self._ask("ready", work)
         for answer in answers:
             if isinstance(answer, UnsupportedWorkError):
@@ -79,14 +79,14 @@ class PeerProcesses(Competitor):
         return float(max(self._ask("turn", place, repeats)))
 
     def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:
-        """Processes each look at their own results."""
+        """Has each process inspect its own results."""
         answers: list[Inspection] = self._ask("inspect", place, counts_wrong=counts_wrong)
         if len(answers) == 1:
             return answers[0]
         return Inspection("own", sum(answer.wrong or 0 for answer in answers) if counts_wrong else None)
 
     def close(self) -> None:
-        """Hangs up, which ends the processes; those that do not are ended."""
+        """Hangs up, which ends the processes; kills those that remain."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:

@@ -26,11 +26,11 @@ class Rank(Competitor):
     """Places in which the library can put the results of each collective."""
 
     def replicas(self, work: Workload) -> Sequence[int]:  # noqa: ARG002
-        """The replicas whose inputs this rank has."""
+        """Lists the replicas with inputs on this rank."""
         return [self.rank]
 
     def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
-        """`inputs` are this rank's alone."""
+        """Prepares calls; `inputs` are only this rank's."""
         self.check(work)
         (mine,) = inputs
         shares = work.num_devices if work.collective == "gather" else 1
@@ -52,7 +52,7 @@ class Rank(Competitor):
         pairs = list(zip(self.placed(mine), self.placed(buffers), strict=True))
 
         def call(place: ResultPlace) -> None:
-            """This rank's part in the collective, from `mine` to `buffers` or on `buffers` alone."""
+            """Takes this rank's part in the collective, from `mine` to `buffers` or on `buffers` alone."""
             for array, buffer in pairs:
                 collect(None if place == "in_place" else array, buffer)
                 if gets and work.op == "MEAN":
@@ -63,7 +63,7 @@ class Rank(Competitor):
         return Calls(work, calls, lambda _: results, refill=refill, poison=poison, meet=self.meet)
 
     def placed(self, arrays: data.Arrays) -> list[Any]:
-        """The same memory as what the library wants."""
+        """Returns the same memory in the library's type."""
         return arrays
 
     def collective(self, work: Workload) -> Callable[[Any, Any], object]:
@@ -76,7 +76,7 @@ class Rank(Competitor):
 
 
 class GlooRank(Rank):
-    """torch.distributed on CPUs, whose reductions and broadcasts are always in place."""
+    """torch.distributed on CPUs, always with reductions and broadcasts in place."""
 
     name = "gloo"
     places = dict.fromkeys(("all_reduce", "reduce", "broadcast"), ("in_place",)) | {"gather": ("given",)}
@@ -91,12 +91,12 @@ class GlooRank(Rank):
         )
 
     def placed(self, arrays: data.Arrays) -> list[Any]:
-        """Tensors."""
+        """Returns tensors."""
         backend, device = backend_named("torch"), host_device(0)
         return [backend.from_host(array, array.shape, device) for array in arrays]
 
     def collective(self, work: Workload) -> Callable[[Any, Any], object]:
-        """On tensors that are the same memory."""
+        """Runs the collective on tensors of the same memory."""
         distributed, is_root = self._distributed, self.rank == 0
         op = getattr(distributed.ReduceOp, {"MEAN": "SUM", "PROD": "PRODUCT"}.get(work.op, work.op))
 
@@ -112,7 +112,7 @@ class GlooRank(Rank):
         return collectives[work.collective]
 
     def meet(self) -> None:
-        """A barrier."""
+        """Runs a barrier."""
         self._distributed.barrier()
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class MpiRank(Rank):
         self.rank: int = self._world.rank
 
     def collective(self, work: Workload) -> Callable[[Any, Any], object]:
-        """On NumPy arrays; only the root of a reduction may say that its buffer is its array."""
+        """Runs the collective on NumPy arrays; only the root of a reduction may use in-place buffers."""
         if work.dtype == "bfloat16":
             raise UnsupportedWorkError("no bfloat16")
         world, is_root, in_place = self._world, self.rank == 0, self._mpi.IN_PLACE
@@ -157,5 +157,5 @@ class MpiRank(Rank):
         return collectives[work.collective]
 
     def meet(self) -> None:
-        """A barrier."""
+        """Runs a barrier."""
         self._world.Barrier()

@@ -24,7 +24,7 @@ from crossdevice.values.device import host_device
 
 
 class Report:
-    """Prints what is known as soon as it is known, and keeps it for the files."""
+    """Output that is printed as soon as it is known, and kept for the files."""
 
     def __init__(self, arguments: argparse.Namespace, command: str, work: Workload, ours: list[str]) -> None:
         self._arguments = arguments
@@ -36,7 +36,7 @@ class Report:
         self._compares = False
 
     def remark(self, line: str) -> None:
-        """A line about the machine or a competitor, said once."""
+        """Prints a line about the machine or a competitor, once."""
         if line not in self._remarks:
             self._remarks.append(line)
             print(f"# {line}", flush=True)
@@ -61,19 +61,19 @@ class Report:
         self.remark(f"copy limit {self._limit}: a busbw of {bus:.2f} GB/s if every result has its own memory")
 
     def open_table(self, *, compares: bool) -> None:
-        """The names of the columns."""
+        """Prints the column headers."""
         self._compares = compares
         for line in tables.column_lines(compares=compares):
             print(line, flush=True)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """The lines of one size."""
+        """Prints the rows of one size."""
         self._rows += rows
         for row in rows:
             print(tables.row_line(row, compares=self._compares), flush=True)
 
     def end(self) -> int:
-        """The footer and the files; 1 if a result of ours was wrong."""
+        """Prints the footer and writes the files; returns 1 if a result of ours was wrong."""
         given, work = self._arguments, self._work
         for line in (*tables.comparison_lines(self._rows), *tables.footer_lines(self._rows, self._ours)):
             print(line)
@@ -89,7 +89,7 @@ class Report:
         return 1 if tables.num_wrong(self._rows, self._ours) else 0
 
     def _record(self) -> dict[str, Any]:
-        """The results with the keys of nccl-tests' `-J` and a few more; times are in microseconds."""
+        """Returns the results with the keys of nccl-tests' `-J` and a few more; times are in microseconds."""
         about = {"command": self._command, "machine": machine(), "crossdevice": crossdevice.__version__}
         wrong = tables.num_wrong(self._rows, self._ours)
         average = tables.average_bus_bandwidth(self._rows, self._ours[:1])

@@ -20,7 +20,7 @@ _GROUP_WIDTH = len(_GROUP.format("", "", "", ""))
 
 
 def column_lines(*, compares: bool) -> list[str]:
-    """The columns and their units; if competitors are compared, two more at the end say whose line it is."""
+    """Returns the columns and their units; with competitors, two more columns name the row's owner."""
     names = _NAMES.format("memory", "precision", "competitor") if compares else ""
     above = _LEFT.format(*[""] * 5) + f"{'out-of-place':^{_GROUP_WIDTH}}{'in-place':^{_GROUP_WIDTH}}"
     group = _GROUP.format("time", "algbw", "busbw", "#wrong")
@@ -33,7 +33,7 @@ def column_lines(*, compares: bool) -> list[str]:
 
 
 def row_line(row: Row, *, compares: bool) -> str:
-    """One competitor's line for one size."""
+    """Returns one competitor's row for one size."""
     work = row.work
     left = _LEFT.format(work.size_bytes, work.count, work.dtype, redop_of(work), work.root)
     names = _NAMES.format(row.main.memory, row.precision, row.competitor) if compares else ""
@@ -41,7 +41,7 @@ def row_line(row: Row, *, compares: bool) -> str:
 
 
 def footer_lines(rows: Sequence[Row], ours: Sequence[str]) -> list[str]:
-    """Wrong values and average bandwidth; of ours alone first, as in nccl-tests, then of every competitor."""
+    """Returns wrong values and average bandwidth: ours first, as in nccl-tests, then every competitor's."""
     wrong = num_wrong(rows, ours)
     verdict = "unchecked" if wrong is None else f"{wrong} {'OK' if wrong == 0 else 'FAILED'}"
     names = list(dict.fromkeys(row.competitor for row in rows))
@@ -74,14 +74,14 @@ def comparison_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def title_of(rows: Sequence[Row], name: str) -> str:
-    """A competitor's name with what one must know to compare it: its results' memory, and where they go."""
+    """Returns a competitor's name with the memory and destinations of its results."""
     figure = next(row.main for row in rows if row.competitor == name)
     where = {"given": "", "fresh": ", new results", "in_place": ", in place"}[figure.place]
     return f"{name} ({figure.memory}{where})"
 
 
 def num_wrong(rows: Sequence[Row], names: Sequence[str]) -> int | None:
-    """Wrong values of these competitors; None if nobody counted."""
+    """Counts the wrong values of these competitors; None if they were not checked."""
     figures = [figure for row in rows if row.competitor in names for figure in row.figures]
     if any(figure.wrong is None for figure in figures):
         return None
@@ -89,13 +89,13 @@ def num_wrong(rows: Sequence[Row], names: Sequence[str]) -> int | None:
 
 
 def average_bus_bandwidth(rows: Sequence[Row], names: Sequence[str]) -> float:
-    """The mean of all busbw of these competitors, whatever the size, as nccl-tests has it."""
+    """Returns the mean of all busbw of these competitors over all sizes, as in nccl-tests."""
     found = [figure.bus_bandwidth for row in rows if row.competitor in names for figure in row.figures]
     return statistics.fmean(found) if found else 0.0
 
 
 def redop_of(work: Workload) -> str:
-    """The `redop` column."""
+    """Returns the `redop` column."""
     return work.op.lower() if work.reduces else "none"
 
 
@@ -134,7 +134,7 @@ _HEADINGS = (
 
 
 def svg_of(rows: Sequence[Row], limit: CopyLimit, title: str) -> str:
-    """The chart of each row's main figure. Lines of competitors that share one result are dashed."""
+    """Draws the chart of each row's main figure. Lines of competitors with one shared result are dashed."""
     ceiling = rows[0].work.bus_bandwidth_of_copy(limit.bytes_per_second) / GIGABYTE
     sizes = sorted({row.work.size_bytes for row in rows})
     chart = Chart(
@@ -161,7 +161,7 @@ def _line(rows: Sequence[Row], name: str) -> Line:
 
 
 def page_of(rows: Sequence[Row], svg: str, title: str, command: str, remarks: Sequence[str]) -> str:
-    """`remarks` are the lines about machine and competitors; `command` is what made this page."""
+    """Writes the page; `remarks` are about machine and competitors; `command` is what made the page."""
     head = "".join(f"<th>{heading}</th>" for heading in _HEADINGS)
     cells = ["".join(f"<td>{escape(cell)}</td>" for cell in _cells(row)) for row in rows]
     body = "\n".join(f"<tr>{row}</tr>" for row in cells)

@@ -24,7 +24,7 @@ GIGABYTE = 1e9
 
 
 class UnsupportedWorkError(CrossDeviceError, NotImplementedError):
-    """Workload that a competitor cannot do; the message says what it lacks."""
+    """Workload that a competitor cannot do; the message names what it lacks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Workload:
     num_devices: int
     shapes: tuple[tuple[int, ...], ...]
     is_spread: bool = False
-    """Whether magnitudes of floats differ by up to 10^11 between replicas, and not by 10 or so."""
+    """True if magnitudes of floats differ by up to 10^11 between replicas, and not by about 10."""
 
     @staticmethod
     def of_size(collective: str, op: str, dtype: str, num_devices: int, size_bytes: int) -> Workload:
-        """The work whose `size` column is about `size_bytes`: whole elements, at least one per replica."""
+        """Returns work with a `size` column of about `size_bytes`: one whole element per replica or more."""
         shares = num_devices if collective == "gather" else 1
         count = max(1, size_bytes // (ITEM_BYTES[dtype] * shares))
         return Workload(collective, op, dtype, num_devices, ((count,),))
@@ -57,12 +57,12 @@ class Workload:
 
     @property
     def num_elements(self) -> int:
-        """Elements of one replica."""
+        """Number of elements of one replica."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property
     def count(self) -> int:
-        """The `count` column; a gather counts what it puts together."""
+        """The `count` column; for a gather the number of elements of the result."""
         return self.num_elements * (self.num_devices if self.collective == "gather" else 1)
 
     @property
@@ -92,7 +92,7 @@ class Workload:
 
     @property
     def bus_factor(self) -> float:
-        """busbw / algbw: what the slowest link of a good algorithm carries, per byte of `size`."""
+        """busbw / algbw: traffic of the slowest link in a good algorithm, per byte of `size`."""
         from_others = (self.num_devices - 1) / self.num_devices
         return {"all_reduce": 2 * from_others, "gather": from_others}.get(self.collective, 1.0)
 
@@ -104,7 +104,7 @@ class Workload:
         return (self.num_inputs + self.num_results) * self.size_bytes
 
     def bus_bandwidth_of_copy(self, copy_bandwidth: float) -> float:
-        """The busbw at which this work moves its bytes as fast as a copy does, which reads and writes."""
+        """Returns the busbw of this work at the speed of a copy, which reads and writes each byte."""
         return copy_bandwidth * self.size_bytes / self.moved_bytes * self.bus_factor
 
 
@@ -125,7 +125,7 @@ def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
 
 
 def dtype_of(text: str) -> str:
-    """The dtype of that name, ours or nccl-tests': float is float32."""
+    """Returns the dtype of that name, ours or nccl-tests': float is float32."""
     name = _DTYPE_NAMES.get(text, text)
     if name not in DTYPES:
         raise OptionError(f"{text!r} is not a dtype to measure; expected one of {', '.join(DTYPES)}")
@@ -133,5 +133,5 @@ def dtype_of(text: str) -> str:
 
 
 def op_of(text: str) -> str:
-    """The operation of that name, ours or nccl-tests': avg is MEAN."""
+    """Returns the operation of that name, ours or nccl-tests': avg is MEAN."""
     return ReduceOp(_OP_NAMES.get(text.upper(), text)).name

@@ -51,7 +51,7 @@ DEPENDS_ON = {
 }
 
 Runs = dict[str, dict[str, Training]]
-"""By where it ran, in words, the training of each precision."""
+"""Training of each precision, by a description of where it ran."""
 
 
 class DemoError(CrossDeviceError, RuntimeError):
@@ -68,7 +68,7 @@ class _Curve(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The demo's options."""
+    """Adds the demo's options."""
     add = parser.add_argument
     add("--backend", choices=sorted(NETWORKS), default="numpy", help="array library (numpy)")
     add("--devices", type=int, default=4, metavar="N", help="logical CPU devices in all processes (4)")
@@ -144,7 +144,7 @@ def _trained(places: dict[str, MirroredStrategy], digits: Digits, backend: str, 
 
 
 def _launched(backend: str, devices: int, epochs: int) -> dict[str, Training]:
-    """The same in processes of their own, which `crossdevice run` starts."""
+    """Runs the same in separate processes, which `crossdevice run` starts."""
     environment = runtime.environment_of_child()
     with tempfile.TemporaryDirectory(prefix="crossdevice-demo-") as folder:
         path = Path(folder) / "trainings.npz"
@@ -165,7 +165,7 @@ def _launched(backend: str, devices: int, epochs: int) -> dict[str, Training]:
 
 
 def _report(runs: Runs, backend: str) -> bool:
-    """Prints what all came to; whether exact sums gave the same bits everywhere."""
+    """Prints all results; returns whether exact sums gave the same bits everywhere."""
     rows = []
     for title in sorted(runs, key=lambda title: (title.endswith("processes"), title)):
         exact, plain = runs[title][EXACT], runs[title][PLAIN]
@@ -206,7 +206,7 @@ def _about_times(runs: Runs) -> str:
 
 
 def _median(milliseconds: Sequence[float]) -> float:
-    """The very first step also loads kernels."""
+    """Returns the median: the very first step also loads kernels."""
     return float(np.median(milliseconds))
 
 

@@ -1,6 +1,6 @@
 """The demo's network (64 inputs, one hidden layer, 10 digits) and its optimizer, in NumPy and in PyTorch.
 
-Devices compute gradients of whole micro-batches, of which a step has as many on any number of devices.
+Devices compute gradients of whole micro-batches; their number in a step does not depend on the devices.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Network(Protocol):
     """A network on several devices, as the demo needs it."""
 
     def gradients(self, images: Any, labels: Any) -> list[list[Array]]:
-        """For each local device and parameter all micro-batches' gradients, stacked; their losses last."""
+        """Computes for each local device and parameter all micro-batches' gradients, stacked; losses last."""
 
     def update(self, gradients: Sequence[Mirrored]) -> None:
         """Applies the mean gradient of each parameter to every copy."""
 
     def accuracy(self, images: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
-        """The share of images whose digit the first replica recognises."""
+        """Returns the share of images with a digit that the first replica recognises."""
 
     def parameters(self) -> list[list[NDArray[np.float32]]]:
-        """The parameters of each replica."""
+        """Returns the parameters of each replica."""
 
 
 class NumpyNetwork:
@@ -64,7 +64,7 @@ class NumpyNetwork:
         self._velocities = Mirrored.of(tuple(still), devices)
 
     def gradients(self, images: Any, labels: Any) -> list[list[Array]]:
-        """For each local device and parameter all micro-batches' gradients, stacked; their losses last."""
+        """Computes for each local device and parameter all micro-batches' gradients, stacked; losses last."""
         found = self._strategy.run(_numpy_gradients, args=(self._parameters, images, labels))
         local = map(self._strategy.experimental_local_results, found)
         return [list(of_device) for of_device in zip(*local, strict=True)]
@@ -74,17 +74,17 @@ class NumpyNetwork:
         self._strategy.run(_numpy_update, args=(self._parameters, self._velocities, *gradients))
 
     def accuracy(self, images: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
-        """The share of images recognised."""
+        """Returns the share of images recognised."""
         _, scores = _forward(self._parameters.values[0], images.astype(np.float64))
         return float(np.mean(scores.argmax(axis=1) == labels))
 
     def parameters(self) -> list[list[NDArray[np.float32]]]:
-        """The parameters of each replica."""
+        """Returns the parameters of each replica."""
         return [list(parameters.values()) for parameters in self._parameters.values]
 
 
 def _numpy_gradients(parameters: Arrays, images: Array, labels: Array) -> tuple[Any, ...]:
-    """The gradients of one device's micro-batches, which lie along the first axis, and their losses."""
+    """Computes gradients and losses of one device's micro-batches, which lie along the first axis."""
     images = images.astype(np.float64)
     hidden, scores = _forward(parameters, images)
     errors = _cut(scores - _one_hot(labels), ERROR_BITS)
@@ -107,7 +107,7 @@ def _forward(parameters: Arrays, images: Array) -> tuple[Array, Array]:
 
 
 def _cut(values: Array, bits: int) -> Array:
-    """float64 with so many bits after the point."""
+    """Rounds float64 to this many bits after the point."""
     scaled: Array = np.rint(values * np.float64(2.0**bits))
     return scaled * 2.0**-bits
 
@@ -142,7 +142,7 @@ class TorchNetwork:
         self._replicas = Mirrored.of(tuple(replicas), devices)
 
     def gradients(self, images: Any, labels: Any) -> list[list[Array]]:
-        """For each local device and parameter all micro-batches' gradients, stacked; their losses last."""
+        """Computes for each local device and parameter all micro-batches' gradients, stacked; losses last."""
         found = self._strategy.run(self._gradients_of_device, args=(self._replicas, images, labels))
         local = map(self._strategy.experimental_local_results, found)
         return [list(of_device) for of_device in zip(*local, strict=True)]
@@ -167,14 +167,14 @@ class TorchNetwork:
         optimizer.step()
 
     def accuracy(self, images: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
-        """The share of images recognised."""
+        """Returns the share of images recognised."""
         module, _ = self._replicas.values[0]
         with self._torch.no_grad():
             scores = module(self._torch.from_numpy(images)).numpy()
         return float(np.mean(scores.argmax(axis=1) == labels))
 
     def parameters(self) -> list[list[NDArray[np.float32]]]:
-        """The parameters of each replica."""
+        """Returns the parameters of each replica."""
         return [
             [parameter.detach().numpy() for parameter in module.parameters()]
             for module, _ in self._replicas.values
@@ -185,7 +185,7 @@ NETWORKS: dict[str, Callable[..., Network]] = {"numpy": NumpyNetwork, "torch": T
 
 
 def initial_parameters(seed: int) -> Arrays:
-    """The same start for every network, on any processor."""
+    """Returns the same start for every network, on any processor."""
     generator = np.random.default_rng(seed)
     return {
         "w1": ((generator.random((64, NUM_HIDDEN)) - 0.5) / 4.0).astype(np.float32),
@@ -196,5 +196,5 @@ def initial_parameters(seed: int) -> Arrays:
 
 
 def digest(arrays: Sequence[NDArray[Any]]) -> str:
-    """SHA-256 of the elements of all arrays."""
+    """Returns the SHA-256 of the elements of all arrays."""
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()

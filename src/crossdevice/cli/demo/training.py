@@ -49,16 +49,16 @@ class Training(NamedTuple):
     parameters: list[NDArray[np.float32]]
     """The first replica's, after each epoch."""
     digests: list[str]
-    """Those of all replicas at the end, one if all are the same."""
+    """Final parameters of all replicas; one entry if all are the same."""
 
     @property
     def seconds(self) -> float:
-        """Time in training steps."""
+        """Seconds in training steps."""
         return sum(self.step_milliseconds) / 1000
 
 
 def load_digits() -> Digits:
-    """scikit-learn's handwritten digits, every fifth of a fixed shuffle held out."""
+    """Loads scikit-learn's handwritten digits; every fifth of a fixed shuffle is held out."""
     try:
         datasets = importlib.import_module("sklearn.datasets")
     except ImportError as error:
@@ -73,7 +73,7 @@ def load_digits() -> Digits:
 
 
 def strategy_in(cluster: Cluster, num_devices: int) -> MultiWorkerMirroredStrategy:
-    """The strategy of a process that has its share of all devices."""
+    """Returns the strategy of a process that has its share of all devices."""
     shares = part_lengths(num_devices, cluster.size)
     if not shares[-1]:
         raise OptionError(f"{cluster.size} processes need as many devices; got --devices {num_devices}")
@@ -92,7 +92,7 @@ def write_trainings(path: Path, trainings: Mapping[str, Training]) -> None:
 
 
 def read_trainings(path: Path) -> dict[str, Training]:
-    """Reads what `write_trainings` wrote."""
+    """Reads the output of `write_trainings`."""
     with np.load(path) as file:
         found: dict[str, dict[str, list[Any]]] = {}
         for key in file.files:
@@ -137,7 +137,7 @@ def train(
 
 
 def _batches(digits: Digits, generator: np.random.Generator) -> Iterator[tuple[Array, Array]]:
-    """Whole batches in random order: micro-batches along the first axis, which devices share."""
+    """Yields whole batches in random order: micro-batches along the first axis, shared among devices."""
     order = generator.permutation(len(digits.labels))
     size = MICRO_BATCHES * MICRO_BATCH_SIZE
     for start in range(0, len(order) - size + 1, size):
@@ -146,7 +146,7 @@ def _batches(digits: Digits, generator: np.random.Generator) -> Iterator[tuple[A
 
 
 def _exact_means(strategy: MirroredStrategy, gradients: Sequence[Sequence[Array]]) -> list[Mirrored]:
-    """For each parameter the mean over all micro-batches, each a replica of its own, rounded once."""
+    """Returns for each parameter the mean over all micro-batches, each a replica, rounded once."""
     devices = strategy.extended.worker_devices
     places = [device for device, own in zip(devices, gradients, strict=True) for _ in own[0]]
     columns = [
@@ -156,7 +156,7 @@ def _exact_means(strategy: MirroredStrategy, gradients: Sequence[Sequence[Array]
 
 
 def _plain_means(strategy: MirroredStrategy, gradients: Sequence[Sequence[Array]]) -> list[Mirrored]:
-    """The same in float32 at every step: each device adds its micro-batches, then devices add up."""
+    """Returns float32 means: each device adds its micro-batches, then the devices' sums are added."""
     devices = strategy.extended.worker_devices
     columns = [[_added(own) for own in of_devices] for of_devices in zip(*gradients, strict=True)]
     return _reduced(strategy, columns, devices, PLAIN)

@@ -1,1 +1,1 @@
-"""`crossdevice determinism`: what changes the bits of sums, for several libraries."""
+"""`crossdevice determinism`: changes to the bits of sums, for several libraries."""

@@ -1,4 +1,4 @@
-"""`crossdevice determinism`: what share of elements other sizes, orders, algorithms and launches change."""
+"""`crossdevice determinism`: share of elements that change with sizes, orders, algorithms and launches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LaunchError(CrossDeviceError, RuntimeError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options."""
     parser.add_argument(
         "--backends",
         default="ring,fold,gloo,crossdevice",
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table, and whether it is that of an earlier run."""
+    """Prints the table, and whether it equals that of an earlier run."""
     names = list(dict.fromkeys(arguments.backends.split(",")))
     unknown = [name for name in names if name not in (*LOCAL, *LAUNCHED)]
     if unknown:
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _examined(name: str, sizes: Sizes) -> dict[str, dict[str, Any]]:
-    """For each row of a library: the shares that changes change, and a digest of the sum without one."""
+    """Returns for each row of a library the changed shares, and a digest of the unchanged sum."""
     if name in LOCAL:
         sums: Sums = LOCAL[name](sizes.ranks)
         return {name: _facts(sums_in_all_ways(sums, sizes), None)}
@@ -116,7 +116,7 @@ def _facts(found: Mapping[str, list[Array]], again: Array | None) -> dict[str, A
 
 
 def _launched(name: str, sizes: Sizes) -> dict[str, dict[str, list[Array]]]:
-    """The results of one launch, by row and change."""
+    """Returns the results of one launch, by row and change."""
     if name == "nccl":
         _check_gpus(sizes.ranks)
     if name == "mpi":
@@ -208,7 +208,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describes what has changed between two results; versions are named beside it."""
+    """Describes the differences of two results; differing versions are named too."""
     if before["sizes"] != now["sizes"]:
         raise OptionError(
             f"the file has {before['sizes'][1]} elements on {before['sizes'][0]} processes, and this run "

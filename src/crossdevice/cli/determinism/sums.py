@@ -31,12 +31,12 @@ class Sizes(NamedTuple):
 
     @property
     def longer(self) -> int:
-        """The length of the message in which the same elements are sent together with others."""
+        """Length of the message that sends the same elements together with others."""
         return self.elements * 16 // 13  # 1664 rows of a matrix, and 2048
 
     @property
     def bucket(self) -> int:
-        """The length of a bucket: what is left is shorter."""
+        """Length of a bucket; the last one is shorter."""
         return max(self.elements * 3 // 10, 1)
 
 
@@ -44,19 +44,19 @@ class Sums(Protocol):
     """A way to add float32 arrays of all ranks."""
 
     def all_reduce(self, values_of: ValuesOf) -> Array:
-        """The sum."""
+        """Returns the sum."""
 
     def otherwise(self, values_of: ValuesOf) -> list[Array]:
-        """The same sum by other algorithms."""
+        """Returns the same sum by other algorithms."""
 
 
 def values(rank: int, length: int) -> Array:
-    """The addend of one rank; a shorter one is the beginning of a longer one."""
+    """Returns the addend of one rank; a shorter one is the beginning of a longer one."""
     return np.random.default_rng([SEED, rank]).standard_normal(length, np.float32)
 
 
 def sums_in_all_ways(sums: Sums, sizes: Sizes) -> dict[str, list[Array]]:
-    """The results of each change, those without one under `BASE`."""
+    """Returns the results of each change; those without one are under `BASE`."""
     num_ranks, length, longer, bucket = sizes.ranks, sizes.elements, sizes.longer, sizes.bucket
     everything = [values(rank, longer) for rank in range(num_ranks)]
 
@@ -80,13 +80,13 @@ def sums_in_all_ways(sums: Sums, sizes: Sizes) -> dict[str, list[Array]]:
 
 
 def changed_shares(found: Mapping[str, Sequence[Array]]) -> dict[str, float | None]:
-    """The share of elements with other bits, for each change; None where a library has no other way."""
+    """Returns the share of changed elements for each change; None if a library has no other way."""
     (base,) = found[BASE]
     return {change: share_of(base, found[change]) for change in CHANGES}
 
 
 def share_of(base: Array, others: Sequence[Array]) -> float | None:
-    """The share of elements that are not the same in all."""
+    """Returns the share of elements that are not the same in all."""
     if not others:
         return None
     differs = np.zeros(base.shape, bool)
@@ -102,11 +102,11 @@ class Fold:
         self._num_ranks = num_ranks
 
     def all_reduce(self, values_of: ValuesOf) -> Array:
-        """The sum."""
+        """Returns the sum."""
         return self._folded([values_of(rank) for rank in range(self._num_ranks)])
 
     def otherwise(self, values_of: ValuesOf) -> list[Array]:  # noqa: ARG002
-        """There is no other way."""
+        """Returns nothing: there is no other way."""
         return []
 
     def _folded(self, parts: Sequence[Array]) -> Array:
@@ -140,13 +140,13 @@ class TorchSums:
         self._size = self._distributed.get_world_size()
 
     def all_reduce(self, values_of: ValuesOf) -> Array:
-        """The sum."""
+        """Returns the sum."""
         tensor = self._own(values_of)
         self._distributed.all_reduce(tensor, group=self._group)
         return self._array(tensor)
 
     def otherwise(self, values_of: ValuesOf) -> list[Array]:
-        """Reduced to the first rank, and to each rank's own part."""
+        """Returns the sums by reductions to the first rank, and to each rank's own part."""
         reduced, own = self._own(values_of), self._own(values_of)
         self._distributed.reduce(reduced, 0, group=self._group)
         length = own.numel()
@@ -174,14 +174,14 @@ class MpiSums:
         self.rank: int = self._world.rank
 
     def all_reduce(self, values_of: ValuesOf) -> Array:
-        """The sum."""
+        """Returns the sum."""
         own = values_of(self.rank)
         total = np.empty_like(own)
         self._world.Allreduce(own, total)
         return total
 
     def otherwise(self, values_of: ValuesOf) -> list[Array]:
-        """Reduced to the first rank, and to each rank's own part."""
+        """Returns the sums by reductions to the first rank, and to each rank's own part."""
         own, size = values_of(self.rank), self._world.size
         reduced = np.zeros_like(own)
         self._world.Reduce(own, reduced, root=0)
@@ -194,7 +194,7 @@ class MpiSums:
 
 
 def write(path: str, by_row: Mapping[str, Sums], sizes: Sizes, rank: int) -> None:
-    """Makes all sums, in which each rank takes part, and writes those of the first one."""
+    """Makes all sums, with all ranks, and writes those of the first rank."""
     found = {
         f"{row}/{change}/{number}": result
         for row, sums in by_row.items()
@@ -206,7 +206,7 @@ def write(path: str, by_row: Mapping[str, Sums], sizes: Sizes, rank: int) -> Non
 
 
 def main(backend: str, num_ranks: str, num_elements: str, path: str) -> None:
-    """Sums with one library; with ours under each precision that promises bits."""
+    """Makes sums with one library; with ours under each precision that promises bits."""
     sizes = Sizes(int(num_ranks), int(num_elements))
     if backend == "mpi":
         mpi = MpiSums()

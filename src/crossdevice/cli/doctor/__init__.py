@@ -1,1 +1,1 @@
-"""`crossdevice doctor`: what is installed, what is chosen, and what is missing for more."""
+"""`crossdevice doctor`: installed libraries, choices, and missing parts."""

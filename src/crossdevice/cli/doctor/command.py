@@ -1,4 +1,4 @@
-"""`crossdevice doctor`: what is here, what crossdevice makes of it, and what is missing for more."""
+"""`crossdevice doctor`: installed libraries, how crossdevice uses them, and missing parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INCOMPLETE = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """For people or for programs, with or without a self-test."""
+    """Adds the options: text or JSON, with or without a self-test."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--verify",
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints all findings, and what one could do about them; the status says whether all was verified."""
+    """Prints all findings with hints; the exit status says whether all was verified."""
     test = functools.partial(verification, seconds=arguments.seconds)
     found = diagnosis({SELF_TEST: test} if arguments.verify else {})
     tested = found.get(SELF_TEST, [])

@@ -1,4 +1,4 @@
-"""Findings of `crossdevice doctor`: what is installed, what is chosen, and what is missing for more."""
+"""Findings of `crossdevice doctor`: installed libraries, choices, and missing parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from crossdevice.values.quantities import size_text
 
 
 class Finding(NamedTuple):
-    """One finding: its subject, the result, whether it is as it should be, and a hint."""
+    """One finding: its subject, the result, whether it is as expected, and a hint."""
 
     what: str
     found: str
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 
 
 class Gpus(NamedTuple):
-    """Facts from the management library, or why there are none, and the GPUs each array library can use."""
+    """GPU facts from the management library, or why there are none, and the GPUs each library can use."""
 
     managed: Managed | str
     seen: dict[str, int | str]
@@ -70,7 +70,7 @@ Look: TypeAlias = "Callable[[Gpus], Iterator[Finding]]"
 
 
 def diagnosis(more: Mapping[str, Look] = MappingProxyType({})) -> dict[str, list[Finding]]:
-    """All findings, by section, `more` last; a section that fails says so and the others go on."""
+    """Returns all findings by section, `more` last; a section that fails says so, and others go on."""
     facts = managed()
     # Importing libraries takes seconds: where there certainly is no GPU they are not asked.
     is_certain = isinstance(facts, Managed) and not facts.gpus
@@ -122,7 +122,7 @@ def _libraries(gpus: Gpus) -> Iterator[Finding]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
+    """Returns the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -130,7 +130,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def _mpi() -> Finding:
-    """Asked in a process of its own: a library that does not fit its launcher may end the one it is in."""
+    """Checks MPI in a separate process, since a library that does not fit its launcher may end it."""
     code = (
         "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI as m; print(m.Get_library_version())"
     )

@@ -77,12 +77,12 @@ def _link(nvml: Any, one: Any, other: Any) -> str:
 
 
 def _text(given: Any) -> str:
-    """Older releases answer in bytes."""
+    """Decodes text, which older releases return as bytes."""
     return given.decode() if isinstance(given, bytes) else str(given)
 
 
 def seen_by_libraries() -> dict[str, int | str]:
-    """Each library that is installed, with how many GPUs it can use, or what went wrong when it was asked."""
+    """Returns for each installed library its number of usable GPUs, or the error of the query."""
     return {name: _seen_by(name) for name in ("torch", "cupy") if importlib.util.find_spec(name) is not None}
 
 

@@ -28,19 +28,19 @@ class FloatFormat(NamedTuple):
     @classmethod
     @functools.cache
     def of(cls, dtype: str) -> FloatFormat:
-        """The format of a dtype."""
+        """Returns the format of a dtype."""
         info = ml_dtypes.finfo(dtype_named(dtype))
         return cls(int(info.nmant) + 1, int(info.minexp), Fraction(float(info.max)))
 
     def unit_at(self, number: Fraction) -> Fraction:
-        """The distance between the numbers of this format next to a number that is not 0."""
+        """Returns the distance between neighbouring numbers of this format, near a non-zero number."""
         exponent = number.numerator.bit_length() - number.denominator.bit_length()
         if abs(number) < Fraction(2) ** exponent:
             exponent -= 1
         return Fraction(2) ** (max(exponent, self.least_exponent) - self.precision + 1)
 
     def rounded(self, number: Fraction) -> float:
-        """The nearest number of this format, ties to even."""
+        """Rounds to the nearest number of this format, ties to even."""
         unit = self.unit_at(number) if number else Fraction(1)
         near = round(number / unit) * unit
         return math.copysign(math.inf, near) if abs(near) > self.greatest else float(near)
@@ -49,7 +49,7 @@ class FloatFormat(NamedTuple):
 def random_replicas(
     random: np.random.Generator, dtype: str, op: ReduceOp, precision: Precision, count: int, size: int
 ) -> list[NDArray[Any]]:
-    """Flat arrays whose wide sums and products are exact, so that `accurate` leaves one rounding.
+    """Makes flat arrays with exact wide sums and products, so that `accurate` leaves one rounding.
 
     Those for `exact` are further apart.
     """
@@ -60,7 +60,7 @@ def _array(
     random: np.random.Generator, dtype: str, op: ReduceOp, precision: Precision, size: int
 ) -> NDArray[Any]:
     if dtype in PARTS:
-        if op is ReduceOp.PROD:  # of which all products are small whole numbers
+        if op is ReduceOp.PROD:  # all products are small whole numbers
             return (random.integers(-1, 2, size) + 1j * random.integers(-1, 2, size)).astype(dtype)
         return _array(random, PARTS[dtype], op, precision, 2 * size).view(dtype)
     if dtype in INTEGERS:
@@ -83,7 +83,7 @@ def _array(
 
 
 Range: TypeAlias = "tuple[Any, Any]"
-"""From where to where an element may be; most often from one number to itself."""
+"""Bounds of an element; mostly both are one number."""
 
 
 def right_ranges(op: ReduceOp, replicas: Sequence[NDArray[Any]], precision: Precision) -> list[Range]:
@@ -107,7 +107,7 @@ def right_ranges(op: ReduceOp, replicas: Sequence[NDArray[Any]], precision: Prec
 
 
 def first_wrong(ranges: Sequence[Range], found: NDArray[Any], dtype: str) -> str | None:
-    """The first element of a result that is not where it must be; None if there is none."""
+    """Returns the first element of a result that is out of bounds; None if there is none."""
     if found.dtype.name != dtype:
         return f"the dtype is {found.dtype.name}, expected {dtype}"
     numbers = found.tolist() if isinstance(ranges[0][0], complex) else _numbers(found)
@@ -119,7 +119,7 @@ def first_wrong(ranges: Sequence[Range], found: NDArray[Any], dtype: str) -> str
 
 
 def _numbers(array: NDArray[Any]) -> list[Any]:
-    """As Python's own; complex ones as their parts."""
+    """Converts to Python's own numbers; complex ones to their parts."""
     if array.dtype.name in PARTS:
         array = array.view(PARTS[array.dtype.name])
     numbers: list[Any] = (array.astype(np.float64) if array.dtype.name in FLOATS else array).tolist()

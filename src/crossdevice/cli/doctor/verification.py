@@ -1,4 +1,4 @@
-"""`crossdevice doctor --verify`: reductions on this machine against what they must give."""
+"""`crossdevice doctor --verify`: reductions on this machine, compared with their true results."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from crossdevice.values.options import LOWERINGS, PRECISIONS, CommunicationOptio
 from crossdevice.values.reduce_op import ReduceOp
 
 SECONDS = 45.0
-"""For all that runs in this process; what has not been reached by then is left out, and named."""
+"""Time limit for all checks in this process; those not reached are named."""
 
 GROUP_SECONDS = 15.0
 """The deadline of each call between processes."""
 
 NUM_ELEMENTS = 300
-"""So many that every vector loop runs more than once and leaves a rest."""
+"""Size with several rounds of every vector loop and a remainder."""
 
 LARGE_ELEMENTS = 3 << 20
-"""So many that threads share the work and results bypass the cache."""
+"""Size with several threads, and results that bypass the cache."""
 
 REPLICA_COUNTS = (2, 3, 8)
 ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
@@ -51,12 +51,12 @@ class Place(NamedTuple):
     dtypes: tuple[str, ...]
 
     def devices_of(self, count: int) -> tuple[Device, ...]:
-        """As many, in turn."""
+        """Repeats the devices in turn."""
         return tuple(itertools.islice(itertools.cycle(self.devices), count))
 
 
 def verification(gpus: Gpus, seconds: float = SECONDS) -> Iterator[Finding]:
-    """One finding for each place and dtype, one for the processes of a launch, and last a summary."""
+    """Yields a finding per place and dtype, one for the processes of a launch, and a summary."""
     end = time.monotonic() + seconds
     counts: dict[str, tuple[int, int]] = {}
     for place in _places(gpus):
@@ -96,7 +96,7 @@ def _places(gpus: Gpus) -> Iterator[Place]:
 
 
 def _of_dtype(place: Place, dtype: str, end: float) -> Finding:
-    """Every operation, precision and way of running, over several algorithms and replica counts."""
+    """Checks every operation, precision and way of running, over several algorithms and replica counts."""
     algorithms = itertools.cycle(ALGORITHMS)
     tried = 0
     wrong: list[str] = []
@@ -120,7 +120,7 @@ def _of_dtype(place: Place, dtype: str, end: float) -> Finding:
 
 
 def _case(dtype: str, op: ReduceOp, precision: Precision, count: int) -> tuple[list[NDArray[Any]], Any]:
-    """The arrays of so many replicas, the same everywhere, and what their reduction must give."""
+    """Makes the arrays of this many replicas, the same everywhere, and the bounds of their reduction."""
     random = np.random.default_rng([count, *map(ord, dtype + op.name)])
     replicas = random_replicas(random, dtype, op, precision, count, NUM_ELEMENTS)
     return replicas, right_ranges(op, replicas, precision)
@@ -154,7 +154,7 @@ def _reduced(
 
 
 def _of_large_arrays(place: Place) -> Finding:
-    """Whole numbers, whose sums are exact in any order: NumPy's own sums of integers are compared."""
+    """Checks whole numbers, with sums that are exact in any order, against NumPy's sums of integers."""
     random = np.random.default_rng(1)
     whole = random.integers(-1000, 1000, (4, LARGE_ELEMENTS))
     wrong = []

@@ -1,1 +1,1 @@
-"""`crossdevice explain`: what an algorithm does on a machine, and what it costs there."""
+"""`crossdevice explain`: an algorithm's steps and costs on a machine."""

@@ -1,4 +1,4 @@
-"""`crossdevice explain`: what an algorithm does on a machine, what it costs there, and what others would."""
+"""`crossdevice explain`: an algorithm's steps and costs on a machine, and the costs of others."""
 
 from __future__ import annotations
 

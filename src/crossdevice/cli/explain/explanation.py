@@ -25,7 +25,7 @@ MAX_SHOWN_DEVICES = 64
 
 
 class Explanation(NamedTuple):
-    """One all-reduce on one topology; `plan` and `simulation` are None where there are too many devices.
+    """One all-reduce on one topology; `plan` and `simulation` are None if there are too many devices.
 
     `others` are all algorithms besides, the fastest first.
     """
@@ -73,14 +73,14 @@ class Explanation(NamedTuple):
         return f"{best} is the fastest here{aside}: this takes {slower:.2f} times as long, mostly for {why}"
 
     def steps(self) -> list[str]:
-        """The plan as lines; none where it is not spelled out."""
+        """The plan as lines; none if it is not listed in full."""
         if self.plan is None:
             return []
         return render_plan(self.plan, FLOAT_BYTES, unsummed=self.precision != "fast").splitlines()
 
     @property
     def travelling(self) -> str:
-        """Description of what crosses links, and of what would under the other kind of precision."""
+        """Description of the traffic on links, and of that with the other kind of precision."""
         if self.topology.shares_memory:
             return "nothing: the devices share one memory, and one pass reads all arrays"
         if self.plan is None:
@@ -101,7 +101,7 @@ class Explanation(NamedTuple):
         return is_engine(self.algorithm) and self.fallback is None and self.topology.engine is not None
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for other programs."""
+        """Returns all of it, for other programs."""
         simulation = self.simulation
         return {
             "algorithm": self.algorithm,
@@ -122,7 +122,7 @@ class Explanation(NamedTuple):
 
 
 def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str) -> Explanation:
-    """Everything about one algorithm's all-reduce on all devices of a topology."""
+    """Explains one algorithm's all-reduce on all devices of a topology."""
     algorithm = ALGORITHMS.load(name)()
     plan = simulation = None
     if topology.num_devices <= MAX_SHOWN_DEVICES:
@@ -148,7 +148,7 @@ def explanation_of(name: str, topology: Topology, num_bytes: int, precision: str
 
 
 def _as_fast(first: Duration, second: Duration) -> bool:
-    """True if two times are one as they are printed."""
+    """Returns True if two times are printed alike."""
     return max(first.seconds, second.seconds) < 1.005 * min(first.seconds, second.seconds)
 
 

@@ -23,7 +23,7 @@ MAX_DRAWN_DEVICES = 16
 
 
 def plan_page(explanation: Explanation) -> str:
-    """The page, with all its data, styles and code inside: it needs no network."""
+    """Returns the page, with all its data, styles and code inside: it needs no network."""
     plan, simulation = explanation.plan, explanation.simulation
     count = explanation.topology.num_devices
     if plan is None or simulation is None or count > MAX_DRAWN_DEVICES:
@@ -52,7 +52,7 @@ def plan_page(explanation: Explanation) -> str:
 
 
 def _wires(topology: Topology) -> list[list[int]]:
-    """Pairs of devices with wires of their own: [one, other, how many]."""
+    """Returns pairs of devices with wires of their own: [one, other, how many]."""
     fabric = topology.fabric
     if not isinstance(fabric, DirectLinks):
         return []
@@ -61,7 +61,7 @@ def _wires(topology: Topology) -> list[list[int]]:
 
 
 def _frames(plan: Plan, spans: tuple[Span, ...]) -> list[dict[str, Any]]:
-    """Returns the frames of the animation: steps that begin together, and what devices hold after them."""
+    """Returns the frames of the animation: steps that begin together, and the devices' state after them."""
     places = places_of(plan)
     edges = sorted(
         {edge for step in plan.steps for buffer in targets_of(step) for edge in (buffer.start, buffer.stop)}
@@ -88,7 +88,7 @@ def _frames(plan: Plan, spans: tuple[Span, ...]) -> list[dict[str, Any]]:
 def _shown(
     together: list[Step], seconds: float, places: Any, ranges: list[tuple[int, int]], held: list[Any]
 ) -> list[dict[str, Any]]:
-    """One frame for these steps; none if they move and change nothing that is drawn."""
+    """Returns one frame for these steps; none if they change nothing visible."""
     sends: list[list[Any]] = []
     adds: list[int] = []
     finished: set[int] = set()
@@ -125,6 +125,6 @@ def _shown(
 def _frame(
     seconds: float, text: str, sends: list[list[Any]], adds: list[int], held: list[Any]
 ) -> dict[str, Any]:
-    """`held` has for each device and range the replicas that count, written as bits; results end in !."""
+    """Makes a frame; `held` has the replicas of each device and range as bits; results end in !."""
     written = [[f"{replicas:x}{'!' if finished else ''}" for replicas, finished in cells] for cells in held]
     return {"time": time_text(seconds), "text": text, "sends": sends, "adds": adds, "held": written}
