@@ -106,7 +106,7 @@ class Accumulator:
                     self._add_pending()
 
     def merge(self, other: Accumulator) -> None:
-        """Adds all that another accumulator of the same settings holds; that one stays as it is.
+        """Adds everything another accumulator of the same settings holds; the other one stays unchanged.
 
         Under `"accurate"` sums of sums are rounded: only `"exact"` has the bits of adding all to one.
 
@@ -144,8 +144,8 @@ class Accumulator:
         """Divides the weighted sum of each leaf by the sum of its weights; rounds once to the leaf's dtype.
 
         Args:
-            group: processes whose accumulators are combined, which must be exact: all of them call this, and
-                get the same mean of all that any of them has added, whoever has added what. Each adds up
+            group: processes with accumulators to combine, which must be exact: all of them call this, and
+                get the same mean of everything that was added on any of them. Each adds up
                 a share of it; accumulators stay as they are, and may be empty on some.
 
         Returns:
@@ -172,7 +172,7 @@ class Accumulator:
         """Rounds the sum of weights times values once to the dtype of each leaf.
 
         Args:
-            group: processes whose accumulators are combined, as in `mean`.
+            group: processes with accumulators to combine, as in `mean`.
 
         Returns:
             A tree like those that were added.
@@ -185,7 +185,7 @@ class Accumulator:
         return self._result(group, is_mean=False)
 
     def save(self, file: str | PathLike[str]) -> None:
-        """Writes what `load` needs to go on, as an `.npz` without pickles; it replaces an old one at the end.
+        """Writes what `load` needs to continue, as an `.npz` without pickles; an old file is replaced last.
 
         Trees must be made of dicts with plain keys, lists and tuples.
 
@@ -223,7 +223,7 @@ class Accumulator:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """For `pickle` and `copy`, as processes send each other what they have added."""
+        """Returns the complete state, for `pickle` and `copy`."""
         with self._lock:
             self._settle()
             return {name: value for name, value in vars(self).items() if name != "_lock"}
@@ -256,7 +256,7 @@ class Accumulator:
             return rebuilt(skeleton, results)
 
     def _checked(self, arrived: ArrivedTree) -> Any:
-        """The structure of all trees so far, this one included."""
+        """Returns the structure of all trees so far, this one included."""
         name = f"tree {self._count}"
         for path, (leaf, _) in arrived.leaves.items():
             if path in self._totals:
@@ -276,7 +276,7 @@ class Accumulator:
                 self._totals[path] = LeafTotal(leaf, self.precision, self.integers)
 
     def _settle(self) -> None:
-        """Adds what waits; where nothing does, an interrupt leaves a complete accumulator as it was."""
+        """Adds what waits; an interrupt in between leaves a complete accumulator."""
         if self._pending or self._is_changing:
             with self._changing():
                 self._add_pending()

@@ -40,13 +40,13 @@ RANGE_BYTES, SMALLEST_RANGE_BYTES = 8 << 20, 64 << 10
 """Bytes of all files together that one thread reads at a time, and at least of each file."""
 
 MAX_READERS = 8
-"""Threads, each of which reads, computes and writes: that is where memory is busy, on large machines too."""
+"""Number of threads; each reads, computes and writes, which saturates memory on large machines too."""
 
 READ_AHEAD_BYTES = 128 << 20
 """Bytes of all files together that are requested ahead."""
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that have been read so far, and those that will be."""
+"""Called with the bytes read so far, and their total."""
 
 
 class _Tensor(NamedTuple):
@@ -89,7 +89,7 @@ def average_files(
 
     Formats go by the names of files: `.safetensors`, several of them with an index
     (`model.safetensors.index.json`, or the folder it is in), `.npz`, `.npy`, and PyTorch's `.pt`, `.pth` and
-    `.bin`, of which no code is run. The output appears when it is complete; it has the metadata of the first.
+    `.bin`, without running their code. The output appears when complete, with the metadata of the first.
 
     Args:
         paths: the files, all of models with tensors of the same names and shapes.
@@ -152,7 +152,7 @@ def average_files(
 
 
 class _Work:
-    """All ranges of all tensors, of which each thread that calls it takes one after another."""
+    """All ranges of all tensors; each thread takes one after another."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class _Work:
 
 
 def _paths_of(paths: Any) -> list[Path]:
-    """The inputs, in the order of their weights, which sets do not have, nor dicts of weights."""
+    """Returns the inputs as a list; refuses sets and dicts, which have no order for weights."""
     if isinstance(paths, (str, bytes, PathLike, AbstractSet, Mapping)) or not isinstance(paths, Iterable):
         raise OptionError(f"paths must be a list of at least one file; got {paths!r}")
     found = [_path_of(path, f"paths[{number}]") for number, path in enumerate(paths)]
@@ -274,7 +274,7 @@ def _tensors(
 def _same_tensors(
     files: Sequence[ModelFile], factors: Sequence[float], dtype: str | None
 ) -> Iterator[_Tensor]:
-    """The same where there is nothing to compare; models may have very many tensors."""
+    """Yields the tensors of models with equal layouts, without comparing each: there may be very many."""
     weights, all_files = weights_for(tuple(factors), ReduceOp.MEAN), list(files)
     of_dtype: dict[str, tuple[str, int, int]] = {}
     for name, spec in files[0].tensors.items():
@@ -308,7 +308,7 @@ def _check_names(files: Sequence[ModelFile], everything: dict[str, None], keys: 
 
 
 def _joined(tensors: Sequence[_Tensor], writer: ModelWriter) -> list[_Tensor]:
-    """The tensors; those that lie next to each other in all files, and in the output, become one."""
+    """Merges tensors that are adjacent in all files and in the output."""
     joined: list[_Tensor] = []
     count, last = 0, ""
     asked: list[ModelFile] = []
@@ -337,7 +337,7 @@ def _joined(tensors: Sequence[_Tensor], writer: ModelWriter) -> list[_Tensor]:
 
 
 def _ranges(tensors: Sequence[_Tensor], num_bytes: int) -> Iterator[_Range]:
-    """All tensors, at most so many bytes of each file at a time; an empty one is one range."""
+    """Yields ranges of all tensors, at most `num_bytes` of a file at a time; an empty tensor is one range."""
     for tensor in tensors:
         step = num_bytes // tensor.widest_bytes
         for start in range(0, max(tensor.spec.num_elements, 1), step):
@@ -345,7 +345,7 @@ def _ranges(tensors: Sequence[_Tensor], num_bytes: int) -> Iterator[_Range]:
 
 
 def _read_ahead(tensors: Sequence[_Tensor], num_bytes: int, advice_bytes: int) -> Iterator[_Range]:
-    """Yields the ranges, those that follow being read from the disk meanwhile."""
+    """Yields the ranges and starts to read the following ones from disk."""
     following = _ranges(tensors, advice_bytes)
     asked_bytes = taken_bytes = 0
     for part in _ranges(tensors, num_bytes):
@@ -358,7 +358,7 @@ def _read_ahead(tensors: Sequence[_Tensor], num_bytes: int, advice_bytes: int) -
 
 
 def _mean(part: _Range, precision: Precision, integers: Integers, room: NDArray[np.uint8]) -> NDArray[Any]:
-    """The elements of a range of the result, in the room or elsewhere."""
+    """Returns the elements of a range of the result, in `room` or in other memory."""
     tensor, start, stop = part
     arrays = [file.elements(tensor.name, start, stop) for file in tensor.files]
     into = dtype_named(tensor.spec.dtype)

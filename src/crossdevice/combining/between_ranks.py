@@ -63,7 +63,7 @@ Shards = Iterator[list[list[Range]]]
 
 
 def _cut(ranges: Sequence[Range], element_bytes: Sequence[int], most_bytes: int) -> Iterator[list[Range]]:
-    """Cuts consecutive ranges into groups of at most so many bytes, at least one element each."""
+    """Cuts consecutive ranges into groups of at most this many bytes, and at least one element each."""
     group: list[Range] = []
     left = most_bytes
     for number, start, stop in ranges:
@@ -82,7 +82,7 @@ def _cut(ranges: Sequence[Range], element_bytes: Sequence[int], most_bytes: int)
 
 
 def gathered_json(call: GroupCall, facts: Any) -> list[Any]:
-    """Gathers what every rank says, in the order of ranks."""
+    """Gathers one JSON value from every rank, in rank order."""
     return [json.loads(text) for text in call.all_gather_uneven(json.dumps(facts).encode())]
 
 
@@ -164,7 +164,7 @@ def _total_shard(
     received: Sequence[NDArray[np.float64]],
     fractions: Sequence[Sequence[Mapping[int, Fraction]]],
 ) -> None:
-    """Adds what others hold of a shard to a copy of what this rank holds, and rounds it into `out`."""
+    """Adds the received parts of a shard to a copy of this rank's own, and rounds it into `out`."""
     tasks: list[tuple[RunningSum, Sequence[NDArray[Any]], Sequence[float]]] = []
     writes: list[RoundedSum] = []
     at = 0
@@ -204,7 +204,7 @@ def write_own(sums: Sequence[RoundedSum]) -> None:
 
 
 def _described_fractions(running: RunningSum) -> dict[str, Any]:
-    """Describes what parts do not hold; denominators are powers of two, as of all floats."""
+    """Describes the exact remainders as JSON; denominators are powers of two, as for all floats."""
     rows = [
         [element, hex(fraction.numerator), fraction.denominator.bit_length() - 1]
         for element, fraction in running.fractions.items()
@@ -225,12 +225,12 @@ def _bytes_of(outs: Sequence[Bytes], item_bytes: Sequence[int], part: Range) -> 
 
 
 def _are_packed(lengths: Sequence[int]) -> bool:
-    """True if so many pieces travel as one message."""
+    """Returns True if this many pieces travel as one message."""
     return len(lengths) > 1 and sum(lengths) < LONE_BYTES * len(lengths)
 
 
 def joined(pieces: Sequence[Bytes]) -> Bytes:
-    """Pieces as one message; a lone one is sent from where it is."""
+    """Joins pieces into one message; a single piece is sent without a copy."""
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
@@ -241,7 +241,7 @@ def _packed(pieces: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
 
 
 def _packed_like(memory: NDArray[np.float64], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    """Memory in the pieces in which `_packed` sends pieces of these bytes."""
+    """Splits memory into the messages that `_packed` makes of pieces of these sizes."""
     if _are_packed(lengths) or not lengths:
         return [memory] if lengths else []
     ends = list(itertools.accumulate(length // 8 for length in lengths))

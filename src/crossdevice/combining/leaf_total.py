@@ -27,8 +27,8 @@ from crossdevice.values.options import Precision
 
 Integers = Literal["mean", "first", "max"]
 INTEGERS: tuple[Integers, ...] = ("mean", "first", "max")
-"""What becomes of integers and booleans, which have no mean of their own dtype: it rounded to nearest even,
-what came first, or the largest."""
+"""Treatment of integers and booleans, which have no mean in their dtype: the mean rounded to nearest even,
+the first value, or the largest."""
 
 
 class Leaf(NamedTuple):
@@ -46,11 +46,11 @@ class LeafTotal:
     def __init__(self, leaf: Leaf, precision: Precision, integers: Integers) -> None:
         self.leaf = leaf
         self.weights: list[float] = []
-        """The weights of the trees that had the leaf; what was merged or loaded is in `merged_weight`."""
+        """Weights of the trees that had the leaf; merged or loaded ones are in `merged_weight`."""
         self.merged_weight = Fraction(0)
         self.running: RunningSum | None = None
         self.kept: NDArray[Any] | None = None
-        """Integers of which there is no sum: the first, or the largest so far."""
+        """Integers that are not summed: the first, or the largest so far."""
         self.dtype = dtype_named(leaf.dtype)
         self.size = int(np.prod(leaf.shape, dtype=np.int64))
         self._takes_largest = integers == "max"
@@ -65,7 +65,7 @@ class LeafTotal:
         return self.merged_weight + _sum_of(tuple(self.weights))
 
     def enter(self, flats: Sequence[NDArray[Any]], weights: Sequence[float]) -> list[NDArray[Any]]:
-        """Counts flat arrays, and returns them as `running` takes them; nothing where there is no sum."""
+        """Counts flat arrays and returns them as `running` takes them; none if the leaf is not summed."""
         self.weights += weights
         if self.running is not None:
             return [flat.view(self.running.dtype) for flat in flats]
@@ -74,7 +74,7 @@ class LeafTotal:
         return []
 
     def merge(self, other: LeafTotal) -> None:
-        """Adds what another total of the same leaf holds."""
+        """Adds the contents of another total of the same leaf."""
         self.merged_weight += other.weight
         if self.running is not None and other.running is not None:
             self.running.merge(other.running)
@@ -89,7 +89,7 @@ class LeafTotal:
 
 
 def divisor_of(weight: Fraction, path: str) -> Fraction:
-    """The divisor of a mean: the sum of the weights of a leaf."""
+    """Returns the divisor of a mean: the sum of the weights of a leaf."""
     if weight <= 0:
         raise OptionError(
             f"the weights{f' at {path}' if path else ''} add up to {float(weight):g}; "
@@ -105,7 +105,7 @@ def num_parts(leaf: Leaf, precision: Precision, integers: Integers) -> int:
 
 
 def results_of(totals: Mapping[str, LeafTotal], *, is_mean: bool) -> dict[str, Any]:
-    """Arrays like those that were added, by path: sums, or means by the weights of each leaf."""
+    """Returns arrays by path, like those that were added: sums, or means by the weights of each leaf."""
     by_divisor: dict[Fraction, list[tuple[RunningSum, NDArray[Any]]]] = {}
     sizes = [(total.size, total.dtype) for total in totals.values()]
     flats = dict(zip(totals, result_pool.empty_batch(sizes), strict=True))
@@ -129,7 +129,7 @@ def _sum_of(weights: tuple[float, ...]) -> Fraction:
 
 
 def check_like(found: Leaf, known: Leaf, name: str, path: str) -> None:
-    """Refuses an array that does not fit those that came before it."""
+    """Refuses an array that differs from the earlier ones."""
     at = f" at {path}" if path else ""
     comparisons: list[tuple[str, object, object, type[MismatchError]]] = [
         ("an array of", found.backend.name, known.backend.name, LibraryMismatchError),

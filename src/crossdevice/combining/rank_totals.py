@@ -32,7 +32,7 @@ def results_of_ranks(
     integers: Integers,
     is_mean: bool,
 ) -> tuple[Any, dict[str, Any]]:
-    """The structure of all trees, and arrays by path: sums, or means by the weights that all ranks have.
+    """Returns the structure of all trees, and arrays by path: sums, or means by the weights of all ranks.
 
     `totals` are none on a rank that has added nothing.
     """
@@ -85,7 +85,7 @@ def _facts_of(total: LeafTotal) -> list[Any]:
 def _united(
     members: Sequence[str], of_ranks: Sequence[Mapping[str, Any]], *, is_partial: bool
 ) -> tuple[Any, dict[str, Leaf]]:
-    """The structure and the leaves of all ranks; refuses those that differ from the ranks before them."""
+    """Returns the structure and leaves of all ranks; refuses ranks that differ from those before."""
     skeleton: Any = None
     leaves: dict[str, Leaf] = {}
     try:
@@ -114,7 +114,7 @@ def _united(
 
 
 def _kept_of_ranks(call: GroupCall, total: LeafTotal, integers: Integers) -> NDArray[Any]:
-    """Integers of which there is no sum: those of the lowest rank that has some, or the largest."""
+    """Returns integers that are not summed: those of the lowest rank that has some, or the largest."""
     kept = LeafTotal(total.leaf, "exact", integers)
     for found in call.all_gather_uneven(b"" if total.kept is None else total.kept.tobytes()):
         if found:

@@ -30,7 +30,7 @@ from crossdevice.values.nesting import flatten
 
 FORMAT = "crossdevice accumulator 1"
 WIDENED_FORMAT = "crossdevice accumulator 2"
-"""Of sums with more parts than usual, which older versions would leave out."""
+"""Format for sums with more parts than usual, which older versions would not read completely."""
 
 CONTAINERS: dict[str, type[Any]] = {"dict": dict, "OrderedDict": OrderedDict, "list": list, "tuple": tuple}
 
@@ -38,7 +38,7 @@ CONTAINERS: dict[str, type[Any]] = {"dict": dict, "OrderedDict": OrderedDict, "l
 def save(
     file: str | PathLike[str], header: Mapping[str, Any], skeleton: Any, totals: Mapping[str, LeafTotal]
 ) -> None:
-    """Writes to a new file that takes the place of an old one when it is complete."""
+    """Writes to a new file, which replaces an old one when it is complete."""
     arrays: dict[str, Any] = {}
     leaves = []
     format_name = FORMAT
@@ -70,7 +70,7 @@ def save(
 
 
 def load(file: str | PathLike[str]) -> tuple[dict[str, Any], Any, dict[str, LeafTotal]]:
-    """Reads the header, the skeleton and the totals; what cannot be is refused before memory is taken."""
+    """Reads the header, the skeleton and the totals; rejects implausible sizes before allocating."""
     try:
         with opened(NumpyFile(Path(file))) as arrays:
             header = json.loads(_array(arrays, "header", "uint8").tobytes())
@@ -100,7 +100,7 @@ _UNREADABLE = (
 
 
 def _array(arrays: NumpyFile, name: str, dtype: str, size: int | None = None) -> NDArray[Any]:
-    """A flat array of a file, of this dtype and size (None: any that a header may have)."""
+    """Reads a flat array of a file, of this dtype and size (None: any that a header may have)."""
     found = arrays.tensors[name]
     if size is None and len(found.shape) == 1 and found.num_bytes <= MAX_HEADER_BYTES:
         size = found.num_elements
@@ -154,7 +154,7 @@ def _widened_parts(found: Any, usual: int, precision: Any) -> int:
 
 
 def _fraction(text: Any) -> Fraction:
-    """A number as it was saved: whole numbers that are bounded before they are read."""
+    """Parses a saved number: whole numbers, with bounded length."""
     if type(text) is not str or _FRACTION.fullmatch(text) is None:
         raise ValueError(f"{text!r:.60} is not a fraction as accumulators save them")
     return Fraction(text)
@@ -171,7 +171,7 @@ def _special(value: Any) -> float:
 
 
 def described(node: Any) -> Any:
-    """A skeleton as JSON: containers by name, leaves as their paths."""
+    """Encodes a skeleton as JSON: containers by name, leaves as their paths."""
     if node is None or isinstance(node, str):
         return node
     name = type(node).__name__
@@ -188,7 +188,7 @@ def described(node: Any) -> Any:
 
 
 def undescribed(node: Any) -> Any:
-    """The skeleton that `described` has described."""
+    """Decodes a skeleton from `described`."""
     if node is None or isinstance(node, str):
         return node
     ((name, children),) = node.items()

@@ -1,4 +1,4 @@
-"""Exact sums of which each rank holds a shard: arrays travel as they come, and are added there."""
+"""Exact sums that each rank holds a shard of: arrays are exchanged as they come, and added there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ShardedSums:
         self._buckets = list(shards_of(sizes, [dtype.itemsize for dtype in dtypes], ranks, bucket_bytes))
         self._running: dict[Range, RunningSum] = {}
         self.used: set[int] = set()
-        """The numbers of arrays of which any rank has added something."""
+        """Numbers of the arrays that any rank has added to."""
 
     @property
     def num_apart(self) -> int:
@@ -46,7 +46,7 @@ class ShardedSums:
         return sum(running.size for running in self._running.values())
 
     def clear(self) -> None:
-        """Drops what was added, and keeps the memory."""
+        """Resets the sums and keeps the memory."""
         for running in self._running.values():
             running.clear()
         self.used = set()

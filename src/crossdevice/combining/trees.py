@@ -1,4 +1,4 @@
-"""Trees that arrive one by one: their leaves by path, and what they have in common."""
+"""Trees that arrive one by one: their leaves by path, and their common structure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ArrivedTree(NamedTuple):
 
 
 def read_tree(tree: Any) -> ArrivedTree:
-    """An array or a tree of arrays of any library, checked.
+    """Returns an array or a tree of arrays of any library, checked.
 
     >>> read_tree({"a": [1.0], "b": 2.0}).skeleton
     {'a': "tree['a']", 'b': "tree['b']"}
@@ -55,7 +55,7 @@ def read_tree(tree: Any) -> ArrivedTree:
 
 
 def rebuilt(skeleton: Any, results: Mapping[str, Any]) -> Any:
-    """The tree, with results in place of their paths."""
+    """Rebuilds the tree with results in place of their paths."""
     paths, structure = flatten(skeleton)
     return unflatten(structure, [results[path] for path in paths])
 
@@ -76,7 +76,7 @@ def check_same(known: Any, found: Any, name: str) -> None:
 
 
 def united(known: Any, found: Any, name: str, path: str = ROOT) -> Any:
-    """A tree with the entries of both; only dicts may differ."""
+    """Merges the entries of both trees; only dicts may differ."""
     if isinstance(known, dict) and isinstance(found, dict):
         both = {
             key: united(known[key], found[key], name, f"{path}[{key!r}]") for key in known if key in found

@@ -20,14 +20,14 @@ FORMATS = {
     ".pth": ("torch_files", "TorchFile", "written_torch"),
     ".bin": ("torch_files", "TorchFile", "written_torch"),
 }
-"""The module of each ending, what reads and what writes it; loaded on demand, as PyTorch may be missing."""
+"""Module, reader and writer of each file extension; loaded on demand, as PyTorch may be missing."""
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """Names of a model's files in a folder of its own."""
 
 
 def open_model(path: Path) -> ModelFile:
-    """A file of tensors; of a folder, the model in it."""
+    """Opens a file of tensors, or the model in a folder."""
     try:
         if path.is_dir():
             path = path / (INDEX if (path / INDEX).exists() else SINGLE)
@@ -43,7 +43,7 @@ def open_model(path: Path) -> ModelFile:
 
 
 def new_model(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile) -> Writing:
-    """A file of these tensors that appears when it is complete, and otherwise is like another model."""
+    """Creates a file of these tensors that appears when complete; other contents are those of `like`."""
     if path.is_dir():
         path = path / (INDEX if like.path.name.endswith(".index.json") else SINGLE)
     writing: Writing = _load(path, 2)(path, tensors, like)

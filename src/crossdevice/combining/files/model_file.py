@@ -28,7 +28,7 @@ MAX_AXES, MAX_BYTES = 64, 1 << 62
 """Bounds of a tensor's shape: as many axes as NumPy has, and fewer bytes than can be addressed."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""The longest header, or index, that is read: what the safetensors library allows."""
+"""Longest header or index that is read: the limit of the safetensors library."""
 
 
 class TensorSpec(NamedTuple):
@@ -39,7 +39,7 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def checked(cls, name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
-        """A spec that a file claims; ValueError for a shape that no array can have."""
+        """Checks and returns a spec from a file; ValueError for a shape that no array can have."""
         if not all(type(length) is int and length >= 0 for length in shape):
             raise ValueError(
                 f"tensor {name!r} has shape {_text_of(shape)}; expected whole numbers, 0 or more"
@@ -61,7 +61,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """In memory and, mostly, in the file."""
+        """Bytes in memory and, in most files, on disk."""
         return self.num_elements * dtype_named(self.dtype).itemsize
 
 
@@ -78,11 +78,11 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, found: os.stat_result) -> FileState:
-        """As the system has reported it."""
+        """Takes the state from the system's report."""
         return cls((found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns)
 
     def check(self, path: Path) -> None:
-        """Refuses a file that differs; another one in its place does not matter, nor that it is gone."""
+        """Refuses a file that was written to; ignores one that was replaced or removed."""
         with contextlib.suppress(FileNotFoundError):
             now = FileState.of(path.stat())
             if now.identity == self.identity and now != self:
@@ -94,7 +94,7 @@ class ModelFile(abc.ABC):
 
     path: Path
     tensors: dict[str, TensorSpec]
-    """In the order of the file."""
+    """Specs of tensors by name, in the order of the file."""
     metadata: Any = None
     """Other contents of the file, for a new file of the same format."""
     layout: object = None
@@ -110,7 +110,7 @@ class ModelFile(abc.ABC):
         """Says that these elements are needed soon."""
 
     def is_before(self, name: str, other: str) -> bool:  # noqa: ARG002 - only where it is known
-        """Returns True if a tensor's elements follow those of another one in the file, in the same dtype."""
+        """Returns True if the other tensor's elements follow directly in the file, in the same dtype."""
         return False
 
     @abc.abstractmethod
@@ -118,17 +118,17 @@ class ModelFile(abc.ABC):
         """Compares the file with the SHA-256 beside it, in a file of the same name and `.sha256`."""
 
     def check_unchanged(self) -> None:
-        """Refuses a file that was written to since it was opened: what was read may be of either version."""
+        """Refuses a file written to since it was opened: the data read may be of either version."""
         if self.state is not None:
             self.state.check(self.path)
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Nothing is read any more."""
+        """Closes the file."""
 
 
 def unreadable(path: Path, why: object) -> FileError:
-    """The error for a file that is not what its name says."""
+    """Returns the error for a file that does not match its name."""
     return FileError(f"{path} cannot be read: {why}")
 
 
@@ -150,9 +150,9 @@ class ModelWriter(NamedTuple):
     write: Callable[[str, int, NDArray[Any]], None]
     """Called with the name of a tensor, the number of the first element, and elements."""
     in_any_order: bool = True
-    """Else the next elements come next, in the order in which tensors were announced."""
+    """False if elements must come in the order in which tensors were announced."""
     is_before: Callable[[str, str], bool] = lambda _name, _other: False
-    """True if elements behind the last one of a tensor are written as those of another."""
+    """Returns True if elements past the end of a tensor may be written as those of the next."""
 
 
 Writing = AbstractContextManager[ModelWriter]
@@ -187,11 +187,11 @@ class StoredFile(ModelFile):
             raise unreadable(path, "it is not a regular file; expected one that can be read at any place")
 
     def start_of(self, member: zipfile.ZipInfo) -> int:
-        """The byte at which the data of a member starts, if the file is an archive."""
+        """Returns the byte at which the data of a member starts, if the file is an archive."""
         return member.header_offset + local_header_bytes(member, self.bytes_at)
 
     def bytes_at(self, start: int, stop: int) -> bytes:
-        """Reads bytes, as many as there are."""
+        """Reads bytes; fewer at the end of the file."""
         return os.pread(self._descriptor, max(min(stop, self.num_bytes) - start, 0), start)
 
     def elements(self, name: str, start: int, stop: int) -> NDArray[Any]:

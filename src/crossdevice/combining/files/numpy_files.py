@@ -43,7 +43,7 @@ class NumpyFile(StoredFile):
         self._others: dict[str, zipfile.ZipInfo] = {}
         """Arrays that are compressed, or in another order: they are read as a whole."""
         self._checksums: dict[str, tuple[Checksum, int]] = {}
-        """Of stored members, and where their elements start in them."""
+        """Stored members, and the offsets of their elements."""
         self._last: tuple[str, NDArray[Any]] | None = None
         self._reading = threading.Lock()
         try:
@@ -101,7 +101,7 @@ class NumpyFile(StoredFile):
             self._last = name, native(np.load(self.path, allow_pickle=False))
 
     def elements(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Reads elements; of a compressed array, a part of what was read."""
+        """Reads elements; for a compressed array takes a part of what was decompressed."""
         if name in self.places:
             found = super().elements(name, start, stop)
             if name in self._checksums:
@@ -136,13 +136,13 @@ def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 @functools.lru_cache(maxsize=256)
 def _name_of(dtype: np.dtype[Any]) -> str:
-    """The name of a dtype, which NumPy makes anew each time."""
+    """Returns the name of a dtype, cached since NumPy builds it on each access."""
     return dtype.name
 
 
 @functools.lru_cache(maxsize=256)
 def _parsed_header(is_short: bool, header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """The header behind its version; kept, as models have many arrays of few shapes."""
+    """Parses the header behind its version; cached, as models have many arrays of few shapes."""
     read = np.lib.format.read_array_header_1_0 if is_short else np.lib.format.read_array_header_2_0
     return read(io.BytesIO(header))
 
@@ -169,7 +169,7 @@ def written_npz(path: Path, tensors: Mapping[str, TensorSpec], _like: ModelFile)
 
 @contextlib.contextmanager
 def written_npy(path: Path, tensors: Mapping[str, TensorSpec], _like: ModelFile) -> Iterator[ModelWriter]:
-    """Writes the only array there is."""
+    """Writes a single array."""
     if len(tensors) != 1:
         raise FileError(
             f"{path} can hold one array, not {len(tensors)}; expected an output that ends in .npz"

@@ -22,7 +22,7 @@ def replaced(file: str | PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a new file beside the one that is named, which takes its place at the end; an error removes it.
 
     It has no name until then where the system has such files: a process that is killed leaves nothing behind.
-    Whoever may not read the old file may not read the new one.
+    A user who may not read the old file may not read the new one either.
     """
     try:
         # A link stays one: what it leads to is replaced.
@@ -49,7 +49,7 @@ def replaced(file: str | PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _without_name(folder: Path) -> BinaryIO | None:
-    """A file that is gone when it is closed, unless it was linked; None where there are none."""
+    """Opens a file without a name, which vanishes on close unless linked; None where there are none."""
     if not hasattr(os, "O_TMPFILE"):
         return None
     try:

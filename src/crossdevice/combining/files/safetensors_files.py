@@ -61,7 +61,7 @@ class SafetensorsFile(StoredFile):
         self.metadata = self._header.metadata
 
     def is_before(self, name: str, other: str) -> bool:
-        """As the format has them, in the order of their bytes."""
+        """Compares by position in the file, the order of their bytes."""
         return self._header.following.get(name) == other
 
     def _header_text(self) -> bytes:
@@ -83,7 +83,7 @@ class _Header:
         self.tensors: dict[str, TensorSpec] = {}
         self.places: dict[str, int] = {}
         self.following: dict[str, str] = {}
-        """The tensor whose bytes come next, if it has the same dtype."""
+        """Tensor with the following bytes, if it has the same dtype."""
         self._path, self._num_bytes = path, num_bytes
         try:
             header = json.loads(text, object_pairs_hook=_without_duplicates)
@@ -152,7 +152,7 @@ _known_headers: weakref.WeakValueDictionary[tuple[int, bytes], _Header] = weakre
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of two entries of one name Python would take the last one without a word."""
+    """Builds a JSON object; refuses duplicate names: Python would silently take the last."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is in it twice")
@@ -163,7 +163,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def written_safetensors(
     path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile
 ) -> Iterator[ModelWriter]:
-    """A file with the metadata of another one of the format."""
+    """Writes a file with the metadata of another one of the format."""
     header: dict[str, Any] = {"__metadata__": like.metadata} if _is_metadata(like.metadata) else {}
     end = 0
     for name, spec in tensors.items():
@@ -191,7 +191,7 @@ def written_safetensors(
 
 
 def _is_metadata(found: Any) -> bool:
-    """Returns True for what the format allows: strings by strings."""
+    """Returns True for metadata that the format allows: strings by strings."""
     return isinstance(found, dict) and all(
         isinstance(key, str) and isinstance(value, str) for key, value in found.items()
     )

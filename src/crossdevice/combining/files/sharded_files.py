@@ -61,7 +61,7 @@ class ShardedModel(ModelFile):
         self.metadata = next(iter(self.shards.values())).metadata if files else None
 
     def elements(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """A view of the shard that has them."""
+        """Reads elements from their shard."""
         return self._shard(name).elements(name, start, stop)
 
     def read_ahead(self, name: str, start: int, stop: int) -> None:
@@ -69,7 +69,7 @@ class ShardedModel(ModelFile):
         self._shard(name).read_ahead(name, start, stop)
 
     def is_before(self, name: str, other: str) -> bool:
-        """In one shard."""
+        """Compares inside one shard."""
         return self.shard_of[name] == self.shard_of[other] and self._shard(name).is_before(name, other)
 
     def _shard(self, name: str) -> SafetensorsFile:
@@ -81,19 +81,19 @@ class ShardedModel(ModelFile):
             shard.check_digest()
 
     def check_unchanged(self) -> None:
-        """None of them."""
+        """Checks all shards."""
         for shard in self.shards.values():
             shard.check_unchanged()
 
     def close(self) -> None:
-        """All of them."""
+        """Closes all shards."""
         for shard in self.shards.values():
             shard.close()
 
 
 @contextlib.contextmanager
 def written_shards(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile) -> Iterator[ModelWriter]:
-    """The same shards as another model has, and then their index; tensors that it lacks go to the last."""
+    """Writes the same shards as another model has, then their index; new tensors go to the last shard."""
     if not isinstance(like, ShardedModel):
         raise FileError(
             f"{path} is an index of several files, but {like.path} is one file; expected an output that ends "

@@ -36,7 +36,7 @@ CHECKED_BYTES = 1 << 20
 
 
 class TorchFile(StoredFile):
-    """The tensors of a state_dict, or of dicts and lists around it; what else is in them is kept as it is.
+    """Tensors of a state_dict, or of dicts and lists around it; other contents are kept unchanged.
 
     PyTorch maps the file; where that is known, elements are read from it by their place.
     """
@@ -168,7 +168,7 @@ def _entries(node: Any) -> Iterable[tuple[Any, Any]]:
 
 @contextlib.contextmanager
 def written_torch(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile) -> Iterator[ModelWriter]:
-    """A file with all that another one of the format holds around its tensors; written from memory."""
+    """Writes a file with all that another one of the format holds around its tensors, from memory."""
     flats = {name: np.empty(spec.num_elements, dtype_named(spec.dtype)) for name, spec in tensors.items()}
 
     def write(name: str, start: int, elements: NDArray[Any]) -> None:
@@ -194,7 +194,7 @@ def written_torch(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile
 
 
 def _uninterrupted(work: Callable[[], None]) -> None:
-    """Does work in a thread, where no signal comes: PyTorch's writer would end the process."""
+    """Works in a thread, which receives no signals: one would make PyTorch's writer end the process."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         running = pool.submit(work)
         try:
@@ -205,7 +205,7 @@ def _uninterrupted(work: Callable[[], None]) -> None:
 
 
 def _with_tensors(node: Any, prefix: str, made: Mapping[str, torch.Tensor]) -> Any:
-    """The same containers and plain values with other tensors; without those that are not there any more."""
+    """Rebuilds the containers and plain values with other tensors; leaves out tensors that are gone."""
     if isinstance(node, torch.Tensor):
         return made[prefix]
     if not isinstance(node, (Mapping, list, tuple)):

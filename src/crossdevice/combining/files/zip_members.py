@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 CRC_POLYNOMIAL = 0xEDB88320
-"""With its bits as zip has them: the highest power is not there, and x**0 is the highest bit."""
+"""Polynomial of the CRC in zip's bit order: the highest power is implied, and x**0 is the highest bit."""
 
 MAX_END_BYTES = (1 << 16) + 200
-"""Behind the directory of an archive: its longest comment, and what says how long all is."""
+"""Longest tail of an archive after its directory: the longest comment and the end record."""
 
 LOCAL_HEADER_BYTES = 30
 """The fixed part of a member's header in an archive, before its name and extra fields."""
@@ -40,16 +40,16 @@ class Checksum:
     def __init__(self, name: str, expected: int, num_bytes: int) -> None:
         self._name, self._expected, self._num_bytes = name, expected, num_bytes
         self._parts: dict[int, tuple[int, int]] = {}
-        """End and CRC of a range that was read ahead of others, by its start."""
+        """End and CRC by start, of ranges that were read ahead of others."""
         self._at = self._crc = 0
         """Up to where all has been read, and the CRC of that."""
         self._lock = threading.Lock()
 
     def add(self, start: int, data: Any) -> None:
-        """Counts the bytes from `start` on; ValueError if all have been read, and were others once."""
+        """Counts the bytes from `start` on; ValueError if all have been read once with other contents."""
         with self._lock:
             at, crc = self._at, self._crc
-        # Most often the next bytes, whose CRC goes on from that of those before.
+        # Mostly the next bytes, which continue the CRC of those before.
         is_next = start == at
         end, found = start + len(data), zlib.crc32(data, crc if is_next else 0)
         with self._lock:
@@ -69,7 +69,7 @@ class Checksum:
 
 
 def combined_crc(first: int, second: int, num_bytes: int) -> int:
-    """The CRC-32 of two pieces, from theirs and the length of the second.
+    """Returns the CRC-32 of two pieces, from theirs and the length of the second.
 
     >>> combined_crc(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
     True
@@ -79,7 +79,7 @@ def combined_crc(first: int, second: int, num_bytes: int) -> int:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _shift_of(num_bytes: int) -> int:
-    """The polynomial by which so many further bytes multiply a remainder."""
+    """Returns the polynomial that moves a remainder past this many bytes."""
     product, square = 1 << 31, 1 << 23  # 1, and x**8
     while num_bytes:
         if num_bytes & 1:
@@ -89,7 +89,7 @@ def _shift_of(num_bytes: int) -> int:
 
 
 def _times(left: int, right: int) -> int:
-    """The product of two polynomials modulo that of the CRC."""
+    """Multiplies two polynomials modulo the CRC's."""
     product = 0
     for power in range(31, -1, -1):
         if left >> power & 1:
@@ -103,7 +103,7 @@ def check_members(
 ) -> None:
     """Refuses archives with two members of one name, and sizes that cannot be, before anything is read.
 
-    An entry whose length has changed swallows others: their number counts, too.
+    An entry with a changed length swallows others: their number counts, too.
     """
     number = _announced_members(num_bytes, bytes_at)
     if number != len(members):
@@ -125,7 +125,7 @@ def check_members(
 
 
 def _announced_members(num_bytes: int, bytes_at: Callable[[int, int], bytes]) -> int:
-    """Returns how many members the end of an archive says there are."""
+    """Returns the number of members announced at the end of an archive."""
     tail = bytes_at(max(num_bytes - MAX_END_BYTES, 0), num_bytes)
     at = tail.rfind(b"PK\5\6")
     number = int.from_bytes(tail[at + 10 : at + 12], "little")
@@ -138,7 +138,7 @@ def _announced_members(num_bytes: int, bytes_at: Callable[[int, int], bytes]) ->
 
 
 def local_header_bytes(member: zipfile.ZipInfo, bytes_at: Callable[[int, int], bytes]) -> int:
-    """The length of a member's own header, which has to name it as the directory does."""
+    """Returns the length of a member's own header, which must have the name in the directory."""
     named = member.orig_filename.encode("utf-8" if member.flag_bits & 1 << 11 else "cp437")
     start = member.header_offset
     header = bytes_at(start, start + LOCAL_HEADER_BYTES + len(named))
@@ -161,7 +161,7 @@ class StoredZip:
         """Name, CRC-32, size and place of each complete member."""
 
     def begin(self, name: str, num_bytes: int) -> None:
-        """Starts a member of so many bytes."""
+        """Starts a member of `num_bytes`."""
         self._name, self._left, self._crc = name.encode(), num_bytes, 0
         self._size, self._place = num_bytes, self._file.tell()
         self._file.write(self._local_header(0))
