@@ -1,4 +1,4 @@
-"""Timing without a plan: what every device sends in each round, so that thousands of devices take a second.
+"""Timing without a plan, from what every device sends in each round: thousands of devices in a second.
 
 A ring of N devices has 2 N (N - 1) transfers but only one round, repeated. Rounds are timed by the bytes that
 meet on each link; a round ends when its slowest transfer does. A test compares this with the event queue.
@@ -32,7 +32,7 @@ class Round(NamedTuple):
 
 
 def rounds_duration(rounds: Sequence[Round], topology: Topology, *, unsummed: bool = False) -> Duration:
-    """The time of rounds one after the other, and where it goes; `unsummed` as in `Plan.traffic`."""
+    """Returns the total time of the rounds, by cause; `unsummed` as in `Plan.traffic`."""
     total = Duration()
     routes: list[Route] = []
     routed: Sequence[tuple[int, int]] = ()

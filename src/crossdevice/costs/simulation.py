@@ -27,7 +27,7 @@ from crossdevice.values.device import Device
 
 
 def peak_bytes(plan: Plan, item_bytes: int, *, unsummed: bool = False) -> dict[Device, int]:
-    """The most bytes that inputs and buffers occupy on each device at one time.
+    """Returns the maximum of bytes that inputs and buffers occupy on each device at one time.
 
     Inputs stay. Parts are views, and results are rounded in place of their sum. With `unsummed` a partial sum
     is the list of its contributions: adding to it allocates nothing, finishing it allocates one array.
@@ -58,7 +58,7 @@ def peak_bytes(plan: Plan, item_bytes: int, *, unsummed: bool = False) -> dict[D
 
 
 def _share(buffer: Buffer, targets: tuple[Buffer, ...], taken: int) -> int:
-    """A part's share of the memory that its whole gives up."""
+    """Returns a part's share of the memory that is freed with its whole."""
     whole = sum(target.length for target in targets)
     return taken * buffer.length // whole if whole else 0
 
@@ -85,7 +85,7 @@ class Simulation(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """From the first step to the last result."""
+        """Seconds from the first step to the last result."""
         return self.duration.seconds
 
 
@@ -110,13 +110,13 @@ def simulate(plan: Plan, topology: Topology, item_bytes: int = 4, *, unsummed: b
 
 
 def places_of(plan: Plan) -> dict[Device, int]:
-    """A number for each device: replicas first, in order."""
+    """Numbers the devices: replicas first, in order."""
     return {device: number for number, device in enumerate(plan.devices)}
 
 
 @dataclasses.dataclass
 class _Flow:
-    """A transfer under way: what is left of it, and how fast it goes since when."""
+    """A transfer in progress: its remaining bytes, its rate, and since when."""
 
     route: Route
     left_bytes: float
@@ -208,14 +208,14 @@ class _Run:
                 assert_never(step)
 
     def _compute(self, number: int, device: Device, now: float, cost: Duration) -> None:
-        """A device does one addition at a time; what it waits for is part of the chain."""
+        """Adds on a device, one addition at a time; waiting for earlier ones is part of the chain."""
         free, busy_with = self._free.get(device, (0.0, Duration()))
         before = busy_with if free > now else self._before[number]
         done = self._take(number, max(free, now), before, cost)
         self._free[device] = (done, self._after[number])
 
     def _take(self, number: int, start: float, before: Duration, cost: Duration) -> float:
-        """A step that takes a fixed time from `start` on; returns its end."""
+        """Adds a step with a fixed time from `start` on; returns its end."""
         done = start + cost.seconds
         self._after[number] = before.plus(cost)
         self.spans[number] = Span(number, start, done)
@@ -250,7 +250,7 @@ class _Run:
         return set(flow.route.links)
 
     def _share(self, touched: set[Link], now: float) -> None:
-        """New rates for the flows on these links: an equal share of their slowest link."""
+        """Sets new rates for the flows on these links: an equal share of their slowest link."""
         for number in {flow for link in touched for flow in self._on_link[link]}:
             flow = self._flows[number]
             flow.left_bytes = max(0.0, flow.left_bytes - flow.rate * (now - flow.since_seconds))

@@ -23,43 +23,43 @@ class Duration(NamedTuple):
         return sum(self)
 
     def plus(self, other: Duration) -> Duration:
-        """This time, and then that one."""
+        """Adds a time that follows this one."""
         return Duration(*map(operator.add, self, other))
 
     def times(self, repeats: float) -> Duration:
-        """This time, repeated."""
+        """Multiplies this time by a number of repeats."""
         return Duration(*(seconds * repeats for seconds in self))
 
 
 def addition_duration(num_arrays: int, num_bytes: float, topology: Topology) -> Duration:
-    """Adding arrays of so many bytes on one device: each is read once, the sum is written once."""
+    """Returns the time to add arrays of `num_bytes`: each is read once, the sum is written once."""
     return fused_pass_duration(num_arrays, 1, num_bytes, topology)
 
 
 def fused_pass_duration(num_inputs: int, num_outputs: int, num_bytes: float, topology: Topology) -> Duration:
-    """A whole reduction in one memory: each replica is read once, each result written once."""
+    """Returns the time of a reduction in one memory: each replica is read once, each result written once."""
     moved = (num_inputs + num_outputs) * num_bytes
     return Duration(topology.step_seconds, 0.0, moved / topology.memory_bytes_per_second)
 
 
 def served_bytes(num_bytes: float, route: Route) -> float:
-    """The bytes of a message, and as many as its links could carry during its `message_seconds`."""
+    """Returns the bytes of a message, plus what its links could carry during its `message_seconds`."""
     return num_bytes + route.cost.message_seconds * route.bytes_per_second
 
 
 def transfer_duration(busy_seconds: float, num_bytes: float, route: Route) -> Duration:
-    """One message that keeps its links busy for `busy_seconds`; its bytes account for their share of that."""
+    """Returns the time of a message that keeps its links busy for `busy_seconds`, split by cause."""
     served = served_bytes(num_bytes, route)
     bandwidth = busy_seconds * num_bytes / served if served else 0.0
     return Duration(route.cost.latency_seconds + busy_seconds - bandwidth, bandwidth)
 
 
 HOPS_IN_SWITCH = 4
-"""To the switch and back, once to add and once to share."""
+"""Hops to the switch and back, once to add and once to share."""
 
 
 def engine_duration(topology: Topology, num_bytes: float) -> Duration:
-    """One all-reduce by the engine: the faster of rings and, where there is one, a switch that adds."""
+    """Returns the engine's time of an all-reduce: the faster of rings and, if any, a switch that adds."""
     engine = topology.engine
     if engine is None:
         raise TopologyError(f"topology {topology.name!r} describes no engine; expected an [engine] table")

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 from crossdevice.errors import TopologyError
 
 MAX_LISTED_DEVICES = 256
-"""Devices up to which everyone's transfers are written down, also those of all pairs."""
+"""Number of devices up to which all transfers are listed, also those of all pairs."""
 
 
 class Link(NamedTuple):
@@ -30,7 +30,7 @@ class Cost(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The links between two devices, all used at once, and the most they carry when nobody else is there."""
+    """The links between two devices, all used at once, and their bandwidth without other traffic."""
 
     links: tuple[Link, ...]
     bytes_per_second: float
@@ -45,7 +45,7 @@ class OneMemory:
     cost: Cost
 
     def route(self, node: str, source: int, target: int) -> Route:  # noqa: ARG002
-        """A copy within the memory."""
+        """Copies within the memory."""
         link = Link(f"{node}memory", self.bytes_per_second / 2)  # a copy reads and writes
         return Route((link,), link.bytes_per_second, self.cost)
 
@@ -58,7 +58,7 @@ class Switched:
     cost: Cost
 
     def route(self, node: str, source: int, target: int) -> Route:
-        """Out of one port, into the other."""
+        """Goes out of one port and into the other."""
         speed = self.bytes_per_second
         links = Link(f"{node}{source}>switch", speed), Link(f"{node}switch>{target}", speed)
         return Route(links, speed, self.cost)
@@ -76,7 +76,7 @@ class HostBridge:
     has_peer_access: bool
 
     def route(self, node: str, source: int, target: int) -> Route:
-        """Up as far as needed, and down."""
+        """Goes up as far as needed, and down."""
         links = [Link(f"{node}{source}>pcie", self.bytes_per_second)]
         switches = source // self.devices_per_switch, target // self.devices_per_switch
         if switches[0] != switches[1] or not self.has_peer_access:
@@ -105,7 +105,7 @@ class DirectLinks:
     bridge: HostBridge
 
     def route(self, node: str, source: int, target: int) -> Route:
-        """All wires of the pair at once."""
+        """Uses all wires of the pair at once."""
         count = self.counts[source][target]
         if count == 0:
             return self.bridge.route(node, source, target)
@@ -116,7 +116,7 @@ class DirectLinks:
 Fabric: TypeAlias = OneMemory | Switched | HostBridge | DirectLinks
 
 FABRICS = {"memory": OneMemory, "switch": Switched, "host": HostBridge, "pairs": DirectLinks}
-"""By the names that topology files use."""
+"""Link types by their names in topology files."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Network:
     oversubscription: float = 1.0
 
     def route(self, nodes: tuple[int, int], devices: tuple[int, int]) -> Route:
-        """Out of the source's rail, through the core, into the target's rail."""
+        """Goes out of the source's rail, through the core, into the target's rail."""
         (source, target), speed, ports = nodes, self.bytes_per_second, self.ports_per_node
         leaves = Link(f"node{source} port{devices[0] % ports}>", speed)
         arrives = Link(f">node{target} port{devices[1] % ports}", speed)
@@ -155,7 +155,7 @@ class CollectiveEngine:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A machine, or a cluster of equal machines, whose devices are numbered node by node.
+    """A machine, or a cluster of equal machines, with devices numbered node by node.
 
     Args:
         name: the name of the machine.
@@ -195,7 +195,7 @@ class Topology:
 
     @property
     def typical_devices(self) -> range:
-        """Devices whose transfers stand for everyone's where all do alike: the first node's if many."""
+        """Devices with transfers typical for all of them: those of the first node if there are many."""
         few = self.num_devices <= MAX_LISTED_DEVICES
         return range(self.num_devices if few else min(self.devices_per_node, self.num_devices))
 
@@ -248,6 +248,6 @@ class Topology:
         return self.network.route((source_node, target_node), (source, target))
 
     def ring_bytes_per_second(self) -> float:
-        """Bandwidth per device of rings that use all links of a node."""
+        """Returns the bandwidth per device of rings that use all links of a node."""
         wires = max(map(sum, self.fabric.counts)) if isinstance(self.fabric, DirectLinks) else 1
         return wires * self.fabric.bytes_per_second

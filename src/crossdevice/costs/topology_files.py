@@ -1,4 +1,4 @@
-"""Topologies as small TOML files: those that come with crossdevice, by name, and your own, by path."""
+"""Topologies as small TOML files: built-in ones by name, and your own by path."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KEYS = ("name", "summary", "sources", "device_type", "devices", "links", "memor
 
 
 def topology_names() -> list[str]:
-    """The topologies that come with crossdevice.
+    """Returns the topologies that come with crossdevice.
 
     >>> "dgx1v" in topology_names()
     True
@@ -45,7 +45,7 @@ def read_topology(name_or_path: str | Path, num_devices: int | None = None) -> T
         The Topology.
 
     Raises:
-        TopologyError: the name is unknown, the file cannot be read, or it cannot have so many devices.
+        TopologyError: the name is unknown, the file cannot be read, or it cannot have this many devices.
 
     >>> read_topology("hgx_h100", 64).num_nodes
     8
@@ -75,7 +75,7 @@ def read_topology(name_or_path: str | Path, num_devices: int | None = None) -> T
 
 
 def _with_base(tables: dict[str, Any]) -> dict[str, Any]:
-    """The tables of the built-in that `like` names, each replaced by the file's own where it has one."""
+    """Returns the tables of the built-in that `like` names; the file's own tables replace them."""
     if "like" not in tables:
         return tables
     like = tables.pop("like")
@@ -121,7 +121,7 @@ def _fabric(links: dict[str, Any], num_devices: int) -> Fabric:
 
 
 def _made(kind: type[_Made], where: str, table: Mapping[str, Any], **given: Any) -> _Made:
-    """An object from a table with a key for each of its fields that is not given."""
+    """Makes an object from a table with a key for each field that is not given."""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in given}  # type: ignore[arg-type]
     optional = [name for name, field in fields.items() if field.default is not dataclasses.MISSING]
     costs = Cost._fields if fields.pop("cost", None) else ()
@@ -134,7 +134,7 @@ def _made(kind: type[_Made], where: str, table: Mapping[str, Any], **given: Any)
 def _numbers(
     where: str, table: Mapping[str, Any], names: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The numbers of a table by the names of fields, in bytes and seconds."""
+    """Reads the numbers of a table by field names, in bytes and seconds."""
     keys = {_key_of(name): name for name in names}
     _refuse_unknown(where, table, keys)
     return {
