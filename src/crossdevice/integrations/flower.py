@@ -47,7 +47,7 @@ class _Combining:
         server_round: int,  # noqa: ARG002 - Flower hands it over
         replies: Iterable[Message],
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The combined arrays of all replies that are no errors, and their metrics as Flower has them."""
+        """Returns the combined arrays of all replies without errors, and their metrics as in Flower."""
         valid, _ = self._check_and_log_replies(replies, is_train=True)
         if not valid:
             return None, None
@@ -71,7 +71,7 @@ class _Combining:
 
 
 class FedAvg(_Combining, strategy.FedAvg):
-    """Flower's FedAvg, whose models are weighted means that are rounded once.
+    """Flower's FedAvg, with weighted means that are rounded once.
 
     It takes all arguments of `flwr.serverapp.strategy.FedAvg`, and is used in its place. Arrays are read
     where they are in the clients' messages; bfloat16 ones too (`record_of` makes records of them).
@@ -105,12 +105,12 @@ class FedTrimmedAvg(_Combining, strategy.FedTrimmedAvg):
 
 
 def arrays_of(record: ArrayRecord) -> dict[str, NDArray[Any]]:
-    """The arrays of a record as read-only views of its bytes; bfloat16 and float8 as those of ml_dtypes."""
+    """Returns a record's arrays as read-only views; bfloat16 and float8 as in ml_dtypes."""
     return {name: _view_of(array, name) for name, array in record.items()}
 
 
 def record_of(arrays: Mapping[str, Any]) -> ArrayRecord:
-    """Arrays of any library, such as a `state_dict`, as a record for Flower; of bfloat16 ones too."""
+    """Converts arrays of any library, such as a `state_dict`, to a record for Flower; bfloat16 included."""
     made = {}
     for name, array in arrays.items():
         backend = backend_of_type(type(array))
@@ -122,7 +122,7 @@ def record_of(arrays: Mapping[str, Any]) -> ArrayRecord:
 
 
 def state_dict_of(record: ArrayRecord) -> dict[str, Any]:
-    """The tensors of a record, in memory of their own, for `load_state_dict`; of bfloat16 ones too."""
+    """Returns a record's tensors in memory of their own, for `load_state_dict`; bfloat16 included."""
     backend = backend_named("torch")
     return {
         name: backend.from_host(array.reshape(-1).copy(), array.shape, host_device(0))
@@ -161,5 +161,5 @@ def _header_at_start_of(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[An
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Kept, as Python takes 50 us to parse one, and all clients have the same."""
+    """Parses a header; cached, as Python takes 50 us to parse one, and all clients have the same."""
     return *npy_header(io.BytesIO(header)), len(header)

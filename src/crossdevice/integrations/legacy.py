@@ -59,7 +59,7 @@ class CrossTowerOps:
 
     @property
     def cross_device_ops(self) -> algorithms.CrossDeviceOps:
-        """Today's algorithm; `MirroredStrategy` takes it from here."""
+        """The current algorithm, which `MirroredStrategy` takes from here."""
         if self._ops is None:
             raise NotImplementedError(
                 f"{type(self).__name__} has no algorithm; use ReductionToOneDeviceCrossTowerOps or "
@@ -305,7 +305,7 @@ def MirroredStrategy(  # noqa: N802 - TensorFlow's name
 
 
 def _operation(aggregation: VariableAggregation | str) -> ReduceOp:
-    """SUM or MEAN, as a VariableAggregation or as the strings of TensorFlow 1.11."""
+    """Returns SUM or MEAN, from a VariableAggregation or the strings of TensorFlow 1.11."""
     if isinstance(aggregation, str) and aggregation.upper() in ("SUM", "MEAN"):
         return ReduceOp(aggregation)
     return ReduceOp.from_variable_aggregation(aggregation)

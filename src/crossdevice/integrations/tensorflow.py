@@ -44,7 +44,7 @@ _HOOKS = ("reduce_implementation", "batch_reduce_implementation")
 def as_tensorflow(
     ops: CrossDeviceOps, options: CommunicationOptions | None = None
 ) -> tf.distribute.CrossDeviceOps:
-    """An algorithm for `tf.distribute.MirroredStrategy(cross_device_ops=as_tensorflow(ops))`.
+    """Returns an algorithm for `tf.distribute.MirroredStrategy(cross_device_ops=as_tensorflow(ops))`.
 
     Eager tensors take the fused pass. Inside a `tf.function` the algorithm's plan becomes operations of
     the graph, pack by pack: copies under `tf.device`, additions in the plan's order, wide ones unless
@@ -77,11 +77,11 @@ class GraphBackend(TensorflowBackend):
     """Tensors of a graph: every device has a memory of its own, so that plans are carried out in full."""
 
     def memory_of(self, device: Device) -> str:
-        """TensorFlow shares memory by itself where it can."""
+        """Returns the device itself, since TensorFlow shares memory by itself where it can."""
         return device.canonical
 
     def round_once(self, wide: Any, dtype: str) -> Any:
-        """The same bits, with the gradient of a cast: that of its operations on bits would be None."""
+        """Returns the same bits with the gradient of a cast; the bit operations themselves have none."""
 
         @tf.custom_gradient
         def rounded(wide: Any) -> tuple[Any, Any]:
@@ -113,7 +113,7 @@ def _device(name: str) -> Device:
 
 
 def _name_for_tensorflow(device: Device) -> str:
-    """Name without a process, which TensorFlow fills in, unless the device names another process."""
+    """Returns the name without a process, which TensorFlow adds, unless the device names another process."""
     is_of_this_process = (device.job, device.replica, device.task) == ("localhost", 0, 0)
     return f"/{device.rpartition('/')[2]}" if is_of_this_process else device.canonical
 
@@ -147,13 +147,13 @@ class _AsTensorflow(tf.distribute.CrossDeviceOps):
     def reduce_implementation(
         self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
     ) -> Any:
-        """A batch of one."""
+        """Reduces a batch of one."""
         return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def batch_reduce_implementation(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
-        """Dense values of known shape by our plan, all others by TensorFlow."""
+        """Reduces dense values of known shape by our plan, all others by TensorFlow."""
         op = ReduceOp(getattr(reduce_op, "name", reduce_op))
         chosen = self._options.merge(CommunicationOptions(bytes_per_pack=options.bytes_per_pack))
         leaves = [
@@ -196,7 +196,7 @@ class _AsTensorflow(tf.distribute.CrossDeviceOps):
     def _recorded(
         self, dense: Sequence[Dense], op: ReduceOp, options: CommunicationOptions
     ) -> Sequence[tuple[Any, ...]]:
-        """The results of the fused pass, which tapes do not see, recorded as one operation for each value.
+        """Returns the results of the fused pass, unseen by tapes, recorded as one operation per value.
 
         Not by `tf.custom_gradient`, which would copy all results to one device.
         """
@@ -210,7 +210,7 @@ class _AsTensorflow(tf.distribute.CrossDeviceOps):
     def _gradients(
         self, spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, *grads: Any
     ) -> Sequence[Any]:
-        """The sum of the results' gradients, on the devices of the values: a reduction with gradients too."""
+        """Returns the sum of the results' gradients, on the devices of the values; itself differentiable."""
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ReduceOpError(f"{op.name} has no gradient here; those of SUM and MEAN are known")
         tensors = [tf.convert_to_tensor(grad) for grad in grads]
@@ -247,7 +247,7 @@ class _AsTensorflow(tf.distribute.CrossDeviceOps):
 
 
 def _dense(value: Any, destinations: Any, op: ReduceOp) -> Dense | None:
-    """A checked leaf; None if it is sparse or its shape is not known."""
+    """Returns a checked leaf; None if it is sparse or its shape is not known."""
     tensors = [part.read_value() if isinstance(part, tf.Variable) else part for part in value.values]
     if not all(isinstance(tensor, tf.Tensor) and tensor.shape.is_fully_defined() for tensor in tensors):
         return None

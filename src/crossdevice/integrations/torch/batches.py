@@ -1,4 +1,4 @@
-"""One batch as a share for each replica, and what replicas return as one result."""
+"""Batches split into a share for each replica, and results of replicas joined into one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shares_of(
     dim: int,
     replicate: Collection[str],
 ) -> list[Share]:
-    """Each replica's part of the tensors, and all of everything else; no more parts than examples."""
+    """Returns each replica's part of the tensors, and all other values; at most one part per example."""
     named = _named(module, inputs, kwargs)
     sizes: dict[str, int] = {}
     for path, leaf in itertools.chain.from_iterable(leaves(value, name) for name, value in named):
@@ -62,7 +62,7 @@ def shares_of(
 
 
 def _batch_size(sizes: Mapping[str, int], dim: int) -> int:
-    """The size of the first tensor along `dim`, sizes of 1 aside; all others must be that or 1."""
+    """Returns the common size of the tensors along `dim`; only sizes of 1 may differ."""
     others = {path: size for path, size in sizes.items() if size != 1}
     if not others:
         return 1
@@ -137,7 +137,7 @@ def _common_value(column: Sequence[Any], path: str) -> Any:
 def _named(
     module: torch.nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
-    """All arguments with the names that `forward` gives them."""
+    """Returns all arguments with their names in `forward`."""
     names: list[str] = []
     for parameter in inspect.signature(module.forward).parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -155,7 +155,7 @@ def _has_axis(tensor: torch.Tensor, dim: int) -> bool:
 
 
 def _is_named(path: str, names: Collection[str]) -> bool:
-    """True if an argument, or a key or attribute on the way to this leaf, has one of the names."""
+    """Returns True if an argument, or a key or attribute on the way to this leaf, has one of the names."""
     return any(word in names for word in re.findall(r"\w+", path))
 
 

@@ -1,4 +1,4 @@
-"""A communication hook for DistributedDataParallel: gradients whose bits do not depend on buckets."""
+"""A communication hook for DistributedDataParallel, with gradients that do not depend on buckets."""
 
 # DistributedDataParallel compares a hook's annotations with types, so here they must not be strings.
 
@@ -62,7 +62,7 @@ class ReproducibleMean:
         return self._given if self._ops is None else self._ops.group
 
     def __reduce__(self) -> Any:
-        """Copied and saved with its model, but without its group: a copy forms one of its own."""
+        """Copies and saves the settings without the group: a copy forms one of its own."""
         return type(self), (None, self._options.precision)
 
     def start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -109,7 +109,7 @@ class ReproducibleMean:
         return self._ops.reduce(ReduceOp.MEAN, gradients, gradients)
 
     def _recorded_mean(self, bucket: dist.GradBucket, gradients: torch.Tensor) -> Any:
-        """The same, recorded by the names of parameters: buckets may differ from run to run."""
+        """Computes the mean, recorded by parameter names, since buckets may differ from run to run."""
         names = [self._names.get(id(parameter), "without a name") for parameter in bucket.parameters()]
         parts = bucket.gradients()
         before = _by_name(names, digests_by_path(_parts(names, gradients, parts)))
@@ -154,7 +154,7 @@ class ReproducibleMean:
 
 
 def _parts(names: list[str], whole: torch.Tensor, gradients: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Splits a bucket, or its mean, into what it has of each parameter, by path."""
+    """Splits a bucket, or its mean, into the parts of its parameters, by path."""
     if whole.is_sparse:
         return {_path(names[0]): whole}
     parts = whole.view(-1).split([gradient.numel() for gradient in gradients])
@@ -165,7 +165,7 @@ def _parts(names: list[str], whole: torch.Tensor, gradients: list[torch.Tensor])
 
 
 def _by_name(names: list[str], digests: Leaves) -> dict[str, Leaves]:
-    """The digests of each parameter's leaves, of which a sparse gradient has two."""
+    """Returns the digests of each parameter's leaves; a sparse gradient has two."""
     of_paths: dict[str, Leaves] = {}
     for path, found in digests.items():
         of_paths.setdefault(path[: path.index("]") + 1], {})[path] = found
@@ -173,18 +173,18 @@ def _by_name(names: list[str], digests: Leaves) -> dict[str, Leaves]:
 
 
 def _path(name: str) -> str:
-    """The path of a parameter's leaf in a record."""
+    """Returns the path of a parameter's leaf in a record."""
     return f"value[{name!r}]"
 
 
 def formed_group(ranks: list[int], purpose: str) -> ProcessGroup:
-    """A group of these ranks of torch.distributed, all of which form it for the same purpose."""
+    """Forms a group of these ranks of torch.distributed; all of them form it for the same purpose."""
     name = f"{purpose} of ranks {', '.join(map(str, ranks))}"
     return form_group(ranks.index(dist.get_rank()), len(ranks), name=name)
 
 
 def _models_with(parameter: torch.Tensor, state: object) -> list[DistributedDataParallel]:
-    """The models that a bucket with this parameter may be from: those with this state, if there are any.
+    """Returns the models that may own a bucket with this parameter: those with this state, if any.
 
     A hook is told neither its model nor the model's group, and PyTorch keeps no list of models.
     """

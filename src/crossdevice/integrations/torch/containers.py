@@ -1,4 +1,4 @@
-"""Containers of tensors that modules take and return: what is inside, and how to build one like it.
+"""Containers of tensors that modules take and return: their contents, and copies with other contents.
 
 Known are those of PyTorch's own registry (lists, dicts, named tuples, the outputs of transformers),
 dataclasses, attrs classes, mappings, subclasses of lists and tuples, the key-value caches of transformers,
@@ -26,7 +26,7 @@ _BY_ATTRIBUTES = frozenset(
     f"transformers.cache_utils.{name}"
     for name in ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
 )
-"""Classes whose instances are joined and split attribute by attribute, with those derived from them."""
+"""Classes with instances that are joined and split by attribute, subclasses included."""
 
 _OPAQUE = (
     str,
@@ -105,7 +105,7 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def mapped(value: Any, function: Callable[[Any, str], Any], path: str) -> Any:
-    """A structure like the given one with `function(leaf, path)` in place of each leaf."""
+    """Rebuilds the structure with `function(leaf, path)` in place of each leaf."""
     inside = contents(value)
     if inside is None:
         return function(value, path)
@@ -116,7 +116,7 @@ def mapped(value: Any, function: Callable[[Any, str], Any], path: str) -> Any:
 
 
 def merged(values: Sequence[Any], function: Callable[[Sequence[Any], str], Any], path: str) -> Any:
-    """Structures of all replicas as one, with `function(leaves, path)` in place of each leaf."""
+    """Merges the structures of all replicas, with `function(leaves, path)` in place of each leaf."""
     opened = [contents(value) for value in values]
     first = opened[0]
     for replica, (value, other) in enumerate(zip(values, opened, strict=True)):
@@ -133,7 +133,7 @@ def merged(values: Sequence[Any], function: Callable[[Sequence[Any], str], Any],
 
 
 def holds_tensors(value: Any, depth: int = _DEPTH) -> bool:
-    """True if tensors can be reached through containers and attributes."""
+    """Returns True if tensors can be reached through containers and attributes."""
     if isinstance(value, torch.Tensor):
         return True
     if depth == 0 or value is None or isinstance(value, _OPAQUE):
@@ -151,7 +151,7 @@ def holds_tensors(value: Any, depth: int = _DEPTH) -> bool:
 
 
 def _attributes(value: Any) -> list[str] | None:
-    """The attributes that an object consists of; None if its class does not say so."""
+    """Returns the attributes that define an object; None if its class does not list them."""
     if dataclasses.is_dataclass(value):
         return [field.name for field in dataclasses.fields(value)]
     if hasattr(type(value), "__attrs_attrs__"):
@@ -167,7 +167,7 @@ def _attributes(value: Any) -> list[str] | None:
 
 
 def _describes(part: Any) -> bool:
-    """True for a table of flags or sizes, one for each state of a layer."""
+    """Returns True for a table of flags or sizes, one for each state of a layer."""
     return type(part) is dict and bool(part) and not holds_tensors(part)
 
 

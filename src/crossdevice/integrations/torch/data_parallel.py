@@ -1,4 +1,4 @@
-"""A PyTorch module whose batches are shared among devices of one process: no launcher, no ranks."""
+"""A PyTorch module with batches split over the devices of one process: no launcher, no ranks."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class DataParallel(torch.nn.Module):
         return outputs
 
     def _strategy_of(self, num_replicas: int) -> MirroredStrategy:
-        """The strategy, or one of its first devices: all of its replicas must take part where they meet."""
+        """Returns the strategy, or one of its first devices: all of its replicas must take part in calls."""
         if num_replicas == len(self.devices):
             return self.strategy
         if num_replicas not in self._smaller:
@@ -214,7 +214,7 @@ class DataParallel(torch.nn.Module):
         return self._smaller[num_replicas]
 
     def _replicas(self, count: int, *, is_training: bool) -> list[torch.nn.Module]:
-        """Modules that share everything with the original but for parameters and buffers, one per device."""
+        """Returns modules that share all but parameters and buffers with the original, one per device."""
         parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
         for name, tensor in (*parameters.items(), *buffers.items()):
             refuse_special(tensor, f"module.{name}")
@@ -252,7 +252,7 @@ def _read_devices(devices: Sequence[DeviceLike] | None) -> list[Device] | None:
 
 
 def _read_device(device: DeviceLike) -> Device:
-    """A device, where a number means a GPU, as it does for PyTorch."""
+    """Parses a device; a number means a GPU, as in PyTorch."""
     if isinstance(device, int):
         return Device("cuda", device)
     return Device.parse(str(device) if isinstance(device, torch.device) else device)

@@ -21,7 +21,7 @@ from crossdevice.kernels.host.running_sum import RunningSum
 from crossdevice.process_groups.group import ProcessGroup
 
 ROW_ELEMENTS = 1 << 11
-"""Squares are added in rows of this length, whose sums are then added as whole numbers."""
+"""Row length for squares; sums of rows are then added as whole numbers."""
 
 BLOCK_ROWS = 256
 
@@ -50,7 +50,7 @@ def clip_grad_norm_(
     holds which of them. A norm that is not finite scales as PyTorch does: gradients become NaN or 0.
 
     Args:
-        parameters: a tensor, or tensors whose `.grad` is clipped; those without one are left out.
+        parameters: a tensor, or tensors with a `.grad` to be clipped; those without one are left out.
         max_norm: the largest norm, positive.
         group: processes that hold different gradients, each of them once: all call this, and get the norm of
             all. After `ExactGradients.finish` all workers have the same gradients, and it is left out.
@@ -88,7 +88,7 @@ def clip_grad_norm_(
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """The elements that this process holds, each once."""
+    """Returns this process's elements, each once."""
     if is_instance_of(gradient, "torch.distributed.tensor", "DTensor"):
         gradient = gradient.to_local()
     if gradient.layout == torch.sparse_coo:
@@ -129,7 +129,7 @@ def _add_squares(squares: dict[float, RunningSum], values: NDArray[Any]) -> floa
 
 
 def _squares(values: Floats) -> tuple[Floats, Floats]:
-    """Rounded squares, and their rounding errors (Dekker)."""
+    """Returns rounded squares and their rounding errors (Dekker)."""
     square, shifted = values * values, values * SPLITTER
     upper = shifted - (shifted - values)
     lower = values - upper
@@ -148,7 +148,7 @@ def _add_rows(squares: dict[float, RunningSum], scale: float, arrays: Sequence[F
 
 
 def _whole(rows: RunningSum) -> Fraction:
-    """The sum of all elements."""
+    """Returns the sum of all elements."""
     values = np.concatenate(rows.parts)
     mantissas, exponents = scaled_integers(values)
     signed = np.where(np.signbit(values), -mantissas, mantissas).tolist()
@@ -166,7 +166,7 @@ def _of_all_ranks(group: ProcessGroup, special: float, total: Fraction) -> tuple
 
 
 def _root(square: Fraction) -> float:
-    """The square root, rounded once."""
+    """Returns the square root, rounded once."""
     if not square:
         return 0.0
     shift = max(0, SQRT_BITS - square.numerator.bit_length() + square.denominator.bit_length())

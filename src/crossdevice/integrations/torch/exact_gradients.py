@@ -43,7 +43,7 @@ from crossdevice.values.reduce_op import ReduceOp
 
 
 class ExactStep(NamedTuple):
-    """What went into the gradients of a step, on all workers together.
+    """Totals of a step's gradients, on all workers together.
 
     Args:
         weight: the sum of all weights.
@@ -123,7 +123,7 @@ class ExactGradients:
         self._given = group
         self._group = group if isinstance(group, ProcessGroup) else None
         self._sums: dict[int, GradientSum] = {}
-        self._kept: dict[int, GradientSum] = {}  # of earlier steps, whose memory is used again
+        self._kept: dict[int, GradientSum] = {}  # of earlier steps, to reuse their memory
         self._on_gpu = SumsOnGpu()
         self._is_sharded = is_sharded
         self._shards: ShardedSums | None = None
@@ -267,7 +267,7 @@ class ExactGradients:
         return ExactStep(weight, micro_batches, apart, sent)
 
     def clear(self) -> None:
-        """Drops what this worker has added in this step; `.grad` stays as it is."""
+        """Drops what this worker has added in this step; `.grad` stays unchanged."""
         self._on_gpu.clear()
         self._kept |= {number: total.emptied() for number, total in self._sums.items()}
         self._sums = {}
@@ -278,7 +278,7 @@ class ExactGradients:
     def _add_to_shards(
         self, group: ProcessGroup, weight: int, found: Sequence[tuple[int, torch.Tensor]]
     ) -> None:
-        """Adds gradients where their shards are; what is wrong on one worker is raised on all."""
+        """Adds gradients where their shards are; an error on one worker is raised on all."""
         own_error: CrossDeviceError | None = None
         factor = 0
         try:
@@ -331,7 +331,7 @@ class ExactGradients:
         return [[str(each.dtype), list(each.shape)] for each in self._parameters]
 
     def _workers(self) -> ProcessGroup | None:
-        """The group of all workers, formed when all of them first finish a step."""
+        """Returns the group of all workers, formed when all of them first finish a step."""
         if self._group is None and (self._given is not None or _has_default_group()):
             ranks = dist.get_process_group_ranks(self._given)
             if len(ranks) > 1:
@@ -373,7 +373,7 @@ class ExactGradients:
             )
 
     def _check_ranks(self, members: Sequence[str], of_ranks: Sequence[Mapping[str, Any]]) -> None:
-        """Raises on all workers what is wrong on one of them."""
+        """Raises an error of one worker on all workers."""
         seen: dict[str, tuple[str, list[str]]] = {}
         problem = ""
         for name, facts in zip(members, of_ranks, strict=True):
@@ -415,7 +415,7 @@ class ExactGradients:
 def _written(
     call: GroupCall | None, sums: Mapping[int, GradientSum], divisor: Fraction, bucket_bytes: int
 ) -> tuple[dict[int, NDArray[Any]], int]:
-    """The sums of all ranks, rounded, and the bytes sent for them."""
+    """Returns the sums of all ranks, rounded, and the bytes sent for them."""
     if call is not None:
         for total in sums.values():
             total.match_ranks(call)
@@ -428,7 +428,7 @@ def _written(
 
 
 def _problem_of(members: Sequence[str], of_ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Reason the micro-batches of all workers cannot be added; empty if they can."""
+    """Returns the reason the workers' micro-batches cannot be added; empty if they can."""
     for name, facts in zip(members, of_ranks, strict=True):
         problem = facts["problem"]
         if not problem and facts["parameters"] != of_ranks[0]["parameters"]:

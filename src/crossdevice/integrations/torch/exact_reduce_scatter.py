@@ -26,7 +26,7 @@ from crossdevice.values.dtypes import FLOATS
 
 
 class ExactReduceScatter:
-    """The reduce-scatter of a sharded model whose training is the same on any number of workers.
+    """Reduce-scatter for sharded models: training is the same on any number of workers.
 
     Each backward pass sends a micro-batch's gradients to the workers that hold their shards, which add them
     without rounding. With the last micro-batch of a step `.grad` becomes the weighted mean over all
@@ -71,9 +71,9 @@ class ExactReduceScatter:
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._with_gradients: list[str] | None = None
         self._pass: tuple[int, bool] | None = None
-        """The weight of the micro-batch that runs, and whether it is the last one of its step."""
+        """Weight of the running micro-batch, and whether it is the last one of its step."""
         self._problem: CrossDeviceError | None = None
-        """What is raised when the block ends: FSDP2 is of no use after an error in its backward pass."""
+        """Error raised when the block ends: FSDP2 is unusable after an error in its backward pass."""
 
     @property
     def group(self) -> ProcessGroup | None:

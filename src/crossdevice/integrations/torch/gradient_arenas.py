@@ -31,16 +31,16 @@ _USED_AND_UNUSED = {ReduceOp.MIN: (-1.0, 0.0), ReduceOp.PROD: (0.0, 1.0)}
 
 
 class ReplicaGradients:
-    """Gradients of the trainable parameters by name; those that this replica has none for are zeros.
+    """Gradients of the trainable parameters by name; zeros for those that this replica has none for.
 
     Replicas may have used different parameters. All of them bring a gradient for every parameter, and a
-    vector that says which ones they have, so that parameters nobody used can be told apart afterwards.
+    vector that says which ones they have, so that unused parameters can be told apart afterwards.
     """
 
     def __init__(
         self, module: torch.nn.Module, op: ReduceOp, device: torch.device, arena: Arena | None = None
     ) -> None:
-        """Gradients that have a place in an arena are brought there, and not brought along."""
+        """Moves gradients with a place in an arena there; only the others are exchanged separately."""
         used, self._unused = _USED_AND_UNUSED.get(op, (1.0, 0.0))
         with_sparse = parameters_with_sparse_gradients(module)
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -85,20 +85,20 @@ def _zeros(parameter: torch.Tensor, *, is_sparse: bool) -> torch.Tensor:
 
 
 def _laid_out_as(own: torch.Tensor, reduced: torch.Tensor) -> torch.Tensor:
-    """The reduced gradient, with the strides that the replica's own has."""
+    """Returns the reduced gradient with the strides of the replica's own."""
     if own.is_sparse or reduced.is_sparse or own.stride() == reduced.stride():
         return reduced
     return torch.empty_like(own).copy_(reduced)
 
 
 def parameters_with_sparse_gradients(module: torch.nn.Module) -> set[int]:
-    """By their identities; a replica that did not use one cannot tell from its gradient."""
+    """Returns ids of parameters with sparse gradients, also of those that a replica did not use."""
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {id(part.weight) for part in module.modules() if isinstance(part, tables) and part.sparse}
 
 
 BUCKET_BYTES = 25 << 20
-"""As in DistributedDataParallel."""
+"""Same default as in DistributedDataParallel."""
 
 ALIGNMENT_BYTES = 64
 """Gradients start at multiples of a cache line, as memory that PyTorch allocates does."""
@@ -150,7 +150,7 @@ class Arena:
         return flat[slot.start : slot.stop].view(parameter.shape)
 
     def fits(self) -> bool:
-        """True if the trainable parameters are those this was made for."""
+        """Returns True if the trainable parameters are unchanged."""
         now = _dense_parameters(self._module)
         return now.keys() == self.parameters.keys() and all(
             parameter is self.parameters[name] and parameter.dtype == self.slots[name].dtype
@@ -158,7 +158,7 @@ class Arena:
         )
 
     def take_in(self, name: str) -> None:
-        """Brings a gradient here, from wherever PyTorch put it; zeros if there is none."""
+        """Moves a gradient here, from wherever PyTorch put it; zeros if there is none."""
         parameter, view = self.parameters[name], self.views[name]
         gradient = parameter.grad
         if gradient is None:
@@ -188,7 +188,7 @@ class GradientArenas:
         overlap: ReduceOp | None,
         bucket_bytes: int,
     ) -> None:
-        """`num_holds` has for each replica in how many `no_sync` blocks it is, in which none are reduced."""
+        """`num_holds` counts the `no_sync` blocks each replica is in; gradients are not reduced in them."""
         self._replicas, self._strategy, self._num_holds = replicas, strategy, num_holds
         self._devices = strategy.extended.worker_devices
         self._ops = strategy.extended.cross_device_ops
@@ -199,11 +199,11 @@ class GradientArenas:
         self.arrange()
 
     def of_twin(self, replicas: Sequence[torch.nn.Module], num_holds: Sequence[int]) -> GradientArenas:
-        """The arenas of other copies, with the same settings."""
+        """Returns the arenas of other copies, with the same settings."""
         return GradientArenas(replicas, self._strategy, num_holds, self._overlap, self._bucket_bytes)
 
     def arrange(self) -> None:
-        """Lays everything out for the parameters that there are now; gradients stay what they are."""
+        """Rebuilds the layout for the current parameters; keeps gradients."""
         self._wait()
         for hook in self._hooks:
             hook.remove()
@@ -229,7 +229,7 @@ class GradientArenas:
         self._begin_round()
 
     def arrange_if_changed(self) -> None:
-        """Outside of replica functions, after something that may have changed parameters."""
+        """Rebuilds the layout if parameters have changed, outside of replica functions."""
         if not all(arena.fits() for arena in self.arenas):
             self.arrange()
         else:
@@ -262,7 +262,7 @@ class GradientArenas:
         return replicas
 
     def _check(self, op: ReduceOp, options: CommunicationOptions | None) -> None:
-        """Refuses what comes too late for gradients that were reduced during the backward pass."""
+        """Refuses settings that come too late for gradients reduced during the backward pass."""
         if self._overlap is None:
             return
         if op is not self._overlap:
@@ -279,7 +279,7 @@ class GradientArenas:
     def _reduce(
         self, op: ReduceOp, options: CommunicationOptions | None, brought: Sequence[Any]
     ) -> Sequence[Any]:
-        """Reduces what was not reduced yet, in place, and what replicas brought besides; returns that."""
+        """Reduces the remaining gradients in place, and the replicas' other values; returns the latter."""
         with span("reduce", "reduce_gradients", self._devices):
             self._wait()
             for number in range(self._num_started, len(self._buckets)):
@@ -293,7 +293,7 @@ class GradientArenas:
             return components_of(self._ops.batch_reduce(op, [(whole, whole)], options)[0])
 
     def on_gradient(self, replica: int, name: str) -> None:
-        """Called in the backward pass, in the replica's thread or a GPU's."""
+        """Handles a gradient in the backward pass, in the replica's thread or a GPU's."""
         # On GPUs PyTorch goes back in threads of its own, which are no replica's; on the host, one that
         # comes outside of the replica's function is no part of a step.
         is_own = current_replica() == replica or not self._devices[replica].is_host
@@ -318,7 +318,7 @@ class GradientArenas:
         assert self._overlap is not None
         bound = self._bound_bucket(number, self._overlap)
         if any(not device.is_host for device in self._devices):
-            return bound.start()  # on side streams, of which only GPUs know when they are done
+            return bound.start()  # on side streams; only GPUs know when they are done
 
         def run() -> None:
             dtype, start, stop, _ = self._buckets[number]
@@ -364,13 +364,13 @@ def _dense_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if its elements fill a range of memory, in any order."""
+    """Returns True if its elements fill a range of memory, in any order."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() == reach + 1
 
 
 def _buckets_of(arena: Arena, bucket_bytes: float) -> list[Bucket]:
-    """As many for each dtype as it takes for none to be much larger."""
+    """Splits the parameters of each dtype into buckets of similar size."""
     buckets: list[Bucket] = []
     for dtype in arena.flats:
         own = [(name, slot) for name, slot in arena.slots.items() if slot.dtype == dtype]

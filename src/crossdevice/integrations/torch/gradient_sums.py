@@ -32,7 +32,7 @@ class DenseSum:
 
     @functools.cached_property
     def running(self) -> RunningSum:
-        """The sum on the host, where there is one: gradients may be added up on a GPU until the step ends."""
+        """The sum on the host, if any: gradients may be added up on a GPU until the step ends."""
         return RunningSum(self.size, self.part, "exact")
 
     @property
@@ -41,32 +41,32 @@ class DenseSum:
         return self.running.num_apart if "running" in vars(self) else 0
 
     def emptied(self) -> GradientSum:
-        """Drops what was added, and keeps the memory."""
+        """Resets the sum and keeps the memory."""
         if "running" in vars(self):
             self.running.clear()
         return self
 
     def take(self, moved: RunningSum) -> None:
-        """Adds what was added up elsewhere."""
+        """Adds a sum from elsewhere."""
         if "running" in vars(self):
             self.running.merge(moved)
         else:
             self.running = moved
 
     def running_for(self, gradient: torch.Tensor) -> RunningSum:  # noqa: ARG002 - rows need it
-        """The sum to which a gradient is added."""
+        """Returns the sum for a gradient."""
         return self.running
 
     def flat(self, gradient: torch.Tensor) -> NDArray[Any]:
-        """The elements of a gradient, on the host."""
+        """Returns the elements of a gradient, on the host."""
         flat: NDArray[Any] = backend_named("torch").to_host(gradient).view(self.part)
         return flat
 
     def match_ranks(self, call: GroupCall) -> None:
-        """Dense sums have the same elements on all ranks."""
+        """Does nothing: dense sums have the same elements on all ranks."""
 
     def gradient(self, out: NDArray[Any], parameter: torch.Tensor) -> torch.Tensor:
-        """The result as a gradient of the parameter, where and as the parameter is."""
+        """Returns the result as a gradient, with the parameter's device and layout."""
         whole = out.view(dtype_named(self.kind[1]))
         made: torch.Tensor = backend_named("torch").from_host(whole, tuple(parameter.shape), host_device(0))
         if made.stride() == parameter.stride() and parameter.device == made.device:
@@ -75,7 +75,7 @@ class DenseSum:
 
 
 class RowSum:
-    """The sum of sparse gradients of one parameter: of those rows that any of them had."""
+    """The sum of sparse gradients of one parameter, over the union of their rows."""
 
     def __init__(self, dtype: str, shape: torch.Size) -> None:
         self.kind = ["rows", dtype]
@@ -100,13 +100,13 @@ class RowSum:
         return self
 
     def running_for(self, gradient: torch.Tensor) -> RunningSum:
-        """The sum to which a gradient is added, with room for its rows."""
+        """Returns the sum for a gradient, with room for its rows."""
         # In the order in which the backward pass has left repeated rows, which is the micro-batch's own.
         self.extend(np.unique(gradient._indices()[0].cpu().numpy()))
         return self.running
 
     def flat(self, gradient: torch.Tensor) -> NDArray[Any]:
-        """The elements of all rows of the sum, on the host, of which the gradient has some."""
+        """Returns the elements of all rows of the sum, on the host; rows without a gradient are -0.0."""
         gradient = gradient.coalesce()
         # Rows that are absent must change nothing, not even the sign of a zero.
         spread = np.full((len(self.rows), self.width), -0.0, self.part)
@@ -131,7 +131,7 @@ class RowSum:
             self.extend(np.frombuffer(rows, "<i8").astype(np.int64))
 
     def gradient(self, out: NDArray[Any], parameter: torch.Tensor) -> torch.Tensor:
-        """The result as a gradient of the parameter, where and as the parameter is."""
+        """Returns the result as a gradient, with the parameter's device and layout."""
         whole = out.view(dtype_named(self.kind[1]))
         shape = (len(self.rows), *parameter.shape[1:])
         values = backend_named("torch").from_host(whole, shape, host_device(0))
@@ -150,7 +150,7 @@ GradientSum = DenseSum | RowSum
 
 
 def whole_weight(weight: int) -> int:
-    """The weight of a micro-batch, if it is a whole number that float64 holds."""
+    """Returns the weight of a micro-batch, if it is a whole number that float64 holds."""
     try:
         factor = -1 if isinstance(weight, bool) else operator.index(weight)
     except TypeError:

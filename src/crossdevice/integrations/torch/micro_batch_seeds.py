@@ -1,4 +1,4 @@
-"""Random numbers of a micro-batch that do not depend on who runs it, nor on what ran before."""
+"""Random numbers of a micro-batch that depend neither on its worker nor on earlier ones."""
 
 from __future__ import annotations
 

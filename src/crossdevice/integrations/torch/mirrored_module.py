@@ -52,14 +52,14 @@ _GIVING = (
     *("add_module", "register_module", "set_submodule", "register_parameter", "register_buffer"),
     "set_extra_state",
 )
-"""Methods that take tensors or modules, of which each copy then has its own."""
+"""Methods with tensor or module arguments; each copy of the module gets its own copies of these."""
 
 _MOVING = ("cpu", "cuda", "ipu", "mtia", "xpu", "share_memory", "to_empty")
 """Methods that move modules, refused outside of replica functions."""
 
 
 class MirroredModule(torch.nn.Module):
-    """A module with one copy on each device of a strategy, whose parameters are kept equal bit for bit.
+    """A module with one copy on each device of a strategy, with parameters kept equal bit for bit.
 
     In a replica function everything refers to the replica's own copy. Outside of one, what changes a module
     (`train`, `apply`, `double`, `zero_grad`, `load_state_dict`, `to` another dtype, `add_module`, hooks,
@@ -190,7 +190,7 @@ class MirroredModule(torch.nn.Module):
         return f"{type(self).__name__}(\n  devices: {devices}\n{module}\n)"
 
     def _meant(self) -> Sequence[torch.nn.Module]:
-        """The running replica's copy; all outside of replica functions."""
+        """Returns the running replica's copy; all copies outside of replica functions."""
         return self.replicas if current_replica() is None else (self.current(),)
 
     def _read(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +198,7 @@ class MirroredModule(torch.nn.Module):
         return getattr(self.current(), method)(*args, **kwargs)
 
     def _change(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of all copies that are meant; what returns its module returns this."""
+        """Calls a method of all selected copies; a method that returns its module returns this one."""
         results = [getattr(replica, method)(*args, **kwargs) for replica in self._meant()]
         self._rearrange()
         if isinstance(results[0], torch.utils.hooks.RemovableHandle):
@@ -223,7 +223,7 @@ class MirroredModule(torch.nn.Module):
         self._rearrange()
 
     def _rearrange(self) -> None:
-        """After something outside of replica functions that may have changed which gradients there are."""
+        """Updates the layout of gradients after a change outside of replica functions."""
         if self._arenas is not None and current_replica() is None:
             self._arenas.arrange_if_changed()
 
@@ -242,7 +242,7 @@ class MirroredModule(torch.nn.Module):
         return self
 
     def _move(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Refused, but in a replica function, where it moves the replica's own copy."""
+        """Refuses, except in a replica function, where it moves the replica's own copy."""
         if current_replica() is None:
             self._refuse_to_move(method, *args, **kwargs)
         return self._change(method, *args, **kwargs)
@@ -397,7 +397,7 @@ class MirroredModule(torch.nn.Module):
                     own[name].copy_(source)
 
     def _take_over(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Overwrites tensors with those of the first process, where there are several."""
+        """Overwrites tensors with those of the first process, if there are several."""
         ops = self.strategy.extended.cross_device_ops
         if isinstance(ops, CollectiveAllReduce) and tensors:
             detached = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -456,7 +456,7 @@ class _Handles(contextlib.ExitStack):
 
 
 def _method(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of modules that follows one of the rules above."""
+    """Makes a method of modules that follows one of the rules above."""
 
     def method(self: MirroredModule, /, *args: Any, **kwargs: Any) -> Any:
         return rule(self, name, *args, **kwargs)

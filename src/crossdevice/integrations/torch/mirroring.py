@@ -1,4 +1,4 @@
-"""Tensors of one module for several replicas: shared in one memory, copied to others; gradients summed."""
+"""Tensors of one module for several replicas: shared in one memory, copied to others; summed gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mirrored_in_buckets(
     bucket_bytes: int,
     held: HeldGradients,
 ) -> list[list[torch.Tensor]]:
-    """The tensors of each replica; gradients are summed bucket by bucket, during the backward pass."""
+    """Returns the tensors of each replica; gradients are summed by bucket, during the backward pass."""
     of_replicas: list[list[torch.Tensor]] = [[] for _ in devices]
     sized = [(tensor, tensor.numel() * tensor.element_size()) for tensor in tensors]
     for bucket in in_buckets(sized, bucket_bytes):
@@ -37,7 +37,7 @@ def mirrored_in_buckets(
 
 
 def in_buckets(sized: Iterable[tuple[Sized, int]], bucket_bytes: float) -> Iterator[list[Sized]]:
-    """Things, given with their bytes, in groups of which none is larger by more than its last one."""
+    """Groups items into buckets of about `bucket_bytes`."""
     bucket: list[Sized] = []
     total = 0
     for each, num_bytes in sized:
@@ -65,7 +65,7 @@ class MirroredTensors(torch.autograd.Function):
         holds: bool,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """The tensors of the first replica, those of the second, and so on."""
+        """Returns the tensors of the first replica, those of the second, and so on."""
         ctx.ops, ctx.devices, ctx.held, ctx.holds, ctx.tensors = ops, devices, held, holds, tensors
         ctx.set_materialize_grads(False)
         # Not a copy on the device where it is.
@@ -73,7 +73,7 @@ class MirroredTensors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        """One sum per tensor; None for those that no replica used."""
+        """Returns one sum per tensor; None for those that no replica used."""
         if ctx.held is not None and (ctx.holds or ctx.held.has_kept):
             nodes = [node for node, _ in ctx.next_functions]
             leaves = [
@@ -88,7 +88,7 @@ class MirroredTensors(torch.autograd.Function):
 
 
 def _is_added_to_grad(node: Any) -> bool:
-    """True if the current backward pass adds to a leaf's `grad`, as `torch.autograd.grad` does not."""
+    """Returns True if the backward pass adds to a leaf's `grad`, unlike `torch.autograd.grad`."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # its answer for leaves in `torch.autograd.grad`
@@ -149,7 +149,7 @@ class Summed(torch.autograd.Function):
 
 
 def _per_replica(column: Sequence[torch.Tensor | None], devices: Sequence[Device]) -> PerReplica:
-    """One tensor's gradients, as rows if all of them are sparse; zeros for replicas that have none."""
+    """Returns one tensor's gradients, as rows if all are sparse; zeros for replicas without one."""
     some = [gradient for gradient in column if gradient is not None]
     are_rows = all(gradient.is_sparse and gradient.sparse_dim() == 1 for gradient in some)
     own = [
@@ -168,17 +168,17 @@ class HeldGradients:
         self._ops, self._devices = ops, devices
         self._kept: dict[int, tuple[torch.Tensor, list[torch.Tensor | None]]] = {}
         self.is_holding = False
-        """True if gradients of what is computed from now on are kept here."""
+        """True if gradients of later computations are kept here."""
 
     @property
     def has_kept(self) -> bool:
-        """True if there are gradients that are not summed yet."""
+        """True if there are unsummed gradients."""
         return bool(self._kept)
 
     def hold(
         self, leaves: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...]:
-        """Adds the gradients of leaves, replica by replica, to those before; the others are returned."""
+        """Adds the gradients of leaves to those kept, by replica; returns the others."""
         others, count = list(gradients), len(leaves)
         for position, leaf in enumerate(leaves):
             if leaf is None:
@@ -192,7 +192,7 @@ class HeldGradients:
     def joined(
         self, leaves: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...]:
-        """The gradients, with those of leaves added that were kept, which are not kept any more."""
+        """Returns the gradients plus those kept for leaves, which are removed here."""
         joined, count = list(gradients), len(leaves)
         for position, leaf in enumerate(leaves):
             _, kept = self._kept.pop(id(leaf), (leaf, []))
@@ -205,7 +205,7 @@ class HeldGradients:
         return tuple(joined)
 
     def deliver(self) -> None:
-        """Sums what is still kept into the gradients of the tensors, if no more is to be held."""
+        """Sums the remaining kept gradients into those of the tensors, unless it is still holding."""
         for tensor, kept in [] if self.is_holding else list(self._kept.values()):
             del self._kept[id(tensor)]
             with torch.no_grad():
@@ -217,14 +217,14 @@ class HeldGradients:
         self._kept.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldGradients:
-        """Copies what is kept too, for the copies of the tensors."""
+        """Copies the kept gradients too, for the copies of the tensors."""
         copied = HeldGradients(*copy.deepcopy((self._ops, self._devices), memo))
         for leaf, kept in copy.deepcopy(list(self._kept.values()), memo):
             copied._kept[id(leaf)] = leaf, kept
         return copied
 
     def __reduce__(self) -> Any:
-        """Saved as an empty one, as parameters are saved without their gradients."""
+        """Saves an empty one, as parameters are saved without their gradients."""
         return HeldGradients, (self._ops, self._devices)
 
 
@@ -245,11 +245,11 @@ class KeptCopies:
         self._kept: dict[tuple[int, Hashable], tuple[torch.Tensor, torch.Tensor, Any]] = {}
 
     def on(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The tensor itself on the device where it is, else a copy that all replicas there share."""
+        """Returns the tensor itself on its own device, else a copy that all replicas there share."""
         return tensor if tensor.device == device else self.copy_for(device, tensor, device)
 
     def copy_for(self, owner: Hashable, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A copy for one owner, the same as before if neither has changed since."""
+        """Returns a copy for one owner, the same as before if neither has changed since."""
         original, made, looks = self._kept.get((id(tensor), owner), (None, tensor, None))
         if original is tensor and made.device == device and looks == _looks(tensor, made):
             return made
@@ -261,14 +261,14 @@ class KeptCopies:
         return made
 
     def forget(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Makes copies of these tensors, or of all, anew when they are next asked for."""
+        """Forgets copies of these tensors, or all, so that new ones are made on the next request."""
         numbers = None if tensors is None else set(map(id, tensors))
         for key in list(self._kept):
             if numbers is None or key[0] in numbers:
                 del self._kept[key]
 
     def __reduce__(self) -> Any:
-        """Copied and saved as an empty one."""
+        """Copies and saves an empty one."""
         return KeptCopies, ()
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints of what goes into and comes out of every submodule of a PyTorch module, by its name."""
+"""Fingerprints of the inputs and outputs of every submodule of a PyTorch module, by its name."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _by_path(name: str, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or this rank's part of a DTensor."""
+    """Returns the tensor, or this rank's part of a DTensor."""
     if is_instance_of(tensor, "torch.distributed.tensor", "DTensor"):
         local: torch.Tensor = tensor.detach().to_local()
         return local

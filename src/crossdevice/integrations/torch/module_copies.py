@@ -1,4 +1,4 @@
-"""Copies of one module: which modules can have them, in what they differ, and the means of their buffers."""
+"""Copies of one module: modules that support them, their differences, and means of their buffers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from crossdevice.values.reduce_op import ReduceOp
 
 
 def check_is_plain(module: torch.nn.Module) -> None:
-    """Refuses what is not a module, or has copies already."""
+    """Refuses objects that are not modules, and modules with copies."""
     is_mirrored = is_instance_of(module, "crossdevice.integrations.torch.mirrored_module", "MirroredModule")
     if is_mirrored or not isinstance(module, torch.nn.Module):
         raise OptionError(f"module must be a plain torch.nn.Module, got {type(module).__name__}")
 
 
 def check_can_have_copies(module: torch.nn.Module) -> None:
-    """Refuses modules whose copies would compute something else than the module without an error."""
+    """Refuses modules with copies that would silently compute something else."""
     check_is_plain(module)
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.SyncBatchNorm):
@@ -85,7 +85,7 @@ def check_same(copies: Sequence[torch.nn.Module], *, buffers: bool) -> None:
 
 
 def _structure(module: torch.nn.Module) -> dict[str, str]:
-    """All of a module but the values of its tensors, in words."""
+    """Describes everything in a module but the values of its tensors."""
     places = {}
     for name, part in module.named_modules():
         hooks = sum(

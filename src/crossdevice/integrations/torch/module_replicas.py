@@ -63,7 +63,7 @@ class ReplicaSyncBatchNorm(torch.nn.SyncBatchNorm):
 
 
 def _mean_of_all(sums: torch.Tensor, count: int) -> tuple[torch.Tensor, int]:
-    """The sums of all replicas over the counts of all, on this replica's device; and the count of all."""
+    """Returns all replicas' sums over their counts, on this replica's device, and the total count."""
     context = get_replica_context()
     assert context is not None
 
@@ -92,7 +92,7 @@ _PLAIN_COPY = torch.nn.Module._replicate_for_data_parallel
 
 
 def check_replicable(module: torch.nn.Module) -> None:
-    """Refuses modules whose copies would go on using the original's tensors."""
+    """Refuses modules with copies that would go on using the original's tensors."""
     for name, part in module.named_modules():
         who = f"submodule {name!r}" if name else "the module"
         if isinstance(part, torch.jit.ScriptModule):
@@ -112,7 +112,7 @@ def check_replicable(module: torch.nn.Module) -> None:
 
 
 def replica_of(module: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> torch.nn.Module:
-    """A shallow copy of all submodules in which each parameter and buffer is its entry in `tensors`, by id.
+    """Copies all submodules, shallowly, with the parameters and buffers in `tensors`, by id.
 
     So tied weights stay tied, and hooks, flags and attributes are those of the original. Lists, tuples and
     dicts among the attributes, such as an LSTM's flat weights, get the replica's tensors and modules too.
@@ -138,7 +138,7 @@ def replica_of(module: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> tor
 
 
 def keep_buffers(module: torch.nn.Module, replica: torch.nn.Module) -> None:
-    """Takes over buffers that a replica has assigned in place of those it was given."""
+    """Takes over buffers that a replica has assigned in place of the given ones."""
     originals = dict(module.named_modules())
     for path, own in replica.named_modules():
         buffers = originals[path]._buffers if path in originals else {}
@@ -153,7 +153,7 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 def _shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
     kind: Any = type(module)
-    # A graph's own copy has a class of its own, compiled anew, and none of its plain attributes.
+    # A graph's own copy has a newly compiled class of its own, and none of its plain attributes.
     is_plain = _is_compiled(module) or is_instance_of(module, "torch.fx", "GraphModule")
     if not is_plain and kind._replicate_for_data_parallel is not _PLAIN_COPY:
         return module._replicate_for_data_parallel()
@@ -164,7 +164,7 @@ def _shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _own(value: Any, own: dict[int, Any], depth: int = 4) -> Any:
-    """The replica's counterpart of a tensor, module or method, also in lists, tuples, dicts and partials."""
+    """Returns the replica's counterpart of a tensor, module or method, also inside containers."""
     kind = type(value)
     if kind is types.MethodType:  # such as a `forward` that was set on the module
         return types.MethodType(value.__func__, own.get(id(value.__self__), value.__self__))

@@ -1,4 +1,4 @@
-"""A reduce-scatter for FSDP2: sharded gradients whose bits do not depend on how a model is wrapped."""
+"""A reduce-scatter for FSDP2: sharded gradients with bits independent of how a model is wrapped."""
 
 from __future__ import annotations
 
@@ -120,11 +120,11 @@ class _Done(dist.Work):
     """A work handle that is complete from the start."""
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Returns True: the work is done at once."""
         return True
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
-        """At once."""
+        """Returns at once."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""Gradients that are on GPUs are added up there; sums come to the host when the step ends."""
+"""Sums of gradients on GPUs, moved to the host at the end of a step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Place = tuple[torch.device, np.dtype[Any]]
 
 
 class _Group(NamedTuple):
-    """Parameters whose gradients are added in one launch."""
+    """Parameters with gradients that are added in one launch."""
 
     numbers: Sequence[int]
     sums: GpuSums
 
 
 class SumsOnGpu:
-    """The sums of all parameters whose gradients are dense and on a GPU that has the kernels."""
+    """Sums of all parameters with dense gradients on a GPU that has the kernels."""
 
     def __init__(self) -> None:
         self._groups: dict[Place, list[_Group]] = {}
@@ -70,7 +70,7 @@ class SumsOnGpu:
         return taken
 
     def move_to_host(self, sums: Mapping[int, GradientSum]) -> None:
-        """Adds what is on GPUs to the sums of the host, and begins anew."""
+        """Adds the sums on GPUs to those of the host, and resets them."""
         for groups in self._groups.values():
             for group in groups:
                 if self._used & {*group.numbers}:
@@ -78,7 +78,7 @@ class SumsOnGpu:
         self._used = set()
 
     def clear(self) -> None:
-        """Drops what was added, and keeps the memory."""
+        """Resets the sums and keeps the memory."""
         for groups in self._groups.values():
             for group in groups:
                 group.sums.clear()
@@ -93,7 +93,7 @@ class SumsOnGpu:
 
 
 def is_added_there(gradient: torch.Tensor) -> bool:
-    """True if the gradient is on a GPU that has the kernels."""
+    """Returns True if the gradient is on a GPU that has the kernels."""
     return (
         gradient.is_cuda and kernels_unavailable() is None and gpu_unavailable(gradient.get_device()) is None
     )

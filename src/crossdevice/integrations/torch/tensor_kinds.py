@@ -1,4 +1,4 @@
-"""Tensors that cannot be shared among replicas, by name and with what to do instead."""
+"""Tensors that replicas cannot share, by name, with alternatives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from crossdevice.errors import ConversionError
 
 
 def refuse_special(value: Any, where: str) -> None:
-    """Refuses what looks like a batch but cannot be cut, joined or copied as one."""
+    """Refuses objects that look like a batch but cannot be split, joined or copied as one."""
     reason = _reason(value)
     if reason is not None:
         raise ConversionError(f"{where} is {reason}")

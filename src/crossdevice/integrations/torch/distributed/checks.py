@@ -1,4 +1,4 @@
-"""Checks of arguments, made before anything is sent; they raise what PyTorch's own backends raise."""
+"""Checks of arguments before anything is sent, with the errors of PyTorch's own backends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_tensors(name: str, tensors: Tensors, of: str = "") -> None:
 
 
 def check_alike(name: str, tensors: Tensors) -> None:
-    """The same for tensors of which each stands for one device, so that they have one size too."""
+    """Checks tensors that stand for one device each, so that they also have one size."""
     check_tensors(name, tensors)
     for number, tensor in enumerate(tensors[1:], 1):
         if tensor.shape != tensors[0].shape:
@@ -118,7 +118,7 @@ def check_own(name: str, target: torch.Tensor, own: torch.Tensor, index: int) ->
 def check_own_part(
     name: str, output: torch.Tensor, whole: torch.Tensor, lengths: Sequence[Sequence[int]], rank: int
 ) -> None:
-    """Refuses an output, cut into lengths of rows, that has not the room for what this rank keeps itself."""
+    """Refuses an output, split by rows, that is too small for this rank's own part."""
     if output.dtype != whole.dtype:
         raise ArgumentError(
             f"crossdevice {name}: output has {output.dtype}, and input {whole.dtype}; expected one dtype"
@@ -152,13 +152,13 @@ def check_coalesced(name: str, lists: Sequence[Tensors], tensors: Tensors, size:
 
 
 def check_contiguous(tensors: Tensors) -> None:
-    """Refuses what PyTorch refuses in an all-to-all of one tensor."""
+    """Refuses tensors that PyTorch refuses in an all-to-all of one tensor."""
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ArgumentError("Tensors must be contiguous")
 
 
 def check_peer(name: str, peer: int, rank: int, size: int) -> None:
-    """Refuses to send to, or receive from, what is no other rank: gloo would end the process."""
+    """Refuses to send to, or receive from, an invalid rank: gloo would end the process."""
     if not 0 <= peer < size or peer == rank:
         raise ArgumentError(
             f"crossdevice {name}: invalid rank: {peer}; expected one from 0 to {size - 1} other than {rank}"
@@ -168,7 +168,7 @@ def check_peer(name: str, peer: int, rank: int, size: int) -> None:
 def check_root_lists(
     name: str, lists: Sequence[Tensors], tensors: Tensors, root: int, rank: int, size: int, of: str
 ) -> None:
-    """The same for lists that only the root of a gather or a scatter has."""
+    """Checks lists that only the root of a gather or a scatter has."""
     other = "input" if of == "output" else "output"
     check_root(name, root, size)
     if len(tensors) != 1:
@@ -208,7 +208,7 @@ def check_whole(name: str, whole: torch.Tensor, part: torch.Tensor, size: int) -
 
 
 def split_lengths(tensor: torch.Tensor, sizes: Sequence[int], size: int) -> list[int]:
-    """The lengths of an all-to-all's parts along the first axis."""
+    """Returns the lengths of an all-to-all's parts along the first axis."""
     rows = tensor.shape[0] if tensor.ndim else 1
     if not sizes:
         if rows % size:

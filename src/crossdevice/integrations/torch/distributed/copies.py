@@ -39,7 +39,7 @@ class _Memory:
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """The memory of a contiguous host tensor."""
+    """Returns the memory of a contiguous host tensor."""
     return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(0, np.uint8)
 
 
@@ -61,7 +61,7 @@ class HostCopies:
     def all_gather(
         self, of_ranks: Sequence[torch.Tensor], own: torch.Tensor, what: str, seconds: float | None = None
     ) -> None:
-        """Fills in what each rank has; tensors of other ranks may have other sizes."""
+        """Fills in the tensors of all ranks, which may have different sizes."""
         self._make(_all_gather, what, seconds, list(map(bytes_of, of_ranks)), bytes_of(own))
 
     def broadcast(
@@ -89,7 +89,7 @@ class HostCopies:
     def exchange_arrays(
         self, received: Sequence[Bytes], sent: Sequence[Bytes], what: str, seconds: float | None = None
     ) -> None:
-        """The same for memory of NumPy."""
+        """Exchanges NumPy arrays."""
         self._make(_all_to_all, what, seconds, received, sent)
 
     def _make(self, work: Callable[..., None], what: str, seconds: float | None, *args: Any) -> None:
@@ -156,7 +156,7 @@ def _exchanged(
     received: Sequence[Bytes | None],
     sent: Sequence[Bytes | None],
 ) -> bool:
-    """Exchanges in one step what fits into windows; on all ranks False if that of one of them does not fit.
+    """Exchanges in one step if the windows suffice; False on all ranks if they do not on any.
 
     Ranks know what they send and receive themselves, and tell each other where in their windows it is.
     """

@@ -1,4 +1,4 @@
-"""Engines of torch.distributed for what crossdevice leaves to them: gloo, and NCCL where asked for."""
+"""Engines of torch.distributed for operations that crossdevice delegates: gloo, and NCCL on request."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from crossdevice.process_groups.engines.torch_store import leave_behind_at_fork
 
 
 def gloo_of(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo group, whose ranks connect at once: else to receive would wait until the other rank sends.
+    """Returns a gloo group that connects at once: otherwise a receive waits until the other rank sends.
 
-    The store is one that no earlier group has written to, whose addresses would be taken for these.
+    The store must be new: addresses of an earlier group would be taken for these.
     """
     if not dist.is_gloo_available():
         raise OptionError("this PyTorch was built without gloo, which the crossdevice backend needs")
@@ -39,7 +39,7 @@ def nccl_asked_for(group: dist.ProcessGroup) -> bool:
 
 
 def nccl_of(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group on NCCL, whose communicators are made by its first collective."""
+    """Returns a group on NCCL; its first collective creates communicators."""
     if not dist.is_nccl_available():
         raise RuntimeError("Distributed package doesn't have NCCL built in")
     options = dist.ProcessGroupNCCL.Options()

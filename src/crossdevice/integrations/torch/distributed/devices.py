@@ -28,7 +28,7 @@ class DeviceCopies:
     def all_gather(
         self, of_ranks: Sequence[torch.Tensor], own: torch.Tensor, what: str, seconds: float | None = None
     ) -> None:
-        """Fills in what each rank has; tensors of other ranks may have other sizes."""
+        """Fills in the tensors of all ranks, which may have different sizes."""
         del what
         everything = self._ops.all_gather(own.reshape(-1), options=_options(seconds))
         parts = everything.split([tensor.numel() for tensor in of_ranks])
@@ -98,7 +98,7 @@ class DeviceWork(StartedWork):
 
     @never_compiled
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Orders the current stream after it; the host waits until it is put on the side stream."""
+        """Orders the current stream after it; blocks the host until it is on the side stream."""
         super().wait(timeout)
         torch.cuda.current_stream(self._device).wait_event(self._after)
         return True
@@ -107,7 +107,7 @@ class DeviceWork(StartedWork):
         return torch.futures.Future(devices=[self._device])
 
     def _settle(self, future: torch.futures.Future[Any]) -> None:
-        with torch.cuda.stream(self._stream):  # whose event the future keeps
+        with torch.cuda.stream(self._stream):  # the future keeps the stream's event
             super()._settle(future)
 
 
@@ -134,7 +134,7 @@ class ReceivedWork(EndedWork):
         return self._work.is_success()
 
     def exception(self) -> BaseException | None:
-        """The error it ended with; None if there was none."""
+        """Returns its error; None if there was none."""
         error: BaseException | None = self._work.exception()
         return error
 
@@ -151,17 +151,17 @@ class ReceivedWork(EndedWork):
 
     @never_compiled
     def result(self) -> list[Any]:
-        """The tensors it wrote to, once the message has come."""
+        """Returns the tensors it wrote to, once the message has come."""
         self.wait()
         return super().result()
 
     def _source_rank(self) -> int:
-        """The rank that has sent it."""
+        """Returns the rank that has sent it."""
         return self._work._source_rank()
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Contiguous copies on the host; waits for what the current stream does to them."""
+    """Returns contiguous copies on the host; waits for pending work of the current stream on the tensors."""
     return [tensor.detach().cpu().contiguous() for tensor in tensors]
 
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_map
 
 num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many modes are active in this thread."""
+"""Returns the number of active modes in this thread."""
 
 _OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
@@ -31,7 +31,7 @@ _OLDER_NAMES = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-"""What PyTorch 2.11 calls them."""
+"""Names of the same methods in PyTorch 2.11."""
 
 _PLAIN = torch.Tensor.__torch_dispatch__
 
@@ -42,7 +42,7 @@ if hasattr(dynamo, "_FrameExecStrategy"):  # since PyTorch 2.7
 
 
 def seen_by_modes(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
-    """The same method of a process group, also for modes and tensor subclasses."""
+    """Makes a method of a process group visible to modes and tensor subclasses."""
     name = method.__name__
     if not hasattr(dist.ProcessGroup, name):
         name = _OLDER_NAMES[name]
@@ -60,7 +60,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def never_compiled(function: Function) -> Function:
-    """The same function, which `torch.compile` runs as it is, with all that it calls."""
+    """Excludes a function, with all that it calls, from `torch.compile`."""
     # Not by `torch._disable_dynamo`, which would import Dynamo.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     if _skip is not None:  # a caller that Dynamo has broken off in would have it compile what it calls
@@ -70,7 +70,7 @@ def never_compiled(function: Function) -> Function:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Keeps what a collective does to tensors from the modes of the program."""
+    """Hides operations on tensors inside a collective from the modes of the program."""
     if num_modes():
         with _disable_current_modes():
             yield
@@ -85,7 +85,7 @@ def _is_of_subclass(tensors: Any) -> bool:
 
 
 class _Beneath(TorchDispatchMode):
-    """Makes the collective when its operator has come through all other modes."""
+    """The innermost mode, which makes the collective after its operator has passed all other modes."""
 
     def __init__(self, make: Callable[..., dist.Work]) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def _dispatched(
 
 
 def _waited_for(value: Any) -> Any:
-    """The tensor itself of a functional collective's result."""
+    """Returns the tensor in a functional collective's result."""
     return value.trigger_wait() if hasattr(type(value), "trigger_wait") else value
 
 

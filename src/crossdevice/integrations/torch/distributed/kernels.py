@@ -17,15 +17,15 @@ LOADING_BYTES = 256 << 10
 """The smallest reduction that is worth the second of CPU time that loading takes."""
 
 LOADING_CALLS = 64
-"""Smaller reductions are worth it when there are so many of them."""
+"""Number of smaller reductions that make loading worthwhile."""
 
 
 COMPILED = "crossdevice.kernels.host.llvm.numba_pass"
-"""Once this is imported, there is nothing to be late for."""
+"""Module that is imported once kernels are loaded."""
 
 
 class LateKernels:
-    """Has NumPy combine small arrays, with the same bits, until kernels have been loaded.
+    """NumPy fallback for small arrays, with the same bits, until kernels have been loaded.
 
     It changes nothing in a process where kernels were chosen or loaded before, or cannot be had.
     """
@@ -34,7 +34,7 @@ class LateKernels:
         self._calls_left = LOADING_CALLS
         self._thread: BackgroundThread | None = None
         self.is_settled = True
-        """True if the kernels are those that stay."""
+        """True if the choice of kernels is final."""
 
     def postpone(self) -> None:
         """Chooses NumPy for now, in a process that has not used kernels yet."""
@@ -60,4 +60,4 @@ class LateKernels:
 
 
 late_kernels = LateKernels()
-"""Those of this process."""
+"""The late kernels of this process."""

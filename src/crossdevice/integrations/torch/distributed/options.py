@@ -41,7 +41,7 @@ class BackendOptions(Backend.Options):
 
 
 def read_options(given: Any) -> BackendOptions:
-    """The options themselves, or those of the environment for None and for another backend's options."""
+    """Returns the options, or those of the environment for None and for other backends' options."""
     return given if isinstance(given, BackendOptions) else BackendOptions()
 
 

@@ -1,4 +1,4 @@
-"""A process group of torch.distributed whose collectives are those of crossdevice."""
+"""A process group of torch.distributed with the collectives of crossdevice."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from crossdevice.values.options import CommunicationOptions
 Tensors = Sequence[torch.Tensor]
 
 SMALLEST_TIMEOUT = timedelta(0)
-"""What C++ leaves unset is less."""
+"""Threshold: values that C++ leaves unset are less."""
 
 
 class CrossdeviceProcessGroup(dist.ProcessGroup):
@@ -189,7 +189,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         input: torch.Tensor,  # noqa: A002 - PyTorch's name
         opts: Any = None,
     ) -> dist.Work:
-        """Combines the inputs of all ranks, of which each rank gets its part."""
+        """Combines the inputs of all ranks; each rank gets its part."""
         opts = _read(ReduceScatterOptions, opts)
         check_tensors("reduce_scatter", [input])
         check_whole("reduce_scatter", input, output, self._size)
@@ -201,7 +201,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """The same for several inputs."""
+        """Reduces and scatters several inputs together."""
         opts = _read(ReduceScatterOptions, opts)
         for output, each in zip(outputs, inputs, strict=True):
             check_whole("reduce_scatter", each, output, self._size)
@@ -296,7 +296,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """The same for several inputs."""
+        """Gathers several inputs together."""
         opts = _read(AllgatherOptions, opts)
         return self._all_gather_single("allgather_into_tensor_coalesced", outputs, inputs, opts)
 
@@ -487,7 +487,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
     @seen_by_modes
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """Ends when all ranks have come."""
+        """Returns when all ranks have come."""
         opts = _read(BarrierOptions, opts, None, timeout)
         if opts.device is not None and opts.device.type == "cuda" and delegated.nccl_asked_for(self):
             return self._get_backend(torch.device("cuda")).barrier(opts)
@@ -538,7 +538,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         return self._nccl_for(tensor) or self._gloo
 
     def _delegate(self, name: str, tensors: Tensors, begin: Callable[[], dist.Work]) -> dist.Work:
-        """Has an engine of PyTorch make a call; its own `Work` says when that has ended."""
+        """Delegates a call to an engine of PyTorch; its own `Work` says when the call has ended."""
         self._sequence += 1
         work = ended_elsewhere(name, tensors, begin) if torch.autograd._profiler_enabled() else begin()
         if self._coalesced is not None:
@@ -557,7 +557,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
     # ---------------------------------------------------------------- the group
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
-        """The name under which it is registered."""
+        """Returns the name under which it is registered."""
         return "crossdevice"
 
     _get_backend_name = name = getBackendName
@@ -567,7 +567,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         self.of_operators._set_group_name(name)
 
     def get_group_store(self) -> dist.Store:
-        """The store in which its ranks met."""
+        """Returns the store in which its ranks met."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -584,7 +584,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         return self._sequence
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The engine of PyTorch that does for tensors on a device what is left to one."""
+        """Returns PyTorch's engine for operations on a device that are delegated."""
         if torch.device(device).type == "cuda" and delegated.nccl_asked_for(self):
             if self._nccl is None:
                 timeout = self._gloo.options._timeout
@@ -602,7 +602,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> CrossdeviceProcessGroup | None:
-        """A group of some of its ranks, which call this; None on others."""
+        """Returns a group of some of its ranks, which call this; None on others."""
         del device_types
         ranks = sorted(new_ranks)
         if self._rank not in ranks:
@@ -620,7 +620,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         return group
 
     def shutdown(self) -> None:
-        """Ends the group on this rank; what is under way is given up."""
+        """Ends the group on this rank and gives up work in progress."""
         self._queue.stop()
         self._formed.close()
         for engine in (self._gloo, self._nccl):
@@ -671,7 +671,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
     def _recorded_bits(
         self, name: str, call: Callable[[], None], results: Sequence[Any], tensors: Tensors
     ) -> Callable[[], None]:
-        """The same call as one event of a record of bits; calls of crossdevice inside are part of it."""
+        """Records the call as one event of a record of bits, calls of crossdevice inside included."""
 
         def run() -> None:
             before = digests_of(list(tensors))
@@ -687,7 +687,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         device = tensors[0].device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        # A program may let go of them before the stream is done: nobody else gets their memory until then.
+        # A program may release them before the stream is done: the allocator keeps their memory until then.
         for tensor in tree_leaves([tensors, results]):
             tensor.record_stream(self._stream)
         return devices.DeviceWork(self._queue, name, call, results, device, self._stream)
@@ -704,7 +704,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         return known
 
     def _note_reduction(self, num_bytes: int) -> None:
-        """Prepares calls anew once kernels are there: those prepared before keep to NumPy's."""
+        """Prepares calls again once kernels are loaded: calls prepared before keep using NumPy."""
         late_kernels.note_reduction(num_bytes)
         if late_kernels.is_settled:
             self._has_late_kernels = False
@@ -730,7 +730,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         return self._copies if tensor.is_cpu else self._device_copies
 
     def _nccl_for(self, tensor: torch.Tensor) -> Any:
-        """NCCL for tensors on GPUs, if the program has named it for them."""
+        """Returns NCCL for tensors on GPUs, if the program has asked for it."""
         return (
             None if tensor.is_cpu or not delegated.nccl_asked_for(self) else self._get_backend(tensor.device)
         )
@@ -739,7 +739,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 def _read(
     kind: Any, opts: Any, op: Any = None, timeout: timedelta | None = None, root: int | None = None
 ) -> Any:
-    """The options of a call, also of those overloads that take what is in them one by one."""
+    """Reads the options of a call, also of overloads that take them as single arguments."""
     if isinstance(opts, kind):
         return opts
     made = (kind[0] if isinstance(kind, tuple) else kind)()
@@ -762,7 +762,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _dense(tensors: Tensors, *, writes: bool = True) -> Iterator[Tensors]:
-    """The tensors themselves if they are contiguous, else copies, which are written back."""
+    """Yields the tensors if they are contiguous, else copies, which are written back."""
     dense = [
         tensor.detach() if _is_dense(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
         for tensor in tensors
@@ -776,7 +776,7 @@ def _dense(tensors: Tensors, *, writes: bool = True) -> Iterator[Tensors]:
 
 @contextlib.contextmanager
 def _each_once(tensors: Tensors) -> Iterator[Tensors]:
-    """The tensors themselves, or copies if one of them occurs twice; the last one is written last."""
+    """Yields the tensors, or copies if one occurs twice; the last copy is written last."""
     if len({tensor.data_ptr() for tensor in tensors}) == len(tensors):
         yield tensors
         return
@@ -791,7 +791,7 @@ def _split(whole: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
 
 
 def _what(tensor: torch.Tensor) -> str:
-    """A tensor as errors and other ranks know it."""
+    """Describes a tensor for errors and other ranks."""
     return f"{tensor.numel()} elements of {str(tensor.dtype).removeprefix('torch.')}"
 
 

@@ -32,7 +32,7 @@ NAMES: dict[Any, str] = {
 """Operations that floats have, and ours for each."""
 
 _OF_TRUTH = {_KIND.SUM: "max", _KIND.MAX: "max", _KIND.PRODUCT: "min", _KIND.MIN: "min"}
-"""As c10d adds and multiplies truth values."""
+"""Operations on truth values, as in c10d."""
 
 _BITWISE: dict[Any, Any] = {
     _KIND.BAND: np.bitwise_and,
@@ -84,7 +84,7 @@ class Reduction:
         self._bound: dict[tuple[tuple[int, ...], Any], tuple[Flat, Callable[[], Any]]] = {}
 
     def memory(self, tensor: torch.Tensor) -> Any:
-        """A contiguous tensor's elements, flat: on the host as NumPy has them; truth values as 0 and 1.
+        """Returns a contiguous tensor's elements, flat: on the host as ndarrays; truth values as 0 and 1.
 
         Complex numbers of two float16 are read as these.
         """
@@ -97,7 +97,7 @@ class Reduction:
         return memory.view(np.uint8) if self._is_truth else memory
 
     def all_reduce(self, ops: CollectiveAllReduce, flat: Any, options: CommunicationOptions) -> None:
-        """Replaces the values by those of all ranks combined."""
+        """Replaces the values by the combination of those of all ranks."""
         if self.bitwise is not None:
             _write(flat, self._combined(ops, [_on_host(flat)] * _size(ops), options))
             return
@@ -117,7 +117,7 @@ class Reduction:
     def _bound_to(
         self, ops: CollectiveAllReduce, flat: Flat, shape: tuple[int, ...], options: CommunicationOptions
     ) -> tuple[Flat, Callable[[], Any]]:
-        """Memory of that shape for as many elements, and what reduces it in place.
+        """Returns memory of that shape for as many elements, and its bound in-place reduction.
 
         Ranks compare shapes, so calls of one size that mean different things are told apart by them.
         """
@@ -132,7 +132,7 @@ class Reduction:
         return known
 
     def batch(self, ops: CollectiveAllReduce, flats: Sequence[Any], options: CommunicationOptions) -> None:
-        """The same for several, which travel together."""
+        """Reduces several, which are sent together."""
         if self.bitwise is not None or len(flats) == 1:
             for flat in flats:
                 self.all_reduce(ops, flat, options)
@@ -186,14 +186,14 @@ class Reduction:
             self._divide(out, _size(ops))
 
     def _divide(self, total: Any, number: int) -> None:
-        """Divides sums of integers, whose mean has their dtype in C++, and is cut off towards zero."""
+        """Divides sums of integers; means keep the dtype and truncate towards zero, as in C++."""
         tensor = torch.from_numpy(total) if isinstance(total, np.ndarray) else total
         tensor.copy_(torch.div(tensor, number, rounding_mode="trunc"))
 
     def _combined(
         self, ops: CollectiveAllReduce, parts: Sequence[Flat], options: CommunicationOptions
     ) -> Flat:
-        """Bitwise: each rank gets everybody's part for it, and combines them."""
+        """Combines bitwise: each rank gets all ranks' parts of its share and combines them."""
         group = ops.group
         assert group is not None
         own = parts[group.rank]
@@ -208,7 +208,7 @@ class Reduction:
 
 
 def _seconds_of(options: CommunicationOptions) -> float | None:
-    """The deadline of a call; options hold it as a number or a timedelta."""
+    """Returns the deadline of a call in seconds; options hold a number or a timedelta."""
     seconds = options.timeout_seconds
     return seconds.total_seconds() if isinstance(seconds, timedelta) else seconds
 
@@ -224,7 +224,7 @@ def _rank(ops: CollectiveAllReduce) -> int:
 
 
 def _place(flat: Any) -> Any:
-    """The destination of a result that is to be where its inputs are."""
+    """Returns the destination of an in-place result."""
     return "cpu:0" if isinstance(flat, np.ndarray) else flat
 
 

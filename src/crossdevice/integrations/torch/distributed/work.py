@@ -1,4 +1,4 @@
-"""Collectives of one group in the order of the program: what was started, and who runs it."""
+"""Collectives of one group in program order, and the threads that run them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OP_TYPES = {
 class CallQueue:
     """Runs the calls of one group one after the other.
 
-    A call that is started is run by a thread of the group, or by whoever waits for it first, in which case no
+    A started call is run by a thread of the group, or by the first thread that waits for it, in which case no
     thread is switched. Only the holder of the turn takes a call from the queue, so their order is kept.
     Callbacks of futures run after the turn: they may start calls and wait for them, which another thread of
     the group then runs.
@@ -72,12 +72,12 @@ class CallQueue:
         return True
 
     def start(self, work: StartedWork) -> None:
-        """Puts a call behind those that were started before."""
+        """Queues a call after those started before."""
         self._started.append(work)
         self._have_run()
 
     def run_until(self, work: StartedWork) -> None:
-        """Runs what is in the queue up to a call, unless a thread of the group does."""
+        """Runs the queue up to a call, unless a thread of the group does."""
         while not work.is_ended and self._turn.acquire(blocking=False):
             ended = None
             try:
@@ -95,7 +95,7 @@ class CallQueue:
             thread.stop()
 
     def _have_run(self) -> None:
-        """Has what was started run by a thread that is not in callbacks, which may wait for that."""
+        """Has a thread run the queue that is not in callbacks, which may be waiting for the calls."""
         for thread in self._threads:
             if thread not in self._in_callbacks:
                 break
@@ -124,14 +124,14 @@ class CallQueue:
 
 
 class EndedWork(dist.Work):
-    """A collective that has ended; what it wrote to is its result."""
+    """A completed collective; its result is the tensors it wrote to."""
 
     def __init__(self, name: str, results: Sequence[Any]) -> None:
         super().__init__()
         self._name, self._results = name, results
 
     def _get_op_type(self) -> int:
-        """PyTorch's number for the collective."""
+        """Returns PyTorch's number for the collective."""
         return int(OP_TYPES[self._name])
 
     def is_completed(self) -> bool:
@@ -143,7 +143,7 @@ class EndedWork(dist.Work):
         return True
 
     def exception(self) -> BaseException | None:
-        """The error it ended with; None if there was none."""
+        """Returns its error; None if there was none."""
         return None
 
     @never_compiled
@@ -161,12 +161,12 @@ class EndedWork(dist.Work):
 
     @never_compiled
     def result(self) -> list[Any]:
-        """The tensors it wrote to."""
+        """Returns the tensors it wrote to."""
         return list(self._results)
 
     @never_compiled
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future with `result()` as its value."""
+        """Returns a future with `result()` as its value."""
         future: torch.futures.Future[Any] = self._new_future()
         future.set_result(self.result())
         return future
@@ -175,7 +175,7 @@ class EndedWork(dist.Work):
         return torch.futures.Future()
 
     def get_future_result(self) -> torch.futures.Future[Any]:
-        """A future with 0, PyTorch's number for success."""
+        """Returns a future with 0, PyTorch's number for success."""
         future: torch.futures.Future[Any] = self._new_future()
         future.set_result(0)
         return future
@@ -197,7 +197,7 @@ class StartedWork(EndedWork):
         self.is_ended = False
 
     def run(self) -> None:
-        """Makes the call; called once, by the holder of the turn, who then calls `settle`."""
+        """Makes the call; called once, by the holder of the turn, which then calls `settle`."""
         try:
             with without_modes():
                 self._function()
@@ -214,7 +214,7 @@ class StartedWork(EndedWork):
         return bool(self._futures)
 
     def settle(self) -> None:
-        """Gives futures their value, and calls what waits for them; called once, after the turn."""
+        """Completes futures and runs their callbacks; called once, after the turn."""
         futures, self._futures = self._futures, []
         for future in futures:
             self._settle(future)
@@ -228,12 +228,12 @@ class StartedWork(EndedWork):
         return self.is_ended and self._error is None
 
     def exception(self) -> BaseException | None:
-        """The error it ended with; None if there was none."""
+        """Returns its error; None if there was none."""
         return self._error
 
     @never_compiled
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Blocks until it has ended; raises its error. It goes on after `timeout`, and can be waited for."""
+        """Blocks until it has ended; raises its error. After `timeout` it goes on and can be waited for."""
         if not self.is_ended:
             if timeout == NO_TIMEOUT:
                 self._queue.run_until(self)
@@ -244,13 +244,13 @@ class StartedWork(EndedWork):
 
     @never_compiled
     def result(self) -> list[Any]:
-        """The tensors it wrote to, once it has ended."""
+        """Returns the tensors it wrote to, once it has ended."""
         self.wait()
         return list(self._results)
 
     @never_compiled
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future whose value is the list of tensors it wrote to."""
+        """Returns a future for the list of tensors it wrote to."""
         with self._fence:
             if not self.is_ended:
                 future: torch.futures.Future[Any] = self._new_future()
@@ -289,7 +289,7 @@ class SeveralWorks(EndedWork):
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """The first error of any."""
+        """Returns the first error of any."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     @never_compiled
@@ -306,7 +306,7 @@ class SeveralWorks(EndedWork):
 
     @never_compiled
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future whose value is what all of them wrote to."""
+        """Returns a future for all tensors they wrote to."""
         ended = torch.futures.collect_all([work.get_future() for work in self._works])
         return ended.then(lambda futures: [tensor for one in futures.value() for tensor in one.value()])
 
@@ -319,7 +319,7 @@ def _value_of(ended: torch.futures.Future[Any]) -> Any:
 
 
 def named(error: BaseException) -> BaseException:
-    """The same error as a RuntimeError too, which programs for torch.distributed expect of a collective."""
+    """Returns the error as a RuntimeError too, the type that programs for torch.distributed expect."""
     if not isinstance(error, CrossDeviceError) or isinstance(error, RuntimeError):
         return error
     kind = type(error)
@@ -344,7 +344,7 @@ _ending = BackgroundThread("crossdevice profiler events")
 
 
 def recorded(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], None]) -> Callable[[], None]:
-    """The same call within an event that begins now, and is asynchronous: it ends in another thread."""
+    """Records the call in an event that begins now and, being asynchronous, ends in another thread."""
     event = _record_function_with_args_enter(f"crossdevice:{name}", *tensors)
 
     def run() -> None:
