@@ -32,12 +32,12 @@ MAX_DEPTH = 8
 
 
 def instruction(kind: int, level: int, position: int = 0) -> int:
-    """One step, as the word a kernel reads: 8 bits of kind, 8 of level, the rest is the input's position."""
+    """Encodes one step as a word: 8 bits of kind, 8 of level, the rest is the input's position."""
     return kind | level << 8 | position << 16
 
 
 def program_of(order: Order, max_depth: int = MAX_DEPTH) -> list[int] | None:
-    """The instructions for an order; None if it nests too deep.
+    """Returns the instructions for an order; None if it nests too deep.
 
     >>> program_of((0, 1)) == [instruction(START, 0, 0), instruction(WITH_INPUT, 0, 1)]
     True
@@ -49,7 +49,7 @@ def program_of(order: Order, max_depth: int = MAX_DEPTH) -> list[int] | None:
 
 
 def positions_of(order: Order) -> tuple[int, ...] | None:
-    """The inputs from left to right if that is how they combine; None if the order is a tree.
+    """Returns the inputs from left to right; None if they combine as a tree.
 
     >>> positions_of(((2, 0), 1)), positions_of(((0, 1), (2, 3)))
     ((2, 0, 1), None)
@@ -81,11 +81,11 @@ def _unwrapped(order: Order) -> Order:
 
 
 ORDERED_FAMILIES = ("native", "rounded")
-"""Families whose bits depend on the order in which inputs combine, so that a recipe's order counts."""
+"""Families with bits that depend on the order of the inputs, so that a recipe's order matters."""
 
 
 def family_of(recipe: Recipe, dtype: str, into: str) -> str | None:
-    """The family that repeats what `numpy_pass` does for these dtypes; None leaves it to do it.
+    """Returns the family with the bits of `numpy_pass` for these dtypes; None means: use `numpy_pass`.
 
     >>> family_of(Recipe(ReduceOp.SUM, "accurate", 3), "bfloat16", "bfloat16")
     'wide'
@@ -119,7 +119,7 @@ def _family_with_weights(recipe: Recipe, dtype: str, into: str) -> str | None:
 
 
 def _family_between_widths(recipe: Recipe, dtype: str, into: str) -> str | None:
-    """Partial sums of narrow floats in float64, sums of those, and sums in another narrow dtype."""
+    """Returns the family for partial sums of narrow floats in float64, their sums, and mixed dtypes."""
     if recipe.precision != "accurate" or recipe.op is not ReduceOp.SUM or not {dtype, into} <= set(FLOATS):
         return None
     return {into: "widened", dtype: "narrowed"}.get("float64", "wide")

@@ -29,19 +29,19 @@ BLOCK_WORDS = BLOCK_ROWS * ROW_WORDS
 BLOCK_BYTES = BLOCK_ROWS * ROW_BYTES
 
 NUM_SUMS = 4
-"""Sums of an array: the first and the second of `first`, then those of `second`."""
+"""Number of sums of an array: first and second of `first`, then those of `second`."""
 
 GOLDEN, FACTORS, SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (30, 27, 31)
 """The constants of splitmix64, which makes the n-th key of n."""
 
 WORD_KEYS_START = 1 << 63
-"""The number of the first key of words: those of blocks begin at 0."""
+"""Number of the first key of words; keys of blocks start at 0."""
 
 Words = NDArray[np.uint64]
 
 
 def splitmix64(numbers: Words) -> Words:
-    """One well-mixed word for each number.
+    """Returns one well-mixed word for each number.
 
     >>> hex(splitmix64(np.zeros(1, np.uint64))[0])
     '0xe220a8397b1dcdaf'
@@ -55,7 +55,7 @@ def splitmix64(numbers: Words) -> Words:
 
 @functools.cache
 def word_keys() -> Words:
-    """Keys of the words of a block, and of one row more; 32 bits each, none of them 0."""
+    """Returns the 32-bit keys, none of them 0, of the words of a block plus one row."""
     numbers = np.uint64(WORD_KEYS_START) + np.arange(BLOCK_WORDS + ROW_WORDS, dtype=np.uint64)
     keys = splitmix64(numbers) >> np.uint64(32)
     keys[keys == 0] = 1
@@ -64,14 +64,14 @@ def word_keys() -> Words:
 
 
 def block_keys(first: int, count: int) -> Words:
-    """The odd keys of blocks from `first` on, one line of `NUM_SUMS` for each."""
+    """Returns the odd keys of blocks from `first` on, one row of `NUM_SUMS` per block."""
     start = np.uint64(first * NUM_SUMS)
     numbers = start + np.arange(count * NUM_SUMS, dtype=np.uint64)
     return (splitmix64(numbers) | np.uint64(1)).reshape(count, NUM_SUMS)
 
 
 def sums_of_blocks(words: NDArray[Any], first_block: int) -> Words:
-    """The sums of whole blocks: the reference that kernels repeat.
+    """Returns the sums of whole blocks: the reference for the kernels.
 
     >>> sums_of_blocks(np.zeros(BLOCK_WORDS, np.uint32), 0).tolist()
     [0, 0, 0, 0]

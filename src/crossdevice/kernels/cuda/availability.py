@@ -14,7 +14,7 @@ OLDEST_CAPABILITY = (8, 0)
 
 @functools.cache
 def kernels_unavailable() -> str | None:
-    """Reason the kernels cannot be used; None if they can."""
+    """Returns the reason the kernels cannot be used; None if they can."""
     if "tensorflow" in sys.modules and "triton" not in sys.modules:
         # Both bring an LLVM; loaded in this order, the second one ends the process.
         return "its kernels need Triton, which must be imported before TensorFlow"
@@ -31,7 +31,7 @@ def kernels_unavailable() -> str | None:
 
 @functools.cache
 def gpu_unavailable(index: int) -> str | None:
-    """Reason the GPU of this number cannot run the kernels; None if it can. Needs PyTorch."""
+    """Returns the reason this GPU cannot run the kernels; None if it can. Needs PyTorch."""
     import torch
 
     if torch.version.hip is not None:

@@ -44,7 +44,7 @@ def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
 def prepared_launch(
     function: int, num_programs: int, num_threads: int, shared_bytes: int, arguments: Sequence[int]
 ) -> Callable[[int], None]:
-    """A function that starts a kernel with these arguments, of 8 bytes each, on the stream of a handle."""
+    """Returns a function that launches a kernel with these 8-byte arguments on a given stream handle."""
     numbers = (ctypes.c_int64 * len(arguments))(*arguments)
     num_bytes = ctypes.c_size_t(ctypes.sizeof(numbers))
     places = ctypes.addressof(numbers), ctypes.addressof(num_bytes)

@@ -63,7 +63,7 @@ class Arithmetic(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """An arithmetic, and the order in which it is to be given its inputs (None: as they come)."""
+    """An arithmetic and the order of its inputs (None: as given)."""
 
     arithmetic: Arithmetic
     positions: tuple[int, ...] | None = None
@@ -102,12 +102,12 @@ def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
 
 
 def block_elements(arithmetic: Arithmetic) -> int:
-    """Elements that one program reads of each input."""
+    """Returns the number of elements that one program reads of each input."""
     return BLOCK_BYTES // ITEM_BYTES[arithmetic.element]
 
 
 def parts_in(dtype: str) -> int:
-    """Number of kernel elements in one element of a dtype."""
+    """Returns the number of kernel elements in one element of a dtype."""
     return 2 if dtype in PARTS else 1
 
 
@@ -120,7 +120,7 @@ def _in_order(arithmetic: Arithmetic, order: Order) -> Arrangement:
 
 
 Start = Callable[[int], None]
-"""Starts a kernel, whose arguments are known, on the stream of this handle."""
+"""Launches a prepared kernel on the stream with this handle."""
 
 Launch = Callable[[Sequence[int]], Start]
 """Prepares a kernel with these arguments, constants left out."""
@@ -133,12 +133,12 @@ class AddressOffset(NamedTuple):
     offset: int = 0
 
     def moved(self, num_bytes: int) -> AddressOffset:
-        """The place so many bytes on."""
+        """Returns the offset advanced by this many bytes."""
         return AddressOffset(self.position, self.offset + num_bytes)
 
 
 class KernelTask(NamedTuple):
-    """Elements in a row of every input, combined into those of every output."""
+    """One range of elements of every input, combined into the same range of every output."""
 
     arithmetic: Arithmetic
     inputs: tuple[AddressOffset, ...]
@@ -147,7 +147,7 @@ class KernelTask(NamedTuple):
 
 
 def rows_of(tasks: Sequence[KernelTask]) -> NDArray[np.int64]:
-    """For each program of a launch the task, the block of it, and the task's number of elements."""
+    """Lists for each program of a launch its task, its block, and the number of elements of the task."""
     block = block_elements(tasks[0].arithmetic)
     sizes = np.array([task.num_elements for task in tasks], np.int64)
     num_blocks = -(-sizes // block)

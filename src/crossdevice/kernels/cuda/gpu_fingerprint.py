@@ -1,4 +1,4 @@
-"""The sums of a fingerprint of an array in the memory of a GPU, where they are made: 32 bytes come back."""
+"""Fingerprint sums of arrays in GPU memory, computed on the GPU; only 32 bytes are copied back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALIGNMENT = 16
 
 
 def sums_on_gpu(array: Any) -> Words:
-    """The four sums of an array of any library that shares GPU memory; waits for whatever computes it."""
+    """Returns the four sums of an array in GPU memory, of any library; waits for pending work on it."""
     (tensor,) = tensors_of([array])
     memory = tensor.detach().reshape(-1).view(torch.uint8)
     if memory.data_ptr() % ALIGNMENT:
@@ -47,7 +47,7 @@ def _sums(memory: torch.Tensor, keys: torch.Tensor, first_block: int, num_blocks
     lines = torch.empty((num_programs, NUM_SUMS), dtype=torch.int64, device=memory.device)
     addresses = memory.data_ptr(), keys.data_ptr(), lines.data_ptr()
     with warnings.catch_warnings():
-        # Triton 3.9 speaks of its default for contractions, of which there are none among integers.
+        # Triton 3.9 warns about its default for contractions; integer code has no contractions.
         warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION", UserWarning)
         sum_blocks[(num_programs,)](*addresses, first_block, num_blocks, BLOCKS, num_warps=NUM_WARPS)
     return lines.sum(dim=0)

@@ -63,7 +63,7 @@ class AddressTable:
 
     def _sent_for(self, addresses: list[int], stream: int) -> _Sent:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # Sent by the graph whenever it is replayed, and by nobody before: good for the graph alone.
+            # Copied by the graph itself on every replay, so it is valid only inside the graph.
             pinned = self._pinned(addresses)
             _captured.extend((pinned, self._rows))
             return self._send(pinned, addresses, stream)
@@ -91,13 +91,13 @@ class AddressTable:
         return np.array(addresses, np.int64)[self._positions] + self._offsets
 
     def _pinned(self, addresses: Sequence[int]) -> torch.Tensor:
-        """The table in memory from which it is sent without waiting; PyTorch reuses that after the copy."""
+        """Returns the table in pinned memory, for an asynchronous copy; PyTorch reuses it after the copy."""
         numbers = torch.from_numpy(self.numbers_for(addresses))
         return numbers.pin_memory() if self._device.type == "cuda" else numbers
 
 
 MAX_ARGUMENTS = 40
-"""Addresses that a launch takes as arguments; more of them, or more tasks, come in a table."""
+"""Maximum number of addresses passed as arguments; more addresses or tasks are passed in a table."""
 
 
 class _Alone(NamedTuple):
@@ -108,7 +108,7 @@ class _Alone(NamedTuple):
     num_elements: int
 
     def on(self, addresses: list[int]) -> Start:
-        """A function that starts it on the arrays at these addresses."""
+        """Returns a function that launches the pass on the arrays at these addresses."""
         return self.launch(
             [*[addresses[position] + offset for position, offset in self.arrays], self.num_elements]
         )
@@ -141,7 +141,7 @@ class GpuPass:
         self.bound(addresses)(stream)
 
     def bound(self, addresses: list[int]) -> Start:
-        """A function that launches all tasks on the arrays at these addresses."""
+        """Returns a function that launches all tasks on the arrays at these addresses."""
         starts, table = [task.on(addresses) for task in self._alone], self._table
         if table is None and len(starts) == 1:
             return starts[0]

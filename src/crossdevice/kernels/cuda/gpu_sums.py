@@ -19,15 +19,15 @@ BLOCK = 1024
 NUM_WARPS = 4
 
 MIN_CAPACITY, CAPACITY_SHARE = 1 << 12, 256
-"""Elements that are listed because parts cannot hold them: so many, or one of so many."""
+"""Capacity of the list of elements that the parts cannot hold: a minimum, and a share of all elements."""
 
 
 NOTHING = -1
-"""In the place of an element, where the list has none yet."""
+"""Marks a free entry of the list."""
 
 
 class GpuSums:
-    """One exact sum for each of several arrays of one float dtype, whose parts are in the memory of a GPU.
+    """Exact sums of several arrays of one float dtype, kept in GPU memory.
 
     All arrays are added in one launch. The parts have the bits of those of `RunningSum`. Elements that parts
     cannot hold are listed in the memory of the GPU; where the list is full, sums go on on the host.
@@ -70,7 +70,7 @@ class GpuSums:
         return self._wait_for_count() > self._capacity
 
     def clear(self) -> None:
-        """Drops what was added, and keeps the memory."""
+        """Resets the sums and keeps the memory."""
         self._wait_for_count()  # or it would arrive after it was cleared
         self._parts[0] = -0.0  # adding to it leaves every number, and every zero, as it is
         self._parts[1:] = 0.0

@@ -19,7 +19,7 @@ BUFFER_ID = 7
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS and CU_POINTER_ATTRIBUTE_BUFFER_ID."""
 
 MAX_EXPORTED = 1024
-"""Allocations of this process whose handles are kept."""
+"""Maximum number of allocations of this process that stay exported."""
 
 MAX_MAPPED = 256
 """Allocations of one other process that stay mapped; whatever it frees stays allocated until then."""
@@ -42,14 +42,14 @@ _exports: dict[int, tuple[bytes, int]] = {}
 
 
 def allocation_of(address: int) -> int:
-    """The number of the allocation that an address is in; no other one of this process ever gets it."""
+    """Returns the unique number of the allocation that contains an address; it is never reused."""
     number = ctypes.c_uint64()
     call("cuPointerGetAttribute", ctypes.byref(number), BUFFER_ID, ctypes.c_uint64(address))
     return number.value
 
 
 def exported(address: int) -> Exported:
-    """An address of PyTorch's memory on the current device, for another process."""
+    """Exports an address of PyTorch's memory on the current device to other processes."""
     number = allocation_of(address)
     found = _exports.get(number)
     if found is None:
@@ -111,7 +111,7 @@ class Probe:
     """A few bytes on the GPU by which processes find out whether they reach each other's memory."""
 
     def __init__(self, gpu: int, *, is_alone: bool) -> None:
-        """`is_alone` has the others take the GPU for one that no other process uses."""
+        """`is_alone` tells other processes that only this one uses the GPU."""
         import torch
 
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -123,7 +123,7 @@ class Probe:
 
     @staticmethod
     def finds(found: Found, mapped: Mapped) -> bool:
-        """True if another process's bytes are where its record says."""
+        """Returns True if another process's bytes are at the recorded place."""
         read = ctypes.create_string_buffer(TOKEN_BYTES)
         address = mapped.address_of(found.place)
         call("cuMemcpyDtoH_v2", read, ctypes.c_uint64(address), ctypes.c_size_t(TOKEN_BYTES))
@@ -134,7 +134,7 @@ _RECORD = struct.Struct(f"<{TOKEN_BYTES}s{HANDLE_BYTES}s{GPU_BYTES}sq")
 
 
 def _identity(gpu: int) -> bytes:
-    """The same in all processes, whatever number the GPU has in each."""
+    """Identifies the GPU the same way in all processes, whatever its index there."""
     device, uuid = ctypes.c_int(), ctypes.create_string_buffer(GPU_BYTES)
     call("cuDeviceGet", ctypes.byref(device), gpu)
     call("cuDeviceGetUuid_v2", uuid, device)

@@ -11,7 +11,7 @@ import torch
 from crossdevice.kernels.cuda.families import BLOCK_BYTES, AddressOffset
 
 SHARED_BYTES = 256 << 20
-"""The most that one block has for several results: what one survivor among them keeps alive."""
+"""Maximum bytes of a block of several results. One result that is kept alive keeps the whole block."""
 
 VECTOR_ACCESS_BYTES = 16
 """Alignment of results that are long enough to be written that much at a time."""
@@ -34,7 +34,7 @@ class Wanted(NamedTuple):
 
 
 def wanted(shape: tuple[int, ...], dtype: str, num_results: int) -> Wanted:
-    """The same, from the name of a dtype."""
+    """Makes the entry from the name of a dtype."""
     return Wanted(shape, getattr(torch, dtype), num_results)
 
 
@@ -50,10 +50,10 @@ class _Stack(NamedTuple):
     lengths: list[int]
     """The length of the first axis of each result."""
     numbers: list[int]
-    """Positions, in order, among what is wanted."""
+    """Positions of these results in the list of wanted ones, in order."""
 
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides of all of them as one array."""
+        """Returns shape and strides of all of them as one array."""
         rest = self.rest or ()
         return (sum(self.lengths), *rest), tuple(math.prod(rest[axis:]) for axis in range(len(rest) + 1))
 
@@ -101,17 +101,17 @@ class ResultBlocks:
         return self._places[number]
 
     def blocks(self) -> list[torch.Tensor]:
-        """New memory."""
+        """Allocates new memory."""
         return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._shapes]
 
     def cut(self, blocks: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-        """The results of each of the wanted, as tensors."""
+        """Cuts the blocks into one tensor per wanted result."""
         made = [tuple(blocks[own.start : own.stop]) for own in self._alone.values()]
         with _unrecorded():
             for stack, layout in zip(self._stacks, self._layouts, strict=True):
                 whole = blocks[stack.block] if layout is None else blocks[stack.block].as_strided(*layout)
                 parts = whole.unbind() if stack.rest is None else whole.split_with_sizes(stack.lengths)
-                # So many at a time, without a step of Python's for each.
+                # Several results per call, without a Python step for each.
                 made += zip(*[iter(parts)] * stack.num_results, strict=True)
         return self._in_order(made)
 

@@ -1,4 +1,4 @@
-"""Copies between a GPU and memory of the host that it reads and writes itself, while the host does others."""
+"""Copies between a GPU and pinned host memory, in parallel with copies that the host makes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Staging:
         self._handles = [stream.cuda_stream for stream in self._streams]
 
     def begin(self) -> None:
-        """Orders what follows after all that was put on the current stream."""
+        """Orders later work after everything queued on the current stream."""
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(self._device))
 

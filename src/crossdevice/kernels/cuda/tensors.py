@@ -13,18 +13,18 @@ import torch
 from crossdevice.kernels.cuda import driver
 
 _held: dict[int, tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = {}
-"""Memory of other libraries that kernels may still read, each with what happens when they are done."""
+"""Memory of other libraries that kernels may still read, with what to do once they have finished."""
 
 _keys = itertools.count()
 
 
 def device_named(kind: str, index: int) -> torch.device:
-    """PyTorch's name of a device."""
+    """Returns PyTorch's name of a device."""
     return torch.device(kind, index)
 
 
 def tensors_of(arrays: Sequence[Any]) -> list[torch.Tensor]:
-    """The same memory as flat, contiguous tensors; copies where it is neither.
+    """Returns the same memory as flat, contiguous tensors; copies tensors that are not.
 
     PyTorch's current stream waits for whatever computes arrays of other libraries (DLPack).
     """
@@ -33,7 +33,7 @@ def tensors_of(arrays: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """True if the elements are contiguous in memory, without lazy conjugation or negation."""
+    """Returns True if the elements are contiguous, without lazy conjugation or negation."""
     # By maps of PyTorch's own methods: hundreds of tensors are asked in every call.
     kind = torch.Tensor
     return (
@@ -44,28 +44,28 @@ def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def writable_tensors(arrays: Sequence[Any]) -> list[torch.Tensor] | None:
-    """The same memory as tensors; None if kernels cannot write to it as it is."""
+    """Returns the same memory as tensors; None if kernels cannot write to it in place."""
     tensors = [array if isinstance(array, torch.Tensor) else torch.from_dlpack(array) for array in arrays]
     return tensors if are_plain(tensors) else None
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The addresses of their first elements."""
+    """Returns the addresses of their first elements."""
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def empty(shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Tensor:
-    """Memory for a result."""
+    """Allocates memory for a result."""
     return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, contiguous, as bytes."""
+    """Returns the same contiguous memory as bytes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def copy(target: torch.Tensor, source: int, stream: int) -> None:
-    """Puts a copy from an address on a stream; on the host, where tests have it, it is made at once."""
+    """Enqueues a copy from an address on a stream; on the host, as in tests, copies at once."""
     if target.is_cuda and target.nbytes:
         driver.copy(target.data_ptr(), source, target.nbytes, stream)
     else:
@@ -73,29 +73,29 @@ def copy(target: torch.Tensor, source: int, stream: int) -> None:
 
 
 def wait_for(device: torch.device) -> None:
-    """Waits for the current stream, before other processes read and write what it has worked on."""
+    """Waits for the current stream, so that other processes may read and write its memory."""
     if device.type == "cuda":
         driver.synchronize(stream_of(device))
 
 
 def stream_of(device: torch.device) -> int:
-    """The handle of PyTorch's current stream; 0 on the host, where kernels are interpreted."""
+    """Returns the handle of PyTorch's current stream; 0 on the host, where kernels are interpreted."""
     return _raw_stream(device.index) if device.type == "cuda" else 0
 
 
 def is_current(device: torch.device) -> bool:
-    """True if this is PyTorch's current device."""
+    """Returns True if this is PyTorch's current device."""
     return device.type != "cuda" or _current_device() == device.index
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Inside, this device is the current one."""
+    """Makes this device the current one inside the block."""
     return contextlib.nullcontext() if is_current(device) else working_on(device, None)
 
 
 @contextlib.contextmanager
 def working_on(device: torch.device, handle: int | None) -> Iterator[None]:
-    """Inside, this device is current, and the stream of that handle; None leaves the stream as it is."""
+    """Makes this device current inside the block, and the stream with that handle; None keeps the stream."""
     with torch.cuda.device(device):
         if handle is None:
             yield
@@ -120,7 +120,7 @@ def _slow_raw_stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-# Quick, but not part of what PyTorch promises: no objects are made, and nobody asks whether CUDA is there.
+# Fast private API of PyTorch: creates no objects and skips the check that CUDA is initialized.
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_raw_stream)
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 

@@ -52,16 +52,16 @@ class KernelSpec(NamedTuple):
     read_as: Any
     written_as: Any
     largest: int
-    """For MIN and MAX of floats, the bits of one but its sign, all set; 0 for other things."""
+    """All bits of a float but its sign, for MIN and MAX of floats; 0 otherwise."""
     infinity: int
     bins: tuple[float, ...]
-    """For sums of many floats, where the next range of magnitudes begins."""
+    """Thresholds between ranges of magnitudes, for sums of many floats."""
     beyond: int
     """Rank of NaN while floats are put in order: less or more than all numbers, so that it wins."""
 
 
 def kernel_spec(arithmetic: Arithmetic) -> KernelSpec:
-    """The same, with the types of memory and the numbers that go with the dtype."""
+    """Returns the specification with the memory types and constants of a dtype."""
     levels = tuple(range(max((step >> 8 & 255 for step in arithmetic.program), default=0) + 1))
     divides = arithmetic.divisor is not None and math.frexp(arithmetic.divisor)[0] != 0.5
     if arithmetic.family != "extreme" or arithmetic.element not in _INFINITIES:
@@ -90,7 +90,7 @@ def bins_of(dtype: str) -> tuple[float, ...]:
 
 @triton.jit
 def binned(bins, element, SPEC: tl.constexpr):
-    """The sums of elements in each range of magnitudes, with one more element."""
+    """Adds one element to the sums of the ranges of magnitudes."""
     size = tl.abs(element)
     if len(bins) == 1:
         grown = (bins[0] + element,)
@@ -106,7 +106,7 @@ def binned(bins, element, SPEC: tl.constexpr):
 
 @triton.jit
 def widened(stored, SPEC: tl.constexpr):
-    """The form in which elements are combined."""
+    """Converts an element to the form in which elements are combined."""
     value = stored
     if SPEC.family == "wide" or SPEC.family == "weighted" or SPEC.family == "exact":
         if SPEC.element != "float64":
@@ -125,7 +125,7 @@ def widened(stored, SPEC: tl.constexpr):
 
 @triton.jit
 def combined(total, element, SPEC: tl.constexpr):
-    """An accumulator with one more element, or another accumulator, in it."""
+    """Combines an accumulator with one more element, or with another accumulator."""
     if SPEC.op == "MIN":
         total = tl.where(element < total, element, total)
     elif SPEC.op == "MAX":
@@ -148,7 +148,7 @@ def error_of(total, element, grown):
 
 @triton.jit
 def number_of(bits):
-    """The float64 that has these bits."""
+    """Returns the float64 with these bits."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)
 
 
@@ -165,7 +165,7 @@ def error_of_product(left, right, product):
 
 @triton.jit
 def weighted_mean(total, errors, divisor, divisor_rest):
-    """A sum with its errors added back, divided by the sum of the weights; as in the host's reference."""
+    """Returns a sum with its errors added back, over the sum of weights; as in the host's reference."""
     infinity: tl.constexpr = float("inf")
     counts = (tl.abs(errors) > 0) & (tl.abs(errors) < infinity)
     near = tl.where(counts, total + errors, total)
@@ -180,7 +180,7 @@ def weighted_mean(total, errors, divisor, divisor_rest):
 
 @triton.jit
 def compensated(total, errors, SPEC: tl.constexpr):
-    """A sum with its errors added back, divided if it is a mean's; as in the host's `numpy_pass`."""
+    """Returns a sum with its errors added back, divided for a mean; as in the host's `numpy_pass`."""
     infinity: tl.constexpr = float("inf")
     counts = (tl.abs(errors) > 0) & (tl.abs(errors) < infinity)
     near = tl.where(counts, total + errors, total)
@@ -199,7 +199,7 @@ def compensated(total, errors, SPEC: tl.constexpr):
 
 @triton.jit
 def enlarged(parts, element):
-    """The parts of a sum, from small to large, with one more element in it, and no error (Shewchuk)."""
+    """Adds one element to the parts of a sum, from small to large, without any error (Shewchuk)."""
     total = parts[0] + element
     rest = (error_of(parts[0], element, total),)
     for number in tl.static_range(1, len(parts)):
@@ -211,7 +211,7 @@ def enlarged(parts, element):
 
 @triton.jit
 def _leading(parts):
-    """The float64 nearest to the sum of parts, and what comes next: it has the sign of all that is left."""
+    """Returns the float64 nearest to the sum of parts, and the next part, which has the sign of the rest."""
     near = parts[len(parts) - 1]
     rest = tl.zeros_like(near)
     for number in tl.static_range(1, len(parts)):
@@ -226,7 +226,7 @@ def _leading(parts):
 
 @triton.jit
 def exact(parts, plain, infinite, SPEC: tl.constexpr):
-    """The true sum, or mean, as a float64 rounded to odd: rounded once more, it is rounded once.
+    """Returns the true sum or mean as a float64 rounded to odd, so that one more rounding is the only one.
 
     `plain` is the sum as float64 adds it, and `infinite` that of all elements that are not finite: the first
     has the sign of a zero, the second is the result if it is not 0.
@@ -280,7 +280,7 @@ def finished(total, SPEC: tl.constexpr):
 
 @triton.jit
 def stepped(levels, element, STEP: tl.constexpr, SPEC: tl.constexpr):
-    """The accumulators of a tree after one instruction (`program_of` in `kernels/families.py`)."""
+    """Runs one instruction of a tree's program on its accumulators (`program_of`, `kernels/families.py`)."""
     kind: tl.constexpr = SPEC.program[STEP] & 255
     level: tl.constexpr = (SPEC.program[STEP] >> 8) & 255
     if kind == _START:
@@ -303,7 +303,7 @@ def stepped(levels, element, STEP: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def _upper_half(values):
-    """The upper 26 of 53 bits, rounded, so that the rest has (signed) 26 too."""
+    """Returns the upper 26 of 53 bits, rounded, so that the rest fits 26 signed bits."""
     return ((values.to(tl.int64, bitcast=True) + 0x4000000) & -0x8000000).to(tl.float64, bitcast=True)
 
 
@@ -318,7 +318,7 @@ def _as_single(stored, SPEC: tl.constexpr):
 
 @triton.jit
 def _halves_of(single, SPEC: tl.constexpr):
-    """float32 rounded to float16, or to the bits of bfloat16."""
+    """Rounds float32 to float16, or to the bits of bfloat16."""
     if SPEC.result == "bfloat16":
         bits = single.to(tl.uint32, bitcast=True)
         upper = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
@@ -330,7 +330,7 @@ def _halves_of(single, SPEC: tl.constexpr):
 
 @triton.jit
 def _rounded_once(wide, SPEC: tl.constexpr):
-    """float64 rounded once; every NaN becomes the positive quiet one."""
+    """Rounds float64 once; every NaN becomes the positive quiet one."""
     if SPEC.result == "float64":
         value = tl.where(wide != wide, float("nan"), wide)
     elif SPEC.result == "float32":
@@ -349,6 +349,6 @@ def _rounded_once(wide, SPEC: tl.constexpr):
 
 @triton.jit
 def _turned(bits, SPEC: tl.constexpr):
-    """Negative numbers with all bits but the sign turned over; the way back is the same."""
+    """Inverts all bits but the sign of negative numbers; applying it twice restores them."""
     sign: tl.constexpr = 63 if SPEC.largest > 0x7FFFFFFF else 31
     return bits ^ ((bits >> sign) & SPEC.largest)

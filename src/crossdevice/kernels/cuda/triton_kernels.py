@@ -34,7 +34,7 @@ _MAX_PARTS = tl.constexpr(MAX_PARTS)
 
 @triton.jit(do_not_specialize=["inputs", "outputs", "num_elements"])
 def pass_by_arguments(inputs, outputs, num_elements, SPEC: tl.constexpr, BLOCK: tl.constexpr):
-    """One array of every replica; `inputs` and `outputs` are tuples of addresses.
+    """Combines one array of every replica; `inputs` and `outputs` are tuples of addresses.
 
     In a weighted sum the addresses of inputs are followed by the bits of their weights, of the divisor and of
     what that lacks.
@@ -51,7 +51,7 @@ def pass_by_table(
     SPEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Many arrays in one launch: `rows` says which block of which task each program does.
+    """Combines many arrays in one launch: `rows` has the task and the block of each program.
 
     A row is (task, number of the block, elements of the task). `addresses` has a line for each task: the
     addresses of its inputs, then those of its outputs.

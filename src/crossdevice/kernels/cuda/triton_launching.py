@@ -18,7 +18,7 @@ NUM_WARPS = 8
 WARP_THREADS = 32
 
 SPECIAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
-"""Fields of a kernel's metadata that ask for what a plain launch does not give."""
+"""Fields of a kernel's metadata that a plain launch does not support."""
 
 ANY_ADDRESS = (1 << 44) + 1
 """Odd, so that nothing about alignment is compiled in."""
@@ -30,7 +30,7 @@ is_interpreted = isinstance(pass_by_arguments, InterpretedFunction)
 def launch_by_arguments(
     arithmetic: Arithmetic, num_inputs: int, num_outputs: int, num_programs: int
 ) -> Launch:
-    """So many programs of the kernel for one array of every replica, compiled for the current device.
+    """Prepares `num_programs` programs for one array of every replica, compiled for the current device.
 
     It takes the addresses of inputs, those of outputs, and the number of elements.
     """
@@ -43,7 +43,7 @@ def launch_by_arguments(
 
 
 def launch_by_table(arithmetic: Arithmetic, num_inputs: int, num_outputs: int, num_programs: int) -> Launch:
-    """So many programs of the kernel for tasks in a table, compiled for the current device.
+    """Prepares `num_programs` programs for tasks in a table, compiled for the current device.
 
     It takes where the addresses are, and where the rows are.
     """
@@ -58,7 +58,7 @@ def _launch(
     constants: tuple[Any, ...],
     num_programs: int,
 ) -> Launch:
-    """`shaped` makes the arguments that Triton knows of the numbers that the compiled kernel takes."""
+    """Prepares a launch; `shaped` turns the numbers of the compiled kernel into Triton's arguments."""
     if is_interpreted:
 
         def interpreted(numbers: Sequence[int]) -> Start:

@@ -36,7 +36,7 @@ def add_arrays(
 ):
     """Adds a block of one array, times a whole number, to its parts; `gpu_sums.py` lays out the memory.
 
-    Elements that the parts cannot hold stay as they were and are listed. A block whose elements find no room
+    Elements that the parts cannot hold stay unchanged and are listed. A block with elements that find no room
     in the list stays as it was and is marked.
     """
     infinity: tl.constexpr = float("inf")
@@ -111,7 +111,7 @@ def add_arrays(
 
 @triton.jit
 def _grown(parts, left):
-    """Adds to all parts in turn; returns them, and what they cannot hold."""
+    """Adds to all parts in turn; returns the parts, and the remainder that they cannot hold."""
     total = parts[0] + left
     left = error_of(parts[0], left, total)
     grown = (total,)

@@ -23,7 +23,7 @@ from crossdevice.kernels.position_keys import (
 )
 
 PIECE_BYTES = 512 << 10
-"""Bytes that a thread takes at a time: a copy of them is still in its cache when it is read."""
+"""Bytes that a thread processes at a time: a copy of them still fits its cache."""
 
 COPIED_BYTES = 2 << 20
 """The same of an array that has to be copied: more rows of it have more of each line of memory."""
@@ -32,13 +32,13 @@ TILE_BYTES = 32 << 10
 """Bytes that are turned at a time, in the order of memory first: they stay in a first-level cache."""
 
 THREADED_BYTES = 2 << 20
-"""From here a second thread is woken."""
+"""Size from which a second thread helps."""
 
 Bytes = NDArray[np.uint8]
 
 
 class Piece(NamedTuple):
-    """A range of an array: which array, how many bytes come before it, and how its elements are read."""
+    """A range of an array: its array, its byte offset, and how its elements are read."""
 
     array: int
     offset: int
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(number: int, flat: NDArray[Any], offset: int = 0) -> Iterator[Piece]:
-    """A contiguous array as pieces that several threads may take; one piece if there is one thread."""
+    """Splits a contiguous array into pieces for several threads; one piece if there is one thread."""
     memory: Bytes = flat.reshape(-1).view(np.uint8)
     step = PIECE_BYTES if num_threads() > 1 else max(memory.size, 1)
     for start in range(0, memory.size, step):
@@ -57,7 +57,7 @@ def pieces_of(number: int, flat: NDArray[Any], offset: int = 0) -> Iterator[Piec
 
 
 def in_order(part: NDArray[Any]) -> NDArray[Any]:
-    """A contiguous copy of a part of an array, in which other axes than the last may be next in memory.
+    """Copies a part of an array in which another axis than the last may be contiguous.
 
     Whole lines of memory are read into small tiles: along the last axis of a transposed array each element
     has a line of its own, and lines a power of two apart push each other out of the cache.
@@ -76,7 +76,7 @@ def in_order(part: NDArray[Any]) -> NDArray[Any]:
 
 
 def sums_of(pieces: Iterable[Piece], num_arrays: int) -> Words:
-    """The sums of each array, a line of `NUM_SUMS` for each; pieces may come in any order.
+    """Returns the sums of each array, one row of `NUM_SUMS` per array; pieces may come in any order.
 
     >>> memory = np.arange(9, dtype=np.float32)
     >>> whole = sums_of(pieces_of(0, memory), 1)
@@ -86,7 +86,7 @@ def sums_of(pieces: Iterable[Piece], num_arrays: int) -> Words:
     """
     work = list(pieces)
     add_rows = _add_rows_compiled() if _is_compiled() else _add_rows
-    numbers = itertools.count()  # whose `next` is one step, also between threads
+    numbers = itertools.count()  # `next` is atomic, also between threads
     found: list[Words] = []
 
     def take_pieces() -> None:
@@ -105,11 +105,11 @@ def sums_of(pieces: Iterable[Piece], num_arrays: int) -> Words:
 
 
 AddRows = Callable[[Bytes, int, Words], None]
-"""Adds the sums of whole rows, the first of which has this number."""
+"""Adds the sums of whole rows, given the number of the first row."""
 
 
 def _add(memory: Bytes, offset: int, sums: Words, add_rows: AddRows) -> None:
-    """Adds the sums of bytes that begin so many bytes after the array; rows that are not whole are padded."""
+    """Adds the sums of bytes at this byte offset of the array; incomplete rows are padded."""
     head = min(-offset % ROW_BYTES, memory.size)
     whole = (memory.size - head) // ROW_BYTES * ROW_BYTES
     if head:

@@ -18,7 +18,7 @@ Arrays: TypeAlias = tuple[NDArray[Any], ...]
 
 
 class FixedArrays:
-    """The addresses and shapes of ndarrays, compared with what they are later.
+    """Addresses and shapes of ndarrays, to detect later changes.
 
     Arrays that are written to must stay writeable, too.
 
@@ -66,7 +66,7 @@ class Signature:
     """Types of objects, and dtypes, shapes and memory order of ndarrays, as compiled code compares them."""
 
     def __init__(self, items: Sequence[Any], *, is_written: bool = False) -> None:
-        """From objects that fit, ndarrays and NumPy's scalars, which are not kept; it needs numba."""
+        """Records objects that fit, ndarrays and NumPy scalars, without keeping them; needs numba."""
         from crossdevice.kernels.host.llvm import watching
 
         words: list[int] = []
@@ -83,7 +83,7 @@ class Signature:
         self._fit, self._place = watching.compiled_fit(), self._words.buffer_info()[0]
 
     def fits(self, items: tuple[Any, ...]) -> bool:
-        """True if the same number of objects match one by one."""
+        """Returns True if as many objects are given and all match, one by one."""
         number = self._number
         return len(items) == number and self._fit(id(items) + TUPLE_HEADER_BYTES, number, self._place)
 
@@ -92,7 +92,7 @@ class Separation:
     """A compiled look at the memory of inputs and outputs of several leaves."""
 
     def __init__(self, leaves: Sequence[tuple[int, int, int, int]]) -> None:
-        """For each leaf its number of inputs, the bytes of each, and the same of outputs; it needs numba."""
+        """Takes for each leaf the number and bytes of inputs, and the same of outputs; needs numba."""
         from crossdevice.kernels.host.llvm.watching import compiled_are_apart
 
         self._are_apart = compiled_are_apart()
@@ -101,7 +101,7 @@ class Separation:
         self._scratch = bytes(16 * sum(leaf[0] + leaf[2] for leaf in leaves))
 
     def holds(self, inputs: int, outputs: int) -> bool:
-        """True if no output overlaps another array, unless it is exactly an input of its own leaf.
+        """Returns True if no output overlaps another array, except exactly an input of its own leaf.
 
         Takes the addresses of pointers to all inputs, and to all outputs.
         """

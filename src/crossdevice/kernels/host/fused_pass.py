@@ -48,7 +48,7 @@ KERNELS = ("numba", "numpy")
 Arrays = Sequence[NDArray[Any]]
 
 Pointers: TypeAlias = "tuple[Any, ...] | NDArray[np.int64]"
-"""A tuple of ndarrays, or the addresses of what has the address of elements where ndarrays have it."""
+"""A tuple of ndarrays, or addresses of objects that keep their data pointer where ndarrays do."""
 
 THREADED_BYTES = 6 << 20
 """Traffic (all that is read and written) from which a second thread is woken.
@@ -57,14 +57,14 @@ From cache to cache, two threads lose to one at 4 MiB, where waking costs as muc
 """
 
 STREAMED_BYTES = 24 << 20
-"""Traffic from which results bypass the cache, unless they take the place of inputs, which are in it; below,
-whoever reads them next finds them there."""
+"""Traffic from which results bypass the cache, unless they replace inputs, which are in it. Smaller results
+stay in the cache for their next reader."""
 
 RANGES_PER_THREAD = 8
-"""So many that threads end together even if one of them comes late."""
+"""Number of ranges per thread, so that threads end together even if one starts late."""
 
 MAX_INPUTS = 1 << 15
-"""As many 16-bit integers are sure to have a sum of 32 bits."""
+"""Maximum number of 16-bit integers with a sum that always fits 32 bits."""
 
 
 class _Scratch(threading.local):
@@ -73,7 +73,7 @@ class _Scratch(threading.local):
     memory: array[int] | None = None
 
     def place(self) -> int:
-        """The address of this thread's memory."""
+        """Returns the address of this thread's memory."""
         if self.memory is None:
             self.memory = array("q", bytes(SCRATCH_BYTES))
         return self.memory.buffer_info()[0]
@@ -100,9 +100,9 @@ class PreparedPass(NamedTuple):
     divisor: float
     is_exact: bool
     part: np.dtype[Any] | None
-    """The dtype of which a complex one has two."""
+    """Real dtype of a complex element."""
     positions: tuple[int, ...] | None
-    """The inputs as they combine from left to right, if that is not as they come."""
+    """Order of the inputs from left to right, if it is not the given one."""
     program: array[Any]
     """Instructions for inputs that combine as a tree; the weights of a recipe that has some."""
     address: int = 0
@@ -138,7 +138,7 @@ def fused_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
 
 
 def repeated_pass(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> Callable[[Arrays, Arrays], None]:
-    """A function that does this pass, also over other tuples of as many arrays of these dtypes and sizes."""
+    """Returns a function that repeats this pass over tuples of as many arrays of these dtypes and sizes."""
     prepared = prepared_for(recipe, inputs[0].dtype, outputs[0].dtype)
     is_small = traffic_bytes(inputs, outputs) < THREADED_BYTES and len(inputs) <= MAX_INPUTS
     if prepared is None or not is_small or prepared.needs_views:
@@ -162,7 +162,7 @@ def bound_batch(
     is_streamed: bool = False,
     is_repeated: bool = True,
 ) -> list[Callable[[], None]]:
-    """Functions that do many passes of one recipe, whenever they are called, but one call at a time.
+    """Returns functions that do many passes of one recipe, repeatedly, but one call at a time.
 
     They keep the arrays alive and read their addresses in each call; sizes must not change.
     """
@@ -184,7 +184,7 @@ def bound_batch(
 
 
 def _pass_without_kernel(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
-    """A pass that no kernel does alone: with a compiled sort, or in NumPy."""
+    """Runs a pass that no single kernel does: with a compiled sort, or in NumPy."""
     inputs, outputs = _flat(inputs), _flat(outputs)
     if recipe.op.is_order_statistic and selected_kernels() == "numba":
         sorted_pass(inputs, outputs, recipe, fused_pass)
@@ -193,19 +193,19 @@ def _pass_without_kernel(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> Non
 
 
 def select_kernels(name: str | None) -> None:
-    """Chooses "numba" or "numpy"; None goes back to CROSSDEVICE_KERNELS, or numba where it can be had."""
+    """Chooses "numba" or "numpy"; None restores CROSSDEVICE_KERNELS, or numba if it is available."""
     global _kernels, _prepared
     _kernels = None if name is None else _checked_kernels(name, "the name of kernels")
     _prepared = {}  # a new dict, not a cleared one: a SmallPass compares identities
 
 
 def are_kernels_selected() -> bool:
-    """Returns True if it is settled which kernels are in use; does not settle it."""
+    """Returns True if the choice of kernels is settled, without settling it."""
     return _kernels is not None
 
 
 def load_kernels(recipe: Recipe, dtype: np.dtype[Any]) -> None:
-    """Imports what compiled kernels need, and loads one, whatever is in use meanwhile."""
+    """Imports what compiled kernels need and loads one, whatever is in use meanwhile."""
     name = _checked_kernels(runtime.KERNELS.read() or None, runtime.KERNELS.variable)
     if name == "numba":
         _prepare(recipe, dtype, dtype)
@@ -239,7 +239,7 @@ def _checked_kernels(given: str | None, source: str) -> str:
 
 
 def prepared_for(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> PreparedPass | None:
-    """The prepared pass for this recipe and these dtypes; None if no kernel does it."""
+    """Returns the prepared pass for this recipe and these dtypes; None if no kernel does it."""
     if recipe.weights is not None:
         recipe = recipe.key
     try:
@@ -283,14 +283,14 @@ def _prepare(recipe: Recipe, dtype: np.dtype[Any], into: np.dtype[Any]) -> Prepa
 
 
 EXACT_FAMILIES = {"float64": "exact_double", "float16": "exact_half", "bfloat16": "true_in_single"}
-"""Those of true sums that are faster for one dtype."""
+"""Exact-sum families that are faster for one dtype."""
 
 MAY_LEAVE_PIECES = ("exact", *EXACT_FAMILIES.values(), "weighted_exact", "weighted_exact_in_double")
-"""Families whose kernels are not certain of all results."""
+"""Families with kernels that leave uncertain results to NumPy."""
 
 
 def _compiled_family(recipe: Recipe, dtype: str, into: str) -> str | None:
-    """The fastest of the compiled families that have the bits of `family_of`."""
+    """Returns the fastest compiled family with the bits of `family_of`."""
     family = family_of(recipe, dtype, into)
     is_accurate_sum = (recipe.op, recipe.precision) == (ReduceOp.SUM, "accurate")
     if dtype == into and dtype in SHORT_FLOATS and is_accurate_sum:
@@ -340,7 +340,7 @@ def _flat(arrays: Arrays) -> list[NDArray[Any]]:
 
 
 class SmallPass:
-    """A pass for one thread, at once, over any tuples of arrays like those it was made for."""
+    """A single-threaded pass over any tuples of arrays like those it was made for."""
 
     def __init__(self, inputs: Arrays, outputs: Arrays, prepared: PreparedPass, recipe: Recipe) -> None:
         self._size, self._recipe = inputs[0].size, recipe
@@ -406,7 +406,7 @@ class SharedPasses:
         self._places = self._work_list.places
 
     def __call__(self) -> None:
-        """Does all the work, and what the kernel is not certain of in NumPy."""
+        """Runs the kernel, then computes in NumPy what the kernel left."""
         if self._is_alone:
             self._work()
         elif self._standby is None:
@@ -432,7 +432,7 @@ class Viewer(Protocol):
     """A backend as kernels use it: arrays seen as ndarrays."""
 
     def host_view(self, array: Any) -> NDArray[Any]:
-        """A host array's elements as a flat, contiguous, native ndarray: a view, else a copy."""
+        """Returns a host array's elements as a flat, contiguous, native ndarray: a view, else a copy."""
 
 
 class PassLayout(NamedTuple):
@@ -567,7 +567,7 @@ class RepeatedPasses:
         outputs: tuple[Any, ...],
         recipe: Recipe,
     ) -> None:
-        """Does in NumPy what the kernel left of a row."""
+        """Computes in NumPy what the kernel left of a row."""
         layout = self._layout_of_row[row]
         _run_pieces(
             _as_read([viewer.host_view(inputs[position]) for position in layout.inputs], self._prepared),
@@ -578,7 +578,7 @@ class RepeatedPasses:
 
 
 def place_of(pointers: Pointers | None) -> int:
-    """The address of the first pointer."""
+    """Returns the address of the first pointer."""
     if isinstance(pointers, tuple):
         return id(pointers) + TUPLE_HEADER_BYTES
     assert pointers is not None
@@ -593,7 +593,7 @@ def _selected(pointers: Pointers, positions: list[int]) -> Pointers:
 
 
 def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe) -> None:
-    """Does in NumPy the pieces whose results the kernel could not be certain of."""
+    """Computes in NumPy the pieces that the kernel left as uncertain."""
     inputs, outputs = _flat(inputs), _flat(outputs)
     where = np.concatenate([np.arange(start, stop) for start, stop in pieces])
     result = np.empty(where.size, outputs[0].dtype)

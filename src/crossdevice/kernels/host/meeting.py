@@ -8,7 +8,7 @@ from crossdevice.kernels.host.fused_pass import selected_kernels
 
 
 def compiled_meeting() -> Callable[..., int] | None:
-    """The function that `llvm/meeting.py` describes; None where nothing is compiled."""
+    """Returns the function described in `llvm/meeting.py`; None where nothing is compiled."""
     if selected_kernels() != "numba":
         return None
     from crossdevice.kernels.host.llvm import meeting

@@ -47,10 +47,10 @@ INPUTS_AT_ONCE = 8
 """Inputs that are read side by side; more of them hinder each other."""
 
 RANGE_ELEMENTS = 1 << 15
-"""Elements of which all inputs are added before the next ones: their parts stay in the cache meanwhile."""
+"""Elements per range: all inputs of a range are added first, so that its parts stay in the cache."""
 
 LONG_RANGE_ELEMENTS = 1 << 18
-"""The same where inputs are read once: only so many that threads end together."""
+"""Elements per range where inputs are read once, chosen so that threads end together."""
 
 MAX_LEFTOVERS = 1 << 10
 """Elements that the parts cannot hold, after which Python looks at them."""
@@ -59,7 +59,7 @@ FEW = 1 << 8
 """Infinities and NaNs in a range, after which they are added by NumPy."""
 
 MIN_CROWD, CROWDED_SHARE = 1 << 12, 256
-"""Elements are kept apart up to this many, or one of so many, before all get one more part."""
+"""Limits on elements kept apart, as a count and as a share, before all elements get one more part."""
 
 LARGEST = Fraction(np.finfo(np.float64).max)
 
@@ -78,23 +78,23 @@ class RunningSum:
     """
 
     def __init__(self, size: int, dtype: np.dtype[Any], precision: Precision) -> None:
-        """An empty sum of `size` elements of a float dtype, or of integers, which are always kept exactly."""
+        """Makes an empty sum of `size` elements of a float dtype, or of integers, which are always exact."""
         self.dtype = dtype
         self.family = sum_family(dtype, precision)
         self.size = size
         parts = [(size, np.dtype(np.float64))] * NUM_PARTS[self.family]
         self._parts: tuple[Floats, ...] = tuple(result_pool.empty_batch(parts))
         self.fractions: dict[int, Fraction] = {}
-        """What parts do not hold, by element."""
+        """Exact remainders that the parts do not hold, by element."""
         self.specials: dict[int, float] = {}
         """Sums of infinities and NaNs, by element, where parts hold the rest."""
         self._many_specials: Floats | None = None
-        """The same for all elements, 0 where there is none, once a range has many."""
+        """Sums of infinities and NaNs of all elements (0: none), once a range has many."""
         self._is_empty = True
 
     @property
     def parts(self) -> tuple[Floats, ...]:
-        """float64 arrays whose sum is what has been added so far."""
+        """float64 arrays that add up to the sum so far."""
         if self._is_empty:
             # Adding to -0.0 leaves every number, and every zero, as it is.
             for number, part in enumerate(self._parts):
@@ -114,7 +114,7 @@ class RunningSum:
         }
 
     def travelling_parts(self, start: int, stop: int) -> list[Floats]:
-        """The parts of some elements, in which infinities and NaNs stand where they are the sum."""
+        """Returns the parts of some elements; an infinite or NaN sum is in the first part."""
         parts = [part[start:stop] for part in self.parts]
         few = _within(self.specials, start, stop) if self.specials else {}
         if not few and self._many_specials is None:
@@ -138,7 +138,7 @@ class RunningSum:
         return len(self.fractions)
 
     def clear(self) -> None:
-        """Drops what was added, and keeps the memory."""
+        """Resets the sum and keeps the memory."""
         self.fractions, self.specials, self._many_specials = {}, {}, None
         self._is_empty = True
 
@@ -154,12 +154,12 @@ class RunningSum:
             self._parts[0][places] = -0.0
 
     def keep_apart(self, element: int, value: float, weight: float) -> None:
-        """Adds a finite value times a weight to an element whose parts cannot hold it."""
+        """Adds a finite value times a weight to an element that the parts cannot hold."""
         term = Fraction(value) * Fraction(weight)
         self.fractions[element] = self.fractions.get(element, Fraction(0)) + term
 
     def copy_of(self, start: int, stop: int) -> RunningSum:
-        """A sum of the elements from start to stop, with memory of its own."""
+        """Copies the elements from start to stop into a sum of its own."""
         copied = RunningSum(stop - start, self.dtype, "exact" if self.is_exact else "accurate")
         while copied.family != self.family:
             copied.widen()
@@ -173,7 +173,7 @@ class RunningSum:
         return copied
 
     def spread_to(self, size: int, places: NDArray[np.intp]) -> RunningSum:
-        """A sum of more elements, in which these are at other places, and the others are empty."""
+        """Returns a larger sum with these elements at other places and all others empty."""
         spread = RunningSum(size, self.dtype, "exact" if self.is_exact else "accurate")
         while spread.family != self.family:
             spread.widen()
@@ -189,7 +189,7 @@ class RunningSum:
         return self.family.startswith("expansion")
 
     def widen(self) -> None:
-        """Gives all elements one more part, which takes what was kept apart where it can."""
+        """Gives all elements one more part and moves values that were kept apart into it where they fit."""
         (more,) = result_pool.empty_batch([(self.size, np.dtype(np.float64))])
         more.fill(0.0)
         self._parts = (*self._parts, more)
@@ -215,7 +215,7 @@ class RunningSum:
             self.widen()
 
     def task_of(self, inputs: Sequence[NDArray[Any]]) -> tuple[Callable[..., None], Task] | None:
-        """The pass that adds these arrays, the first ones or others, if there is a kernel for it."""
+        """Returns the pass that adds these arrays, to an empty sum or not; None if it has no kernel."""
         kernels = summing_kernels(self.dtype) if self.family == "wide" else None
         if kernels is None or inputs[0].dtype != self.dtype:
             return None
@@ -227,7 +227,7 @@ class RunningSum:
         add_all([(self, inputs, weights)])
 
     def steps_of(self, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> list[AddRange]:
-        """Functions that add these arrays to a range of the elements, to be called in this order."""
+        """Returns functions that add these arrays to a range of the elements, to be called in this order."""
         pairs = [(inputs, weights)]
         if inputs[0].dtype.kind in "iub":
             pairs = [_as_floats(item, weight) for item, weight in zip(inputs, weights, strict=True)]
@@ -246,11 +246,11 @@ class RunningSum:
             self.specials[element] = self.specials.get(element, 0.0) + special
 
     def write(self, out: NDArray[Any], divisor: Fraction = ONE) -> None:
-        """Writes the sum over a divisor, rounded once to the dtype of `out`; it stays as it is."""
+        """Writes the sum over a divisor, rounded once to the dtype of `out`; the sum stays as it is."""
         write_all([(self, out)], divisor)
 
     def write_slowly(self, out: NDArray[Any], divisor: Fraction) -> None:
-        """The same without a compiled kernel."""
+        """Writes the sum without a compiled kernel."""
         size = self.parts[0].size
         ranges = [slice(at, min(at + BLOCK_ELEMENTS, size)) for at in range(0, size, BLOCK_ELEMENTS)]
         works = [functools.partial(self.write_some, out, each, divisor) for each in ranges]
@@ -258,7 +258,7 @@ class RunningSum:
         self.write_kept_apart(out, divisor)
 
     def write_some(self, out: NDArray[Any], where: slice | NDArray[np.intp], divisor: Fraction) -> None:
-        """Writes some elements, by what parts hold of them."""
+        """Writes some elements from their parts."""
         parts, number = [part[where] for part in self.parts], Weights((), tuple(_terms(divisor)))
         out[where], undecided = rounded_parts(parts, self.family, number, out.dtype)
         for element in undecided:
@@ -266,7 +266,7 @@ class RunningSum:
             out[place] = self._decided(place, divisor, out.dtype)
 
     def write_kept_apart(self, out: NDArray[Any], divisor: Fraction) -> None:
-        """Writes the elements of which parts do not hold all."""
+        """Writes the elements that the parts do not hold completely."""
         for element in sorted({*self.fractions, *self.specials}):
             out[element] = self._decided(element, divisor, out.dtype)
         if self._many_specials is not None:
@@ -341,7 +341,7 @@ class RunningSum:
         return elements[found == 0]  # beside an infinity or a NaN finite values do not count
 
     def _keep_apart(self, element: int, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> None:
-        """Adds to an element what its parts cannot hold."""
+        """Adds to the exact remainder of an element."""
         for item, weight in zip(inputs, weights, strict=True):
             value = float(item[element])
             if np.isfinite(value):
@@ -351,7 +351,7 @@ class RunningSum:
 
 
 def sum_family(dtype: np.dtype[Any], precision: Precision) -> str:
-    """The family of arithmetic that sums of a dtype grow by."""
+    """Returns the family of arithmetic for running sums of a dtype."""
     if dtype.kind in "iub":
         return "expansion3"
     if precision == "exact":
@@ -361,7 +361,7 @@ def sum_family(dtype: np.dtype[Any], precision: Precision) -> str:
 
 @functools.cache
 def _kernel_for(family: str, dtype: np.dtype[Any]) -> Callable[..., int] | None:
-    """A compiled kernel, where numba is used at all."""
+    """Returns a compiled kernel; None if this dtype has none."""
     from crossdevice.kernels.host.llvm import accumulating, numba_pass
 
     if dtype.name not in FLOATS or (dtype == np.float16 and not numba_pass.has_half_conversions()):
@@ -370,7 +370,7 @@ def _kernel_for(family: str, dtype: np.dtype[Any]) -> Callable[..., int] | None:
 
 
 def _as_floats(integers: NDArray[Any], weight: float) -> tuple[list[Floats], list[float]]:
-    """Integers as float64; those of 64 bits as two that add up to them."""
+    """Splits integers into float64: 64-bit ones into two that add up to them."""
     if integers.dtype.itemsize < 8:
         return [integers.astype(np.float64)], [weight]
     lower = integers & integers.dtype.type(0xFFFFFFFF)
@@ -436,7 +436,7 @@ def write_all(tasks: Sequence[tuple[RunningSum, NDArray[Any]]], divisor: Fractio
 
 
 def _share_out(works: Sequence[Callable[[], None]], traffic_bytes: int) -> None:
-    """Does all of it, in several threads if there is much."""
+    """Runs the whole task, in several threads if it is large."""
     waiting = iter(works)
 
     def take() -> None:
@@ -448,7 +448,7 @@ def _share_out(works: Sequence[Callable[[], None]], traffic_bytes: int) -> None:
 
 
 def _terms(number: Fraction) -> Iterator[float]:
-    """float64 numbers that add up to it, each of them what is left, rounded."""
+    """Splits a number into float64 terms that add up to it: each is the rest, rounded."""
     while number:
         yield float(number)
         number -= Fraction(float(number))

@@ -19,7 +19,7 @@ SORTED_BYTES = 1 << 20
 
 MIN_ELEMENTS, MAX_ELEMENTS = 1 << 10, 1 << 14
 PADDING_ELEMENTS = 64
-"""Between rows of keys, so that they do not all lie in the same lines of a cache."""
+"""Padding between rows of keys, so that they do not compete for the same cache lines."""
 
 THREADED_ELEMENTS = 1 << 17
 

@@ -17,10 +17,10 @@ from crossdevice.kernels.host.resources.threads import (
 from crossdevice.kernels.host.work_list import SCRATCH_BYTES, WORD_BYTES
 
 STANDBY_BYTES = 1 << 20
-"""Traffic from which a worker that is awake takes part. At 0.6 MiB handing over takes what it saves."""
+"""Traffic from which an awake worker takes part. At 0.6 MiB the handover costs what it saves."""
 
 STANDBY_SECONDS = 1e-4
-"""For how long a worker waits for the next pass without sleeping, and how soon that has to come for it."""
+"""Time that a worker spins for the next pass, and the longest gap between passes that count as close."""
 
 LOOK_SECONDS = 3e-8
 """About how long a compiled look takes."""
@@ -30,7 +30,7 @@ FEWEST_PASSES, MOST_PASSES = 2, 1 << 10
 as where other programs keep its processor busy."""
 
 _MARGIN = 8
-"""Words before and after the mailbox, so that no line of it is written to for other reasons."""
+"""Words of padding around the mailbox, so that unrelated writes never touch its cache lines."""
 
 
 class Standby:
@@ -52,7 +52,7 @@ class Standby:
         runtime.renew_after_fork(self._start_anew)
 
     def _start_anew(self) -> None:
-        """Also in a forked process, where the worker does not exist."""
+        """Resets the state; also called in a forked process, where the worker does not exist."""
         self._words[self._state] = self._words[self._awake] = 0
         self._ended_ns = self._num_close = 0
         self._num_needed = FEWEST_PASSES
@@ -65,7 +65,7 @@ class Standby:
         places: Sequence[int],
         scratch: int,
     ) -> None:
-        """As `run_together`, but with the worker that is awake, if there is one.
+        """Acts as `run_together`, but with the awake worker, if there is one.
 
         What `work` does is done by the kernel at this address with these two lists of rows.
         """
@@ -100,5 +100,5 @@ class Standby:
 
 @functools.cache
 def standby() -> Standby:
-    """The standby worker of this process."""
+    """Returns the standby worker of this process."""
     return Standby()

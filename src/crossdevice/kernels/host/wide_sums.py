@@ -54,7 +54,7 @@ def summed_batch(tasks: Sequence[Task], kernel: Kernel, factors: Sequence[float]
 def narrowed_batch(
     tasks: Sequence[tuple[NDArray[Any], NDArray[Any]]], divisor: float
 ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Rounds float64 over a divisor once into narrower floats; returns those for which there is no kernel."""
+    """Rounds float64 over a divisor once into narrower floats; returns those without a kernel."""
     recipe = Recipe(ReduceOp.SUM, "accurate")
     left: list[tuple[NDArray[Any], NDArray[Any]]] = []
     groups: dict[int, tuple[PreparedPass, list[Task]]] = {}
@@ -85,7 +85,7 @@ def rounded_batch(
 
 
 def has_rounding_kernel(dtype: np.dtype[Any]) -> bool:
-    """True if `rounded_batch` writes this dtype."""
+    """Returns True if `rounded_batch` writes this dtype."""
     if selected_kernels() != "numba" or dtype.name not in (*NARROW_FLOATS, "float64"):
         return False
     from crossdevice.kernels.host.llvm import numba_pass
@@ -95,7 +95,7 @@ def has_rounding_kernel(dtype: np.dtype[Any]) -> bool:
 
 @functools.cache
 def rounding_kernel(into: str) -> Kernel:
-    """The kernel that rounds sums of float64 parts to a dtype."""
+    """Returns the kernel that rounds sums of float64 parts to a dtype."""
     from crossdevice.kernels.host.llvm import numba_pass
 
     return numba_pass.compiled_kernel(f"chain parts SUM float64{'' if into == 'float64' else f' {into}'}")

@@ -16,13 +16,13 @@ Task: TypeAlias = "tuple[Arrays, Arrays]"
 """Inputs and outputs."""
 
 TUPLE_HEADER_BYTES = tuple.__basicsize__
-"""What precedes the pointers to a tuple's items; kernels read them, as asking each array costs 1 us."""
+"""Bytes before the item pointers of a tuple; kernels read them, as asking each array costs 1 us."""
 
 WORD_BYTES = 8
 
 HEADER_WORDS = 7
-"""How many rows, the counter, whether threads share it, the divisor, the program and its length, and
-whether anything was left."""
+"""Number of rows, counter, whether threads share it, divisor, program, length of the program, and whether
+anything was left."""
 
 LEFT_WORD = 6
 """The word of a header that kernels set once a row has leftovers."""
@@ -32,18 +32,18 @@ ROW_WORDS = 8
 
 MAX_PIECES_LEFT = 128
 LEFTOVER_WORDS = 2 + 2 * MAX_PIECES_LEFT
-"""How many pieces are left, where the kernel gave up for want of space (-1: nowhere), starts and lengths."""
+"""Number of pieces left, where the kernel ran out of space (-1: nowhere), starts and lengths."""
 
 NO_LEFTOVERS = array("q", bytes(WORD_BYTES * LEFTOVER_WORDS))
-"""Room for the leftovers of a row; kernels clear what was there."""
+"""Memory for the leftovers of a row; kernels clear it first."""
 
 NO_PROGRAM: array[Any] = array("q")
 
 MANY_INPUTS, BLOCK_INPUTS = 9, 8
-"""From so many inputs on, kernels read so many at a time."""
+"""Number of inputs that counts as many, and inputs per pass from there on."""
 
 SCRATCH_BYTES = 1 << 18
-"""The accumulators of the elements over which they do: they stay in a second-level cache."""
+"""Size of the accumulators of one pass: they stay in a second-level cache."""
 
 Pieces: TypeAlias = "list[tuple[int, int]]"
 """Ranges of elements, from start to stop."""
@@ -63,7 +63,7 @@ def traffic_bytes(inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]
 def as_words(
     rows: Sequence[Sequence[int]], divisor: float, program: array[Any], *, is_shared: bool
 ) -> array[int]:
-    """A header and rows as a kernel reads them; the program must live as long as they do."""
+    """Encodes a header and rows as a kernel reads them; the program must live as long as the result."""
     (divisor_word,) = struct.unpack("q", struct.pack("d", divisor))
     words = [len(rows), 0, is_shared, divisor_word, *program.buffer_info(), 0]
     for row in rows:
@@ -111,12 +111,12 @@ class WorkList:
         self.places = [words.buffer_info()[0] for words in self._lists]
 
     def restart(self) -> None:
-        """All rows are there to be taken again."""
+        """Makes all rows available again."""
         for words in self._lists:
             words[1], words[2] = 0, self._is_shared
 
     def pieces_left(self) -> Sequence[tuple[Task, Pieces]]:
-        """The pieces a kernel did not write because it was not certain; inputs there are unchanged."""
+        """Returns the pieces a kernel left because it was uncertain; their inputs are unchanged."""
         if not any(words[LEFT_WORD] for words in self._lists):
             return ()
         for words in self._lists:
@@ -133,7 +133,7 @@ class WorkList:
 
 
 def limited_range_bytes(traffic: int) -> int:
-    """The traffic of a row, which would be this much, within the bounds of what is worth taking."""
+    """Limits the traffic of a row to the useful bounds."""
     return min(max(traffic, SMALLEST_RANGE_BYTES), LARGEST_RANGE_BYTES)
 
 
@@ -145,13 +145,13 @@ def pieces_in(leftovers: array[int], stop: int) -> Pieces:
 
 
 def ranges_of(size: int, number: int) -> Iterator[tuple[int, int]]:
-    """About `number` parts of `size` elements, at least one unless there is nothing."""
+    """Splits `size` elements into about `number` ranges, at least one unless there is nothing."""
     step = -(-size // (max(number, 1) * RANGE_ELEMENTS)) * RANGE_ELEMENTS
     return ((start, min(start + step, size)) for start in range(0, size, max(step, 1)))
 
 
 def _halves(rows: Sequence[list[int]]) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
-    """The rows up to the middle of all elements, and those behind."""
+    """Splits the rows at the middle of all elements."""
     ends = list(itertools.accumulate(stop - start for *_, start, stop, _, _ in rows))
     middle = bisect.bisect(ends, ends[-1] // 2)
     return rows[:middle], rows[middle:]

@@ -28,7 +28,7 @@ LANES = 16
 
 @functools.cache
 def accumulating_kernel(family: str, dtype: str) -> Kernel:
-    """The kernel that adds inputs of a dtype to sums of a family: it returns how far it has come.
+    """Returns the kernel that adds inputs to sums of a family; the kernel returns how far it got.
 
     Called with (addresses of inputs, how many, weights, addresses of parts, start, stop, leftovers,
     capacity). Elements that the parts cannot hold without error are left as they were. `leftovers` gets
@@ -124,7 +124,7 @@ def add_lanes(typing_context: Any, name: Any, lanes: Any, terms: Any, parts: Any
 
 
 def _grown(family: str, state: State, element: Vector, weight: Vector) -> tuple[State, Vector | None]:
-    """The parts with element * weight added, and where they have lost something; as in `running.py`."""
+    """Adds element * weight to the parts; also tells where they have lost something. As in `running.py`."""
     if family == "wide":
         return (state[0] + element * weight,), None
     product, rest, is_known = element.two_product(weight)

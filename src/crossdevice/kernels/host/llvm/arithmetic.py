@@ -28,33 +28,33 @@ class Arithmetic:
         self.result_dtype = dtype
 
     bytes_per_lane: int | None = None
-    """What one element of the accumulator takes of the registers; None: as much as in memory."""
+    """Register bytes per element of the accumulator; None: as many as in memory."""
 
     is_weighted: bool = False
     """True if it takes a weight with each element, by `with_term`."""
 
     uses_divisor_rest: bool = False
-    """True if it is given, behind its own state, what the divisor lacks and what that may be wrong by."""
+    """True if the divisor's missing rest and the error bound of that rest follow its own state."""
 
     def widened(self, stored: Vector) -> Vector:
-        """The form in which elements are combined."""
+        """Converts elements to the form in which they are combined."""
         return stored
 
     def with_term(self, state: State | None, element: Vector, weight: Vector) -> State:
-        """The accumulator (None: a new one) with one more element, times its weight, in it."""
+        """Adds one element times its weight to the accumulator (None: a new one)."""
         raise NotImplementedError
 
     def started(self, element: Vector) -> State:
-        """The accumulator that holds the first element."""
+        """Returns an accumulator that holds the first element."""
         return (element,)
 
     def combined(self, state: State, element: Vector) -> State:
-        """The accumulator with one more element in it."""
+        """Combines the accumulator with one more element."""
         (total,) = state
         return (self.of_two(total, element),)
 
     def of_two(self, left: Vector, right: Vector) -> Vector:
-        """left + right, or left * right."""
+        """Returns left + right, or left * right."""
         return left * right if self.op == "PROD" else left + right
 
     def finished(self, state: State, divisor: Value) -> Vector:
@@ -63,15 +63,15 @@ class Arithmetic:
         return total.divided(divisor)
 
     def doubted(self, state: State, divisor: Value, num_inputs: Value) -> Vector | None:
-        """The lanes whose result is not certain to be right; None where all always are."""
+        """Returns the lanes with uncertain results; None if all are always certain."""
         return None
 
     def settled(self, state: State, divisor: Value, num_inputs: Value) -> tuple[Vector, Vector | None]:
-        """`finished` and `doubted`."""
+        """Returns the results of `finished` and `doubted`."""
         return self.finished(state, divisor), self.doubted(state, divisor, num_inputs)
 
     def fallback(self) -> Arithmetic | None:
-        """Slower arithmetic that settles most uncertain elements."""
+        """Returns a slower arithmetic that settles most uncertain elements; None if there is none."""
         return None
 
 
@@ -147,7 +147,7 @@ class Compensated(Arithmetic):
 
 
 class Extreme(Arithmetic):
-    """MIN and MAX by integers: the bits of floats, if those of negative ones are turned over, sort like them.
+    """MIN and MAX by integer comparison: negative floats with inverted bits sort like integers.
 
     So -0 comes before +0 by itself; NaN is given the place beyond all numbers.
     """
@@ -197,7 +197,7 @@ class Wrapping(Arithmetic):
 
 
 class WrappingMean(Wrapping):
-    """The mean of integers whose sum has wrapped around."""
+    """The mean of integers with a sum that may have wrapped around."""
 
     def __init__(self, op: str, dtype: str) -> None:
         super().__init__(op, dtype)

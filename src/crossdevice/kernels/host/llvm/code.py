@@ -112,7 +112,7 @@ def _finish(column: _Column, arithmetic: Arithmetic, state: State) -> Value:
 
 
 def _settled(column: _Column, arithmetic: Arithmetic, state: State) -> tuple[Vector, Value | None]:
-    """The results, by a fallback where they are in doubt, and whether any of them still is."""
+    """Returns the results, from a fallback where they are in doubt, and whether any is still in doubt."""
     lanes, work = column.lanes, column.work
     builder = lanes.build
     state = column.with_divisor(arithmetic, state)
@@ -139,10 +139,10 @@ class _Column:
         self._dtype = dtype
         self._offset = byte_offset(lanes.build, work.position, dtype)
         self.adds_to_output = False
-        """True if inputs are added to what the only output, of float64, holds already."""
+        """True if inputs are added to what the only output, of float64, already holds."""
 
     def combined_in_order(self, arithmetic: Arithmetic, first: Value, last: Value) -> State:
-        """The inputs up to `last`; from `first` on, if that is not 0, with what was kept of those before."""
+        """Combines the inputs up to `last`; a `first` other than 0 continues from the kept accumulator."""
         build = self.lanes.build
         is_new = build.icmp_signed("==", first, ir.Constant(INT64, 0))
         with build.if_else(is_new, likely=True) as (begins, resumes):
@@ -160,12 +160,12 @@ class _Column:
         return self._held(places)
 
     def keep(self, state: State) -> None:
-        """Puts what some inputs have come to where `combined_in_order` finds it again."""
+        """Stores the accumulator where `combined_in_order` finds it."""
         for part, kept in zip(state, self._kept([part.value.type for part in state]), strict=True):
             self.lanes.build.store(part.value, kept, align=1)
 
     def with_divisor(self, arithmetic: Arithmetic, state: State) -> State:
-        """For exact weights, what their sum lacks, and what that may be wrong by, beside the accumulator."""
+        """Appends the sum of exact weights' missing rest and its error bound to the accumulator."""
         if not arithmetic.uses_divisor_rest:
             return state
         behind = self.lanes.build.add(self.work.num_inputs, ir.Constant(INT64, 1))
@@ -197,7 +197,7 @@ class _Column:
         return tuple(Vector(self.lanes, self.lanes.build.load(place)) for place in places)
 
     def _kept(self, kinds: Sequence[Any]) -> Iterator[Value]:
-        """Pointers into the scratch memory, one part of the accumulator after the other."""
+        """Yields pointers into the scratch memory, one part of the accumulator after the other."""
         build, address = self.lanes.build, self.work.scratch
         for kind in kinds:
             place = build.inttoptr(address, kind.as_pointer())
@@ -205,7 +205,7 @@ class _Column:
             address = build.ptrtoint(build.gep(place, [ir.Constant(INT64, 1)]), INT64)
 
     def combined_by_program(self, arithmetic: Arithmetic) -> State:
-        """The inputs as the program of a tree combines them."""
+        """Combines the inputs by the program of a tree."""
         build = self.lanes.build
         program, length = self.work.program, self.work.program_length
         first = self._element(arithmetic, ir.Constant(INT64, 0))

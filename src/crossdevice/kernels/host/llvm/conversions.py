@@ -1,4 +1,4 @@
-"""Conversions between float dtypes, those of 8 bits among them, emitted as LLVM code."""
+"""Conversions between float dtypes, 8-bit ones included, as LLVM code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SINGLE_FRACTION_BITS, SINGLE_BIAS, SINGLE_INFINITY, SINGLE_NAN = 23, 127, 0x7F80
 
 
 def single_of_short(stored: Vector, dtype: str) -> Vector:
-    """As float32, exactly."""
+    """Converts to float32, exactly."""
     form = SHORT_FORMATS[dtype]
     bits = stored.converted("zext", INT32)
     magnitude = bits & 0x7F
@@ -41,14 +41,14 @@ def single_of_short(stored: Vector, dtype: str) -> Vector:
 
 
 def short_of_single(single: Vector, dtype: str) -> Vector:
-    """float32 rounded to nearest even; what is too large is infinite or, where there is no infinity, NaN."""
+    """Rounds float32 to nearest even; overflow becomes infinity, or NaN where there is no infinity."""
     form = SHORT_FORMATS[dtype]
     bits = single.bits()
     magnitude = bits & 0x7FFFFFFF
     shift = SINGLE_FRACTION_BITS - form.fraction_bits
     carried = magnitude + ((magnitude >> shift & 1) + ((1 << (shift - 1)) - 1))
     normal = (carried >> shift) - ((SINGLE_BIAS - form.bias) << form.fraction_bits)
-    # Added to a number whose last place is that of the subnormal ones, these are rounded to it.
+    # Added to a number with the last place of subnormals, these are rounded to it.
     exponent = 1 - form.bias - form.fraction_bits + SINGLE_FRACTION_BITS
     place = single.lanes.constant(SINGLE, 2.0**exponent)
     subnormal = (magnitude.converted("bitcast", SINGLE) + place).bits() - place.bits()
@@ -62,7 +62,7 @@ def short_of_single(single: Vector, dtype: str) -> Vector:
 
 
 def as_single(stored: Vector, dtype: str) -> Vector:
-    """A narrower float as float32, exactly; of bfloat16 first every other element, then those between."""
+    """Converts a narrower float to float32, exactly; for bfloat16 even elements first, then odd ones."""
     lanes = stored.lanes
     if dtype in SHORT_FORMATS:
         return single_of_short(stored, dtype)
@@ -77,13 +77,13 @@ def as_single(stored: Vector, dtype: str) -> Vector:
 
 
 def in_memory_order(widened: Vector, dtype: str) -> Vector:
-    """Elements widened by `as_single` or `as_double`, as they came from memory."""
+    """Restores the order in memory of elements widened by `as_single` or `as_double`."""
     count = widened.lanes.count
     return _taken(widened, dtype, [lane // 2 + lane % 2 * (count // 2) for lane in range(count)])
 
 
 def in_widened_order(ordered: Vector, dtype: str) -> Vector:
-    """Elements in memory's order, as `as_single` and `as_double` would have them."""
+    """Reorders elements from memory's order to that of `as_single` and `as_double`."""
     count = ordered.lanes.count
     return _taken(ordered, dtype, [*range(0, count, 2), *range(1, count, 2)])
 
@@ -93,7 +93,7 @@ def _taken(value: Vector, dtype: str, positions: list[int]) -> Vector:
 
 
 def as_double(stored: Vector, dtype: str) -> Vector:
-    """Any float as float64, exactly."""
+    """Converts any float to float64, exactly."""
     if dtype == "float64":
         return stored
     single = stored if dtype == "float32" else as_single(stored, dtype)
@@ -101,7 +101,7 @@ def as_double(stored: Vector, dtype: str) -> Vector:
 
 
 def from_single(single: Vector, dtype: str) -> Vector:
-    """float32 rounded to nearest even into a narrower float; NaNs become the quiet one, but for float16."""
+    """Rounds float32 to nearest even into a narrower float; NaNs become the quiet one, except for float16."""
     if dtype in SHORT_FORMATS:
         return short_of_single(single, dtype)
     if dtype == "float16":
@@ -117,7 +117,7 @@ def from_single(single: Vector, dtype: str) -> Vector:
 
 
 def from_double(wide: Vector, dtype: str) -> Vector:
-    """float64 rounded once, to nearest even, into any float; NaNs become the quiet one."""
+    """Rounds float64 once, to nearest even, into any float; NaNs become the quiet one."""
     match dtype:
         case "float64":
             return wide.with_one_nan()

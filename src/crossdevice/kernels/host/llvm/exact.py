@@ -33,7 +33,7 @@ class Exact(Arithmetic):
     bytes_per_lane = 16
     total_bits = 53
     cancelled_bits = 8
-    """How many bits of the largest element a sum may lack before it is looked at more closely."""
+    """Number of leading bits of the largest element that a sum may lose before a closer check."""
 
     def started(self, element: Vector) -> State:
         return self._as_term(element), *edges_of(element)
@@ -72,7 +72,7 @@ class Exact(Arithmetic):
         return as_double(stored, self.dtype)
 
     def _is_far_apart(self, state: State, num_inputs: Value) -> Vector:
-        """Marks columns whose exponents differ too much for a sum without rounding."""
+        """Marks columns with exponents too far apart for a sum without rounding."""
         # With e the difference of exponents and p the precision, N < 2**n values have sums of e + p + n bits.
         return are_far_apart(state[1:], self.dtype, self.total_bits, num_inputs)
 
@@ -118,14 +118,14 @@ class Exact(Arithmetic):
 
 
 def edges_of(element: Vector) -> State:
-    """The magnitude as an integer, and one less: so zeros, which make no sum longer, become the largest."""
+    """Returns the magnitude as an integer, and that minus 1, which wraps to the largest for zeros."""
     bits = element.bits()
     magnitude = bits & ((1 << (bits.kind.width - 1)) - 1)
     return magnitude, magnitude - 1
 
 
 def with_edges(edges: State, element: Vector) -> State:
-    """The largest and the smallest of `edges_of`, with one more element."""
+    """Updates the largest and the smallest of `edges_of` with one more element."""
     (largest, smallest), (magnitude, below) = edges, edges_of(element)
     return (
         (largest > magnitude).select(largest, magnitude),
@@ -145,7 +145,7 @@ def are_far_apart(edges: State, dtype: str, total_bits: int, num_inputs: Value) 
 
 
 def infinity_bits(dtype: str) -> int:
-    """The bits of infinity: the exponent above all others."""
+    """Returns the bits of infinity: the exponent above all others."""
     precision = FORMATS[dtype].precision
     return (1 << 8 * ITEM_BYTES[dtype] - 1) - (1 << precision - 1)
 
@@ -190,7 +190,7 @@ class TrueInSingle(ExactInSingle):
 
 
 class ExactHalf(Wide):
-    """Sums of float16 in float64: numbers of 40 bits, of which thousands add up without any rounding."""
+    """Sums of float16 in float64: its 40-bit numbers add up by the thousand without rounding."""
 
     def doubted(self, state: State, divisor: Value, num_inputs: Value) -> Vector | None:
         # A quotient by less than 2**12 that is not the middle of two results is too far from it to be rounded
@@ -262,7 +262,7 @@ class Enclosed(Arithmetic):
         return total.lanes.unless_one(divisor, (near, rest, lost), quotient)
 
     def _quotient(self, near: Vector, rest: Vector, doubt: Vector, number: Vector) -> State:
-        """One step of long division: quotient, remainder, and the remainder's quotient."""
+        """Does one step of long division: quotient, remainder, and the remainder's quotient."""
         first = near / number
         remainder, lost = two_sum(first.times_plus(-number, near), rest)
         second = remainder / number
@@ -277,7 +277,7 @@ class Enclosed(Arithmetic):
 
 
 class ExactDouble(Enclosed):
-    """Sums of float64 with their rounding errors, whose own sum is exact where exponents lie close together.
+    """Sums of float64 with their rounding errors, exact where exponents are close together.
 
     What is lost of an addition is a multiple of the last place of the smallest element, so 53 more bits hold
     such errors without any rounding. Of the others the largest element bounds what is lost.
@@ -287,7 +287,7 @@ class ExactDouble(Enclosed):
 
     def started(self, element: Vector) -> State:
         lanes, (magnitude, below) = element.lanes, _double_edges_of(element)
-        # What is below zero is NaN, of which nothing is less.
+        # Negative values become NaN, which compares as not less than anything.
         smallest = (below < float("inf")).select(below, lanes.constant(DOUBLE, float("inf")))
         return element, lanes.constant(DOUBLE, 0.0), magnitude, smallest
 
@@ -357,13 +357,13 @@ class ExactDouble(Enclosed):
 
 
 def _double_edges_of(element: Vector) -> State:
-    """`edges_of`, as float64."""
+    """Returns `edges_of` as float64."""
     magnitude, below = edges_of(element)
     return magnitude.converted("bitcast", DOUBLE), below.converted("bitcast", DOUBLE)
 
 
 def two_sum_keeping_zero(high: Vector, low: Vector) -> tuple[Vector, Vector]:
-    """Like two_sum, but high stays if low is nothing: -0 + 0 loses its sign, and inf + NaN is no sum."""
+    """Acts like two_sum, but keeps high if low is 0: -0 + 0 loses its sign, and inf + NaN is no sum."""
     near, rest = two_sum(high, low)
     has_low = low.differs(0.0)
     return has_low.select(near, high), has_low.select(rest, 0.0)

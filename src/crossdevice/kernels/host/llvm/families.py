@@ -52,7 +52,7 @@ FAMILIES: dict[str, type[Arithmetic]] = {
 
 
 def arithmetic_named(name: str) -> Arithmetic:
-    """The arithmetic that a name of family, operation, dtype and perhaps the result's dtype stands for.
+    """Returns the arithmetic for a name of family, operation, dtype and, for some, the result's dtype.
 
     >>> arithmetic_named("wide SUM float32").result_dtype
     'float32'

@@ -38,7 +38,7 @@ KEY_BYTES = 2 * ROW_BYTES
 
 @functools.cache
 def spread_keys() -> NDArray[Any]:
-    """`word_keys` as `compiled_sums` reads them: widened, even words of a row before odd ones, on a line."""
+    """Returns `word_keys` for `compiled_sums`: widened, even words of a row first, on a cache line."""
     rows = word_keys().reshape(-1, LANES, 2).swapaxes(1, 2)
     memory = np.empty(rows.size + LANES, np.uint64)
     start = -memory.ctypes.data % ROW_BYTES // memory.itemsize
@@ -49,8 +49,9 @@ def spread_keys() -> NDArray[Any]:
 
 @functools.cache
 def compiled_sums() -> Kernel:
-    """Called with (address, first row, number of rows, address of `spread_keys`, address of sums): adds to
-    the sums what these rows come to.
+    """Compiles the function that adds the sums of some rows.
+
+    Its arguments: address, first row, number of rows, address of `spread_keys`, address of sums.
     """
     golden, (first_factor, second_factor) = np.uint64(GOLDEN), map(np.uint64, FACTORS)
     first_shift, second_shift, third_shift = map(np.uint64, SHIFTS)
@@ -76,7 +77,7 @@ def compiled_sums() -> Kernel:
 
 @emitted(types.UniTuple(types.int64, 2))
 def block_halves(build: Builder, address: Value, keys: Value, num_rows: Value) -> Value:
-    """The two sums of some rows of one block, in registers from the first row to the last."""
+    """Returns the two sums of some rows of one block, kept in registers from the first row to the last."""
     places = [cgutils.alloca_once_value(build, ir.Constant(ROW, [0] * LANES)) for _ in range(2)]
     with cgutils.for_range(build, num_rows) as loop:
         words = _loaded(build, address, loop.index, ROW_BYTES, 0)
@@ -98,7 +99,7 @@ def _loaded(build: Builder, start: Value, index: Value, stride: int, offset: int
 
 
 def _added(build: Builder, row: Value) -> Value:
-    """The sum of all lanes."""
+    """Adds up all lanes."""
     kind = ir.FunctionType(INT64, [ROW])
     return build.call(
         cgutils.get_or_insert_function(build.module, kind, "llvm.vector.reduce.add.v8i64"), [row]

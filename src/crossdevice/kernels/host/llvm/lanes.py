@@ -30,21 +30,21 @@ class Lanes:
         self.count = count
 
     def vector(self, kind: Any) -> Any:
-        """The vector type with elements of a type."""
+        """Returns the vector type for an element type."""
         return ir.VectorType(kind, self.count)
 
     def constant(self, kind: Any, value: float) -> Vector:
-        """The same constant in all lanes."""
+        """Returns the same constant in all lanes."""
         return Vector(self, ir.Constant(self.vector(kind), [value] * self.count))
 
     def spread(self, value: Value) -> Vector:
-        """A scalar in all lanes."""
+        """Copies a scalar to all lanes."""
         nothing = ir.Constant(self.vector(value.type), ir.Undefined)
         first = Vector(self, self.build.insert_element(nothing, value, ir.Constant(INT32, 0)))
         return first.shuffled([0] * self.count)
 
     def load(self, address: Value, kind: Any) -> Vector:
-        """Elements from any address: 1 is the only alignment that views of bytes promise."""
+        """Loads elements from any address: 1 is the only alignment that views of bytes promise."""
         loaded = self.build.load(self.build.inttoptr(address, self.vector(kind).as_pointer()))
         loaded.align = 1
         return Vector(self, loaded)
@@ -52,7 +52,7 @@ class Lanes:
     def unless_one(
         self, divisor: Value, values: State, quotients: Callable[[], State], rest: Vector | None = None
     ) -> State:
-        """`values` if the divisor, a scalar, is 1 and its rest (in any lane) is 0, else the quotients."""
+        """Selects `values` if the scalar divisor is 1 and its rest (in any lane) is 0, else the quotients."""
         is_one = self.build.fcmp_unordered("==", divisor, ir.Constant(divisor.type, 1.0))
         if rest is not None:
             lacking = self.build.extract_element(rest.value, ir.Constant(INT32, 0))
@@ -61,7 +61,7 @@ class Lanes:
         return self.unless(is_one, values, quotients)
 
     def unless(self, condition: Value, values: State, others: Callable[[], State]) -> State:
-        """`values` under the condition, a scalar, else the others."""
+        """Selects `values` if the scalar condition holds, else computes the others."""
         places = [cgutils.alloca_once_value(self.build, each.value) for each in values]
         with self.build.if_then(self.build.not_(condition)):
             for other, place in zip(others(), places, strict=True):
@@ -76,7 +76,7 @@ class Lanes:
         return self.build.icmp_unsigned("==", fraction, ir.Constant(integer, 0))
 
     def either(self, condition: Value, ones: Callable[[], State], others: Callable[[], State]) -> State:
-        """`ones` under the condition, a scalar, else the others."""
+        """Computes `ones` if the scalar condition holds, else the others."""
         with self.build.if_else(condition) as (then, otherwise):
             with then:
                 places = [cgutils.alloca_once_value(self.build, each.value) for each in ones()]
@@ -143,14 +143,14 @@ class Vector:
         return (bits & ((1 << (bits.kind.width - 1)) - 1)).converted("bitcast", self.kind)
 
     def select(self, chosen: Operand, other: Operand) -> Vector:
-        """In each lane `chosen` where this mask is set, else `other`."""
+        """Selects per lane: `chosen` where this mask is set, else `other`."""
         like = chosen if isinstance(chosen, Vector) else other
         assert isinstance(like, Vector)
         values = like._like(chosen), like._like(other)
         return Vector(self.lanes, self.lanes.build.select(self.value, *values))
 
     def converted(self, instruction: str, kind: Any, lanes: Lanes | None = None) -> Vector:
-        """As elements of another type, of which there may be another number in as many bits."""
+        """Reinterprets the bits as elements of another type; the number of elements may change."""
         into = lanes or self.lanes
         return Vector(into, getattr(into.build, instruction)(self.value, into.vector(kind)))
 
@@ -160,32 +160,32 @@ class Vector:
         return self if integer is None else self.converted("bitcast", integer)
 
     def shuffled(self, positions: Sequence[int], other: Vector | None = None) -> Vector:
-        """The elements at these positions, those of the other vector behind its own."""
+        """Picks the elements at these positions; those of the other vector follow this one's."""
         into = Lanes(self.lanes.build, len(positions))
         picks = ir.Constant(into.vector(INT32), list(positions))
         behind = self.value if other is None else other.value
         return Vector(into, into.build.shuffle_vector(self.value, behind, picks))
 
     def times_plus(self, factor: Vector, addend: Vector) -> Vector:
-        """This times the factor plus the addend, of float64, rounded once."""
+        """Returns this times the factor plus the addend, of float64, rounded once."""
         build, kind = self.lanes.build, self.value.type
         function_type, name = ir.FunctionType(kind, [kind] * 3), f"llvm.fma.v{self.lanes.count}f64"
         function = cgutils.get_or_insert_function(build.module, function_type, name)
         return Vector(self.lanes, build.call(function, [self.value, factor.value, addend.value]))
 
     def two_product(self, factor: Vector) -> tuple[Vector, Vector, Vector]:
-        """The rounded product, its error, and where that is known, as in the reference: elsewhere it is 0."""
+        """Returns the rounded product, its error (0 where unknown), and where the error is known."""
         product = self * factor
         is_known = is_error_known(self, product)
         error = self.times_plus(factor, -product)
         return product, is_known.select(error, 0.0), is_known
 
     def is_finite(self) -> Vector:
-        """Neither infinite nor NaN."""
+        """Returns True per lane for values that are neither infinite nor NaN."""
         return abs(self) < float("inf")
 
     def with_one_nan(self) -> Vector:
-        """Every NaN as the positive quiet one, so bits are defined."""
+        """Replaces every NaN by the positive quiet one, so that bits are defined."""
         return (self != self).select(float("nan"), self)
 
     def is_any(self) -> Value:
@@ -197,7 +197,7 @@ class Vector:
         return build.icmp_unsigned("!=", integer, ir.Constant(integer.type, 0))
 
     def divided(self, divisor: Value, quotient_by: Callable[[Vector], Vector] | None = None) -> Vector:
-        """Over a float64, without a division, which is slow in cache, by 1 (a sum) and powers of two.
+        """Divides by a float64; avoids the slow division for 1 (a sum) and powers of two.
 
         `quotient_by` takes the place of the plain division by any other number.
         """
@@ -216,7 +216,7 @@ class Vector:
         return lanes.unless_one(number, (self,), quotient)[0]
 
     def rounded_to_odd(self, rest: Vector) -> Vector:
-        """Itself + `rest`, where it is nearest to that, with a last bit that says whether anything was lost.
+        """Adds `rest` with rounding to odd: the last bit tells whether anything was lost.
 
         Rounding that to a format with two bits less is rounding once (Boldo, Melquiond).
         """
@@ -226,7 +226,7 @@ class Vector:
         return odd.converted("bitcast", self.kind)
 
     def odd_single(self) -> Vector:
-        """float64 to float32, rounded to odd, subnormal numbers aside: those are rounded to nearest."""
+        """Rounds float64 to float32, to odd; subnormal numbers are rounded to nearest."""
         bits, lower = self.bits(), (1 << 29) - 1
         cut = bits & ~lower
         odd = (bits & lower != 0).select(cut | lower + 1, cut)
@@ -234,7 +234,7 @@ class Vector:
         return odd.converted("bitcast", DOUBLE).converted("fptrunc", SINGLE)
 
     def odd_single_or_subnormal(self) -> Vector:
-        """float64 to float32, rounded to odd, whatever it is."""
+        """Rounds float64 to float32, to odd, subnormal numbers included."""
         build, single = self.lanes.build, self.odd_single()
         place = cgutils.alloca_once_value(build, single.value)
         # Zero counts as large here: one less than it is the largest integer of all.

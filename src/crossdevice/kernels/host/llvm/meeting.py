@@ -1,4 +1,4 @@
-"""A compiled step of processes that share memory: a rank says that it has come, and looks for the others."""
+"""A compiled step of processes that share memory: a rank announces itself and looks for the others."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ NOT_ALL, ALL, ALL_AND_SLEEPERS = 0, 1, 2
 
 @functools.cache
 def compiled_meeting() -> Callable[..., int]:
-    """Called with (own block, pointers to others' blocks, how many, bytes from a block to its key, words of a
-    key, number of the step, how often to look); returns who has come.
+    """Compiles the function that comes to a step and returns whether all ranks have come.
+
+    Its arguments: own block, pointers to the others' blocks, their number, bytes from a block to its key,
+    words of a key, number of the step, number of looks.
 
     The first words of a block are the step that its rank has come to, the step it has withdrawn from, and
-    whether it sleeps. Only who is the last to come finds sleepers.
+    whether it sleeps. Only the last rank to come finds sleepers.
     """
 
     def meet(

@@ -58,7 +58,7 @@ logger = logging.getLogger("crossdevice")
 
 @functools.cache
 def _code_version() -> int:
-    """A digest of all code that is compiled in: numba itself looks at the kernel's own file only."""
+    """Returns a digest of all code that is compiled in: numba itself checks only the kernel's own file."""
     version = 0
     for path in compiled_sources():
         version = zlib.crc32(path.read_bytes(), version)
@@ -66,7 +66,7 @@ def _code_version() -> int:
 
 
 def compiled_sources() -> list[Path]:
-    """The files whose code or constants end up in a kernel; none of them inside an archive."""
+    """Lists the source files with code or constants of a kernel; none of them inside an archive."""
     folder = Path(__file__).parent
     constants = (
         "host/work_list",
@@ -80,7 +80,7 @@ def compiled_sources() -> list[Path]:
 
 
 def cache_folder() -> Path | None:
-    """The folder in which numba keeps kernels for the next process; None where it can write to none."""
+    """Returns the folder of numba's cache for later processes; None if none is writable."""
     try:
         return Path(njit(cache=True)(cache_folder).stats.cache_path)
     except RuntimeError:
@@ -127,7 +127,7 @@ def has_half_conversions() -> bool:
 
 
 def compiles_for(feature: str) -> bool:
-    """True if kernels may use this feature of processors: this one has it, or NUMBA_CPU_FEATURES says so."""
+    """Returns True if kernels may use this CPU feature: this CPU has it, or NUMBA_CPU_FEATURES names it."""
     chosen: str | None = numba.config.CPU_FEATURES
     if chosen is not None:
         return f"+{feature}" in chosen.split(",")
@@ -136,7 +136,7 @@ def compiles_for(feature: str) -> bool:
 
 @functools.cache
 def compiled_kernel(name: str) -> Kernel:
-    """The kernel of one arithmetic, such as "chain wide SUM float32", compiled or loaded from disk.
+    """Returns the kernel of one arithmetic, such as "chain wide SUM float32", compiled or loaded from disk.
 
     A "chain" combines inputs from left to right, "onto" adds them to what the output holds, of float64, and
     a "tree" combines them as a program says.
@@ -150,7 +150,7 @@ def compiled_kernel(name: str) -> Kernel:
 
 
 def compiled(function: Kernel, name: str, signature: str, *, nogil: bool = True) -> Kernel:
-    """A function made for this call alone, as numba dispatches it: compiled, or loaded from disk if kept."""
+    """Compiles a function made for this call alone through numba, or loads it from disk if cached."""
     # numba numbers the files of one name, and processes that compile different closures of one function
     # at once may take the same number for both. So every kernel gets a name, and files, of its own.
     function.__qualname__ = f"{name.replace(' ', '_')}_{_code_version():08x}"
@@ -184,7 +184,7 @@ def _announce() -> None:
 
 
 def entry_of(function: Kernel, name: str, signature: str, *, nogil: bool = True) -> Kernel:
-    """The compiled function itself: numba's dispatcher would look at the type of every argument again."""
+    """Returns the compiled entry point: numba's dispatcher would check every argument's type again."""
     dispatcher: Any = compiled(function, name, signature, nogil=nogil)
     entry: Kernel = dispatcher.get_overload(signature)
     return entry
@@ -210,7 +210,7 @@ def lanes_of(name: str) -> int:
 
 @functools.cache
 def _register_bytes() -> int:
-    """32 registers of 64 bytes, or 16 of 32 (which is also 32 of 16)."""
+    """Counts the bytes of vector registers: 32 of 64 bytes, or 16 of 32 (which is also 32 of 16)."""
     return 2048 if compiles_for("avx512f") else 512
 
 

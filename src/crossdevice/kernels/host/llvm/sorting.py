@@ -17,7 +17,7 @@ TILE_ELEMENTS = 512
 
 @functools.cache
 def compiled_sort(dtype: str) -> Callable[..., None]:
-    """The sort for keys of one integer dtype, compiled or loaded from disk."""
+    """Returns the sort for keys of one integer dtype, compiled or loaded from disk."""
 
     def sort(
         keys: NDArray[Any],
@@ -65,7 +65,7 @@ def compiled_sort(dtype: str) -> Callable[..., None]:
 
 @functools.cache
 def network_of(num_inputs: int) -> NDArray[np.int64]:
-    """Batcher's merge exchange for so many inputs: pairs of rows to compare.
+    """Lists Batcher's merge exchange for this many inputs: pairs of rows to compare.
 
     >>> network_of(3).tolist()
     [[0, 2], [0, 1], [1, 2]]
@@ -74,7 +74,7 @@ def network_of(num_inputs: int) -> NDArray[np.int64]:
 
 
 def _merge_exchange(count: int) -> Iterator[tuple[int, int]]:
-    """Knuth, The Art of Computer Programming, volume 3, algorithm 5.2.2M."""
+    """Yields the pairs of Knuth, The Art of Computer Programming, volume 3, algorithm 5.2.2M."""
     top = 1 << max((count - 1).bit_length() - 1, 0)
     step = top
     while step > 0:

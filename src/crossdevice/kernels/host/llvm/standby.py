@@ -32,11 +32,11 @@ FREE, CLAIMED, GIVEN, TAKEN, ENDED = range(5)
 
 @functools.cache
 def compiled_sharing() -> Kernel:
-    """Called with (mailbox, kernel's address, two lists of rows, scratch memory, whether a worker is asked):
-    does the pass, and returns whether a worker took part.
+    """Compiles the function that does a pass and returns whether a worker took part.
 
-    Each begins with a list of its own, the arrays of which are in its cache if the pass is repeated, and then
-    takes what is left of the other.
+    Its arguments: mailbox, address of the kernel, two lists of rows, scratch memory, whether to ask a worker.
+    The caller and the worker each begin with their own list: its arrays are still cached if the pass is
+    repeated. Then they take the rest of the other list.
     """
 
     def share(mailbox: int, kernel: int, first: int, second: int, scratch: int, is_offered: int) -> bool:
@@ -65,7 +65,7 @@ def compiled_sharing() -> Kernel:
 
 @functools.cache
 def compiled_standby() -> Kernel:
-    """Called with (mailbox, number of looks): takes part in passes until it has looked so often in vain."""
+    """Compiles the function of (mailbox, number of looks) that joins passes until that many looks fail."""
 
     def stand_by(mailbox: int, num_looks: int) -> None:
         set_shared_word(mailbox + AWAKE * WORD_BYTES, 1)

@@ -23,7 +23,9 @@ CONTIGUOUS_FLAG, WRITEABLE_FLAG = 0x1, 0x400
 
 @functools.cache
 def compiled_watch() -> Kernel:
-    """Called with (pointers to ndarrays, how many, known words): the first that differs, or -1.
+    """Compiles the function that returns the first changed array, or -1.
+
+    Its arguments: pointers to ndarrays, their number, known words.
 
     The words of an array are its address, the flag it needs if any, its number of dimensions and its shape.
     """
@@ -52,7 +54,9 @@ def compiled_watch() -> Kernel:
 
 @functools.cache
 def compiled_fit() -> Kernel:
-    """Called with (pointers to objects, how many, known words): whether all are as the words say.
+    """Compiles the function that returns True if all objects match their words.
+
+    Its arguments: pointers to objects, their number, known words.
 
     The words of an object are its type, and of an ndarray its dtype object, the flags it needs, whether its
     strides count, its number of dimensions, its shape and its strides. Without a dtype the type says all.
@@ -88,7 +92,9 @@ def compiled_fit() -> Kernel:
 
 @functools.cache
 def compiled_are_apart() -> Kernel:
-    """Called with (a table, its rows, pointers to inputs and to outputs, scratch): whether arrays are apart.
+    """Compiles the function that returns True if no arrays overlap.
+
+    Its arguments: a table, its number of rows, pointers to inputs, pointers to outputs, scratch memory.
 
     A row of the table has the number of a leaf's inputs, the bytes of each, the number of its outputs and the
     bytes of each. No output may overlap another, or an input, but for an input of the same leaf that it is

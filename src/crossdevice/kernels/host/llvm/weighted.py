@@ -24,7 +24,7 @@ class Weighted(Wide):
 
 
 class WeightedExactInDouble(Weighted):
-    """Exact sums of narrow floats, where whatever those in float64 may be wrong by is rounded away.
+    """Weighted sums of narrow floats in float64, exact wherever the final rounding removes their errors.
 
     The sum of all magnitudes says how wrong they may be. Nearly all are certain, at the price of one addition
     per element; those that lie near the middle of two results are not.
@@ -109,7 +109,7 @@ class WeightedExact(Enclosed):
     def _weighted_quotient(
         self, dividend: State, number: Vector, divisor_rest: Vector, divisor_doubt: Vector
     ) -> State:
-        """Like `_quotient`, by number + divisor_rest +- divisor_doubt."""
+        """Acts like `_quotient`, for number + divisor_rest +- divisor_doubt."""
         near, rest, doubt = dividend
         first = near / number
         # What the quotient times the rest of the divisor takes away, as a product and its error.
@@ -142,7 +142,7 @@ class Parts(WeightedExact):
 
 
 class WeightedNarrow(WeightedExact):
-    """The same for narrow floats, whose products with weights are never too small or large for their errors.
+    """Weighted sums of narrow floats: the rounding error of a product is always a float64.
 
     Rounding errors are added up without looking after those of that sum: the sum of their magnitudes, at most
     2**15 of each kind, says what it may be wrong by, and whether there are any at all.

@@ -55,19 +55,19 @@ def _pointer(build: Builder, address: Value, index: Value | None = None) -> Valu
 
 @emitted(types.int64)
 def data_of(build: Builder, arrays: Value, index: Value) -> Value:
-    """The address of the elements of the array that is `index` pointers after `arrays`."""
+    """Returns the address of the elements of the array `index` pointers after `arrays`."""
     return loaded_address(build, arrays, index)
 
 
 @emitted(types.int64)
 def word_at(build: Builder, address: Value, index: Value) -> Value:
-    """The 64-bit word that is `index` words after `address`."""
+    """Reads the 64-bit word `index` words after `address`."""
     return loaded_word(build, address, index)
 
 
 @emitted(types.float64)
 def number_at(build: Builder, address: Value, index: Value) -> Value:
-    """The float64 that is `index` words after `address`."""
+    """Reads the float64 `index` words after `address`."""
     return build.bitcast(loaded_word(build, address, index), DOUBLE)
 
 
@@ -79,19 +79,19 @@ def set_word(build: Builder, address: Value, index: Value, word: Value) -> None:
 
 @emitted(types.int64)
 def take_number(build: Builder, counter: Value) -> Value:
-    """The next number of a counter that several threads share."""
+    """Takes the next number of a counter that several threads share."""
     return build.atomic_rmw("add", _pointer(build, counter), ir.Constant(INT64, 1), "monotonic")
 
 
 @emitted(types.int64)
 def shared_word(build: Builder, address: Value) -> Value:
-    """A word that another process may write at any moment; what is read afterwards is at least as new."""
+    """Reads a word that another process may write; later reads are at least as new."""
     return build.load_atomic(_pointer(build, address), "acquire", WORD_BYTES)
 
 
 @emitted()
 def set_shared_word(build: Builder, address: Value, word: Value) -> None:
-    """Stores a word that others see after all that was stored before, and before anything is read here."""
+    """Stores a word; others see it after all earlier stores, and before this thread's later reads."""
     build.atomic_rmw("xchg", _pointer(build, address), word, "seq_cst")
 
 

@@ -1,4 +1,4 @@
-"""Correctly rounded sums, means and products, whose bits cannot depend on the order of the inputs.
+"""Correctly rounded sums, means and products, independent of the order of the inputs.
 
 A sum is first enclosed in float64 arithmetic, whose rounding errors are themselves computed. Nearly
 always the enclosure leaves one possible result; the elements it leaves open go to the long accumulator.
@@ -48,7 +48,7 @@ class Enclosure(NamedTuple):
 
 
 def exact_sum(inputs: Sequence[NDArray[Any]], divisor: int | None, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The true sum of floats, or the true mean if there is a divisor (1 to 2**31), rounded once.
+    """Returns the true sum of floats, or the true mean if there is a divisor (1 to 2**31), rounded once.
 
     >>> exact_sum([np.array([1e308]), np.array([1e308]), np.array([-1e308])], None, np.dtype("float64"))
     array([1.e+308])
@@ -66,7 +66,7 @@ def decided_sum(
     dtype: np.dtype[Any],
     decide: Callable[[Floats], NDArray[Any]],
 ) -> NDArray[Any]:
-    """Rounds what is enclosed once; where that is not decided, takes what `decide` makes of the inputs."""
+    """Rounds enclosed values once; uses `decide` on the inputs where the enclosure is not decisive."""
     result = rounded_enclosure(enclosure, dtype)
     undecided = np.flatnonzero(~is_decided(enclosure))
     if undecided.size:
@@ -90,7 +90,7 @@ def enclosed_sum(inputs: Sequence[NDArray[Any]]) -> Enclosure:
 
 
 def two_sum_keeping_zero(high: Floats, low: Floats) -> tuple[Floats, Floats]:
-    """Like two_sum, but -0.0 stays what it is: the +0.0 of an absent error was never an input."""
+    """Acts like two_sum, but keeps -0.0: the +0.0 of an absent error was never an input."""
     total, error = two_sum(high, low)
     return np.where(low == 0, high, total), error
 
@@ -98,7 +98,7 @@ def two_sum_keeping_zero(high: Floats, low: Floats) -> tuple[Floats, Floats]:
 def enclosed_quotient(
     dividend: Enclosure, number: float, divisor_rest: float = 0.0, divisor_doubt: float = 0.0
 ) -> Enclosure:
-    """One step of long division in float64 by number + divisor_rest +- divisor_doubt."""
+    """Does one step of long division in float64 by number + divisor_rest +- divisor_doubt."""
     first = dividend.near / number
     taken, of_taken = two_product(first, divisor_rest)
     remainder, lost = two_sum(remainder_of(dividend.near, first, number), dividend.rest)
@@ -150,7 +150,7 @@ def rounded_enclosure(enclosure: Enclosure, dtype: np.dtype[Any]) -> NDArray[Any
 
 
 def _decided(columns: Floats, divisor: int | None, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The sum or mean of each column, whatever is in it."""
+    """Returns the sum or mean of each column, special values included."""
     finite = np.isfinite(columns)
     # Finite values next to an infinity do not count, and might overflow to the other one.
     result = np.where(finite, 0.0, columns).sum(axis=0).astype(dtype)
@@ -160,7 +160,7 @@ def _decided(columns: Floats, divisor: int | None, dtype: np.dtype[Any]) -> NDAr
 
 
 def exact_product(inputs: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The true product of floats or complex numbers, each part rounded once.
+    """Returns the true product of floats or complex numbers, each part rounded once.
 
     >>> exact_product([np.array([1e200]), np.array([1e200]), np.array([1e-200])], np.dtype("float64"))
     array([1.e+200])
@@ -203,7 +203,7 @@ def _complex_product(inputs: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> ND
 
 
 def _gaussian_products(columns: NDArray[np.complex128]) -> tuple[Unbounded, Unbounded, Integers]:
-    """The product of each column as whole real and imaginary parts with one exponent."""
+    """Returns the product of each column as integer real and imaginary parts with one exponent."""
     parts = columns.view(np.float64).reshape(*columns.shape, 2)
     mantissas, exponents = scaled_integers(parts)
     lower = exponents.min(axis=2)
@@ -233,7 +233,7 @@ def _zero_signs(columns: NDArray[np.complex128]) -> tuple[Mask, Mask]:
 
 
 def quotient_bits(dividend: int, divisor: int) -> tuple[int, int]:
-    """As many bits of a quotient as are needed, one more that says whether any follow, and the exponent."""
+    """Returns a quotient's leading bits with a sticky bit at the end, and the exponent."""
     shift = max(0, divisor.bit_length() + QUOTIENT_BITS - dividend.bit_length())
     quotient, left = divmod(dividend << shift, divisor)
     return quotient << 1 | (left != 0), -shift - 1
@@ -242,7 +242,7 @@ def quotient_bits(dividend: int, divisor: int) -> tuple[int, int]:
 def rounded_integers(
     integers: Unbounded, exponents: Integers, negative: Mask, dtype: np.dtype[Any]
 ) -> NDArray[Any]:
-    """integers * 2**exponents, none of them negative, with the signs given, rounded once."""
+    """Rounds integers * 2**exponents, all non-negative, once, and applies the signs."""
     heads = np.empty(integers.shape, np.uint64)
     shifts = np.empty(integers.shape, np.int64)
     for element, integer in enumerate(integers):

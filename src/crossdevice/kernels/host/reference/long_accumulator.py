@@ -41,7 +41,7 @@ FORMATS = {
 
 
 def scaled_integers(values: Floats) -> tuple[Integers, Integers]:
-    """Finite values as whole numbers m < 2**53 and exponents e: |value| = m * 2**e.
+    """Splits finite values into whole numbers m < 2**53 and exponents e: |value| = m * 2**e.
 
     >>> scaled_integers(np.array([-3.0]))
     (array([6755399441055744]), array([-51]))
@@ -52,9 +52,9 @@ def scaled_integers(values: Floats) -> tuple[Integers, Integers]:
 
 
 def rounded_once(negative: Mask, heads: Words, exponents: Integers, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """heads * 2**exponents with the sign given, rounded to nearest even, subnormals and overflow included.
+    """Rounds heads * 2**exponents, with the signs, to nearest even; handles subnormals and overflow.
 
-    A head is 0 or has HEAD_BITS bits, of which the lowest is 1 if any bit below it was: it is then
+    A head is 0 or has HEAD_BITS bits; its lowest bit is 1 if any bit below it was: it is then
     never mistaken for a tie, since at least HEAD_BITS - 53 = 9 bits are dropped.
     """
     precision, smallest_exponent = FORMATS[dtype.name]
@@ -75,7 +75,7 @@ def rounded_once(negative: Mask, heads: Words, exponents: Integers, dtype: np.dt
 
 
 def rounded_long_sum(columns: Floats, divisor: int | None, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The sum of each column of finite values, over `divisor` (at most 2**31) if given, rounded once."""
+    """Returns the sum of each column of finite values, rounded once; `divisor` is at most 2**31."""
     result = np.empty(columns.shape[1], dtype)
     for start in range(0, result.size, CHUNK_ELEMENTS):
         chunk = slice(start, start + CHUNK_ELEMENTS)
@@ -98,7 +98,7 @@ def _rounded_chunk(columns: Floats, divisor: int | None, dtype: np.dtype[Any]) -
 
 
 def _accumulated(columns: Floats) -> tuple[Integers, int]:
-    """Limbs (lowest first, one row each) whose sum of limb * 2**(32 * row) is the sum over 2**exponent.
+    """Adds up 32-bit limbs (lowest first, one row each): sum of limb * 2**(32 * row) = sum / 2**exponent.
 
     Every addition puts less than 2**33 into a limb, so 64 bits hold 2**30 of them; and the top limb
     leaves 44 bits above the largest value, so it holds the sum of as many and its sign.
@@ -130,7 +130,7 @@ def _carry(limbs: Integers) -> None:
 
 
 def _divide(limbs: Integers, divisor: int) -> None:
-    """Long division in place; remainders stay below 2**31, so 63 bits suffice.
+    """Divides in place by long division; remainders stay below 2**31, so 63 bits suffice.
 
     The last remainder is not needed: if the division is inexact, at least 2**-31 is left after the
     point, which stands above the guard limbs, so they are not all zero.
@@ -144,7 +144,7 @@ def _divide(limbs: Integers, divisor: int) -> None:
 
 
 def _heads(limbs: Integers) -> tuple[Words, Integers]:
-    """The leading HEAD_BITS bits of each number, the lowest set if anything follows, and its exponent."""
+    """Returns the leading HEAD_BITS bits of each number, with a sticky lowest bit, and its exponent."""
     elements = np.arange(limbs.shape[1])
     present = limbs != 0
     # The guard limbs keep the leading limb of a number that is not zero at row 2 or above.

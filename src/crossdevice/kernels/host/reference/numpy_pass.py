@@ -1,4 +1,4 @@
-"""The fused pass in NumPy, block by block: the reference whose bits every faster kernel repeats."""
+"""The fused pass in NumPy, block by block: the reference for the bits of every faster kernel."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _combined(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> 
 
 
 def _combined_in_order(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:
-    """Native arithmetic, rounded at every step, associated as the recipe says."""
+    """Combines in native arithmetic, rounded at every step, in the order of the recipe."""
     combine = _product if recipe.op is ReduceOp.PROD else np.add
 
     def evaluated(order: Order) -> Block:
@@ -87,7 +87,7 @@ def _combined_in_order(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[
 
 
 def _combined_wide(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]) -> Block:
-    """Accumulated wide in the order given, rounded once."""
+    """Accumulates wide in the given order and rounds once."""
     if recipe.op is ReduceOp.SUM and inputs[0].dtype == np.float64:
         return rounded(_compensated(inputs, recipe.divisor), dtype)
     wide = np.dtype(np.complex128 if dtype.kind == "c" else np.float64)
@@ -97,7 +97,7 @@ def _combined_wide(inputs: Sequence[Block], recipe: Recipe, dtype: np.dtype[Any]
 
 
 def _product(left: Block, right: Block) -> Block:
-    """left * right; of complex numbers by their parts, as NumPy fuses some steps in some lengths of array."""
+    """Returns left * right; complex numbers by parts, as NumPy fuses some steps for some array lengths."""
     if left.dtype.kind != "c":
         return left * right
     product = np.empty_like(left)
@@ -107,7 +107,7 @@ def _product(left: Block, right: Block) -> Block:
 
 
 def _compensated(inputs: Sequence[Block], divisor: int | None) -> Block:
-    """float64 sums or means with the rounding errors of all additions added back before the one rounding."""
+    """Returns float64 sums or means; all errors of additions are added back before the one rounding."""
     total = inputs[0].copy()
     errors = np.zeros_like(total)
     for array in inputs[1:]:
@@ -117,7 +117,7 @@ def _compensated(inputs: Sequence[Block], divisor: int | None) -> Block:
 
 
 def _true_mean_of_integers(inputs: Sequence[Block], divisor: int, dtype: np.dtype[Any]) -> Block:
-    """The mean of the integers themselves: no wrap-around on the way."""
+    """Returns the mean of the integers themselves, without wrap-around."""
     if inputs[0].dtype.itemsize == 8:
         columns = zip(*(array.tolist() for array in inputs), strict=True)
         return np.array([sum(column) / divisor for column in columns], dtype)

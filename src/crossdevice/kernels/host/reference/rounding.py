@@ -20,7 +20,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def rounded(wide: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """`wide` (float64 or complex128) in `dtype`, rounded once; NaNs become the one quiet NaN."""
+    """Rounds `wide` (float64 or complex128) to `dtype` once; NaNs become the one quiet NaN."""
     if dtype == BFLOAT16:
         return with_one_nan(_bfloat16_of(wide))
     # ml_dtypes goes by way of float32 itself, and would round twice.
@@ -38,18 +38,18 @@ def with_one_nan(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def two_sum(left: Number, right: Number) -> tuple[Number, Number]:
-    """The rounded sum and its error (Knuth); exact, and not finite where anything overflows."""
+    """Returns the rounded sum and its error (Knuth); exact, and not finite where anything overflows."""
     total = left + right
     of_right = total - left
     return total, (left - (total - of_right)) + (right - of_right)
 
 
 SMALLEST_PRODUCT, LARGEST_PRODUCT = 2.0**-900, 2.0**1020
-"""Between these, the error of a rounded product is a float64, and nothing on the way to it overflows."""
+"""Bounds within which the error of a rounded product is a float64 and nothing overflows on the way."""
 
 
 def two_product(left: Floats, right: float) -> tuple[Floats, Floats]:
-    """The rounded product and its error (Dekker), which counts as 0 where it may be no float64.
+    """Returns the rounded product and its error (Dekker); the error counts as 0 where it may be no float64.
 
     Factors are cut by their bits into 26 and (signed) 26: all partial products are then exact.
     """
@@ -71,12 +71,12 @@ def _halves(values: Any) -> tuple[Any, Any]:
 
 
 def neutral(part: Floats) -> Floats:
-    """Zeros as -0.0, which leaves every number and every zero to which it is added as it is."""
+    """Returns zeros as -0.0, which leaves every number and every zero unchanged when added."""
     return np.where(part == 0, -0.0, part)
 
 
 def exact_remainder(dividend: Floats, quotient: Floats, number: float) -> Floats:
-    """dividend - quotient * number, without rounding, for the rounded quotient and whole numbers up to 2**26.
+    """Returns dividend - quotient * number exactly, for the rounded quotient and whole numbers up to 2**26.
 
     In units of the quotient's last place, 2**-1074 at least, all of these are whole numbers: upper * number
     has 27 + 26 bits, dividend - upper * number is below 2**26 * number + number / 2, and the remainder is at
@@ -87,7 +87,7 @@ def exact_remainder(dividend: Floats, quotient: Floats, number: float) -> Floats
 
 
 def remainder_of(dividend: Floats, quotient: Floats, number: float) -> Floats:
-    """dividend - quotient * number, without rounding, for the rounded quotient."""
+    """Returns dividend - quotient * number, without rounding, for the rounded quotient."""
     product, error = two_product(quotient, number)
     return (dividend - product) - error
 
@@ -100,7 +100,7 @@ def with_errors(
     xp: Any = np,
     divisor_rest: float = 0.0,
 ) -> Number:
-    """A sum with its rounding errors added back, divided unless there is no divisor, by functions of `xp`.
+    """Adds the rounding errors back to a sum and divides if there is a divisor, by functions of `xp`.
 
     `divisor_rest` is what float64 lacks of the divisor.
     """
@@ -129,7 +129,7 @@ def _bfloat16_of(wide: NDArray[np.float64]) -> NDArray[Any]:
 
 
 def _odd_single(wide: NDArray[np.float64]) -> NDArray[np.float32]:
-    """float64 to float32 rounded to odd, on the way to something narrower: two roundings would not be one."""
+    """Rounds float64 to float32, to odd, on the way to a narrower dtype, so that only one rounding counts."""
     near = wide.astype(np.float32)
     back = near.astype(np.float64)
     bits = near.view(np.uint32)

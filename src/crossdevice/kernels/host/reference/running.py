@@ -4,7 +4,7 @@
 | --- | --- |
 | wide | its sum in float64 |
 | compensated | its sum in float64, and the sum of the rounding errors |
-| expansion2 to expansion6 | float64 numbers whose sum is the true one: what they cannot hold is named |
+| expansion2 to expansion6 | float64 numbers that add up to the true sum; exceptions are listed |
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NUM_PARTS = {"wide": 1, "compensated": 2, **{f"expansion{parts}": parts for part
 def add_weighted(
     parts: Sequence[Floats], inputs: Sequence[NDArray[Any]], weights: Sequence[float], family: str
 ) -> Mask:
-    """Adds inputs times weights to the parts, in place; those of elements in the mask are as they were."""
+    """Adds inputs times weights to the parts, in place; elements in the returned mask stay unchanged."""
     with np.errstate(all="ignore"):
         state = list(parts)
         lost = np.zeros(parts[0].shape, np.bool_)
@@ -75,14 +75,14 @@ def _grown(state: list[Floats], element: Floats, weight: float, family: str, los
 
 
 def with_neutral_rests(parts: Sequence[Floats]) -> list[Floats]:
-    """The same sum, in which a first part of -0.0 or infinity, whose error is NaN, stays what it is."""
+    """Replaces zero and non-finite rests by -0.0: a first part of -0.0 or infinity then stays as it is."""
     return [parts[0], *(neutral(np.where(np.isfinite(part), part, 0.0)) for part in parts[1:])]
 
 
 def rounded_parts(
     parts: Sequence[Floats], family: str, divisor: Weights, dtype: np.dtype[Any]
 ) -> tuple[NDArray[Any], NDArray[np.intp]]:
-    """The sums over a divisor, rounded once, and which elements `rounded_fraction` has to decide.
+    """Returns the sums over a divisor, rounded once, and which elements `rounded_fraction` has to decide.
 
     Sums that are not exact anyway are divided by the divisor as float64 has it.
     """
@@ -108,7 +108,7 @@ def rounded_parts(
 def _rounded_to_integers(
     enclosure: Enclosure, dtype: np.dtype[Any], undecided: NDArray[np.intp]
 ) -> tuple[NDArray[Any], NDArray[np.intp]]:
-    """To nearest even, where float64 has all of the integer and its surroundings."""
+    """Rounds to nearest even; returns also the elements that need more bits than float64 has."""
     near, rest, doubt = enclosure
     whole = np.rint(near)
     is_inside = (np.abs((near - whole) + rest) < 0.5 - 2.0**-20) & (doubt < 2.0**-30)
@@ -119,7 +119,7 @@ def _rounded_to_integers(
 
 
 def rounded_fraction(value: Fraction, dtype: np.dtype[Any]) -> Any:
-    """A number of the dtype, rounded once to nearest even; of integers the nearest that there is."""
+    """Returns a number of the dtype, rounded once to nearest even; of integers the nearest that there is."""
     if dtype.kind == "b":
         return bool(round(value))
     if dtype.kind in "iu":

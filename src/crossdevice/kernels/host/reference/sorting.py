@@ -1,4 +1,4 @@
-"""Columns sorted in NumPy: extremes, and the middle values of which medians are made."""
+"""Columns sorted in NumPy: extremes, and the middle values for medians."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crossdevice.values.reduce_op import ReduceOp
 
 
 def sorted_values(inputs: Sequence[NDArray[Any]], start: int, stop: int) -> list[NDArray[Any]]:
-    """The values of each column at the sorted positions `start` to `stop`; NaN in a column with a NaN.
+    """Returns the values at sorted positions `start` to `stop` of each column; NaN if it has a NaN.
 
     >>> sorted_values([np.array([3, 1]), np.array([2, 5]), np.array([9, 0])], 1, 2)
     [array([3, 1])]
@@ -22,7 +22,7 @@ def sorted_values(inputs: Sequence[NDArray[Any]], start: int, stop: int) -> list
 
 
 def extreme(inputs: Sequence[NDArray[Any]], op: ReduceOp) -> NDArray[Any]:
-    """Minimum or maximum as IEEE 754-2019 has it: NaN wins, and -0 is less than +0."""
+    """Returns the minimum or maximum as in IEEE 754-2019: NaN wins, and -0 is less than +0."""
     pick = np.min if op is ReduceOp.MIN else np.max
     return _of_keys(inputs, lambda keys: pick(keys, axis=0))
 
@@ -46,12 +46,12 @@ def _of_keys(inputs: Sequence[NDArray[Any]], picked: Callable[[NDArray[Any]], ND
 
 
 def key_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The integers in whose bits elements are sorted."""
+    """Returns the integer dtype that elements are sorted as."""
     return np.dtype(f"i{dtype.itemsize}") if dtype.name in FORMATS else dtype
 
 
 def infinity_of(dtype: np.dtype[Any]) -> int | None:
-    """The bits of infinity, beyond which are those of NaN; None for integers."""
+    """Returns the bits of infinity, below those of NaN; None for integers."""
     if dtype.name not in FORMATS:
         return None
     if dtype.name == "float8_e4m3fn":  # which has none: of the largest number
@@ -61,5 +61,5 @@ def infinity_of(dtype: np.dtype[Any]) -> int | None:
 
 
 def quiet_nan(infinity: int) -> int:
-    """The bits of the positive quiet NaN."""
+    """Returns the bits of the positive quiet NaN."""
     return infinity | (infinity & -infinity) >> 1

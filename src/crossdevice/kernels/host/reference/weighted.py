@@ -35,7 +35,7 @@ from crossdevice.values.weights import Weights
 def weighted_combination(
     inputs: Sequence[NDArray[Any]], weights: Weights, precision: Precision, dtype: np.dtype[Any]
 ) -> NDArray[Any]:
-    """The sum of weights times inputs over the weights' divisor, rounded once; `fast` is `accurate` here."""
+    """Returns the sum of weights times inputs over the divisor, rounded once; `fast` is `accurate` here."""
     if inputs[0].dtype in (np.int64, np.uint64):
         # float64 does not hold them all.
         columns = np.stack([array.astype(object) for array in inputs])
@@ -63,7 +63,7 @@ def _compensated(inputs: Sequence[Floats], weights: Weights, divisor: float | No
 
 
 def _exact(inputs: Sequence[Floats], weights: Weights, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The true sum or mean: enclosed in float64 arithmetic, in whole numbers where that decides nothing."""
+    """Returns the true sum or mean: enclosed in float64 arithmetic, else computed in whole numbers."""
     enclosure = _enclosed_sum(inputs, weights.factors)
     if weights.divisor != 1 or weights.rest != 0:
         enclosure = enclosed_quotient(enclosure, weights.divisor, *weights.words[-2:])
@@ -71,7 +71,7 @@ def _exact(inputs: Sequence[Floats], weights: Weights, dtype: np.dtype[Any]) -> 
 
 
 def _enclosed_sum(inputs: Sequence[Floats], factors: Sequence[float]) -> Enclosure:
-    """The sum of all products and of their errors; anything where an error is not known."""
+    """Returns the sum of all products and of their errors; undefined where an error is not known."""
     terms: list[Floats] = []
     unknown = np.zeros(inputs[0].shape, np.bool_)
     for array, factor in zip(inputs, factors, strict=True):
@@ -83,7 +83,7 @@ def _enclosed_sum(inputs: Sequence[Floats], factors: Sequence[float]) -> Enclosu
 
 
 def _decided(columns: Floats, weights: Weights, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The result for each column, whatever is in it."""
+    """Returns the result for each column, special values included."""
     finite = np.isfinite(columns)
     factors = np.array(weights.factors)[:, None]
     # Finite values next to an infinity do not count, and might overflow to the other one.
@@ -102,7 +102,7 @@ def _decided(columns: Floats, weights: Weights, dtype: np.dtype[Any]) -> NDArray
 def _by_integers(
     columns: NDArray[np.object_], exponents: Integers, weights: Weights, dtype: np.dtype[Any]
 ) -> NDArray[Any]:
-    """The result for columns of integers * 2**exponents, in Python's integers."""
+    """Returns the result for columns of integers * 2**exponents, in Python's integers."""
     # All are powers of two. The divisor's may be the largest: it has the weights of other replicas in it.
     divisor = weights.exact_divisor
     unit = max(divisor.denominator, *(Fraction(factor).denominator for factor in weights.factors))

@@ -10,7 +10,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def words_of_groups(controller: str, unified: list[str], legacy: list[str]) -> Iterator[list[str]]:
-    """The words in the named files, of version 2 or 1, of every group this process is in, directly or not.
+    """Reads the words of these files, of version 2 or 1, for every control group this process is in.
 
     >>> all(len(words) == 1 for words in words_of_groups("memory", ["memory.max"], ["memory.limit_in_bytes"]))
     True

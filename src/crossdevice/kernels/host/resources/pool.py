@@ -1,4 +1,4 @@
-"""Memory for large results, used again: a block comes back when the last array in it is gone.
+"""Reused memory for large results: a block returns to the pool when its last array is gone.
 
 A fresh 100 MiB result costs three to eleven times the writing of it, in page faults; a recycled one
 costs nothing. The arrays are ordinary: their base is a lease, and its end is the block's return.
@@ -23,15 +23,15 @@ from crossdevice.kernels.host.resources.control_groups import words_of_groups
 from crossdevice.values.launchers import local_processes
 
 SMALLEST_POOLED_BYTES = 1 << 20
-"""The size of all results of a call from which on they are pooled. Above it, the C library gives memory back
-as soon as it is free, and every page of the next result is faulted in anew: 8 x 256 KiB take 420 us then,
+"""The total size of a call's results from which they are pooled. Above it, the C library gives memory back
+as soon as it is free, and every page of the next result is faulted in again: 8 x 256 KiB take 420 us then,
 instead of 115; a lease takes about 5 us."""
 
 PAGE_BYTES = 4096
 LINE_BYTES = 64
 
 SMALLEST_PAGED_BYTES = 64 << 10
-"""In a shared block, arrays from this size on start on a page too: it costs them at most a sixteenth."""
+"""Size from which an array in a shared block starts on a page: this costs at most a sixteenth."""
 
 SMALLEST_SHARING_BYTES = 64 << 10
 
@@ -72,7 +72,7 @@ class _Lease:
 
 
 class _Block(weakref.ref[_Lease]):
-    """A piece of memory of `num_bytes` and a page more; a reference to its lease, dead when it is idle."""
+    """Memory of `num_bytes` plus a page, with a reference to its lease, dead when the block is idle."""
 
     __slots__ = ("idle_since", "key", "memory", "num_bytes")
 
@@ -87,7 +87,7 @@ class Pool:
     """Blocks of memory that wait for their next use, the longest unused given up first above the limit.
 
     There is no lock, and nothing is done when a block comes back: its lease is gone, which a weak reference
-    tells without running any code of ours. A block is taken by whoever pops it from the one dictionary.
+    tells without running any code of ours. The thread that pops a block from the one dictionary takes it.
     So an interrupt at any moment costs at most a block, and finalizers, signal handlers and other
     threads may use the pool while it is in use.
     """
@@ -105,7 +105,7 @@ class Pool:
         self._keeper: threading.Thread | None = None
 
     def empty(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
-        """A flat array of `size` elements with no particular content.
+        """Allocates a flat array of `size` elements, not initialized.
 
         >>> Pool().empty(3, "float32").size
         3
@@ -119,7 +119,7 @@ class Pool:
     def empty_batch(
         self, sizes: Sequence[tuple[int, DTypeLike]], *, on_lines: bool = False
     ) -> list[NDArray[Any]]:
-        """One flat array for each (size, dtype); neighbours share blocks, each on lines of its own.
+        """Allocates one flat array per (size, dtype); neighbours share blocks but no cache lines.
 
         Only tiny ones do not share: a loss that someone keeps would keep a whole block. With `on_lines`
         those start where lines do, too.
@@ -137,7 +137,7 @@ class Pool:
         ]
 
     def _placed(self, lengths: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-        """Memory of these lengths, in as few blocks as possible."""
+        """Allocates memory of these lengths in as few blocks as possible."""
         for ranges in _arenas(lengths):
             arena = self._leased(ranges[-1].stop)
             yield from map(arena.__getitem__, ranges)
@@ -154,7 +154,7 @@ class Pool:
         return self._limit_bytes
 
     def set_limit(self, limit_bytes: int | None) -> None:
-        """Bounds the idle memory; None goes back to CROSSDEVICE_POOL_BYTES, or a share of the machine's."""
+        """Bounds the idle memory; None restores CROSSDEVICE_POOL_BYTES, or a share of the machine's."""
         if limit_bytes is not None and (
             not isinstance(limit_bytes, (int, np.integer)) or isinstance(limit_bytes, bool) or limit_bytes < 0
         ):
@@ -171,7 +171,7 @@ class Pool:
         return Statistics(idle, leased, self.limit_bytes, self._hits, self._misses)
 
     def give_back_unused(self, now: float) -> bool:
-        """Drops what has been idle for IDLE_SECONDS; returns whether there is anything left."""
+        """Drops blocks that were idle for IDLE_SECONDS; returns whether any are left."""
         for block in self._idle():
             if block.idle_since is None:
                 block.idle_since = now
@@ -213,7 +213,7 @@ class Pool:
             surplus -= self._dropped(block)
 
     def _idle(self) -> list[_Block]:
-        """The blocks that nobody uses, in the order in which they were last handed out."""
+        """Returns the idle blocks, least recently used first."""
         # A list at once: the dictionary may change at any moment.
         return _idle_among(list(self._blocks.values()))
 
@@ -223,9 +223,9 @@ class Pool:
 
 
 def _idle_among(blocks: Sequence[_Block]) -> list[_Block]:
-    """The blocks whose lease is gone."""
+    """Returns the blocks that are no longer leased."""
     # In C throughout: between a call of the reference and a test of what it gave, another thread may run, and
-    # would find the block leased by nobody but this one.
+    # would find the block leased only to itself.
     return list(itertools.filterfalse(_Block.__call__, blocks))
 
 
@@ -272,7 +272,7 @@ def _keep(pool: Pool) -> None:
 
 
 def empty_on_line(size: int, dtype: DTypeLike) -> NDArray[Any]:
-    """A flat array that starts on a line: there JAX and TensorFlow adopt memory, elsewhere they copy it."""
+    """Allocates a flat array on a cache line: JAX and TensorFlow adopt such memory and copy other memory."""
     num_bytes = size * np.dtype(dtype).itemsize
     memory = np.empty(num_bytes + LINE_BYTES, np.uint8)
     start = -memory.ctypes.data % LINE_BYTES
@@ -280,7 +280,7 @@ def empty_on_line(size: int, dtype: DTypeLike) -> NDArray[Any]:
 
 
 def _size_class(num_bytes: int) -> int:
-    """Rounded up by an eighth at most, so that nearly equal sizes share blocks; unused pages cost nothing."""
+    """Rounds up by at most an eighth, so that similar sizes share blocks; unused pages cost nothing."""
     step = max(PAGE_BYTES, 1 << (num_bytes.bit_length() - 4))
     return -(-num_bytes // step) * step
 

@@ -71,7 +71,7 @@ def run_together(work: Callable[[], None], num_participants: int) -> None:
 
 
 def wake_worker(work: Callable[[], None], dismiss: Callable[[], None]) -> None:
-    """Lets a worker thread call `work`, for which nobody waits; `dismiss` ends it when workers are needed."""
+    """Lets a worker thread call `work` without waiting for it; `dismiss` ends it when workers are needed."""
     call = _Call(work)
 
     def end() -> None:
@@ -92,7 +92,7 @@ class _Call:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
-        # Whoever is first in it has the call. Appending is one step, which an interrupt cannot divide.
+        # The first claim gets the call. Appending is atomic: an interrupt cannot divide it.
         self._claims: list[str] = []
         self._running = threading.Lock()
         self._running.acquire()
@@ -161,7 +161,7 @@ class _Workers:
 
 
 def _start_anew() -> None:
-    """Threads do not survive a fork, and a lock may have been held by one of them."""
+    """Resets the workers after a fork: threads do not survive it, and one may have held a lock."""
     global _workers
     _workers = _Workers()
 
@@ -177,7 +177,7 @@ def _checked(given: object, name: str) -> int:
 
 
 def granted_processors() -> int:
-    """The processors this process may run on, but no more than its share of its host or container."""
+    """Counts the processors this process may run on, at most its share of its host or container."""
     num_here = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_here
     # Launchers that bind processes have shared processors out; a control group is one for all of them.
