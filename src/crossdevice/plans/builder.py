@@ -13,11 +13,11 @@ from crossdevice.plans.steps import Buffer, Step, sources_of, targets_of
 from crossdevice.values.device import Device
 
 MAX_OWNERS = 64
-"""As many devices as one process may have: each sums a shard. More replicas are models in host memory: with a
+"""Maximum number of devices that sum a shard. Further replicas are models in host memory: with a
 shard for each of a thousand, a plan would have two million steps, and take 20 s to build."""
 
 OWNERS_OF_MANY = 16
-"""Number of replicas that sum a shard each where there are more."""
+"""Number of replicas that sum a shard each if there are more."""
 
 
 class PlanBuilder:
@@ -30,7 +30,7 @@ class PlanBuilder:
     def __init__(
         self, devices: Sequence[Device], num_elements: int, pack_number: int = 0, *, has_engine: bool = True
     ) -> None:
-        """`has_engine` says that a library's engine can do this reduction, in whatever order it likes."""
+        """`has_engine` says that a library's engine can do this reduction, in any order."""
         self.pack_number = pack_number
         self.has_engine = has_engine
         self._num_buffers = 0
@@ -43,7 +43,7 @@ class PlanBuilder:
         )
 
     def copy(self, buffer: Buffer, to: Device) -> Buffer:
-        """The buffer's elements on device `to`; itself if it is there, and never sent twice."""
+        """Copies the buffer's elements to device `to`, at most once; returns the buffer if it is there."""
         buffer = self._finish_if_complete(buffer)
         if buffer.device == to:
             return buffer
@@ -51,7 +51,7 @@ class PlanBuilder:
         return known or self._copied(buffer, to)
 
     def add(self, buffers: Sequence[Buffer], at: Device) -> Buffer:
-        """The combination of buffers of one range, made on device `at` from left to right."""
+        """Combines buffers of one range on device `at`, from left to right."""
         if not buffers:
             raise PlanError("add has nothing to add; expected one buffer or more")
         sources = tuple(self.copy(buffer, to=at) for buffer in buffers)
@@ -63,7 +63,7 @@ class PlanBuilder:
         return target
 
     def split(self, buffer: Buffer, num_parts: int) -> tuple[Buffer, ...]:
-        """Consecutive parts of nearly equal length, the longer ones first; some may be empty."""
+        """Splits a buffer into consecutive parts of nearly equal length, longer ones first, maybe empty."""
         size, longer = divmod(buffer.length, num_parts)
         parts: list[Buffer] = []
         start = buffer.start
@@ -75,7 +75,7 @@ class PlanBuilder:
         return tuple(parts)
 
     def join(self, buffers: Sequence[Buffer], at: Device) -> Buffer:
-        """Consecutive parts of one result, brought together on device `at`."""
+        """Joins consecutive parts of one result on device `at`."""
         sources = tuple(self.copy(buffer, to=at) for buffer in buffers)
         if len(sources) == 1:
             return sources[0]
@@ -85,7 +85,7 @@ class PlanBuilder:
         return target
 
     def add_by_shards(self) -> list[Buffer]:
-        """The sum of all inputs in shards: replica c's device sums shard c of everyone, in replica order.
+        """Sums all inputs in shards: replica c's device sums shard c of all, in replica order.
 
         Of more than `MAX_OWNERS` replicas a few, spread evenly, sum a shard each.
         """
@@ -99,21 +99,21 @@ class PlanBuilder:
         ]
 
     def deliver(self, results: Sequence[Buffer], destinations: Sequence[Device]) -> list[Buffer]:
-        """For each destination a result that is there already, each used once; else a copy of the first."""
+        """Returns a result for each destination: an existing one, used once, or a copy of the first."""
         there: dict[Device, list[Buffer]] = {}
         for buffer in reversed(results):
             there.setdefault(buffer.device, []).append(buffer)
         return [there[at].pop() if there.get(at) else self.copy(results[0], to=at) for at in destinations]
 
     def engine_all_reduce(self, buffers: Sequence[Buffer]) -> tuple[Buffer, ...]:
-        """One collective of a library over these buffers: a result on each of their devices."""
+        """Adds one collective of a library over these buffers: a result on each of their devices."""
         everyone = self._all_replicas
         targets = tuple(self._buffer(own.device, own.start, own.stop, everyone, True) for own in buffers)
         self._steps.append(steps.EngineAllReduce(tuple(buffers), targets))
         return targets
 
     def plan(self, outputs: Sequence[Buffer]) -> Plan:
-        """The finished plan; a buffer given twice is copied, so that every output has its own memory."""
+        """Finishes the plan; copies a buffer that is given twice, so that every output has its own memory."""
         if outputs is None:
             raise PlanError("it is None; expected a buffer for each destination")
         results: dict[int, Buffer] = {}
@@ -159,7 +159,7 @@ class PlanBuilder:
 
 
 def _needed_steps(emitted: Sequence[Step], outputs: Iterable[int]) -> tuple[Step, ...]:
-    """The steps that some output depends on, in order."""
+    """Returns the steps that some output depends on, in order."""
     needed = set(outputs)
     kept: list[Step] = []
     for step in reversed(emitted):

@@ -19,7 +19,7 @@ from crossdevice.values.device import Device
 
 
 class Holding(NamedTuple):
-    """Known contents of a buffer: a range, the replicas that count in it, and if it is a result."""
+    """Known contents of a buffer: a range, its replicas, and whether it is a result."""
 
     start: int
     stop: int
@@ -39,7 +39,7 @@ class SumPlanner(Protocol):
 
 
 def proved_plan(algorithm: SumPlanner, build: PlanBuilder, destinations: Sequence[Device]) -> Plan:
-    """The plan that an algorithm writes; PlanError unless it is right, with an output on each destination."""
+    """Returns an algorithm's plan; PlanError unless it is right, with an output on each destination."""
     try:
         plan = build.plan(algorithm.plan_sum(build, destinations))
         check_plan(plan)

@@ -53,7 +53,7 @@ class Packing:
             object.__setattr__(self, field.name, whole_number(name, getattr(self, field.name)))
 
     def packs(self, items: Sequence[Item], bytes_per_pack: int = 0) -> list[Pack]:
-        """The packs of a batch; `bytes_per_pack`, asked for by the caller, comes first if not zero."""
+        """Returns the packs of a batch; the caller's `bytes_per_pack` has precedence if not zero."""
         groups: dict[Hashable, list[int]] = {}
         for number, item in enumerate(items):
             groups.setdefault(item.key, []).append(number)
@@ -75,7 +75,7 @@ def _whole(items: Sequence[Item], member: int) -> Segment:
 
 
 def _evenly(items: Sequence[Item], members: Sequence[int], num_packs: int) -> list[Pack]:
-    """All values end to end, cut into equal packs; the last takes the remainder, as in TensorFlow."""
+    """Cuts all values end to end into equal packs; the last takes the remainder, as in TensorFlow."""
     total = sum(items[member].num_elements for member in members)
     size = total // num_packs
     edges = [*(size * number for number in range(num_packs)), total]
@@ -93,7 +93,7 @@ def _evenly(items: Sequence[Item], members: Sequence[int], num_packs: int) -> li
 
 
 def _by_bytes(items: Sequence[Item], members: Sequence[int], bytes_per_pack: int) -> list[Pack]:
-    """Whole values from last to first; a pack is closed once it exceeds the limit, as in TensorFlow.
+    """Packs whole values from last to first; closes a pack once it exceeds the limit, as in TensorFlow.
 
     From last to first because gradients of the last layers are ready first.
     """
@@ -112,7 +112,7 @@ def _by_bytes(items: Sequence[Item], members: Sequence[int], bytes_per_pack: int
 def _small_together(
     items: Sequence[Item], members: Sequence[int], max_bytes: int, max_group: int
 ) -> list[Pack]:
-    """Runs of two or more consecutive small values share a pack; packs of small values come first."""
+    """Packs runs of two or more consecutive small values together; these packs come first."""
     runs: list[list[int]] = [[]]
     alone: list[int] = []
     for member in members:

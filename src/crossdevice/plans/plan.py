@@ -17,7 +17,7 @@ class Scheduled(NamedTuple):
     """A step, the tracks it runs on, and the numbers of the steps on other tracks that it waits for.
 
     The steps of one track run in the order of the plan; an engine's step is on the tracks of all its
-    devices. A step without tracks makes views, which takes no time: whoever reads them waits for what they
+    devices. A step without tracks makes views, which takes no time: their readers wait for what they
     are views of. `is_awaited` says that a later step waits for this one.
     """
 
@@ -28,7 +28,7 @@ class Scheduled(NamedTuple):
 
 
 def scheduled(ordered: Sequence[Step]) -> tuple[Scheduled, ...]:
-    """The steps with what they wait for; nothing is waited for that an earlier wait has made certain."""
+    """Returns the steps with what they wait for, without waits that earlier ones imply."""
     tracks = [_tracks_of(step) for step in ordered]
     writers: dict[int, tuple[int, ...]] = {}
     certain: dict[tuple[tuple[Track, ...], tuple[Track, ...]], int] = {}
@@ -66,7 +66,7 @@ def _tracks_of(step: Step) -> tuple[Track, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The steps of an algorithm for one pack: replicas come in as `inputs`, results leave as `outputs`."""
+    """Steps of an algorithm for one pack: replicas come in as `inputs`, results leave as `outputs`."""
 
     inputs: tuple[Buffer, ...]
     steps: tuple[Step, ...]
@@ -79,7 +79,7 @@ class Plan:
 
     @functools.cached_property
     def devices(self) -> tuple[Device, ...]:
-        """Every device that a buffer is on."""
+        """Every device with a buffer."""
         steps = (buffer for step in self.steps for buffer in targets_of(step))
         return tuple(dict.fromkeys(buffer.device for buffer in (*self.inputs, *steps)))
 
@@ -89,7 +89,7 @@ class Plan:
         return scheduled(self.steps)
 
     def traffic(self, *, unsummed: bool = False) -> dict[tuple[Device, Device], int]:
-        """Elements copied over each link (from, to); copies within a device are left out.
+        """Counts the elements copied over each link (from, to), without copies within a device.
 
         With `unsummed`, partial sums travel as the contributions they are made of: how the step
         executor keeps the order of replicas under `"accurate"` and `"exact"`.
@@ -102,11 +102,11 @@ class Plan:
         return dict(elements)
 
     def total_traffic(self, *, unsummed: bool = False) -> int:
-        """Elements copied between devices, all links together."""
+        """Counts the elements copied between devices, all links together."""
         return sum(self.traffic(unsummed=unsummed).values())
 
     def busiest_device_traffic(self) -> int:
-        """The most elements that any one device sends or receives: what bounds the time on equal links."""
+        """Returns the maximum of elements that a device sends or receives: the bound on equal links."""
         sent: collections.Counter[Device] = collections.Counter()
         received: collections.Counter[Device] = collections.Counter()
         for (source, target), elements in self.traffic().items():
@@ -128,7 +128,7 @@ class Plan:
 
     @functools.cached_property
     def last_uses(self) -> tuple[tuple[int, ...], ...]:
-        """For each step, the numbers of the buffers that no later step or output reads."""
+        """The numbers of the buffers that are last read by each step."""
         needed = {buffer.number for buffer in self.outputs}
         uses: list[tuple[int, ...]] = []
         for step in reversed(self.steps):

@@ -30,32 +30,32 @@ class ReducedLeaf(NamedTuple):
 
     @property
     def travelling(self) -> str:
-        """The dtype of what travels to be combined."""
+        """The dtype of the exchanged arrays."""
         return self.partial or self.dtype
 
     def num_arrays(self, rank: int) -> int:
-        """The number of a rank's arrays that travel."""
+        """Returns the number of arrays that a rank sends."""
         return self.counts[rank] if self.partial is None else 1
 
     def inputs(self, rank: int) -> list[Buffer]:
-        """The arrays of a rank's replicas."""
+        """Returns the arrays of a rank's replicas."""
         return [
             Buffer("input", rank, self.number, replica, self.dtype, self.length)
             for replica in range(self.counts[rank])
         ]
 
     def contributions(self, rank: int) -> list[Buffer]:
-        """Lists what a rank sends to those who combine: the arrays of its replicas, or its partial."""
+        """Lists the arrays that a rank sends: those of its replicas, or its partial."""
         if self.partial is None:
             return self.inputs(rank)
         return [Buffer("partial", rank, self.number, 0, self.partial, self.length)]
 
     def result_of(self, rank: int) -> Buffer:
-        """The result that all replicas of a rank share."""
+        """Returns the result, which all replicas of a rank share."""
         return Buffer("result", rank, self.number, 0, self.result, self.length)
 
     def partial_tasks(self) -> Iterator[Task]:
-        """Each rank combines the arrays of its own replicas, if partials travel."""
+        """Yields tasks that combine the arrays of each rank's own replicas, if partials are exchanged."""
         if self.partial is not None and self.length:
             for rank in range(len(self.counts)):
                 inputs = tuple(map(Ref.whole, self.inputs(rank)))
@@ -71,6 +71,6 @@ class ContributionsOfRanks:
         self._of_all = list(itertools.chain.from_iterable(self._of_ranks))
 
     def between(self, start: int, stop: int, seen_by: int | None = None) -> tuple[Ref, ...]:
-        """These elements of all contributions, or of those of one rank."""
+        """Returns these elements of all contributions, or of those of one rank."""
         buffers: Sequence[Buffer] = self._of_all if seen_by is None else self._of_ranks[seen_by]
         return tuple([Ref(buffer, start, stop) for buffer in buffers])

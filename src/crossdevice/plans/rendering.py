@@ -9,7 +9,7 @@ from crossdevice.values.quantities import counted, size_text
 
 
 def render_plan(plan: Plan, item_bytes: int, *, unsummed: bool = False) -> str:
-    """Writes one line per step: what it does, where, with which buffers, and the bytes that a copy sends.
+    """Writes one line per step: operation, device, buffers, and the bytes that a copy sends.
 
     With `unsummed`, copies of partial sums send the contributions these are made of.
     """

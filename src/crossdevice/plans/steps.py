@@ -90,10 +90,10 @@ Step: TypeAlias = Copy | Add | Finish | Split | Join | EngineAllReduce
 
 
 def sources_of(step: Step) -> tuple[Buffer, ...]:
-    """The buffers a step reads."""
+    """Returns the buffers a step reads."""
     return step.sources if isinstance(step, (Add, Join, EngineAllReduce)) else (step.source,)
 
 
 def targets_of(step: Step) -> tuple[Buffer, ...]:
-    """The buffers a step writes."""
+    """Returns the buffers a step writes."""
     return step.targets if isinstance(step, (Split, EngineAllReduce)) else (step.target,)

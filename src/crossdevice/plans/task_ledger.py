@@ -1,4 +1,4 @@
-"""The proof that tasks do what their collective means, element by element, before anything travels.
+"""Proof that tasks compute their collective, element by element, before any exchange.
 
 A meaning says of what each element of a result is made, and in which order; it knows nothing of workers,
 shards and messages. Ranges of elements that are made alike are compared as one.
@@ -19,11 +19,11 @@ Place: TypeAlias = tuple[int, int, int]
 """The rank, the leaf and the replica of an array."""
 
 Contribution: TypeAlias = tuple[int, int, int, int]
-"""A range of an input: rank, leaf and replica, and how much further in it is than in the result."""
+"""A range of an input: rank, leaf, replica, and its offset relative to the result."""
 
 
 class Made(NamedTuple):
-    """The elements `start` to `stop` of a result, and what each of them is made of, in order."""
+    """Elements `start` to `stop` of a result, and the contributions to each, in order."""
 
     start: int
     stop: int
@@ -32,7 +32,7 @@ class Made(NamedTuple):
 
 
 class Meaning(NamedTuple):
-    """Definition of a collective: the results of each rank, and what those of a place are made of."""
+    """Definition of a collective: the results of each rank, and their contributions."""
 
     results: Sequence[Sequence[Place]]
     made: Callable[[Place], Sequence[Made]]
@@ -42,7 +42,7 @@ class Meaning(NamedTuple):
 
 
 def meaning_of_all_reduce(leaves: Mapping[int, tuple[int, Sequence[int], Recipe]]) -> Meaning:
-    """Every rank has every element of all replicas, in the order of ranks, combined.
+    """Defines an all-reduce: every rank has every element of all replicas, combined in rank order.
 
     `leaves` has the length of each, its replicas on each rank, and how they are combined.
     """
@@ -56,7 +56,7 @@ def meaning_of_all_reduce(leaves: Mapping[int, tuple[int, Sequence[int], Recipe]
 def meaning_of_reduce_scatter(
     leaves: Mapping[int, tuple[Sequence[int], Sequence[int], Recipe]],
 ) -> Meaning:
-    """As of an all-reduce, but each replica has its own part; `leaves` has the lengths of these."""
+    """Defines a reduce-scatter: each replica has its own part; `leaves` has the lengths of these."""
     made: dict[Place, list[Made]] = {}
     for leaf, (lengths, counts, recipe) in leaves.items():
         first = 0
@@ -68,7 +68,7 @@ def meaning_of_reduce_scatter(
 
 
 def meaning_of_gather(num_bytes: Sequence[Sequence[int]]) -> Meaning:
-    """Every rank has, for each leaf, the array of rank 0, then that of rank 1, and so on."""
+    """Defines a gather: every rank has, for each leaf, the arrays of all ranks in order."""
     made: dict[Place, list[Made]] = {}
     for leaf, of_ranks in enumerate(num_bytes):
         end, parts = 0, []
@@ -80,7 +80,7 @@ def meaning_of_gather(num_bytes: Sequence[Sequence[int]]) -> Meaning:
 
 
 def meaning_of_broadcast(num_bytes: Sequence[int], size: int, root: int) -> Meaning:
-    """Every other rank has the arrays of the root."""
+    """Defines a broadcast: every other rank has the arrays of the root."""
     return _of_places(
         {
             (rank, leaf, 0): [Made(0, length, COPYING, ((root, leaf, 0, 0),))]
@@ -94,7 +94,7 @@ def meaning_of_broadcast(num_bytes: Sequence[int], size: int, root: int) -> Mean
 def meaning_of_all_to_all(
     num_bytes: Sequence[Sequence[Sequence[int]]], counts: Sequence[Sequence[int]]
 ) -> Meaning:
-    """Replica j has part j of replica 0, then part j of replica 1, and so on."""
+    """Defines an all-to-all: replica j has part j of replica 0, then part j of replica 1, and so on."""
     made: dict[Place, list[Made]] = {}
     for leaf, (lengths, of_ranks) in enumerate(zip(num_bytes, counts, strict=True)):
         replicas = _replicas(leaf, of_ranks)
@@ -125,7 +125,7 @@ def _of_places(made: Mapping[Place, Sequence[Made]]) -> Meaning:
 
 
 def check_tasks(plan: TaskPlan, meaning: Meaning) -> None:
-    """Raises PlanError unless every element of every result is made once, of what it means.
+    """Raises PlanError unless every element of every result is made once, from its contributions.
 
     A plan as one rank sees it is proved as far as that rank can: what the rank makes, for whomever, is
     right, and its own results are complete. What all ranks prove together is the whole plan.
@@ -176,7 +176,7 @@ def _check_task(plan: TaskPlan, task: Task, meaning: Meaning) -> None:
 
 
 def _contributions(plan: TaskPlan, task: Task, ref: Ref) -> Iterator[tuple[Place, int]]:
-    """The ranges of inputs that a range is made of, and where they begin."""
+    """Yields the ranges of inputs that make up a range, and where they begin."""
     if not 0 <= ref.start <= ref.stop <= ref.buffer.length or ref.stop - ref.start != task.length:
         raise PlanError(f"{task} reads {ref}; expected {task.length} elements of {ref.buffer.length}")
     if ref.buffer.role == "input":

@@ -24,7 +24,7 @@ MAX_REFS = 8
 """More ranges of a task than this are counted, not listed."""
 
 LINE_ELEMENTS = 64
-"""As many elements fill one or more cache lines, whatever their dtype."""
+"""Number of elements that fills whole cache lines in any dtype."""
 
 
 class Buffer(NamedTuple):
@@ -55,11 +55,11 @@ class Ref(NamedTuple):
 
     @classmethod
     def whole(cls, buffer: Buffer) -> Ref:
-        """All of a buffer."""
+        """Refers to all of a buffer."""
         return cls(buffer, 0, buffer.length)
 
     def narrowed(self, start: int, stop: int) -> Ref:
-        """Some of these elements, counted from the first of them."""
+        """Narrows the range, counted from its first element."""
         return Ref(self.buffer, self.start + start, self.start + stop)
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Ref(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One rank combines ranges of equal length, and the result goes to ranges of that length.
+    """A rank's combination of ranges of equal length, and where the result goes.
 
     Stage 0 makes partials of the worker's own replicas; stage 1 makes results, of what all ranks have.
     """
@@ -90,7 +90,7 @@ class Task(NamedTuple):
         return self.recipe == COPYING and len(self.inputs) == 1
 
     def narrowed(self, start: int, stop: int) -> Task:
-        """Some elements of it, counted from the first: how long ranges are cut into chunks."""
+        """Narrows all ranges of the task, counted from their first elements: this cuts tasks into chunks."""
         inputs, outputs = (
             tuple([ref.narrowed(start, stop) for ref in refs]) for refs in (self.inputs, self.outputs)
         )
@@ -119,7 +119,7 @@ class TaskPlan:
 
     @functools.cached_property
     def partials(self) -> dict[Buffer, Task]:
-        """For each partial the task that makes it, as a whole."""
+        """The task that makes each partial as a whole."""
         return {ref.buffer: task for task in self.tasks if task.stage == 0 for ref in task.outputs}
 
     @functools.cached_property
@@ -128,16 +128,16 @@ class TaskPlan:
         return tuple([task for task in self.tasks if task.stage])
 
     def making(self, ref: Ref) -> Task:
-        """The task that makes a range of a partial."""
+        """Returns the task that makes a range of a partial."""
         return self.partials[ref.buffer].narrowed(ref.start, ref.stop)
 
     @functools.cached_property
     def are_combined_by_all(self) -> bool:
-        """True if results stay with those who make them."""
+        """True if results stay on the ranks that make them."""
         return all(ref.buffer.rank == task.worker for task in self.results for ref in task.outputs)
 
     def brought(self) -> dict[tuple[int, int], tuple[Ref, ...]]:
-        """One message per pair of ranks: what tasks of the second read of the first, each range once."""
+        """Returns one message per pair of ranks: what the second reads of the first, each range once."""
         found: dict[tuple[int, int], dict[Ref, None]] = collections.defaultdict(dict)
         for task in self.results:
             for ref in task.inputs:
@@ -146,7 +146,7 @@ class TaskPlan:
         return {pair: tuple(refs) for pair, refs in found.items()}
 
     def delivered(self) -> dict[tuple[int, int], tuple[tuple[Task, Ref], ...]]:
-        """One message per pair of ranks: what the first makes for the second, one range for each task."""
+        """Returns one message per pair of ranks: the first's results for the second, a range per task."""
         found: dict[tuple[int, int], list[tuple[Task, Ref]]] = collections.defaultdict(list)
         for task in self.results:
             ranks = set()
@@ -159,19 +159,19 @@ class TaskPlan:
 
     @property
     def travelling(self) -> str:
-        """Describes what tasks read of other ranks."""
+        """Describes what tasks read from other ranks."""
         dtypes = dict.fromkeys(buffer.dtype for buffer in self.partials)
         return f"one partial result in {' or '.join(dtypes)}" if dtypes else "its arrays"
 
     def rendered(self, worker: int, most: int) -> Iterator[str]:
-        """The first tasks of one rank, a line each."""
+        """Renders the first tasks of one rank, a line each."""
         tasks = [task for task in self.tasks if task.worker == worker]
         yield from map(str, tasks[:most])
         if len(tasks) > most:
             yield f"and {len(tasks) - most} more of rank {worker}"
 
     def bytes_sent(self, rank: int, hosts: Sequence[Sequence[int]] | None = None) -> int:
-        """Counts the bytes a rank sends to all others, from the tasks; bytes passed on are not counted.
+        """Counts the bytes a rank sends to all others, from the tasks, without bytes that it only passes on.
 
         With the ranks of each of several `hosts`, what leaves its own: the same goes to a host once.
         """
@@ -246,12 +246,12 @@ def pieces_of(lengths: Sequence[int], workers: Sequence[int], *, is_even: bool =
 
 
 def aligned(num_elements: int) -> int:
-    """The same, up to the next whole line."""
+    """Rounds up to whole cache lines."""
     return -(-num_elements // LINE_ELEMENTS) * LINE_ELEMENTS
 
 
 class Round(NamedTuple):
-    """Tasks whose ranges fit into windows at once, and where they are in these, in bytes.
+    """Tasks with ranges that fit the windows together, and their offsets there, in bytes.
 
     Each rank has a window for what it brings, by range, and one for what it makes for others, by task.
     """
@@ -262,7 +262,7 @@ class Round(NamedTuple):
 
 
 def rounds_of(plan: TaskPlan, window_bytes: int, *, brings_own: bool = False) -> list[Round]:
-    """A plan cut into chunks that fit into windows: in every round all ranks have a share of the work.
+    """Cuts a plan into chunks that fit the windows: all ranks have work in every round.
 
     Partials are brought by who makes them, also for own tasks; with `brings_own` so is everything.
     """
@@ -326,7 +326,7 @@ def rounds_of(plan: TaskPlan, window_bytes: int, *, brings_own: bool = False) ->
 
 
 def _line_bytes(refs: Iterable[Ref]) -> dict[int, int]:
-    """The bytes that a line of elements of these takes in the window of each rank."""
+    """Returns the bytes of an aligned block of these elements in each rank's window."""
     found: collections.Counter[int] = collections.Counter()
     for ref in refs:
         found[ref.buffer.rank] += LINE_ELEMENTS * ITEM_BYTES[ref.buffer.dtype]
