@@ -1,4 +1,4 @@
-"""Blocking calls in threads, so that nobody waits longer than they want to; and what ends with Python."""
+"""Blocking calls in threads, so that callers can stop waiting; and shutdown when Python ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLL_SECONDS = 1.0
 
 
 class BackgroundCall:
-    """A call in another thread: what it returned or raised, once it has."""
+    """A call in another thread, with its result or error."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -33,7 +33,7 @@ class BackgroundCall:
 
     @classmethod
     def refused(cls) -> BackgroundCall:
-        """A call that is not made any more."""
+        """Returns a call that fails because Python is about to end."""
 
         def refuse() -> None:
             raise RuntimeError("Python is about to end, so no call can be made in the background")
@@ -59,7 +59,7 @@ class BackgroundCall:
             left = end - time.monotonic()
             # Not all at once: a signal that comes just before the thread falls asleep does not wake it.
             if self._running.acquire(timeout=min(max(left, 0.0), POLL_SECONDS)):
-                self._running.release()  # for whoever else waits
+                self._running.release()  # for other waiting threads
             elif left <= POLL_SECONDS:
                 break
         return self._is_done
@@ -74,9 +74,9 @@ class BackgroundCall:
 class BackgroundThread:
     """Makes calls one after the other in a daemon thread of its own, started with the first.
 
-    An engine that ignores its deadline holds up this thread only. Whoever waits for the call stops
-    waiting, and uses another thread for anything that comes after. The thread ends when this object is
-    stopped, or forgotten. A program that ends waits a little for calls that are under way: C++ aborts the
+    An engine that ignores its deadline holds up this thread only. A caller that stops waiting for the call
+    uses another thread for anything that comes after. The thread ends when this object is stopped or
+    forgotten. A program that ends waits a little for calls that are under way: C++ aborts the
     process if Python ends a thread inside of it.
     """
 
@@ -88,7 +88,7 @@ class BackgroundThread:
         self._thread: _Thread | None = None
 
     def submit(self, function: Callable[[], Any]) -> BackgroundCall:
-        """Has the function called after everything that was submitted before."""
+        """Queues a function behind everything that was submitted before."""
         if self._is_python_ending:
             return BackgroundCall.refused()
         call = BackgroundCall(function)
@@ -100,7 +100,7 @@ class BackgroundThread:
         return call
 
     def stop(self) -> None:
-        """Ends the thread after the last call; what is submitted afterwards is not called."""
+        """Ends the thread after the last call; later submissions are not called."""
         if self._thread is not None:
             self._thread.calls.put(None)
 
@@ -128,7 +128,7 @@ class TimedCalls:
         self._thread = BackgroundThread("crossdevice until a deadline")
 
     def seconds_left(self) -> float:
-        """Until then; negative afterwards."""
+        """Returns the seconds until the deadline; negative afterwards."""
         return self._end - time.monotonic()
 
     def make(self, function: Callable[[], Any], at_least_seconds: float = 0.0) -> Any:
@@ -150,19 +150,19 @@ class _Thread(threading.Thread):
         """Makes calls until it is stopped."""
         while (call := self.calls.get()) is not None:
             call.run()
-            del call  # with the memory it holds, which nobody needs until the next one comes
+            del call  # releases the memory it holds before the next one comes
 
 
 def is_background_thread() -> bool:
-    """True in a background thread, whose errors are kept for the caller that waits."""
+    """Returns True in a background thread, which keeps errors for the caller that waits."""
     return isinstance(threading.current_thread(), _Thread)
 
 
 class Open(Protocol):
-    """Something that others wait for until it says that it ends."""
+    """An object that others wait for until it ends."""
 
     def end(self, why: str) -> None:
-        """Ends it, and tells the others why."""
+        """Ends it and tells the others why."""
 
 
 _open_ones: weakref.WeakSet[Open] = weakref.WeakSet()
@@ -170,13 +170,13 @@ _is_python_ending = False
 
 
 def end_with_python(one: Open) -> None:
-    """Has it ended at the latest when Python ends."""
+    """Ends it at the latest when Python ends."""
     _open_ones.add(one)
     _registered()
 
 
 def is_python_ending() -> bool:
-    """True if only daemon threads are left."""
+    """Returns True if only daemon threads are left."""
     return _is_python_ending
 
 
@@ -184,7 +184,7 @@ def end_all() -> None:
     """Ends all that are open, because Python is about to end."""
     global _is_python_ending
     _is_python_ending = True
-    error = getattr(sys, "last_value", None)  # what ends it, if nobody has caught it
+    error = getattr(sys, "last_value", None)  # what ends it, if uncaught
     for one in list(_open_ones):
         one.end("its process has ended" + ("" if error is None else f": {error!r}"))
 

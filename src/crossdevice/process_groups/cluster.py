@@ -1,4 +1,4 @@
-"""This process's place in a cluster, and forming a group with the others."""
+"""The place of this process in a cluster, and its group with the others."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def cluster_from_env(environ: Mapping[str, str] | None = None) -> Cluster:
 
 
 def environments_of_ranks(size: int, folder: str) -> list[dict[str, str]]:
-    """The environments of so many processes of this host, each with its rank; they meet in the folder.
+    """Returns the environments of this many processes of this host, each with its rank and the folder.
 
     Those that form groups on PyTorch as well find an address, with a port that is free now.
     """

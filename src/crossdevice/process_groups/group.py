@@ -44,16 +44,16 @@ CHECKS: tuple[Checks, ...] = ("new", "always", "off")
 Answer = TypeVar("Answer")
 
 TIMEOUT_SECONDS = 300.0
-"""The deadline of a call that was given none."""
+"""Default deadline of a call."""
 
 LATER_SECONDS = 10.0
-"""By how much an engine's own deadline is later than ours."""
+"""Time by which an engine's own deadline is later than ours."""
 
 CLOSED = "it was closed"
 """Reason recorded on a normal close."""
 
 INTRODUCTION = b"introduction 2"
-"""Changed with what ranks say in it: those that say something else do not hear each other, and are told."""
+"""Version of what ranks say in it: ranks with different versions are told so."""
 
 LONGEST_SECONDS = 30 * 86400.0
 """Stands for "no deadline" in engines that need one."""
@@ -63,7 +63,7 @@ class Turn(threading.local):
     """A thread's place in the order of calls, taken even by a call that is refused before ranks meet."""
 
     has_begun = True
-    """Outside of what leads to a call there is nothing to refuse."""
+    """True once this call has its number, or outside of a call."""
 
 
 class ProcessGroup:
@@ -106,7 +106,7 @@ class ProcessGroup:
         self.rank, self.size = engine.rank, engine.size
         self.timeout_seconds, self.checks = timeout_seconds, checks
         self.agreed: dict[Any, Any] = {}  # what ranks have compared, by kind of call
-        self.compared_courses: set[Any] = set()  # kinds of call of which ranks have compared the tasks
+        self.compared_courses: set[Any] = set()  # kinds of call with tasks that ranks have compared
         self.members: tuple[str, ...] = tuple(f"rank {rank}" for rank in range(self.size))
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -150,13 +150,13 @@ class ProcessGroup:
         return self._broken is None and os.getpid() == self._process
 
     def check_usable(self) -> None:
-        """Refuses what would only fail later: the group is closed or broken, or another process's."""
+        """Refuses calls that would fail later: the group is closed or broken, or another process's."""
         self._check_process()
         if self._broken is not None:
             raise ProcessGroupError(f"this group is broken, so a new one has to be formed: {self._broken}")
 
     def reduces_on(self, device_type: str) -> bool:
-        """True if the engine all-reduces PyTorch's tensors on such devices in place."""
+        """Returns True if the engine all-reduces PyTorch's tensors on such devices in place."""
         return device_type in self._engine.device_collectives
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
@@ -178,7 +178,7 @@ class ProcessGroup:
         return empty_array(None if self.shared is None else self.shared.arrays, shape, dtype)
 
     def empty_like(self, tree: Any) -> Any:
-        """Makes arrays in shared memory like those of a structure: of NumPy, or of PyTorch on the host.
+        """Makes arrays in shared memory like those of a structure: for NumPy, or for PyTorch on the host.
 
         Args:
             tree: an array, or a structure of arrays.
@@ -214,7 +214,7 @@ class ProcessGroup:
         loaded("crossdevice.execution.fingerprints:check_same_in_group")(self, tree)
 
     def compare_always(self) -> None:
-        """From now on every call is compared, unless checks are off.
+        """Compares every call from now on, unless checks are off.
 
         For ranks that bring different numbers of replicas: what is new to one may be known to another.
         """
@@ -223,7 +223,7 @@ class ProcessGroup:
 
     @contextmanager
     def call(self, what: str, signature: bytes, timeout_seconds: float | None = None) -> Iterator[GroupCall]:
-        """The next call of this group; one at a time.
+        """Starts the next call of this group; one at a time.
 
         Args:
             what: for people, such as "reduce SUM of 3 values".
@@ -292,13 +292,13 @@ class ProcessGroup:
             self.give_up(f"call {call.number} ({call.what}) was left early: {error!r}")
 
     def give_up(self, why: str) -> None:
-        """Breaks the group and tells the others, who would wait for this rank until their deadlines."""
+        """Breaks the group and tells the others, which would wait for this rank until their deadlines."""
         if self._is_usable:
             self._break(why)
             self._say_last(why)
 
     def close(self) -> None:
-        """Ends the group on this rank, from any thread. What is still on its way is given up."""
+        """Ends the group on this rank, from any thread, and gives up unfinished messages."""
         self.end("it closed the group")
 
     def __enter__(self) -> Self:
@@ -311,7 +311,7 @@ class ProcessGroup:
         return f"<ProcessGroup: rank {self.rank} of {self.size} on {self.engine_name}>"
 
     def end(self, why: str) -> None:
-        """Ends the group on this rank, and tells the others why."""
+        """Ends the group on this rank and tells the others why."""
         # Not under the lock: a call that waits holds it, maybe of this very thread (a signal's handler).
         if self._broken == CLOSED:
             return
@@ -326,7 +326,7 @@ class ProcessGroup:
             self._engine.close()
 
     def _check_free(self, what: str) -> None:
-        """Refuses a call of a fork, and a second call at the same time, whose order ranks could not tell."""
+        """Refuses a call in a fork, and a concurrent call, since ranks could not agree on the order."""
         self._check_process()
         if self._holder == threading.get_ident():
             why = (
@@ -356,7 +356,7 @@ class ProcessGroup:
     # ---------------------------------------------------------------- what a call asks for
 
     def _carry(self, call: GroupCall, function: Callable[[float], None]) -> BackgroundCall:
-        """Has a function of the engine called in the background, with a timeout."""
+        """Calls a function of the engine in the background, with a timeout."""
         self._check_whole(call)
         # The engine's own deadline comes after ours, which knows who is missing.
         later = min(call.seconds_left() + LATER_SECONDS, LONGEST_SECONDS)
@@ -368,7 +368,7 @@ class ProcessGroup:
             raise self._not_done(call)
 
     def _wait(self, call: GroupCall, waited: Waited) -> None:
-        """Waits until it is done, but not beyond the call's deadline."""
+        """Waits for the end of an exchange, until the call's deadline at most."""
         try:
             if not waited.wait(min(PATIENCE_SECONDS, call.seconds_left())):
                 contact = waited if isinstance(waited, Contact) else self._engine
@@ -381,7 +381,7 @@ class ProcessGroup:
             self.give_up(f"call {call.number} ({call.what}) was interrupted by a call of this group")
             raise
         except (ConnectionError, GaveUpError) as error:
-            raise self._lost(call, error) from None  # whose message says all there is to know
+            raise self._lost(call, error) from None  # the message says all there is to know
         except Exception as error:
             raise self._lost(call, error) from error
         except BaseException as error:
@@ -389,7 +389,7 @@ class ProcessGroup:
             raise
 
     def _lost(self, call: GroupCall, error: Exception) -> ProcessGroupError | MismatchError | DeadlineError:
-        """The engine failed, most often because a rank is gone; or another rank, or thread, has given up."""
+        """Returns the error for a failed engine: mostly a rank is gone, or a rank or thread has given up."""
         if is_python_ending() and not is_background_thread():
             # Only daemons are left, whose traceback would be the last thing printed.
             time.sleep(EXIT_SECONDS)
@@ -400,7 +400,7 @@ class ProcessGroup:
         first_hand = {error.rank} if isinstance(error, RankLostError) else set()
         watch.agree_on_lost(lambda: first_hand | self._gone_ranks())
         odd = watch.odd_ones_out()
-        if odd is not None:  # whoever saw it first has hung up
+        if odd is not None:  # the first rank to see it has hung up
             text = f"call {call.number} is not the same on all ranks: {odd}"
             self._break(text)
             return MismatchError(text)
@@ -412,7 +412,7 @@ class ProcessGroup:
         return DeadlineError(text) if watch.waited_in_vain() else ProcessGroupError(text)
 
     def _gone_ranks(self) -> set[int]:
-        """Ranks whose processes or connections have ended, also those that nobody waits for."""
+        """Returns ranks with ended processes or connections, also those that are not awaited."""
         of_engine: GoneRanks = getattr(self._engine, "gone_ranks", tuple)
         gone = set(of_engine())
         if self._memory is not None:
@@ -425,12 +425,12 @@ class ProcessGroup:
         return Watch(self._board.exchange_notes, call, self.members, self.rank, self._last_refused, keeper)
 
     def _not_done(self, call: GroupCall) -> ProcessGroupError:
-        """For a call that goes on when another thread has ended the group."""
+        """Returns the error for a call that continues after another thread has ended the group."""
         why = "the group was closed" if self._broken == CLOSED else self._broken
         return ProcessGroupError(f"call {call.number} ({call.what}) was not done: {why}")
 
     def _break(self, why: str) -> None:
-        """Nothing is sent after this."""
+        """Marks the group broken: nothing is sent after this."""
         if self._broken is None:  # else it was closed meanwhile
             self._broken = why
         self._abandon()

@@ -26,13 +26,13 @@ POLLED_BYTES = 64 << 10
 
 
 class Hops(Protocol):
-    """Whoever is told of the messages of a call."""
+    """An observer of the messages of a call."""
 
     def note_sent(self, messages: Sequence[Message]) -> None:
-        """Called before messages are handed over."""
+        """Reports messages before they are handed over."""
 
     def note_received(self, messages: Sequence[Message]) -> None:
-        """Called when messages have arrived."""
+        """Reports messages that have arrived."""
 
 
 class GroupCall:
@@ -40,7 +40,7 @@ class GroupCall:
 
     num_exchanges = 0
     has_heard = False
-    """True if something has come from another rank, which then makes the same call."""
+    """True if a message has come from another rank, which then makes the same call."""
     _waited: Waited | None = None
     hops: Hops | None = None
     """Told of all messages, if the call is verified."""
@@ -57,20 +57,20 @@ class GroupCall:
         self.began = time.monotonic()
 
     def seconds_left(self) -> float:
-        """Until the deadline."""
+        """Returns the seconds until the deadline."""
         return self.began + self.timeout_seconds - time.monotonic()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Sends and receives all at once.
 
-        Ranks whose calls differ in number or signature use other tags: they wait for each other until one
+        Ranks with calls of another number or signature use other tags: they wait for each other until one
         of them says so, and never take each other's bytes.
         """
         self.start_exchange(sends, receives)
         self.wait()
 
     def start_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Begins an exchange: its memory is left alone until `wait`, which comes before anything else."""
+        """Begins an exchange: its memory must not change until `wait`, which is the next call."""
         self.num_exchanges += 1
         self._begin(sends, receives)
 
@@ -95,7 +95,7 @@ class GroupCall:
         self._waited = hosts.exchange(place, sends, receives, self.group._engine, waited)
 
     def _over_engine(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waited | None:
-        """Begins what the engine has to do, if that is anything."""
+        """Begins the engine's part, if there is one."""
         key = b"%d %d " % (self.number, self.num_exchanges) + self.signature
         digest = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
         tag = digest % (self.group._engine.largest_tag + 1)
@@ -112,7 +112,7 @@ class GroupCall:
         return self.group._carry(self, lambda seconds: exchange(going, coming, tag, seconds))
 
     def wait(self) -> None:
-        """Waits for what was started, if anything was."""
+        """Waits for the exchange in progress, if any."""
         if self._waited is not None:
             self.group._wait(self, self._waited)
             self._waited = None
@@ -121,7 +121,7 @@ class GroupCall:
             self._awaited = ()
 
     def step(self, numbers: Sequence[int] = ()) -> None:
-        """Waits until all ranks are here, and can see what the others have put into shared memory."""
+        """Waits until all ranks are here, and can see the others' writes to shared memory."""
         group, shared = self.group, self.group.shared
         assert shared is not None
         self.num_exchanges += 1
@@ -133,15 +133,15 @@ class GroupCall:
             group._wait(self, steps)
 
     def all_reduce(self, array: Any, device_type: str, op: str) -> None:
-        """The engine's own all-reduce of an array in place, on a device it `reduces_on`."""
+        """Runs the engine's all-reduce of an array in place, on a device it `reduces_on`."""
         self._run(self.group._engine.device_collectives[device_type].all_reduce_of(array, op))
 
     def all_to_all(self, output: Any, array: Any, device_type: str) -> None:
-        """The engine's own all-to-all of equal parts, in the same places."""
+        """Runs the engine's all-to-all of equal parts, in the same places."""
         self._run(self.group._engine.device_collectives[device_type].all_to_all_of(output, array))
 
     def all_gather_arrays(self, output: Any, array: Any, device_type: str) -> None:
-        """The engine's own all-gather of arrays of one length, in the same places."""
+        """Runs the engine's all-gather of arrays of one length, in the same places."""
         self._run(self.group._engine.device_collectives[device_type].all_gather_of(output, array))
 
     def _run(self, collective: Started) -> None:
@@ -151,11 +151,11 @@ class GroupCall:
         self.wait()
 
     def all_gather(self, record: bytes) -> list[bytes]:
-        """Every rank's record, all of one length."""
+        """Gathers every rank's record, all of one length."""
         return self._gathered(record, [len(record)] * self.group.size)
 
     def all_gather_uneven(self, record: bytes) -> list[bytes]:
-        """Every rank's record, of any lengths."""
+        """Gathers every rank's record, of any lengths."""
         lengths = self.all_gather(len(record).to_bytes(8, "little"))
         return self._gathered(record, [int.from_bytes(length, "little") for length in lengths])
 
@@ -190,7 +190,7 @@ class GroupCall:
             self.wait()
 
     def meet(self) -> None:
-        """Ends a call in which nothing came from others, who may be making another one.
+        """Ends a call without messages from others, which may be making another one.
 
         It is in its first exchange once more, where the others would be, so that their notes are compared.
         """
@@ -198,13 +198,13 @@ class GroupCall:
         self.all_gather(b"!")
 
     def others(self) -> list[int]:
-        """The other ranks, the next one first, so that not all of them start with the same."""
+        """Lists the other ranks, the next one first, so that not all of them start with the same."""
         rank, size = self.group.rank, self.group.size
         return [(rank + step) % size for step in range(1, size)]
 
 
 def receive_buffer(sender: str, shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-    """An array with no particular content for what a rank, named for people, has announced."""
+    """Allocates an array for data that a rank, named in errors, has announced."""
     check_announced(sender, shape, np.dtype(dtype).itemsize)
     try:
         return np.empty(tuple(shape), dtype)

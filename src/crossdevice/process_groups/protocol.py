@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class Message(NamedTuple):
-    """Memory that goes to, or comes from, another rank: a contiguous host array, seen as its bytes."""
+    """Memory sent to, or received from, another rank: a contiguous host array, seen as its bytes."""
 
     peer: int
     memory: NDArray[Any]
@@ -24,7 +24,7 @@ class RankLostError(ConnectionError):
 
 
 class GaveUpError(Exception):
-    """Another rank has said that it will not come, or another thread has closed the group."""
+    """Another rank will not come, or another thread has closed the group."""
 
 
 class Waited(Protocol):
@@ -34,23 +34,23 @@ class Waited(Protocol):
         """Waits for at most a number of seconds; returns whether it has ended."""
 
     def result(self) -> Any:
-        """Raises what went wrong, if anything has."""
+        """Raises the error of the exchange, if any."""
 
 
 @runtime_checkable
 class Contact(Protocol):
-    """Source of who is waited for and who is gone: an engine, or shared memory."""
+    """Source of awaited and lost ranks: an engine, or shared memory."""
 
     @property
     def awaited_ranks(self) -> Collection[int]:
-        """From whom something may still have to come; nobody if that cannot be told."""
+        """The ranks with messages that may still come; empty if unknown."""
 
     def check_contact(self, silent: Collection[int]) -> None:
         """Raises RankLostError if a rank that is waited for is gone, as far as can be told."""
 
 
 Begin: TypeAlias = Callable[[Sequence[Message], Sequence[Message], int], Waited]
-"""As `Engine.exchange`, but does not wait: whoever waits for what it returns makes the messages go on.
+"""Acts as `Engine.exchange` without waiting; waiting for the returned object advances the messages.
 
 An engine that is asked how its messages are may have one, called `begin`; it may be asked by any thread.
 """
@@ -58,19 +58,19 @@ An engine that is asked how its messages are may have one, called `begin`; it ma
 Started: TypeAlias = Callable[[float], None]
 """A collective that blocks, to be called with a timeout.
 
-It is made in the thread, and so on the streams, of whoever wrote its arrays.
+It is made in the thread that wrote its arrays, and so on the streams of that thread.
 """
 
 
 GoneRanks: TypeAlias = Callable[[], Collection[int]]
-"""The ranks whose connections have ended. An engine that knows has it, called `gone_ranks`."""
+"""Returns the ranks with ended connections. Engines that know them have it, as `gone_ranks`."""
 
 
 class DeviceCollectives(Protocol):
     """Collectives of an engine on PyTorch's tensors where they are; all are contiguous."""
 
     def all_reduce_of(self, tensor: Any, op: str) -> Started:
-        """An all-reduce in place, with a ReduceOp's name but not MEAN."""
+        """Runs an all-reduce in place, with a ReduceOp's name other than MEAN."""
 
     def all_to_all_of(self, output: Any, tensor: Any) -> Started:
         """Gives each rank one of equal parts; the output has those of all ranks in order."""
@@ -83,23 +83,23 @@ class Engine(Protocol):
     """Exchange of bytes between the ranks of a group. Calls block; each is from one thread at a time."""
 
     name: str
-    """As users know it: "gloo", "Open MPI"."""
+    """Name as users know it: "gloo", "Open MPI"."""
 
     rank: int
     size: int
 
     board_keeper: int | None
-    """The rank in whose process the board of notes is; None if it is in none, or that is not known."""
+    """The rank with the board of notes in its process; None if there is none, or it is unknown."""
 
     largest_tag: int
     """Tags are whole numbers from 0 to this one, at least 32767."""
 
     device_collectives: Mapping[str, DeviceCollectives]
-    """By type of device, for PyTorch's tensors that need not go through the host's memory."""
+    """Collectives by type of device, for PyTorch's tensors that need not go through the host's memory."""
 
     @property
     def awaited_ranks(self) -> Collection[int]:
-        """From whom `exchange` may still be waiting for something; nobody if that cannot be told."""
+        """The ranks that `exchange` may still be waiting for; empty if unknown."""
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
@@ -108,14 +108,14 @@ class Engine(Protocol):
 
         Between two ranks, messages of one tag arrive in order; messages of another tag are never taken for
         them. An engine may come back late, or never: the caller does not rely on `timeout_seconds`.
-        Raises RankLostError if it knows whose connection has ended.
+        Raises RankLostError if it knows of a rank with an ended connection.
         """
 
     def post(self, note: str) -> None:
         """Puts this rank's note on the board in place of its last one, whatever other ranks are doing."""
 
     def notes(self) -> Mapping[int, str]:
-        """The latest note of every rank that has put one up."""
+        """Returns the latest note of every rank that has put one up."""
 
     def check_contact(self, silent: Collection[int]) -> None:
         """Raises RankLostError if a silent rank that `exchange` waits for is gone, as far as can be told.
@@ -125,7 +125,7 @@ class Engine(Protocol):
         """
 
     def abandon(self) -> None:
-        """Told when an error has left something on its way; called from any thread, and must not block."""
+        """Gives up unfinished messages after an error; called from any thread, and must not block."""
 
     def close(self) -> None:
-        """Gives up what belongs to the engine; other ranks need not take part."""
+        """Releases the engine's resources; other ranks need not take part."""

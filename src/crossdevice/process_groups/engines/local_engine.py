@@ -32,7 +32,7 @@ from crossdevice.process_groups.protocol import DeviceCollectives, Message, Rank
 from crossdevice.values.launchers import Launch
 
 SPIN_SECONDS = 0.0001
-"""For how long a wait asks again at once: to be woken takes some 50 us."""
+"""Time that a wait polls before it sleeps: a wake-up takes some 50 us."""
 
 MAX_PARTS = 64
 """Number of arrays that go into one system call."""
@@ -48,7 +48,7 @@ def form_group(
     checks: Checks = "new",
     shared_memory: bool | None = None,
 ) -> ProcessGroup:
-    """A group of the processes of this host that call this with one folder and name, each with its rank.
+    """Forms a group of the processes of this host that use one folder and name, each with its rank.
 
     The n-th group that a rank forms is made with the n-th of the others, so a group that broke can be formed
     again.
@@ -64,7 +64,7 @@ def form_group(
 
 
 def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> LocalEngine:
-    """The engine of this process of a launch: in its folder, else in one that its address and port name."""
+    """Returns the engine of this process of a launch, in its folder or one named by address and port."""
     # Ranks of `crossdevice run` are on one host: they meet, and hear there of another WORLD_SIZE.
     if cluster.folder is None and cluster.local_size not in (None, cluster.size):
         raise OptionError(
@@ -94,7 +94,7 @@ def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> Lo
 
 
 class LocalEngine:
-    """One rank on Unix sockets, connected to all others. Notes are files."""
+    """One rank on Unix sockets, connected to all others; its notes are files."""
 
     name = "Unix sockets"
     board_keeper: int | None = None
@@ -122,31 +122,31 @@ class LocalEngine:
 
     @property
     def awaited_ranks(self) -> Collection[int]:
-        """The ranks whose messages have not come."""
+        """The ranks with messages still to come."""
         begun = self._begun
         return [] if begun is None else begun.awaited_ranks
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
     ) -> None:
-        """All at once, as far as sockets take and have something."""
+        """Exchanges all messages at once, as far as sockets are ready."""
         if not self.begin(sends, receives, tag).wait(timeout_seconds):
             raise TimeoutError(f"no answer in {timeout_seconds:g} seconds")
 
     def begin(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> _Messages:
-        """The same, for whoever waits itself."""
+        """Begins an exchange that the caller waits for."""
         self._begun = _Messages(self._connections, sends, receives, tag)
         return self._begun
 
     def post(self, note: str) -> None:
-        """A file that takes the place of the last one at once."""
+        """Writes a file that replaces the last one atomically."""
         path = self._note_of(self.rank)
         part = path.with_name(f"{path.name}.part")
         part.write_text(note)
         part.replace(path)
 
     def notes(self) -> Mapping[int, str]:
-        """Those that are there."""
+        """Returns the notes that exist."""
         found = {}
         for rank in range(self.size):
             with contextlib.suppress(FileNotFoundError):
@@ -154,20 +154,20 @@ class LocalEngine:
         return found
 
     def check_contact(self, silent: Collection[int]) -> None:
-        """A connection that has ended is noticed by whoever waits for it."""
+        """Does nothing: the exchange itself notices connections that have ended."""
 
     def gone_ranks(self) -> Collection[int]:
-        """The ranks whose connections have ended, whether or not something is waited for."""
+        """Returns the ranks with ended connections, whether or not a message is awaited."""
         return [rank for rank, connection in list(self._connections.items()) if connection.has_ended()]
 
     def abandon(self) -> None:
-        """Hangs up: what is on its way ends with an error at the other end; what was sent before arrives."""
+        """Hangs up: unfinished messages end with an error at the other end; those sent before arrive."""
         for connection in list(self._connections.values()):
             connection.shut()
         self._presence_of(self.rank).unlink(missing_ok=True)  # this process may form another group here
 
     def close(self) -> None:
-        """Hangs up; the last one removes the notes, which others may still want to read."""
+        """Hangs up; the last rank removes the notes, which others may still read."""
         connections, self._connections = self._connections, {}
         for connection in connections.values():
             connection.shut()
@@ -190,7 +190,7 @@ class _Going:
         self.parts: list[memoryview] = []
 
     def send(self, connection: Connection) -> None:
-        """As much as the socket takes."""
+        """Sends as much as the socket takes."""
         while self.parts:
             try:
                 length = connection.socket.sendmsg(self.parts[:MAX_PARTS])
@@ -211,11 +211,11 @@ class _Coming:
     def __init__(self) -> None:
         self.parts: list[memoryview] = []
         self.is_other = False
-        """True if the rank's next message has another tag: it makes another call, of which notes tell."""
+        """True if the rank's next message has another tag: it makes another call, described by its note."""
         self._is_inside = False
 
     def receive(self, connection: Connection, tag: int) -> None:
-        """As much as has come, of messages of this tag."""
+        """Receives what has come of messages of this tag."""
         while self.parts and not self.is_other:
             memory = self.parts[0]
             if not self._is_inside:
@@ -240,7 +240,7 @@ class _Coming:
 
 
 class _Messages:
-    """The messages of one exchange; whoever waits makes them go on."""
+    """The messages of one exchange; waiting advances them."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class _Messages:
 
     @property
     def awaited_ranks(self) -> Collection[int]:
-        """The ranks whose messages have not come."""
+        """The ranks with messages still to come."""
         return list(self._coming)
 
     def wait(self, seconds: float) -> bool:
@@ -287,7 +287,7 @@ class _Messages:
         return True
 
     def result(self) -> None:
-        """As of a background call."""
+        """Returns when the exchange has ended; raises its error."""
 
     def _go_on(self) -> None:
         peer = -1

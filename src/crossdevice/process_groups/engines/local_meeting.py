@@ -39,18 +39,18 @@ SILENT_SECONDS = 10.0
 SMALLEST_PAUSE_SECONDS, LARGEST_PAUSE_SECONDS = 0.0005, 0.02
 
 CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""One that all processes of a host share."""
+"""Clock that all processes of a host share."""
 
 HEADER = struct.Struct("<qq")
-"""Of a frame: its tag, and how many bytes follow."""
+"""Header of a frame: its tag and its length in bytes."""
 
 _HELLO, _READY = -1, -2
-"""Tags of frames between ranks that meet; those of messages are not negative."""
+"""Tags of frames while ranks meet; message tags are not negative."""
 
 _HUNG_UP = select.POLLHUP | getattr(select, "POLLRDHUP", 0)
 
 _LOADED_SECONDS = time.clock_gettime(CLOCK)
-"""In place of the start of this process, where the system does not say it."""
+"""Stands for the start of this process where the system does not tell."""
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _turns: dict[str, int] = {}
@@ -58,7 +58,7 @@ _places: dict[str, threading.Lock] = {}
 
 
 def _close_in_child() -> None:
-    """Else a forked process would keep connections open whose rank has died."""
+    """Closes inherited sockets: a forked process would keep connections of a dead rank open."""
     for each in list(_sockets):
         each.close()
     _places.clear()
@@ -68,16 +68,16 @@ runtime.renew_after_fork(_close_in_child)
 
 
 class _Forgotten(socket.socket):
-    """A socket that is closed once nobody knows it any more: another thread may be asking about it."""
+    """A socket that closes with its last reference: another thread may be polling it."""
 
     def __del__(self) -> None:
         self.close()
 
 
 class Connection:
-    """A socket that does not block, with what was read of it and not yet taken.
+    """A non-blocking socket with a buffer of unread bytes.
 
-    What comes are frames: a tag, a length, and so many bytes.
+    The stream consists of frames: a tag, a length, and that many bytes.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -88,7 +88,7 @@ class Connection:
         self._start = self._end = 0
 
     def header(self) -> tuple[int, int] | None:
-        """Tag and length of the next frame, which stays; None if it has not come."""
+        """Returns tag and length of the next frame without consuming it; None if it has not come."""
         while self._end - self._start < HEADER.size:
             if not self._fill():
                 return None
@@ -96,11 +96,11 @@ class Connection:
         return tag, length
 
     def skip_header(self) -> None:
-        """Goes on to what the frame holds."""
+        """Consumes the header, up to the frame's contents."""
         self._start += HEADER.size
 
     def read_into(self, memory: memoryview) -> int:
-        """Fills in some of the memory; returns how much, 0 if nothing has come."""
+        """Reads into a part of the memory; returns how much, 0 if nothing has come."""
         waiting = self._end - self._start
         if not waiting and memory.nbytes < BUFFER_BYTES:
             self._fill()
@@ -113,7 +113,7 @@ class Connection:
         return self._received(memory)
 
     def frame(self) -> tuple[int, bytes] | None:
-        """The next frame, taken if all of it has come; one that fits the buffer."""
+        """Consumes and returns the next frame, which must fit the buffer; None if it is incomplete."""
         found = self.header()
         if found is None:
             return None
@@ -128,17 +128,17 @@ class Connection:
         return tag, bytes(self._bytes[start : self._start])
 
     def send_frame(self, tag: int, payload: bytes) -> None:
-        """A small one, for which an empty socket has room."""
+        """Sends a small frame, for which an empty socket has room."""
         self.socket.send(HEADER.pack(tag, len(payload)) + payload)
 
     def has_ended(self) -> bool:
-        """True once the other side has hung up, though what it has sent may not have been read."""
+        """Returns True once the other side has hung up; data it sent may still be unread."""
         asked = select.poll()
         asked.register(self.socket, _HUNG_UP)
         return bool(asked.poll(0))
 
     def shut(self) -> None:
-        """Nothing more is sent, or read either; whoever waits is woken."""
+        """Ends both directions of the connection, and wakes waiting threads."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -204,7 +204,7 @@ class Meeting:
 
     @property
     def _refusal(self) -> Path:
-        """The file that says why there is no group, to whoever comes to this meeting, and when that was."""
+        """The file with the reason there is no group, and the time of it, for ranks that come later."""
         return self._folder / f"{self._key}.{self._turn}.refused"
 
     def hold(self) -> dict[int, Connection]:
@@ -250,7 +250,7 @@ class Meeting:
                 self._path.unlink(missing_ok=True)
 
     def _take_place(self, listening: socket.socket) -> None:
-        """Has the socket listen where this rank is called; nobody finds it there before it does."""
+        """Listens under this rank's name; the socket gets that name once it listens."""
         made = self._folder / f"{secrets.token_hex(4)}.{self._rank}"
         try:
             listening.bind(str(made))
@@ -291,7 +291,7 @@ class Meeting:
             os.close(folder)
 
     def _refuse_double(self, found: Connection) -> None:
-        """Another process listens as this rank; it may be about to leave."""
+        """Refuses a second process with this rank, unless it leaves soon."""
         end = min(self._end, time.monotonic() + GRACE_SECONDS)
         with contextlib.suppress(OSError), found.socket:
             while time.monotonic() < end:
@@ -302,20 +302,20 @@ class Meeting:
                 time.sleep(SMALLEST_PAUSE_SECONDS)
 
     def _refuse(self, why: str) -> NoReturn:
-        """Leaves the reason for all ranks, whether they are here or come later."""
+        """Leaves the reason for all ranks, those that come later included."""
         made = self._folder / f"{secrets.token_hex(4)}.made"
         made.write_text(json.dumps([time.clock_gettime(CLOCK), why]))
         made.rename(self._refusal)
         raise _RefusedError(why)
 
     def _check_refused(self) -> None:
-        """Raises what another rank of this meeting has found."""
+        """Raises the refusal of another rank of this meeting."""
         found = self._found_refusal()
         if found is not None and found[0] >= _start_seconds():
             raise _RefusedError(found[1])
 
     def _refused_before(self) -> str | None:
-        """The reason of a refusal from before this process was started: most often that of another launch."""
+        """Returns the reason of a refusal older than this process, mostly that of another launch."""
         found = self._found_refusal()
         return None if found is None or found[0] >= _start_seconds() else found[1]
 
@@ -361,9 +361,9 @@ class Meeting:
                 logger.warning("waiting for %s to form a group of %d", numbered("rank", missing), self._size)
 
     def _say_ready(self) -> None:
-        """Tells the others that all are here. No rank is in the group before it has heard that of all.
+        """Tells the others that all are here. A rank is in the group only after hearing this from all.
 
-        So none is in it while another one may still find a reason against it.
+        So no rank is in the group while another one may still find a reason against it.
         """
         for connection in self._peers.values():
             if connection not in self._told_ready:
@@ -372,7 +372,7 @@ class Meeting:
                 self._told_ready.add(connection)
 
     def _take_turn(self, turn: int) -> None:
-        """Before anybody is met, so that no note is read of a process that had this address before."""
+        """Registers this rank before it meets others, and removes an old note under its name."""
         if self._is_here:
             self.presence_of(self._rank).unlink(missing_ok=True)
         self._turn, self._is_here = turn, False
@@ -387,7 +387,7 @@ class Meeting:
         self.presence_of(self._rank).write_text(f"{_own_start()} {self._size} {own_name()}")
 
     def _check_those_present(self) -> None:
-        """Refuses what does not fit ranks that are in a group already, and so do not listen."""
+        """Refuses sizes that differ from those of ranks already in a group, which do not listen."""
         self._compare = math.inf
         for path in sorted(self._folder.glob(f"{self._key}.{self._turn}-*.at")):
             found = _read_presence(path)
@@ -404,7 +404,7 @@ class Meeting:
                     self._heard.append(found)
 
     def _called_at(self, path: Path) -> Connection | None:
-        """A connection to who listens there, who has heard of this rank; None if nobody does."""
+        """Connects to the listener at this path and greets it; None if there is none."""
         calling = socket.socket(socket.AF_UNIX)
         calling.setblocking(False)
         try:
@@ -432,7 +432,7 @@ class Meeting:
                     self._heard.append(connection)
 
     def _hear(self, connection: Connection) -> None:
-        """Takes the other side's hello, if it has come."""
+        """Reads the other side's hello, if it has come."""
         try:
             frame = connection.frame()
         except OSError:
@@ -463,7 +463,7 @@ class Meeting:
         self._called = {rank: called for rank, called in self._called.items() if called is not connection}
 
     def _look_after_peers(self) -> None:
-        """Those that have withdrawn come again."""
+        """Drops peers that have withdrawn, so that they can come again."""
         is_lacking = len(self._peers) < self._size - 1
         for rank, connection in list(self._peers.items()):
             if connection in self._ready:  # what comes next is of the group
@@ -516,7 +516,7 @@ class _Presence(NamedTuple):
 
 
 def _read_presence(path: Path) -> _Presence | None:
-    """Reads who is named in a file of presence; None if that process has ended."""
+    """Reads the process named in a file of presence; None if that process has ended."""
     try:
         start, size, who = path.read_text().split(" ", 2)
         process = int(who.rpartition(" ")[2])
@@ -533,18 +533,18 @@ def _own_start() -> str:
 
 
 def _start_seconds() -> float:
-    """The same in seconds of CLOCK."""
+    """Returns the start of this process in seconds of CLOCK."""
     ticks = start_time_of(os.getpid())
     return _LOADED_SECONDS if ticks is None else ticks / os.sysconf("SC_CLK_TCK")
 
 
 def is_present(presence: Path) -> bool:
-    """True while the process named there is in the group and running."""
+    """Returns True while the process named there is in the group and running."""
     return _read_presence(presence) is not None
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder that nobody else can enter; refuses one that somebody can."""
+    """Makes a folder that only its user can enter; refuses one that others can enter."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
     found = folder.lstat()

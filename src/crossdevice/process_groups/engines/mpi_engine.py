@@ -21,13 +21,13 @@ from crossdevice.process_groups.protocol import DeviceCollectives, Message
 from crossdevice.values.launchers import Launch
 
 EAGER_SECONDS = 0.002
-"""For how long a wait asks again at once; later it sleeps in between, so that others get the core."""
+"""Time that a wait polls without sleeping; later it sleeps in between, to free the core."""
 
 PAUSE_SECONDS = 0.0001
-"""Between two questions: in this time shared memory or a socket fills with some MiB at most."""
+"""Time between two polls: shared memory or a socket fills with a few MiB at most in this time."""
 
 CLOSING_SECONDS = 5.0
-"""Time of other ranks to come to their end after an error, before one of them ends the job."""
+"""Time for other ranks to end by themselves after an error, before a rank ends the job."""
 
 NOTES_SECONDS = 0.1
 """Time that notes may lie unread: a rank puts up a few in a second, while it waits."""
@@ -43,7 +43,7 @@ def form_group(
     checks: Checks = "new",
     shared_memory: bool | None = None,
 ) -> ProcessGroup:
-    """A group of all processes of an MPI communicator, or of all that MPI has started; all of them call this.
+    """Forms a group of all processes of an MPI communicator, or of all that MPI has started; collective.
 
     Args:
         timeout_seconds: for forming the group, and then for each of its calls.
@@ -54,7 +54,7 @@ def form_group(
 
 
 def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> MpiEngine:  # noqa: ARG001
-    """The engine of this process of a launch."""
+    """Returns the engine of this process of a launch."""
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (cluster.rank, cluster.size):
         raise OptionError(
@@ -99,7 +99,7 @@ class MpiEngine:
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
     ) -> None:
-        """All at once; MPI keeps messages of one tag in order."""
+        """Exchanges all messages at once; MPI keeps messages of one tag in order."""
         messages = self.begin(sends, receives, tag)
         is_done = False
         try:
@@ -111,7 +111,7 @@ class MpiEngine:
             raise TimeoutError(f"no answer in {timeout_seconds:g} seconds")
 
     def begin(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> _Messages:
-        """The same, for whoever asks MPI itself."""
+        """Begins an exchange that the caller polls."""
         coming = [
             self._data.Irecv([piece, MPI.BYTE], peer, tag)
             for peer, memory in receives
@@ -126,7 +126,7 @@ class MpiEngine:
         return self._begun
 
     def post(self, note: str) -> None:
-        """A small message to all others, whether or not they will read it."""
+        """Sends a small message to all others, read or not."""
         text = note.encode()
         self._posting = [(request, sent) for request, sent in self._posting if not request.Test()]
         self._posting += [
@@ -138,13 +138,13 @@ class MpiEngine:
             self._notes[self.rank] = note
 
     def notes(self) -> Mapping[int, str]:
-        """The latest that came from each rank."""
+        """Returns the latest note from each rank."""
         self.read_notes()
         with self._reading:
             return dict(self._notes)
 
     def check_contact(self, silent: Collection[int]) -> None:
-        """Its launcher ends the job when a rank is gone."""
+        """Does nothing: the launcher ends the job when a rank is gone."""
 
     def abandon(self) -> None:
         """Stops waiting. At exit MPI would wait for all ranks, so then it may have to end the whole job."""
@@ -159,13 +159,13 @@ class MpiEngine:
         self.is_abandoned = True
 
     def read_notes_now_and_then(self) -> None:
-        """After an exchange, in which MPI was asked often enough: ranks put up notes much more rarely."""
+        """Reads notes after some exchanges: exchanges poll MPI often, and notes are much rarer."""
         if time.monotonic() - self._read_at > NOTES_SECONDS:
             self.read_notes()
             self._read_at = time.monotonic()
 
     def read_notes(self) -> None:
-        """Takes what has come. Nobody may ever ask for it, and it piles up."""
+        """Receives all pending notes, which would pile up if they were never requested."""
         with self._reading:
             status = MPI.Status()
             while (message := self._notices.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
@@ -175,7 +175,7 @@ class MpiEngine:
 
 
 def _copied(communicator: MPI.Intracomm, end: float) -> MPI.Intracomm:
-    """A communicator in which only our messages travel."""
+    """Returns a communicator for our messages only."""
     copy, request = communicator.Idup()
     if not _wait(request.Test, end):
         _ending.is_in_doubt = True
@@ -231,7 +231,7 @@ class _Messages:
         return self._is_over
 
     def result(self) -> None:
-        """As of a background call."""
+        """Returns when the exchange has ended; raises its error."""
 
     def leave_behind(self) -> None:
         """Takes back the receives, and keeps the memory as long as MPI runs."""
@@ -257,7 +257,7 @@ def _name() -> str:
 
 
 class _Ending:
-    """Before MPI ends, which takes all ranks, they wait for each other here: one that is gone never comes.
+    """A wait of all ranks for each other before MPI ends, which needs all of them.
 
     After an error that is not waited for long, unless all ranks have formed another group since: then the
     whole job is ended.
@@ -270,13 +270,13 @@ class _Ending:
         self.is_in_doubt = False
 
     def joined(self, communicator: MPI.Intracomm) -> None:
-        """Another group has been formed."""
+        """Counts a new group."""
         self._communicators.append(communicator)
         if communicator.size == MPI.COMM_WORLD.size:
             self.is_in_doubt = False
 
     def finish(self) -> None:
-        """Called when Python is about to end."""
+        """Waits for the others when Python is about to end."""
         if os.getpid() != self._process or MPI.Is_finalized():
             return
         end_all()  # others may be waiting for this rank

@@ -45,7 +45,7 @@ class ThreadEngine:
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
     ) -> None:
-        """Leaves copies of what is sent, and waits for what is to come."""
+        """Leaves copies of what is sent, and waits for messages."""
         boxes, end = self._boxes, time.monotonic() + timeout_seconds
         with boxes.changed:
             for peer, memory in sends:
@@ -70,21 +70,21 @@ class ThreadEngine:
             self._boxes.changed.notify_all()
 
     def notes(self) -> Mapping[int, str]:
-        """All notes that are up."""
+        """Returns all current notes."""
         return dict(self._boxes.notes)
 
     def check_contact(self, silent: Collection[int]) -> None:
-        """Threads of one process are gone together."""
+        """Does nothing: threads of one process end together."""
 
     def abandon(self) -> None:
-        """Whoever waits goes on waiting until its deadline."""
+        """Does nothing: waiting threads go on until their deadlines."""
 
     def close(self) -> None:
-        """There is nothing to give up."""
+        """Does nothing: there are no resources."""
 
 
 def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> ThreadEngine:  # noqa: ARG001
-    """The engine of a process that is alone."""
+    """Returns the engine of a single process."""
     if cluster.size > 1:
         raise OptionError(f"threads reach no other processes; recognised {cluster.recognised}")
     return ThreadEngine(Mailboxes(1), 0)

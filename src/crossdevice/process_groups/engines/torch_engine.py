@@ -29,20 +29,20 @@ from crossdevice.process_groups.protocol import DeviceCollectives, Message, Rank
 from crossdevice.values.launchers import Launch
 
 PAUSE_SECONDS = 0.00005
-"""Between two questions whether a collective has ended."""
+"""Time between two polls for the end of a collective."""
 
 
 class TorchCollectives:
     """The collectives of one rank on an engine of torch.distributed, which the first of them starts."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, start: Callable[..., Any]) -> None:
-        """`start` makes the engine of a store, a rank, a size and a timeout."""
+        """Takes `start`, which makes the engine from a store, a rank, a size and a timeout."""
         self._place = (store, rank, size)
         self._start = start
         self._engine: Any = None
 
     def all_reduce_of(self, tensor: torch.Tensor, op: str) -> Started:
-        """An all-reduce after all that the current stream is to do before it."""
+        """Enqueues an all-reduce after the work on the current stream."""
         options = dist.AllreduceOptions()
         options.reduceOp = {
             "SUM": dist.ReduceOp.SUM,
@@ -53,12 +53,12 @@ class TorchCollectives:
         return self._after_current_stream(tensor, lambda engine: engine.allreduce([tensor], options))
 
     def all_to_all_of(self, output: torch.Tensor, tensor: torch.Tensor) -> Started:
-        """The same for an all-to-all; of bytes, since engines do not have all dtypes."""
+        """Enqueues an all-to-all in the same order; of bytes, since engines lack some dtypes."""
         out, sent = output.view(torch.uint8), tensor.view(torch.uint8)
         return self._after_current_stream(tensor, lambda engine: engine.alltoall_base(out, sent, [], []))
 
     def all_gather_of(self, output: torch.Tensor, tensor: torch.Tensor) -> Started:
-        """The same for an all-gather."""
+        """Enqueues an all-gather in the same order."""
         out, sent = output.view(torch.uint8), tensor.view(torch.uint8)
         return self._after_current_stream(tensor, lambda engine: engine._allgather_base(out, sent))
 
@@ -83,14 +83,14 @@ class TorchCollectives:
 
 
 def nccl_of(store: dist.Store, rank: int, size: int) -> TorchCollectives | None:
-    """The collectives of NCCL, if PyTorch has it and sees a GPU."""
+    """Returns the collectives of NCCL, if PyTorch has it and sees a GPU."""
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return None
     return TorchCollectives(dist.PrefixStore("nccl", store), rank, size, dist.ProcessGroupNCCL)
 
 
 HANG_UP_TAG, CONTACT_TAG = (1 << 31) - 1, (1 << 31) - 2
-"""Tags of messages that nobody receives."""
+"""Tags of messages that are never received."""
 
 
 def form_group(
@@ -105,7 +105,7 @@ def form_group(
     checks: Checks = "new",
     shared_memory: bool | None = None,
 ) -> ProcessGroup:
-    """A group of the processes that call this with the same size and name, each with a rank of its own.
+    """Forms a group of the processes that use the same size and name, each with its own rank.
 
     They meet in `store`, else in the store of torch.distributed's default group if there is one, else in a
     store that rank 0 keeps at `address` and `port`. The n-th group that a rank forms is made with the n-th
@@ -133,7 +133,7 @@ def form_group(
 
 
 def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> TorchEngine:
-    """The engine of this process of a launch."""
+    """Returns the engine of this process of a launch."""
     deadline = TimedCalls(timeout_seconds)
     store, keeper = default_store(), None
     if store is None:
@@ -205,13 +205,13 @@ class TorchEngine:
 
     @property
     def awaited_ranks(self) -> Collection[int]:
-        """The rank whose message has not come, and those whose messages have not been looked at."""
+        """The rank with a missing message, and those with messages not yet checked."""
         return {message.peer for message in self._left}
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, timeout_seconds: float
     ) -> None:
-        """All at once; gloo keeps messages of one tag in order, and sends them once they are asked for."""
+        """Exchanges all messages at once; gloo keeps messages of one tag in order, and sends on request."""
         gloo, timeout, peer = self._gloo, timedelta(seconds=timeout_seconds), self.rank
         self._is_out = True
         try:
@@ -230,7 +230,7 @@ class TorchEngine:
         self._is_out = False
 
     def post(self, note: str) -> None:
-        """Notes hang in the store under the rank's number."""
+        """Stores a note under the rank's number."""
         if self._is_store_gone:
             raise ConnectionError("the store is gone")
         try:
@@ -240,11 +240,11 @@ class TorchEngine:
             raise
 
     def notes(self) -> Mapping[int, str]:
-        """All that hang there; an empty one was put up by each rank when it came."""
+        """Returns all notes; each rank put up an empty one when it came."""
         return {rank: note for rank, note in enumerate(everyones(self._store, "note", self.size)) if note}
 
     def check_contact(self, silent: Collection[int]) -> None:
-        """Gloo waits on if a connection ends in the middle of a message, but takes no new ones for it."""
+        """Checks contact: gloo keeps waiting if a connection ends mid-message, but refuses new messages."""
         awaited, gloo = next(iter(self._left), None), self._gloo
         if awaited is None or awaited.peer not in silent or gloo is None:
             return
@@ -256,9 +256,9 @@ class TorchEngine:
             self._doubted = awaited  # its message may have come just before it left
 
     def abandon(self) -> None:
-        """Hangs up. What is on its way ends with an error, here and at the other end.
+        """Hangs up: unfinished messages end with an error, here and at the other end.
 
-        Else whoever comes late would get what has been written to the memory since.
+        Otherwise a late rank would get what has been written to the memory since.
         """
         gloo = self._gloo
         # Without a store, that is all the news that ranks of other hosts get.
@@ -298,7 +298,7 @@ class _Awaited(NamedTuple):
 
 
 class _Adopted:
-    """Memory that is only sent, but that PyTorch would warn about because it is read-only."""
+    """Read-only memory that is only sent, wrapped since PyTorch would warn about it."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self._memory = memory
@@ -306,13 +306,13 @@ class _Adopted:
 
 
 def _tensor(memory: NDArray[Any]) -> Tensor:
-    """The memory itself, as bytes."""
+    """Returns the memory itself, as bytes."""
     flat = memory.reshape(-1).view(np.uint8)
     return from_numpy(flat if flat.flags.writeable else np.asarray(_Adopted(flat)))
 
 
 def _hang_up(gloo: Any, peers: Sequence[int]) -> None:
-    """Closes all connections of a gloo group, which it does by itself only when a receive comes too late.
+    """Closes all connections of a gloo group; gloo itself does that only after a receive times out.
 
     A peer that is gone cannot be waited for, so each is tried.
     """

@@ -1,4 +1,4 @@
-"""Rendezvous of ranks in a store of torch.distributed, and what they learn when not all come."""
+"""Rendezvous of ranks in a store of torch.distributed, with reasons if some are missing."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ SILENT_SECONDS = 10.0
 """Wait for ranks before that is said."""
 
 ANSWER_SECONDS = 1.0
-"""Time of a store for an answer, even if it is asked just before the deadline."""
+"""Minimum time for an answer of a store, even just before the deadline."""
 
 WITHDRAWAL_SECONDS = 2.0
-"""Time that a rank whose deadline has passed spends on saying so."""
+"""Time that a rank has after its deadline to report it."""
 
 MAX_COMERS = 256
 """Number of the last that came to a store that are read."""
 
 COMPARING_SECONDS = 2.0
-"""After how long the ranks of a launch look whether others wait for a group of another size."""
+"""Time after which the ranks of a launch look for others waiting with another group size."""
 
 SMALLEST_PAUSE_SECONDS, LARGEST_PAUSE_SECONDS = 0.001, 0.25
 
 
 class Meeting:
-    """The ranks that form one group: each comes, waits for the others, and learns how to reach them.
+    """The ranks that form one group: each comes, waits for the others, and learns their addresses.
 
-    The n-th meeting of a rank is with the n-th of the others. Whoever waited in vain comes to the same one
-    again when it tries again.
+    The n-th meeting of a rank is with the n-th of the others. A rank that waited in vain comes to the same
+    one again when it tries again.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Meeting:
         *,
         is_of_launch: bool = False,
     ) -> None:
-        """`is_of_launch` says that all processes of a launch come: those of another size are mistaken."""
+        """`is_of_launch` says that all processes of a launch come, so those of another size are wrong."""
         self._whole = store
         self._rank = rank
         self._size = size
@@ -160,7 +160,7 @@ class Meeting:
             )
 
     def _check_size(self) -> None:
-        """Refuses a launch whose processes do not agree on how many they are, and tells the others."""
+        """Refuses a launch with processes that disagree on their number, and tells the others."""
         for rank, size, who in self._ask(self._comers_of_other_sizes):
             why = (
                 f"ranks disagree about how many they are (WORLD_SIZE): rank {rank} ({who}) says {size}, and "
@@ -176,7 +176,7 @@ class Meeting:
             self._refuse(why)
 
     def _check_told(self) -> None:
-        """Raises what another rank of this meeting has found, also if this one comes later."""
+        """Raises the refusal of another rank of this meeting, also if this one comes later."""
 
         def told() -> str:
             return str(self.store.get("refused").decode()) if self.store.check(["refused"]) else ""
@@ -193,7 +193,7 @@ class Meeting:
         raise OptionError(why)
 
     def _withdraw(self) -> None:
-        """As if this rank had not come: its next try is to meet the others' first."""
+        """Withdraws this rank: its next try meets the others' first one."""
 
         def withdraw() -> None:
             self.store.set(f"gave up of {self._rank}", "its deadline passed")
@@ -205,7 +205,7 @@ class Meeting:
             self._ask_anew(withdraw)
 
     def _ask_anew(self, function: Callable[[], Any]) -> Any:
-        """After the deadline."""
+        """Asks the store again after the deadline."""
         return TimedCalls(WITHDRAWAL_SECONDS).make(function)
 
     def _not_formed(self) -> str:
@@ -225,7 +225,7 @@ class Meeting:
         )
 
     def _missing(self) -> list[int]:
-        """Ranks that have not come to form the group."""
+        """Lists ranks that have not come to form the group."""
         return [rank for rank, key in enumerate(keys("address", self._size)) if not self.store.check([key])]
 
     def _has_given_up(self, rank: int) -> bool:
@@ -233,7 +233,7 @@ class Meeting:
         return bool(self.store.check([key]) and self.store.get(key))
 
     def _of_other_sizes(self) -> str:
-        """The processes that wait in the same store for a group of another size, perhaps for this one."""
+        """Lists processes waiting in the same store for a group of another size, perhaps for this one."""
         return "".join(
             f"; rank {rank} ({who}) waits for a group of {size}"
             for rank, size, who in self._comers_of_other_sizes()
@@ -251,26 +251,26 @@ class Meeting:
         return found
 
     def _of_earlier(self) -> str:
-        """Another process that has been this rank before, and may still be."""
+        """Names another process that has been this rank before, and may still be."""
         key, earlier = f"who of {self._rank}", self._store_of(self._turn - 1)
         who = earlier.get(key).decode() if self._turn > 1 and earlier.check([key]) else own_name()
         return "" if who == own_name() else f"; another process, {who}, has been rank {self._rank} before"
 
 
 def everyones(store: dist.Store, what: str, size: int) -> list[str]:
-    """Reads what all ranks have put into a store, in one request where the store supports it."""
+    """Reads the values of all ranks from a store, in one request where the store supports it."""
     names = keys(what, size)
     found = store.multi_get(names) if store.has_extended_api() else [store.get(name) for name in names]
     return [text.decode() for text in found]
 
 
 def keys(what: str, size: int) -> list[str]:
-    """Under which ranks put something."""
+    """Returns the keys of all ranks."""
     return [f"{what} of {rank}" for rank in range(size)]
 
 
 def way_to(address: str | None) -> str | None:
-    """The own address from which packets to that one leave; nothing is sent to find out."""
+    """Returns the own address that packets to another one leave from; sends nothing."""
     if address is None:
         return None
     try:

@@ -24,7 +24,7 @@ from crossdevice.process_groups.notes.introduction import key_from_env
 logger = logging.getLogger("crossdevice")
 
 PAUSE_SECONDS = 0.05
-"""Between two attempts to reach a store."""
+"""Time between two attempts to reach a store."""
 
 MAX_WAITING = 1024
 """Ranks that may knock at once."""
@@ -34,7 +34,7 @@ _threaded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def leave_behind_at_fork(thing: Any) -> None:
-    """Has an object of PyTorch that has threads outlive any forked process, where it could not end.
+    """Keeps an object of PyTorch with threads alive in forked processes, where it cannot be destroyed.
 
     Its destructor waits for its threads, which are in the process that forked.
     """
@@ -50,7 +50,7 @@ runtime.renew_after_fork(_outlive)
 
 
 def store_at(address: str, port: int, *, is_keeper: bool, timeout_seconds: float) -> dist.Store:
-    """The store at an address, one per process: whoever keeps it keeps it until the process ends."""
+    """Returns the store at an address, one per process; the process that hosts it keeps it until it ends."""
     if (address, port) not in _open_stores:
         if not key_from_env():
             _say_unauthenticated(is_loopback(address))
@@ -72,14 +72,14 @@ def store_at(address: str, port: int, *, is_keeper: bool, timeout_seconds: float
 
 
 def default_store() -> dist.Store | None:
-    """The store of torch.distributed's default group, if this process has formed it."""
+    """Returns the store of torch.distributed's default group, if this process has formed it."""
     if dist.is_available() and dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     return None
 
 
 def is_loopback(address: str) -> bool:
-    """True if the address is a loopback address."""
+    """Returns True if the address is a loopback address."""
     try:
         return address == "localhost" or ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -87,7 +87,7 @@ def is_loopback(address: str) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """The one sentence of an error that tells something: no line of gloo's source, no advice."""
+    """Extracts the informative sentence of an error, without gloo's source lines or advice."""
     first_line = str(error).strip().partition("\n")[0]
     return re.sub(r"^\[[^]]*\] ", "", first_line).partition(". This is typically")[0]
 
@@ -109,7 +109,7 @@ def _opened(address: str, port: int, is_keeper: bool, deadline: TimedCalls) -> d
 
 
 def _listening_socket(address: str, port: int) -> int | None:
-    """One that hears only what comes to this address; None if PyTorch is to listen everywhere.
+    """Returns a socket that listens on this address only; None if PyTorch is to listen everywhere.
 
     That is for names, which often lead a host to itself (127.0.1.1) and others elsewhere, for addresses
     that others reach through a gateway, and for a port at which this process has a store already.

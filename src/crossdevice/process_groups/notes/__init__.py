@@ -1,1 +1,1 @@
-"""Notes between ranks beside their calls: who they are, where they wait, and why they gave up."""
+"""Notes that ranks exchange beside their calls: identity, position, and reasons for giving up."""

@@ -1,4 +1,4 @@
-"""Notes of ranks in long calls: who waits where, and who is not heard from."""
+"""Notes of ranks in long calls: where each waits, and which are silent."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PATIENCE_SECONDS = 0.25
 """Duration of a call after which its rank puts up a note; quick calls put up none."""
 
 GRACE_SECONDS = 2.0
-"""Time of others to put up their notes before one who has given up reads them."""
+"""Time for others to put up their notes before a rank that gives up reads them."""
 
 MAX_LETTERS = 150
-"""Of each text of a note that does not fit the page."""
+"""Maximum length of each text of a note that does not fit the page."""
 
 REFUSED = "refused"
-"""In place of a signature: that of no call, as those are hexadecimal."""
+"""Stands for the signature of a refused call; real signatures are hexadecimal."""
 
 
 class Refused(NamedTuple):
@@ -40,7 +40,7 @@ class Note(NamedTuple):
 
     Exchanges count from 1; a rank that makes no more calls is at 0 of the first one it will not do.
     `signature` is equal on two ranks only if their calls fit together. `beat` counts its notes. `gave_up`
-    says why it waits no more, `refused` and `why` which call it has not made, if any.
+    gives the reason it stopped waiting, `refused` and `why` the call it has not made, if any.
     """
 
     call: int
@@ -56,21 +56,21 @@ class Note(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its call and exchange, in the order in which ranks come to them."""
+        """Its call and exchange, in program order."""
         return self.call, self.exchange
 
     def written(self) -> str:
-        """The note as text."""
+        """Encodes the note as text."""
         return json.dumps(self)
 
     @classmethod
     def read(cls, text: str) -> Note:
-        """The note that was written."""
+        """Decodes a note."""
         note = cls(*json.loads(text))
         return note._replace(lost=tuple(note.lost))
 
     def shortened(self, length: int) -> Note:
-        """The same with no text longer than that."""
+        """Returns the note with texts of at most this length."""
         what, gave_up, why = (text[:length] for text in (self.what, self.gave_up, self.why))
         return self._replace(what=what, gave_up=gave_up, why=why)
 
@@ -84,13 +84,13 @@ class Found(NamedTuple):
 
 
 class Page(Protocol):
-    """The board's second home: memory that ranks of one host share, whoever of them is gone."""
+    """Shared memory for the notes of ranks of one host, available even if other ranks are gone."""
 
     def put_note(self, text: str) -> bool:
         """Puts this rank's note in place of its last one; returns False if it is too long."""
 
     def notes(self) -> Mapping[int, str]:
-        """Those that are there, by ranks of this host."""
+        """Returns the existing notes, by ranks of this host."""
 
 
 class Board:
@@ -108,7 +108,7 @@ class Board:
         """Time of the next reading without a question: on engines that send notes they pile up otherwise."""
 
     def add_page(self, page: Page, ranks: Sequence[int]) -> None:
-        """Has notes of these ranks, which share a host, read and put up there as well."""
+        """Adds a page of these ranks, which share a host, for notes to be posted and read there as well."""
         self._page, self._page_ranks = page, ranks
 
     def exchange_notes(self, note: Note) -> Found:
@@ -140,7 +140,7 @@ class Board:
         self._thread.submit(lambda: self._engine.post(text)).wait(GRACE_SECONDS)
 
     def _put_up(self, note: Note) -> str:
-        """The note as it is to be put up on the engine's board; on the page it is already."""
+        """Signs the note and writes it to the page; returns the text for the engine's board."""
         note = note._replace(beat=next(self._beats))
         text = self.signer.signed(note.written(), self._engine.rank)
         if self._page is not None and not self._page.put_note(text):
@@ -153,17 +153,17 @@ class Board:
         return self._read({self._page_ranks[number]: text for number, text in self._page.notes().items()})
 
     def _read(self, texts: Mapping[int, str]) -> dict[int, Note]:
-        """Those that were signed."""
+        """Decodes the notes with a valid signature."""
         found = {rank: self.signer.verified(text, rank) for rank, text in texts.items()}
         return {rank: Note.read(text) for rank, text in found.items() if text is not None}
 
     def read_unasked(self) -> None:
-        """Has notes read, and says when the next ones are due: a rank puts up a few in a second."""
+        """Reads notes in the background and sets when the next ones are due: ranks post a few per second."""
         self._thread.submit(self._engine.notes)
         self.due = time.monotonic() + PATIENCE_SECONDS
 
     def stop(self) -> None:
-        """No more notes."""
+        """Ends the exchange of notes."""
         self._thread.stop()
 
 
@@ -171,7 +171,7 @@ def odd_ones_out(notes: Mapping[int, Note], mine: int, members: Sequence[str]) -
     """Describes how the ranks at this call differ in it; None if they do not.
 
     Only notes about the same exchange count: an older one may be of a rank that has moved on since.
-    Whoever has refused my call differs, wherever it is now.
+    A rank that has refused this call differs, wherever it is now.
 
     >>> notes = {rank: Note(3, 1, what, what, 0) for rank, what in enumerate(["reduce", "gather", "reduce"])}
     >>> odd_ones_out(notes, 0, ["rank 0 (here)", "rank 1 (there)", "rank 2 (there)"])
@@ -203,11 +203,11 @@ def roll_call(
     is_complete: bool = True,
     keeper: int | None = None,
 ) -> str:
-    """Lists the ranks at a call, and where the others are.
+    """Lists the ranks at a call, and the positions of the others.
 
     Args:
-        lost: the ranks that are gone, if contact was lost: whoever lives has given up since. Else None.
-        awaited: the ranks whose messages may not have come, if that is known.
+        lost: the ranks that are gone, if contact was lost: every live rank has given up since. Else None.
+        awaited: the ranks with messages that may not have come, if that is known.
         is_complete: whether ranks without a note have put up none.
         keeper: the rank that keeps the board, if one of them does. If the board cannot be reached it is named
             first: others may have hung up because of it, and could not say so. Once it has given up itself,
@@ -220,7 +220,7 @@ def roll_call(
     last = None if keeper is None else notes.get(keeper)
     is_complete = is_complete or (last is not None and bool(last.gave_up))
     unreachable = None if is_complete or keeper in gone else keeper
-    # Whoever hangs up because of the keeper has nowhere to say so.
+    # A rank that hangs up because of the keeper cannot report it.
     because = "" if is_complete or keeper is None else ", maybe only because of that"
     ended: list[str] = []
     missing, present, silent = [], [], []

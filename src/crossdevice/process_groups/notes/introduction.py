@@ -1,4 +1,4 @@
-"""The first call of a group: ranks say who they are, and find out whether they fit together."""
+"""The first call of a group: ranks introduce themselves and check that they fit together."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NAME_BYTES = 96
 VERSION_BYTES = 32
 
 NONCE_BYTES = 16
-"""Bytes that a rank has never said before, which the proofs of all others have to contain."""
+"""Random bytes, new for each group; all other ranks must include them in their proofs."""
 
 PROOF = b"introduction"
 
 
 class Signer:
-    """Codes of one group: what was signed in another one, or by another rank, is not taken.
+    """Authentication codes of one group and rank; codes of other groups or ranks are rejected.
 
     >>> ours = Signer(b"secret", b"group 1")
     >>> ours.verified(ours.signed("a note", rank=2), rank=2)
@@ -50,33 +50,33 @@ class Signer:
         return hmac.digest(hashlib.sha256(self._key).digest(), message, "sha256")[:CODE_BYTES]
 
     def signed(self, text: str, rank: int) -> str:
-        """The text with its code."""
+        """Returns the text with its code."""
         return self.code(text.encode(), rank).hex() + text
 
     def verified(self, signed: str, rank: int) -> str | None:
-        """The text; None if that rank has not signed it."""
+        """Returns the text; None if that rank has not signed it."""
         code, text = signed[: 2 * CODE_BYTES], signed[2 * CODE_BYTES :]
         is_own = hmac.compare_digest(code.encode(), self.signed(text, rank)[: len(code)].encode())
         return text if is_own else None
 
 
 def key_from_env() -> bytes:
-    """The key of this process's groups; empty if there is none."""
+    """Returns the key of this process's groups; empty if there is none."""
     return runtime.GROUP_KEY.read().encode()
 
 
 def own_name() -> str:
-    """This host and process, for people."""
+    """Describes this host and process."""
     return f"{socket.gethostname()}, process {os.getpid()}"
 
 
 def own_version() -> str:
-    """The version of crossdevice, which says so above all other modules: they must not import it."""
+    """Returns the version of crossdevice, without importing the package, which is in a layer above."""
     return str(sys.modules["crossdevice"].__version__)
 
 
 def introduced(call: GroupCall, checks: int, words: Sequence[str]) -> tuple[tuple[str, ...], Signer]:
-    """Ranks with their hosts and processes, by which errors name them, and what signs their notes.
+    """Exchanges hosts and processes, as names of ranks in errors, and returns the signer of their notes.
 
     Args:
         checks: which of `words` this rank was given; all must have the same.

@@ -1,4 +1,4 @@
-"""A waiting rank's view of the board: who came, who differs, who gave up."""
+"""A waiting rank's view of the board: which ranks came, differ, or gave up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from crossdevice.process_groups.notes.board import (
 from crossdevice.process_groups.protocol import Contact, GaveUpError, Waited
 
 SILENCE_SECONDS = 2.0
-"""Without a new note for so long, a rank may be gone; what it sent before it left has arrived by then."""
+"""Time without a new note after which a rank may be gone; what it sent before has arrived by then."""
 
 DEADLINE_PASSED = "its deadline passed"
 CALLS_DIFFER = "calls differ"
@@ -38,7 +38,7 @@ class NumberedCall(Protocol):
     timeout_seconds: float
 
     def seconds_left(self) -> float:
-        """Until its deadline."""
+        """Returns the seconds until its deadline."""
 
 
 class Watch:
@@ -69,7 +69,7 @@ class Watch:
         self.awaited: Collection[int] = ()
 
     def wait(self, waited: Waited, contact: Contact, is_broken: Callable[[], bool]) -> None:
-        """Waits until it is done, with a note on the board and an eye on what others put there.
+        """Waits for the exchange, while it posts its own notes and reads those of others.
 
         Raises:
             MismatchError: ranks make different calls.
@@ -103,7 +103,7 @@ class Watch:
                 )
 
     def look(self) -> None:
-        """Puts up a note and reads the others'."""
+        """Posts a note and reads the others'."""
         call = self._call
         mine = Note(
             call.number,
@@ -125,7 +125,7 @@ class Watch:
         self._notes[self._rank] = mine
 
     def look_for(self, seconds: float) -> None:
-        """Looks until the others had time to say where they are; whoever says nothing new is not fresh."""
+        """Looks until the others had time to post their positions; a rank without news is not fresh."""
         self._fresh = {self._rank: True}
         end = time.monotonic() + seconds
         self.look()
@@ -134,14 +134,14 @@ class Watch:
             self.look()
 
     def agree_on_lost(self, gone: Callable[[], Collection[int]]) -> None:
-        """Tells the others who is gone, and hears it from them, until they had time to say so.
+        """Agrees with the others on the ranks that are gone, within their time to answer.
 
         Who says that it has given up is not gone: it has hung up because of another one. A note that says
-        less may be older than the end of its rank. Whoever learns something new says so in its turn, so ranks
+        less may be older than the end of its rank. A rank that learns something new posts it too, so ranks
         that hear each other in time name the same.
 
         Args:
-            gone: the ranks whose connection, or process, has ended, as far as this one can tell.
+            gone: the ranks with connections or processes that have ended, as far as this one can tell.
         """
         known = set(gone())
         now = time.monotonic()
@@ -178,7 +178,7 @@ class Watch:
             self.look()
 
     def silent_ranks(self) -> set[int]:
-        """The ranks that have posted nothing new for long, and may be gone."""
+        """Lists ranks without a new note for long, which may be gone."""
         since = time.monotonic() - SILENCE_SECONDS
         return {rank for rank, heard in self._heard.items() if heard < since and rank != self._rank}
 
@@ -187,7 +187,7 @@ class Watch:
         return odd_ones_out(self._notes, self._rank, self._members)
 
     def someone_gave_up(self, seconds_left: float) -> bool:
-        """True if a rank will not come.
+        """Returns True if a rank will not come.
 
         One that is past this exchange has done its part here. One whose deadline has passed in this very
         exchange does not count if ours is about to: then all can say who is missing.
@@ -201,7 +201,7 @@ class Watch:
         )
 
     def waited_in_vain(self) -> str:
-        """Ranks whose deadline has passed before this one came."""
+        """Lists ranks with deadlines that passed before this one came."""
         return "".join(
             f"{self._members[rank]} gave up, since its deadline passed; "
             for rank, note in sorted(self._notes.items())

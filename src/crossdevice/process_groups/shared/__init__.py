@@ -1,1 +1,1 @@
-"""The memory of one host: who shares it, how ranks take steps in it, and what goes through it."""
+"""Memory shared by ranks of one host: discovery, steps, and messages through it."""

@@ -47,14 +47,14 @@ class _Offer(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The lowest rank whose memory a rank has got at, and why it is none lower."""
+    """The lowest rank with memory that this rank could open, and why it is not a lower one."""
 
     first: int
     reason: bytes
 
 
 def found_hosts(call: GroupCall, *, wanted: bool) -> tuple[SharedMemory | None, Hosts | None, str]:
-    """The memory of this rank's host, the hosts if there are several, and the reason why not all share one.
+    """Returns the memory of this rank's host, the hosts if several, and the reason not all share one.
 
     There are no hosts if every rank would be alone on its own.
     """
@@ -112,7 +112,7 @@ def found_hosts(call: GroupCall, *, wanted: bool) -> tuple[SharedMemory | None, 
 def _lowest_opened(
     offers: Sequence[_Offer], own: _Offer, num_bytes: int
 ) -> tuple[int, mmap.mmap | None, str | None]:
-    """The first rank whose memory can be opened, that memory, and the reason why it is not that of rank 0."""
+    """Returns the first rank with memory that can be opened, that memory, and why it is not rank 0."""
     first_reason = None
     for number, offer in enumerate(offers):
         if offer.reason.rstrip(b"\0"):
@@ -128,7 +128,7 @@ def _lowest_opened(
 
 
 def _opened(number: int, offer: _Offer, num_bytes: int) -> tuple[mmap.mmap | None, str | None]:
-    """A rank's memory, or the reason why this rank cannot have it."""
+    """Opens a rank's memory; returns the reason if that fails."""
     place = f"/proc/{offer.process}/fd/{offer.descriptor}"
     elsewhere = f"rank {number} is in another container or on another host"
     try:
@@ -151,9 +151,9 @@ def _opened(number: int, offer: _Offer, num_bytes: int) -> tuple[mmap.mmap | Non
 
 
 def _grouped(firsts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Ranks of one host together: those who got at the memory of one rank, which got at none before it.
+    """Groups the ranks of one host: those that opened the memory of the same rank, which opened none.
 
-    Who got at the memory of a rank that has itself gone to another one's stays alone.
+    A rank stays alone if the rank it opened has itself opened that of another one.
     """
     hosts: dict[int, list[int]] = {}
     for rank, first in enumerate(firsts):
@@ -162,7 +162,7 @@ def _grouped(firsts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def _number(token: bytes) -> int:
-    """Half of it, by which the file is known; all of it is to be read in the memory."""
+    """Returns the half of the token in the file's name; the memory holds all of it."""
     return int.from_bytes(token[: TOKEN_BYTES // 2], "little")
 
 

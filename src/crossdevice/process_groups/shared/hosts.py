@@ -12,10 +12,10 @@ from crossdevice.process_groups.shared.shared_memory import SharedMemory
 
 
 class Round(NamedTuple):
-    """One exchange of an all-gather: to whom a rank sends whose part, and from whom it gets whose."""
+    """One exchange of an all-gather: the parts that a rank sends and receives, with their peers."""
 
     sends: tuple[tuple[int, int], ...]
-    """Pairs of a peer and of the rank whose part it is."""
+    """Pairs of a peer and of the rank that the part belongs to."""
     receives: tuple[tuple[int, int], ...]
 
 
@@ -26,7 +26,7 @@ class Hosts:
     """
 
     def __init__(self, ranks: tuple[tuple[int, ...], ...], rank: int, memory: SharedMemory | None) -> None:
-        """`ranks` has those of each host, in order; `memory` is that of this host, if it has several."""
+        """`ranks` has those of each host, in order; `memory` is this host's, if it has several ranks."""
         self.ranks, self.memory = ranks, memory
         own = next(host for host in ranks if rank in host)
         self.own = own
@@ -42,7 +42,7 @@ class Hosts:
         )
 
     def beyond(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages to or from other hosts."""
+        """Returns the messages to or from other hosts."""
         return [message for message in messages if message.peer not in self._numbers]
 
     def exchange(
@@ -53,7 +53,7 @@ class Hosts:
         engine: Engine,
         waited: Waited | None,
     ) -> Waited | None:
-        """Both halves of an exchange; the engine's own has begun, if there is anything for it to do."""
+        """Combines both halves of an exchange; `waited` is the engine's, if it has messages."""
         if self.memory is None:
             return waited
         going, coming = (
@@ -64,7 +64,7 @@ class Hosts:
         return HostExchange(self.own, within, engine, waited)
 
     def _rounds(self, rank: int) -> tuple[Round, Round]:
-        """First everybody's own part, to the own host and to counterparts; then what those have got."""
+        """Plans two rounds: own parts to the own host and to counterparts, then parts from other hosts."""
         others = tuple(peer for peer in self.own if peer != rank)
         taken = {
             peer: tuple(whose for whose in self.far if peer in self._counterparts(whose)) for peer in self.own
@@ -85,24 +85,24 @@ class Hosts:
 
 
 class HostExchange:
-    """An exchange that goes through memory to ranks of the own host, and over the engine to the others."""
+    """An exchange through memory for ranks of the own host, and over the engine for the others."""
 
     def __init__(
         self, ranks: Sequence[int], within: SharedExchange, engine: Engine, waited: Waited | None
     ) -> None:
-        """`ranks` are those of this host, as their group counts them."""
+        """`ranks` are those of this host, numbered as in their group."""
         self._ranks, self._within = ranks, within
         self._engine, self._waited = engine, waited
 
     def wait(self, seconds: float) -> bool:
-        """Waits while the engine works, for at most a number of seconds; True if everything has come."""
+        """Waits while the engine works, for at most a number of seconds; returns True if all has come."""
         end = time.monotonic() + seconds
         if not self._within.wait(seconds):
             return False
         return self._waited is None or self._waited.wait(max(end - time.monotonic(), 0.0))
 
     def result(self) -> None:
-        """Raises what went wrong at the engine, if anything has."""
+        """Raises the engine's error, if any."""
         if self._waited is not None:
             self._waited.result()
 
@@ -114,7 +114,7 @@ class HostExchange:
         return [self._ranks[number] for number in self._within.awaited_ranks]
 
     def check_contact(self, silent: Collection[int]) -> None:
-        """Raises RankLostError if a rank that is waited for is gone, and what the engine has raised."""
+        """Raises RankLostError if an awaited rank is gone, and the engine's own error."""
         if not self._within.wait(0):
             try:
                 self._within.check_contact(silent)

@@ -33,17 +33,17 @@ class Place(NamedTuple):
 
     descriptor: int
     number: int
-    """By which the file is known: descriptors are given again."""
+    """Number that identifies the file: descriptors are reused."""
     num_bytes: int
     offset: int
 
 
 NOWHERE = Place(-1, 0, 0, 0)
-"""In private memory."""
+"""Place of arrays in private memory."""
 
 
 class SharedArrays:
-    """The shared arrays of one rank, and those of others as far as they have been used."""
+    """The shared arrays of one rank, and those of others that have been used."""
 
     def __init__(self, processes: Sequence[tuple[int, int]]) -> None:
         """`processes` has the id and the start time of each rank's process."""
@@ -52,10 +52,10 @@ class SharedArrays:
         self._mapped: dict[tuple[int, int], tuple[int, Bytes]] = {}
         self._freed_by: dict[int, int] = {}
         self.num_freed = 0
-        """Number of the own files that are gone: others then look which of them they need not keep."""
+        """Number of own files that are gone: others then release their mappings."""
 
     def empty(self, num_bytes: int) -> Bytes:
-        """Memory with no particular content, on a page's first byte."""
+        """Allocates memory with no particular content, on a page boundary."""
         number = secrets.randbits(62)
         descriptor = os.memfd_create(name_of(number), os.MFD_CLOEXEC)
         try:
@@ -85,7 +85,7 @@ class SharedArrays:
         return Place(descriptor, number, length, address - start) if is_inside else NOWHERE
 
     def array_at(self, rank: int, place: Place, like: NDArray[Any]) -> NDArray[Any]:
-        """Another rank's array, of the size and dtype of an own one."""
+        """Returns another rank's array, of the size and dtype of an own one."""
         key = (rank, place.number)
         if key not in self._mapped:
             descriptor = os.open(self._path(rank, place), os.O_RDWR | os.O_CLOEXEC)
@@ -98,7 +98,7 @@ class SharedArrays:
         return memory[place.offset : place.offset + like.nbytes].view(like.dtype)
 
     def note_freed(self, rank: int, num_freed: int) -> None:
-        """Lets go of what another rank has freed, if it has freed anything since it was asked last."""
+        """Releases memory that another rank has freed since the last check."""
         if self._freed_by.get(rank, 0) != num_freed:
             self._freed_by[rank] = num_freed
             for key, (descriptor, _) in list(self._mapped.items()):
@@ -129,12 +129,12 @@ class SharedArrays:
 
 
 def name_of(number: int) -> str:
-    """A file's name, which says what it is where open files are listed; nobody can open it by that."""
+    """Returns a descriptive name for lists of open files; the file cannot be opened by it."""
     return f"crossdevice-{number:016x}"
 
 
 def empty_array(arrays: SharedArrays | None, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-    """An array of NumPy in shared memory, or an ordinary one where there is none."""
+    """Allocates a NumPy array in shared memory, or an ordinary one without shared memory."""
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     element = np.dtype(dtype)
     if arrays is None:
@@ -143,7 +143,7 @@ def empty_array(arrays: SharedArrays | None, shape: int | Sequence[int], dtype: 
 
 
 def empty_tree(arrays: SharedArrays | None, tree: Any) -> Any:
-    """Arrays of the shapes, dtypes and libraries of those in a structure, in one piece of memory."""
+    """Allocates arrays like those of a structure, in one piece of memory."""
     leaves, structure = flatten(tree)
     starts, end = [], 0
     for leaf in leaves:
@@ -167,7 +167,7 @@ def _array_like(leaf: Any, memory: Bytes) -> Any:
 
 
 def _tensor_in(memory: Bytes, like: Any) -> Any:
-    """A tensor of that memory with the dtype and shape of another one, which must be on the host."""
+    """Returns a tensor of that memory with the dtype and shape of another one, which must be on the host."""
     import torch
 
     if like.device.type != "cpu" or like.layout != torch.strided:
@@ -180,7 +180,7 @@ def _tensor_in(memory: Bytes, like: Any) -> Any:
 
 
 def mapped_file(descriptor: int, num_bytes: int) -> mmap.mmap:
-    """The file's memory, which other processes share; the descriptor may be closed.
+    """Maps the file, which other processes share; the descriptor may be closed afterwards.
 
     Python's own mapping of a file keeps a copy of the descriptor as long as any array is in it. So it maps
     nothing here, and the file takes the place.

@@ -58,7 +58,7 @@ class SharedExchange:
         return True
 
     def result(self) -> None:
-        """As of a background call."""
+        """Does nothing: a shared exchange has no errors."""
 
     @property
     def awaited_ranks(self) -> Collection[int]:
@@ -87,7 +87,7 @@ class SharedExchange:
         steps.post(*self._key, [int(has_more), *table])
 
     def _take(self) -> None:
-        """After a step: copies what has come, and begins the next one if any rank has more to send."""
+        """Copies what has come in a step, and begins the next one if any rank has more to send."""
         steps = self._shared.steps
         windows = self._shared.brought[steps.number & 1]
         for peer, stream in self._coming.items():
@@ -110,7 +110,7 @@ class _Stream:
         self.num_left = sum(part.size for part in self._parts)
 
     def copy_to(self, buffer: Bytes) -> int:
-        """Copies what comes next into the buffer, as much as fits; returns how much that was."""
+        """Copies the next bytes into the buffer, as many as fit; returns their number."""
         position = 0
         for part in self._next(buffer.size):
             buffer[position : position + part.size] = part
@@ -118,7 +118,7 @@ class _Stream:
         return position
 
     def copy_from(self, found: Bytes) -> None:
-        """Copies to what comes next."""
+        """Copies from the buffer to the next memory."""
         if found.size > self.num_left:
             raise RuntimeError(f"{found.size} bytes came where {self.num_left} were left to come")
         position = 0

@@ -1,4 +1,4 @@
-"""Memory that ranks of a group share because they run on one host; `host_agreement.py` finds out who does."""
+"""Memory that ranks of a group share on one host; `host_agreement.py` finds these ranks."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from crossdevice.process_groups.shared.shared_arrays import Bytes, SharedArrays
 from crossdevice.process_groups.shared.shared_steps import SharedSteps, start_time_of, steps_bytes
 
 WINDOW_BYTES = 2 << 20
-"""Bytes that one rank can show the others at once. More goes in several steps, and less stays in caches."""
+"""Bytes that one rank can show the others at once. More takes several steps; less fits caches worse."""
 
 
 NOTE_BYTES = 4096
-"""For a rank's note, which is there even if the board of the engine is gone."""
+"""Bytes for a rank's note, readable even if the engine's board is gone."""
 
 _NOTE = struct.Struct("<II")
 
 
 class SharedMemory:
-    """The memory of ranks of one host, seen from one: steps, windows for what they show each other, notes.
+    """The shared memory of one host, as one rank sees it: steps, windows for data, and notes.
 
     For each of two steps in turn every rank has one window for what it brings and one for what it makes of
     it. A rank writes to its own windows only.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, processes: list[tuple[int, int]]) -> None:
-        """`rank` counts those of this host; `processes` has the id and the start time of each of them."""
+        """`rank` counts those of this host; `processes` has the id and start time of each."""
         size = len(processes)
         self.rank = rank
         self.steps = SharedSteps(memory, rank, size, processes)
@@ -47,10 +47,10 @@ class SharedMemory:
         windows = np.frombuffer(memory, np.uint8)[steps_bytes(size) : self._notes_start]
         pages = windows.reshape(2, 2, size, WINDOW_BYTES)
         self.brought: list[list[Bytes]] = [list(pages[0, parity]) for parity in (0, 1)]
-        """By parity of the step and by rank."""
+        """Windows by parity of the step and by rank."""
         self.made: list[list[Bytes]] = [list(pages[1, parity]) for parity in (0, 1)]
         self.on_shown: Callable[[NDArray[Any]], None] | None = None
-        """Called with what this rank has put into a window, before others read it: for faults on purpose."""
+        """Called with what this rank has put into a window, before others read it: for fault injection."""
 
     def put_note(self, text: str) -> bool:
         """Puts this rank's note in place of its last one; returns False if it is too long."""
@@ -63,7 +63,7 @@ class SharedMemory:
         return True
 
     def notes(self) -> dict[int, str]:
-        """Those that are there, by rank of this host."""
+        """Returns the existing notes, by rank of this host."""
         found = {}
         for rank in range(self._size):
             start = self._notes_start + rank * NOTE_BYTES
@@ -90,7 +90,7 @@ def is_wanted(given: bool | None) -> bool:
 
 
 def shared_memory_unavailable() -> str | None:
-    """Reason why this process cannot share memory with others; None if it can."""
+    """Returns the reason this process cannot share memory with others; None if it can."""
     if sys.platform != "linux":
         return f"it is implemented for Linux, and this is {sys.platform}"
     if platform.machine() != "x86_64":

@@ -25,13 +25,13 @@ import numpy as np
 from crossdevice.process_groups.protocol import RankLostError
 
 SPIN_SECONDS = 0.0001
-"""For how long a rank asks again at once: to be woken takes some 50 us.
+"""Time that a rank polls before it sleeps: a wake-up takes some 50 us.
 
-It does not yield meanwhile. On a busy machine who yields comes last, and who has slept is woken first.
+It does not yield meanwhile. On a busy machine a rank that yields is scheduled last; a sleeper is woken first.
 """
 
 CROWDED_SPIN_SECONDS = 0.000005
-"""The same where there are more ranks than processors: another rank needs this one's."""
+"""Polling time with more ranks than processors: another rank needs this one's."""
 
 LOOK_SECONDS = 3e-8
 """Duration of a compiled look, more or less."""
@@ -45,7 +45,7 @@ _LINE_BYTES = 64
 _PAGE_BYTES = 4096
 _GATE = 64
 _WITHDRAWN, _ASLEEP = 1, 2
-"""In words, after the number of the step that a rank has come to."""
+"""Word offsets after the step counter."""
 
 _FUTEX = 202  # the system call of x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -84,7 +84,7 @@ class SharedSteps:
         self._spin_seconds = CROWDED_SPIN_SECONDS if is_crowded else SPIN_SECONDS
         self._num_looks = 1 + int(self._spin_seconds / LOOK_SECONDS)
         self.number = 0
-        """The number of the last step this rank has come to."""
+        """The last step this rank has come to."""
         self._is_over = True
         start = address_of(memory)
         self._other_addresses = array("q", [start + place for place in self._others.values()])
@@ -99,14 +99,14 @@ class SharedSteps:
         return (self.number + 1) & 1
 
     def come(self, call: int, exchange: int, signature: bytes, numbers: Sequence[int] = ()) -> bool:
-        """As `post`; whether all ranks have come to the step, too, without being waited for long."""
+        """Comes to the next step like `post`; returns whether all ranks have come, after a short wait."""
         if self.meet is None:
             self.post(call, exchange, signature, numbers)
             return self.have_soon_come()
         return self._meet(self._announce(call, exchange, signature, numbers))
 
     def _meet(self, step: int) -> bool:
-        """Comes to a step that was announced, and looks for the others, compiled."""
+        """Comes to an announced step and looks for the others, in compiled code."""
         assert self.meet is not None
         found = self.meet(*self._blocks[step & 1], step, self._num_looks)
         if found > 1:
@@ -115,7 +115,7 @@ class SharedSteps:
         return self._is_over
 
     def post(self, call: int, exchange: int, signature: bytes, numbers: Sequence[int] = ()) -> None:
-        """Comes to the next step, for that exchange of that call; all that was written before can be read."""
+        """Comes to the next step, for that exchange of that call; earlier writes become readable."""
         step = self._announce(call, exchange, signature, numbers)
         words = self._words
         words[self._own_word] = step
@@ -127,13 +127,13 @@ class SharedSteps:
             self._wake(step)
 
     def withhold(self, call: int, exchange: int, signature: bytes, numbers: Sequence[int] = ()) -> bool:
-        """As `post`, but others never see it: for faults on purpose."""
+        """Comes to the next step like `post`, but invisibly to others: for fault injection."""
         header = self._own_headers[self._announce(call, exchange, signature, numbers) & 1]
         self._memory[header : header + _KEY.size] = bytes(_KEY.size)  # of no exchange: these count from 1
         return False
 
     def _announce(self, call: int, exchange: int, signature: bytes, numbers: Sequence[int]) -> int:
-        """Writes what belongs to the next step, and returns its number; nobody reads it yet."""
+        """Writes the data of the next step, not yet visible to others, and returns its number."""
         if len(signature) > SIGNATURE_BYTES:
             signature = hashlib.blake2b(signature, digest_size=SIGNATURE_BYTES).digest()
         step = self.number + 1
@@ -161,7 +161,7 @@ class SharedSteps:
         return True
 
     def wait(self, seconds: float) -> bool:
-        """The same, after at most so long; it sleeps, so `have_soon_come` or `come` is asked before."""
+        """Sleeps until all ranks come, at most this long; call `have_soon_come` or `come` first."""
         end = time.monotonic() + seconds
         while not self._have_all_come():
             left = end - time.monotonic()
@@ -172,10 +172,10 @@ class SharedSteps:
         return True
 
     def _sleep(self, seconds: float) -> None:
-        """Until the last rank comes.
+        """Sleeps until the last rank comes.
 
-        That looks who sleeps after it has come, and this one who has come after it says that it sleeps: one
-        of the two sees the other.
+        A rank looks for sleepers after it has come; this one comes before it marks itself asleep and looks
+        again. So one of the two sees the other.
         """
         gate, asleep = self._gates[_GATE // 4], self._own_word + _ASLEEP
         try:
@@ -192,16 +192,16 @@ class SharedSteps:
             pass
 
     def result(self) -> None:
-        """As of a background call; a step has none."""
+        """Does nothing: a step has no result."""
 
     def numbers_of(self, rank: int, first: int, count: int) -> tuple[int, ...]:
-        """Some of the numbers that a rank has posted with this step."""
+        """Returns some of the numbers that a rank has posted with this step."""
         header = self._header(self._places[rank], self.number)
         return struct.unpack_from(f"<{count}q", self._memory, header + _KEY.size + 8 * first)
 
     @property
     def awaited_ranks(self) -> Collection[int]:
-        """The ranks that have not come to this step, have come to another exchange, or have given it up."""
+        """The ranks that have not come to this step, or came to another exchange, or gave up."""
         return [rank for rank, place in self._others.items() if not self._has_come(place)]
 
     def check_contact(self, silent: Collection[int]) -> None:  # noqa: ARG002 - the system knows who is gone
@@ -214,13 +214,13 @@ class SharedSteps:
             raise RankLostError(lost[0], f"process {self._processes[lost[0]][0]} has ended")
 
     def ended_ranks(self, ranks: Collection[int] | None = None) -> list[int]:
-        """Those of these ranks, or of all others, whose processes have ended."""
+        """Returns the ranks, of these or of all others, with processes that have ended."""
         return [
             rank for rank in (self._others if ranks is None else ranks) if has_ended(*self._processes[rank])
         ]
 
     def abandon(self) -> None:
-        """Nobody who comes late to a step that is given up here takes it for done; the one before it was."""
+        """Marks the step abandoned, so that late ranks do not complete it; an ended step stays complete."""
         if not self._is_over:
             self._words[self._own // 8 + _WITHDRAWN] = self.number
 
@@ -255,12 +255,12 @@ def block_bytes(size: int) -> int:
 
 
 def steps_bytes(size: int) -> int:
-    """The memory that the steps of a group take, in whole pages; the first 16 bytes are left alone."""
+    """Returns the memory of a group's steps, in whole pages; the first 16 bytes stay free."""
     return -(-(_PAGE_BYTES + size * block_bytes(size)) // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Address at which it is mapped in this process."""
+    """Returns the address where the memory is mapped in this process."""
     return int(np.frombuffer(memory, np.uint8, 1).__array_interface__["data"][0])
 
 
@@ -270,7 +270,7 @@ class _Timespec(ctypes.Structure):
 
 @functools.cache
 def _system_call() -> Callable[..., int]:
-    """The system call, which lets go of the GIL, and which a signal ends."""
+    """Returns the system call, which releases the GIL and is interrupted by signals."""
     assert sys.platform == "linux"
     call = ctypes.CDLL(None).syscall
     call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
@@ -279,9 +279,9 @@ def _system_call() -> Callable[..., int]:
 
 
 def sleep_while(address: int, value: int, seconds: float) -> None:
-    """Until somebody is woken at this word of 32 bits; not at all if it has another value than that.
+    """Sleeps until a wake-up at this 32-bit word; returns at once if the word has another value.
 
-    May come back early, as after a signal: whoever waits for something looks again.
+    May return early, as after a signal, so callers check their condition again.
     """
     time = _Timespec(int(seconds), int(seconds % 1 * 1e9))
     _system_call()(_FUTEX, address, _FUTEX_WAIT, value, ctypes.addressof(time))
@@ -304,5 +304,5 @@ def start_time_of(process: int) -> int | None:
 
 
 def has_ended(process: int, start_time: int) -> bool:
-    """True if the process that started at that time has ended."""
+    """Returns True if the process started at that time has ended."""
     return start_time_of(process) != start_time
