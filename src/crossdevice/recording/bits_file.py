@@ -20,7 +20,7 @@ from crossdevice.errors import FileError
 MAGIC = b"crossdevice bits 1\n"
 
 DIGEST_BYTES = 8
-"""Kept of each fingerprint: enough to tell apart what two runs hold at one place."""
+"""Bytes kept of each fingerprint: enough to tell apart the values of two runs at one place."""
 
 _FRAME = struct.Struct("<II")
 _NUMBER = struct.Struct("<I")
@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One call or mark: a digest for each leaf and replica, those of the inputs first."""
+    """One call or mark: a digest for each leaf and replica, inputs first."""
 
     kind: Kind
     digests: tuple[bytes, ...]
@@ -105,7 +105,7 @@ class BitsWriter:
         os.ftruncate(self._descriptor, 0)
 
     def _write(self, text: bytes) -> None:
-        """Writes all of it; where that fails, the record ends and the program goes on."""
+        """Writes all of it; a failure ends the record and not the program."""
         if self._descriptor is None:
             return
         try:
@@ -121,7 +121,7 @@ _open_writers: weakref.WeakSet[BitsWriter] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Closes what a forked process has inherited: its parent's lock would last as long as it does."""
+    """Closes a file that a forked process has inherited, so that it does not prolong the parent's lock."""
     for writer in _open_writers:
         writer.close()
 
@@ -130,7 +130,7 @@ runtime.renew_after_fork(_leave_to_parent)
 
 
 def path_of_rank(path: Path, rank: int | str) -> Path:
-    """The file of one of several processes: `run.rank3.bits` for `run.bits`; `*` stands for all."""
+    """Returns the file of one of several processes: `run.rank3.bits` for `run.bits`; `*` stands for all."""
     return path.with_suffix(f".rank{rank}{path.suffix}")
 
 
@@ -177,7 +177,7 @@ def _framed(payload: bytes) -> bytes:
 
 
 def _frames(text: bytes, start: int) -> Iterator[bytes]:
-    """Each payload, up to the first that is cut off; zeros are what a power failure may leave of the end."""
+    """Yields each payload, up to the first that is cut off; a power failure may leave zeros at the end."""
     while start + _FRAME.size <= len(text):
         length, check = _FRAME.unpack_from(text, start)
         begin = start + _FRAME.size

@@ -14,7 +14,7 @@ from crossdevice.recording.bits_file import BitsFile, Event, path_of_rank, read_
 from crossdevice.values.disagreement import numbered
 
 OF_REPLICA = re.compile(r" in replica \d+$")
-"""How marks of a replica's function end."""
+"""Suffix of marks made in a replica's function."""
 
 Values = dict[str, tuple[bytes, ...]]
 """The digests of all replicas of each leaf."""
@@ -40,7 +40,7 @@ class Run(NamedTuple):
 
     @property
     def absent_ranks(self) -> list[int]:
-        """Ranks of the launch whose files are not there."""
+        """Ranks of the launch without a file."""
         return sorted(set(range(self.files[0].header.size)) - {file.header.rank for file in self.files})
 
 
@@ -64,10 +64,10 @@ class Comparison(NamedTuple):
     """The events that two runs have in common, and the place where they part."""
 
     num_same: int
-    """Events that are the same: on the rank that parts first those before, or all if none parts."""
+    """Number of equal events: on the first rank that parts those before, or all if none parts."""
     parting: Parting | None
     by_name: bool
-    """True if only what is the same on all ranks was compared, since the numbers of ranks differ."""
+    """True if only values equal on all ranks were compared, since the numbers of ranks differ."""
     num_ranks: int
     """Number of ranks that were compared one by one."""
     left_out: tuple[list[str], list[str]] = ([], [])
@@ -128,7 +128,7 @@ def _check_one_run(files: Sequence[BitsFile]) -> None:
 
 
 def _processes(number: int) -> str:
-    """The number of processes, in words."""
+    """Describes the number of processes."""
     return "one process" if number == 1 else f"{number} processes"
 
 
@@ -150,7 +150,7 @@ def compare(first: Run, second: Run) -> Comparison:
     recorded with more marks.
     """
     if first.files[0].header.size == second.files[0].header.size > 1:
-        # Of a rank whose file is missing in one run, nothing can be said.
+        # Nothing can be said about a rank without a file in one run.
         both = first.ranks.keys() & second.ranks.keys()
         first, second = (
             run._replace(ranks={rank: run.ranks[rank] for rank in both or run.ranks})
@@ -248,7 +248,7 @@ def _missing(moment: Moment, rank: int, run: str) -> Parting:
 
 
 def _common(run: Run) -> list[Moment]:
-    """The events of the lowest rank, with those leaves that all ranks and replicas hold alike."""
+    """Returns the events of the lowest rank, with the leaves that are equal on all ranks and replicas."""
     found: dict[tuple[str, int], list[Moment]] = {}
     for position, rank in enumerate(sorted(run.ranks)):
         for moment in run.ranks[rank]:
@@ -267,7 +267,7 @@ def _common(run: Run) -> list[Moment]:
 
 
 def _alike(values: Sequence[Values]) -> Values:
-    """The leaves that have one digest only."""
+    """Returns the leaves that have one digest only."""
     found: dict[str, set[bytes]] = {}
     for path, digests in (item for each in values for item in each.items()):
         found.setdefault(path, set()).update(digests)
@@ -275,7 +275,7 @@ def _alike(values: Sequence[Values]) -> Values:
 
 
 def described(comparison: Comparison, first: str, second: str) -> list[str]:
-    """A summary that is read in ten seconds."""
+    """Summarizes the comparison in a few lines."""
     parting, count = comparison.parting, comparison.num_same
     if parting is None:
         return [f"{first} and {second} are the same in {_all_events(count)}"]
@@ -306,7 +306,7 @@ def described(comparison: Comparison, first: str, second: str) -> list[str]:
 
 
 def notes(comparison: Comparison, runs: Sequence[tuple[str, Run]]) -> list[str]:
-    """Notes on a comparison: what was not compared."""
+    """Lists notes on a comparison: what was not compared."""
     said = []
     if comparison.by_name:
         places = " and ".join(f"{path} has {_places(run)}" for path, run in runs)
@@ -343,19 +343,19 @@ def _places(run: Run) -> str:
 
 
 def _leaf(path: str) -> str:
-    """`['layer.weight']` as a person writes it."""
+    """Formats a path such as `['layer.weight']` without its brackets."""
     named = re.fullmatch(r"value\['([^']*)'\]", path)
     return named[1] if named else path
 
 
 def _nth(number: int) -> str:
-    """The ordinal of a number."""
+    """Returns the ordinal of a number."""
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
 
 def as_json(comparison: Comparison, runs: Sequence[Run]) -> dict[str, object]:
-    """The comparison for programs."""
+    """Returns the comparison for programs."""
     parting = comparison.parting
     return {
         "same": parting is None,

@@ -1,4 +1,4 @@
-"""Recording which bits go into calls and come out of them; nothing of it is in their way otherwise."""
+"""Recording of the bits that go into calls and come out of them, without cost when it is off."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ CALLS = (
     "all_to_all",
     "value_of_rank",
 )
-"""Methods of CrossDeviceOps that are recorded, with what they are given and what they return."""
+"""Recorded methods of CrossDeviceOps, with their arguments and results."""
 
 VALUES = ("per_replica_value", "value", "tensor", "value_destination_pairs")
 """Arguments of those methods that have values."""
 
 COMPONENT = re.compile(r"\.values\[\d+\]")
-"""In a path: one component of a distributed value."""
+"""Path entry of one component of a distributed value."""
 
 logger = logging.getLogger("crossdevice")
 
@@ -137,19 +137,19 @@ def mark_bits(name: str, tree: Any, *, inputs: Any = None) -> None:
 
 
 def named_by_replica(name: str) -> str:
-    """The name, with the replica whose function marks something: in which order replicas do is by chance."""
+    """Adds the replica to the name of its mark, since the order among replicas is random."""
     replica = current_replica()
     return name if replica is None else f"{name} in replica {replica}"
 
 
 def write_mark(name: str, inputs: Leaves, results: Leaves) -> None:
-    """Adds a mark of what was digested before."""
+    """Adds a mark with its digests."""
     if _recorder is not None:
         _recorder.write(name, None, False, inputs, results)
 
 
 def write_call(name: str, rank: int, inputs: Leaves, results: Leaves) -> None:
-    """Adds a call of an integration; those of crossdevice that it makes are to be `as_one_call`."""
+    """Adds a call of an integration; its inner calls of crossdevice belong under `as_one_call`."""
     if _recorder is not None:
         _recorder.write(name, rank, True, inputs, results)
 
@@ -169,7 +169,7 @@ class _Recorder:
         self._is_closed = False
 
     def open(self) -> BitsWriter:
-        """Makes the file, if there is none yet."""
+        """Creates the file, if there is none yet."""
         with self._lock:
             if self._file is None:
                 header = self._header = Header(*_rank_and_size())
@@ -199,7 +199,7 @@ class _Recorder:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    """The process's place: what its launcher says, or torch.distributed where the program numbers ranks."""
+    """Returns the process's rank and size, from its launcher or from torch.distributed."""
     cluster = cluster_from_env()
     distributed = sys.modules.get("torch.distributed")
     is_formed = distributed is not None and distributed.is_available() and distributed.is_initialized()
@@ -214,7 +214,7 @@ _originals: list[tuple[type, str, Any]] = []
 """The methods that recording ones have taken the place of."""
 
 _bound: weakref.WeakKeyDictionary[BoundCall, tuple[str, int | None, Any]] = weakref.WeakKeyDictionary()
-"""The values of bound reductions: what they are called, and the rank that bound them."""
+"""Values of bound reductions, with their names and the rank that bound them."""
 
 _started: weakref.WeakKeyDictionary[Pending, tuple[str, int | None, Leaves]] = weakref.WeakKeyDictionary()
 
@@ -269,7 +269,7 @@ def _is_seen() -> bool:
 
 @contextlib.contextmanager
 def as_one_call() -> Iterator[None]:
-    """Calls of crossdevice in the block are part of one that is recorded as a whole."""
+    """Treats the calls of crossdevice in the block as part of one that is recorded as a whole."""
     _inside.is_inside = True
     try:
         yield
@@ -324,7 +324,7 @@ def _recorded_start_call(_name: str, method: Any) -> Any:
 
 
 def _values(call: Call) -> Any:
-    """The value of a call that is prepared or started; of a batch a list."""
+    """Returns the value of a call that is prepared or started; of a batch a list."""
     values = [value for value, _ in call.pairs]
     return values if call.collective.name == "batch_reduce" else values[0]
 
@@ -335,7 +335,7 @@ def _what(call: Call) -> str:
 
 
 def _named(name: str, op: Any) -> str:
-    """A call in words."""
+    """Describes a call."""
     return name if op is None else f"{name} {getattr(op, 'name', str(op).upper())}"
 
 
@@ -384,7 +384,7 @@ def _recorded_wait(_name: str, method: Any) -> Any:
 
 
 def _given(name: str, given: dict[str, Any]) -> tuple[Any, str]:
-    """The value among the arguments of a call, and the call in words; an iterator becomes a list."""
+    """Returns the value among the arguments of a call, and its description; an iterator becomes a list."""
     which = next(each for each in VALUES if each in given)
     value = given[which]
     if which == "value_destination_pairs":
@@ -399,7 +399,7 @@ def _rank_of(ops: CrossDeviceOps) -> int | None:
 
 
 def digests_by_path(arrays: Mapping[str, Any]) -> Leaves:
-    """The digests of arrays whose paths are known, without looking for any in trees."""
+    """Returns the digests of arrays with known paths, without a search in trees."""
     try:
         return {path: [digest] for path, digest in digests_of_arrays(arrays).items()}
     except Exception:
@@ -407,7 +407,7 @@ def digests_by_path(arrays: Mapping[str, Any]) -> Leaves:
 
 
 def digests_of(tree: Any) -> Leaves:
-    """The digests of a structure; what is no array in it is left out."""
+    """Returns the digests of a structure; skips leaves that are not arrays."""
     if tree is None:
         return {}
     try:
