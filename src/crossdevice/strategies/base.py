@@ -23,7 +23,7 @@ from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, Variable
 
 
 class Strategy(abc.ABC):
-    """Runs one function as several replicas, and combines what they return.
+    """Execution of one function as several replicas, with their results combined.
 
     The common interface of `MirroredStrategy`, `MultiWorkerMirroredStrategy` and the default strategy.
 
@@ -37,14 +37,14 @@ class Strategy(abc.ABC):
     """
 
     first_replica: int = 0
-    """The number of this process's first replica among those of all processes."""
+    """Number of this process's first replica among those of all processes."""
 
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
         extended.belongs_to(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As it was, with extended calls that are its own."""
+        """Restores the state, with extended calls of its own."""
         self.__dict__.update(state)
         self._extended.belongs_to(self)
 
@@ -79,7 +79,7 @@ class Strategy(abc.ABC):
 
     @property
     def cluster_resolver(self) -> Cluster | None:
-        """This process's place in the cluster; None in a single process."""
+        """The place of this process in the cluster; None in a single process."""
         return None
 
     @property
@@ -240,7 +240,7 @@ class Strategy(abc.ABC):
         *,
         batch_size: int | None = None,
     ) -> Iterable[Any]:
-        """Splits global batches along their first axis, so that every example goes to one replica.
+        """Splits global batches along their first axis; every example goes to one replica.
 
         Args:
             dataset: any iterable of batches, such as a PyTorch DataLoader; or, with `batch_size`, an array
@@ -285,7 +285,7 @@ class Strategy(abc.ABC):
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: Any = None
     ) -> Iterable[Any]:
-        """Does what `distribute_datasets_from_function` does, under its older name.
+        """Does the same as `distribute_datasets_from_function`, under its older name.
 
         Args:
             dataset_fn: as there.

@@ -29,7 +29,7 @@ from crossdevice.values.replica_scope import RUNNING_CODE, RunningCode, running_
 
 
 class DefaultExtended(StrategyExtended):
-    """With one replica, values are their own reductions."""
+    """The extended calls for one replica: values are their own reductions."""
 
     def reduce_to(
         self,
@@ -41,7 +41,7 @@ class DefaultExtended(StrategyExtended):
         experimental_hints: CommunicationOptions | None = None,
         weights: Any = None,
     ) -> Any:
-        """The value, untouched."""
+        """Returns the value unchanged."""
         _check(reduce_op, either(options, experimental_hints), weights)
         return value
 
@@ -54,12 +54,12 @@ class DefaultExtended(StrategyExtended):
         experimental_hints: CommunicationOptions | None = None,
         weights: Any = None,
     ) -> list[Any]:
-        """The values, untouched."""
+        """Returns the values unchanged."""
         _check(reduce_op, either(options, experimental_hints), weights)
         return [value for value, _ in value_destination_pairs]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """There is nowhere else to copy to."""
+        """Refuses: there is no other destination."""
         raise NotImplementedError("broadcast_to needs a strategy; use crossdevice.broadcast without one")
 
     def update(
@@ -110,7 +110,7 @@ class DefaultStrategy(Strategy):
             return fn(*args, **(kwargs or {}))
 
     def scope(self) -> AbstractContextManager[Strategy]:
-        """A block in which nothing changes; refused inside the scope of another strategy."""
+        """Returns a block without effect; refused inside the scope of another strategy."""
         check_same(self, "scope")
         return nullcontext(self)
 
@@ -128,11 +128,11 @@ class LoneReplicaContext(ReplicaContext):
     __slots__ = ()
 
     def __init__(self, strategy: Strategy) -> None:
-        # Without a rendezvous: there is nobody to meet.
+        # No rendezvous: there are no other replicas.
         self._strategy, self._replica, self._device = strategy, 0, host_device(0)
 
     def _collective(self, name: str, details: tuple[Any, ...], value: Any, *_: Any) -> Any:  # noqa: ARG002
-        """The value, untouched."""
+        """Returns the value unchanged."""
         return value
 
     def merge_call(

@@ -1,4 +1,4 @@
-"""The calls that combine and copy values under a strategy, for those who write optimizers and loops."""
+"""Calls that combine and copy values under a strategy, for authors of optimizers and loops."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ class StrategyExtended:
         return self._devices
 
     experimental_require_static_shapes = False
-    """TensorFlow's name; shapes are those of arrays, so they are always known."""
+    """TensorFlow's name; shapes of arrays are always known."""
 
     experimental_should_init = True
     """TensorFlow's name; variables are made with their values in every process."""
 
     @property
     def experimental_between_graph(self) -> bool:
-        """TensorFlow's name: whether there are replicas in other processes."""
+        """TensorFlow's name: True if there are replicas in other processes."""
         return self._num_replicas > len(self._devices)
 
     @property
@@ -283,7 +283,7 @@ class StrategyExtended:
             )
         if (
             isinstance(var, DistributedVariable)
-            and var.synchronization is not VariableSynchronization.ON_READ  # whose copies are there to differ
+            and var.synchronization is not VariableSynchronization.ON_READ  # its copies may differ
             and self._num_replicas > 1
         ):
             refuse_per_replica("update", var.name, arguments)
@@ -406,7 +406,7 @@ class StrategyExtended:
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Does what `strategy.run` does, under its older name.
+        """Does the same as `strategy.run`, under its older name.
 
         Args:
             fn: the function, called with `args` and `kwargs`.
@@ -434,7 +434,7 @@ class StrategyExtended:
         self._owner = weakref.ref(strategy)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the strategy, which says again what belongs to it."""
+        """Returns everything but the strategy, which sets itself again."""
         return {**self.__dict__, "_owner": None}
 
     def value_container(self, value: Any) -> Any:
@@ -496,7 +496,7 @@ class StrategyExtended:
 
 
 def _given(weights: Any) -> dict[str, Any]:
-    """Weights as an argument, if there are any: classes of users may override methods that know of none."""
+    """Returns weights as an argument, if any: users' subclasses may override methods without it."""
     return {} if weights is None else {"weights": weights}
 
 

@@ -159,7 +159,7 @@ class MirroredStrategy(Strategy):
     def _functions(
         self, fn: Callable[..., Any], arguments: Any, rendezvous: Rendezvous
     ) -> list[Callable[[], Any]]:
-        """The call of each replica, in its own copy of the caller's contextvars."""
+        """Returns the call of each replica, in its own copy of the caller's contextvars."""
         enter = thread_state(self._devices, self._are_devices_given, arguments)
         spread_out = spread(arguments, self._devices) if any(arguments) else [arguments] * len(self._devices)
         replicas = [ReplicaContext(self, number, at, rendezvous) for number, at in enumerate(self._devices)]
@@ -169,7 +169,7 @@ class MirroredStrategy(Strategy):
         ]
 
     def _take_threads(self) -> ReplicaThreads:
-        """Waiting threads, or new ones: at first, after a fork or a failure, and beside another run."""
+        """Takes waiting threads, or new ones at first, after a fork or a failure, and beside another run."""
         while True:
             try:
                 threads = self._idle.pop()
@@ -179,7 +179,7 @@ class MirroredStrategy(Strategy):
                 return threads
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the threads, of which a copy makes its own."""
+        """Returns everything but the threads; a copy makes its own."""
         return {**self.__dict__, "_idle": []}
 
     def __repr__(self) -> str:
@@ -201,7 +201,7 @@ def _call_as_replica(
 
 
 def default_devices(process: int = 0, num_processes: int = 1) -> tuple[Device, ...]:
-    """All GPUs, or a logical device for each core; their share for one of several processes of a host."""
+    """Returns all GPUs, or a logical device per core; one of several processes of a host gets its share."""
     num_gpus = loaded_libraries.num_torch_gpus()
     if num_gpus:
         own = range(process, num_gpus, num_processes) or [process % num_gpus]

@@ -191,7 +191,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
 
 def share_of(cluster: Cluster | None) -> Sequence[Device]:
-    """The devices of a process that names none."""
+    """Returns the devices of a process that names none."""
     if cluster is None or cluster.local_rank is None or cluster.local_size is None:
         return default_devices()
     return default_devices(cluster.local_rank, cluster.local_size)

@@ -28,7 +28,7 @@ _ARRAY_FUNCTIONS = {"SUM": "sum", "MEAN": "sum", "MIN": "min", "MAX": "max", "PR
 def reduce_along_axis(
     op: ReduceOp, value: PerReplica, axis: int | Sequence[int], to: Device, ops: CrossDeviceOps
 ) -> Any:
-    """One array from all elements along the axes of all replicas, each element counting once.
+    """Reduces all elements along the axes of all replicas to one array; each element counts once.
 
     Replicas may differ in length along the axes, and be empty there: a mean divides by the number of
     elements there really are. Floats are added up in float64 and rounded once.
@@ -89,7 +89,7 @@ def _dense(array: Any) -> Any:
 def _checked(
     op: ReduceOp, leaf: Leaf, devices: Sequence[Device], ops: CrossDeviceOps
 ) -> tuple[Leaf, Backend]:
-    """The leaf and its library, which differentiates the steps below: a sum is one of steps that it records.
+    """Returns the leaf and its library, which differentiates the steps below; it records a sum as one step.
 
     Rounding to 16 bits and the way to other processes are not; then checks warn about recorded arrays.
     """
@@ -111,7 +111,7 @@ def _of_all_processes(
     to: Device,
     ops: CrossDeviceOps,
 ) -> list[Array]:
-    """The partial results of all replicas that have any elements, in the order of processes.
+    """Returns the partial results of all replicas with elements, in the order of processes.
 
     They travel unsummed, and every process combines them as one alone would: so the bits do not
     depend on which replicas are in which process.
@@ -122,7 +122,7 @@ def _of_all_processes(
 
 
 def _local(op: ReduceOp, array: Array, axes: tuple[int, ...], backend: Backend, dtype: str) -> Array:
-    """The reduction inside one replica, where it is, kept wide for those that round."""
+    """Reduces inside one replica, on its device; operations that round keep wide results."""
     function = getattr(backend.namespace(), _ARRAY_FUNCTIONS[op.name])
     with backend.working_on(device_of(array) or host_device(0)):
         if op in (ReduceOp.MIN, ReduceOp.MAX):

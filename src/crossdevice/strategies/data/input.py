@@ -1,4 +1,4 @@
-"""Datasets cut up for replicas: every example goes to exactly one of them."""
+"""Datasets split for replicas: every example goes to exactly one of them."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class ArrayBatches:
 
 
 def check_input_options(options: Any) -> None:
-    """Refuses what would give replicas other batches; TensorFlow's other options say how to fetch them."""
+    """Refuses options that change the batches; TensorFlow's other options only tune how data is read."""
     mode = getattr(getattr(options, "experimental_replication_mode", None), "name", "PER_WORKER")
     if mode != "PER_WORKER":
         raise OptionError(
@@ -176,7 +176,7 @@ def check_input_options(options: Any) -> None:
 
 
 def batches_of(dataset: Any, batch_size: int | None) -> Iterable[Any]:
-    """The batches of a dataset: itself, or with a batch size its arrays cut up."""
+    """Returns the batches of a dataset: itself, or with a batch size its arrays cut up."""
     if batch_size is not None:
         return ArrayBatches(dataset, batch_size)
     if hasattr(dataset, "dtype") or isinstance(dataset, (tuple, Mapping, str)):
@@ -190,7 +190,7 @@ def batches_of(dataset: Any, batch_size: int | None) -> Iterable[Any]:
 
 
 def _structure(batch: Any) -> Any:
-    """The dict that a `UserDict` holds, which tokenizers and collators of transformers return."""
+    """Returns the dict in a `UserDict`, which tokenizers and collators of transformers return."""
     return dict(batch) if isinstance(batch, UserDict) else batch
 
 
@@ -204,7 +204,7 @@ def _parts(batch: Any, placement: ReplicaPlacement, number: int) -> list[Any]:
 
 
 def _num_examples(batch: Any, name: str) -> int:
-    """The length of all arrays' first axis, which must be one length."""
+    """Returns the common length of the first axis of all arrays."""
     leaves, structure = flatten(batch)
     if not leaves:
         raise ConversionError(f"{name} holds no arrays")
@@ -250,7 +250,7 @@ def _array(leaf: Any) -> Any:
 
 
 def _moved(part: Any, device: Device) -> Any:
-    """A part on its replica's device; host arrays stay views, and NumPy's stay on the host."""
+    """Moves a part to its replica's device; host arrays stay views, and NumPy's stay on the host."""
     leaves, structure = flatten(part)
     return unflatten(structure, [_array_on(leaf, device) for leaf in leaves])
 

@@ -1,4 +1,4 @@
-"""Which examples are in which micro-batch of which step: the same on any number of workers."""
+"""Assignment of examples to the micro-batches of steps: the same on any number of workers."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class MicroBatches:
         return _order(self.num_examples, self.seed, epoch)[start : start + self.size].copy()
 
     def resume(self, step: int) -> None:
-        """Goes on with a step: the next iteration begins there, whatever the number of workers was before.
+        """Continues at a step: the next iteration begins there, whatever the number of workers was before.
 
         A data loader fetches ahead, so only the training loop knows which step comes next.
 
@@ -163,14 +163,14 @@ class MicroBatches:
                 yield self.indices(step, number).tolist()
 
     def __len__(self) -> int:
-        """The number of micro-batches of this worker in the next iteration."""
+        """Returns the number of this worker's micro-batches in the next iteration."""
         first = self.step % self.num_steps
         return sum(len(self.of_step(step)) for step in range(first, self.num_steps))
 
 
 @functools.lru_cache(maxsize=4)  # ranks that are threads, and the next epoch while one ends
 def _order(num_examples: int, seed: int | None, epoch: int) -> NDArray[np.int64]:
-    """The order of an epoch: by hashes, since NumPy's own shuffles may change with its version."""
+    """Returns the order of an epoch, by hashes, since NumPy's own shuffles may change with its version."""
     numbers = np.arange(num_examples, dtype=np.uint64)
     order = numbers.astype(np.int64)
     if seed is not None:

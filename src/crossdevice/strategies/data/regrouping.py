@@ -1,4 +1,4 @@
-"""From one structure per replica to one structure of per-replica values, and back."""
+"""Conversion between one structure per replica and one structure of per-replica values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def regroup(
     always_wrap: bool = False,
     among: int | None = None,
 ) -> Any:
-    """One structure of distributed values from one structure per replica; a lone replica's stays as it is.
+    """Merges one structure per replica into one of distributed values; a single replica's is unchanged.
 
     An object that all replicas share (None, a name, a variable) stays bare. Arrays and numbers do not:
     whether they count once or once per replica would otherwise depend on who made them.
@@ -55,14 +55,14 @@ def regroup(
 
 
 def is_countable(leaf: Any) -> bool:
-    """True for an array or a number, which every replica contributes for itself."""
+    """Returns True for an array or a number, one contribution of each replica."""
     if isinstance(leaf, (IndexedSlices, *NUMBERS)):
         return True
     return hasattr(leaf, "dtype") and not isinstance(leaf, (DistributedValues, PlacedArray))
 
 
 def is_sparse(leaf: Any) -> bool:
-    """True for IndexedSlices, ours or another library's."""
+    """Returns True for IndexedSlices, ours or another library's."""
     backend = backend_of_type(type(leaf))
     return isinstance(leaf, IndexedSlices) or (
         backend is not None and backend.as_indexed_slices(leaf) is not None
@@ -70,7 +70,7 @@ def is_sparse(leaf: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """True for an array of a known library."""
+    """Returns True for an array of a known library."""
     return is_countable(leaf) and hasattr(leaf, "dtype") and backend_of_type(type(leaf)) is not None
 
 
@@ -83,27 +83,27 @@ def placed_on(components: Sequence[Any], devices: Sequence[Device]) -> tuple[Dev
 
 
 def distributed_leaves(tree: Any) -> list[DistributedValues]:
-    """All distributed values in a structure, in order."""
+    """Returns all distributed values in a structure, in order."""
     return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, DistributedValues)]
 
 
 def is_structure(tree: Any) -> bool:
-    """True for a container of values, even an empty one; None is a value."""
+    """Returns True for a container of values, even an empty one; None is a value."""
     return not optree.tree_is_leaf(tree, none_is_leaf=True)
 
 
 def in_our_classes(tree: Any) -> Any:
-    """A structure in which the distributed values of tf.distribute are ours."""
+    """Converts the distributed values of tf.distribute in a structure to ours."""
     return map_structure(as_distributed, tree) if "tensorflow" in sys.modules else tree
 
 
 def map_structure(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The structure with every leaf replaced; None is a leaf."""
+    """Returns the structure with every leaf replaced; None is a leaf."""
     return optree.tree_map(function, tree, none_is_leaf=True)
 
 
 def select_replica(replica: int, tree: Any) -> Any:
-    """A structure as one replica sees it: its own components; variables stay, they know who asks."""
+    """Selects a replica's components in a structure; variables stay, as they select it themselves."""
 
     def own(leaf: Any) -> Any:
         if isinstance(leaf, DistributedValues) and not isinstance(leaf, DistributedVariable):
@@ -114,7 +114,7 @@ def select_replica(replica: int, tree: Any) -> Any:
 
 
 def own_component(replica: int, among: int, tree: Any) -> Any:
-    """A structure of plain arrays, in the running replica: its components, and its copies of variables."""
+    """Returns the running replica's plain arrays: its components, and its copies of variables."""
 
     def own(leaf: Any) -> Any:
         if isinstance(leaf, DistributedVariable):
@@ -149,7 +149,7 @@ def _check_components(value: DistributedValues, number: int) -> None:
 def checked_arguments(
     call: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a function that is called for each replica, or for all."""
+    """Returns the checked arguments of a function that is called for each replica, or for all."""
     if isinstance(args, (str, bytes, Mapping)) or not isinstance(args, Iterable):
         raise ConversionError(f"args of {call} must be a list or tuple, got a {type(args).__name__}")
     if not isinstance(kwargs, (Mapping, type(None))):

@@ -1,1 +1,1 @@
-"""Replicas as threads: where they run, where they meet, and who they are."""
+"""Replicas as threads: placement, meetings, and contexts."""

@@ -13,7 +13,7 @@ from crossdevice.values.device import Device
 
 
 def is_torch_loaded() -> bool:
-    """True if the program uses PyTorch."""
+    """Returns True if the program uses PyTorch."""
     return loaded_torch() is not None
 
 
@@ -55,13 +55,13 @@ def torch_thread_state(devices: Sequence[Device]) -> ThreadState | None:
 
 
 def loaded_torch() -> Any:
-    """PyTorch if it is completely imported, else None."""
+    """Returns PyTorch if it is completely imported, else None."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "set_grad_enabled") else None
 
 
 BACKWARD_PASSES: set[int] = set()
-"""PyTorch's numbers of the backward passes under way through what replicas have computed."""
+"""PyTorch's numbers of the current backward passes through results of replicas."""
 
 
 def refuse_recomputing(name: str) -> None:
@@ -92,7 +92,7 @@ def refuse_tracing(name: str) -> None:
 
 
 def refuse_graph(array: Any, name: str) -> None:
-    """Raises if a variable's tensor is used in a `tf.function`, which would go on using it when it is old."""
+    """Refuses a variable's tensor in a `tf.function`, which would go on using it after it is replaced."""
     if type(array).__module__.startswith("tensorflow.") and _is_building_graph():
         raise ContextError(
             f"variable {name!r} was used inside a tf.function, which would keep its present value for ever; "

@@ -1,4 +1,4 @@
-"""Entering and leaving strategies and their replicas: who may do so from where."""
+"""Entry to and exit from strategies and replicas, with checks of where that is allowed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def current_strategy() -> Strategy | None:
-    """The strategy that was entered, by its scope or its run."""
+    """Returns the strategy that was entered, by its scope or its run."""
     entered: Strategy | None = RUNNING_CODE.get().strategy
     return entered
 
 
 def current_context() -> ReplicaContext | None:
-    """The context of the running replica; None in the cross-replica context."""
+    """Returns the context of the running replica; None in the cross-replica context."""
     running: ReplicaContext | None = RUNNING_CODE.get().context
     return running
 
@@ -38,7 +38,7 @@ def scope_of(strategy: Strategy) -> Iterator[Strategy]:
 
 
 def run_of(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
-    """The block in which a strategy's replicas are running; refused inside a replica."""
+    """Returns a block in which a strategy's replicas run; refused inside a replica."""
     code = RUNNING_CODE.get()
     check_same(strategy, "run")
     if code.context is not None:
@@ -47,12 +47,12 @@ def run_of(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
 
 
 def outside_of_replicas(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
-    """The cross-replica context, entered by a replica that speaks for all."""
+    """Enters the cross-replica context from a replica that acts for all."""
     return running_as(RunningCode(strategy))
 
 
 def update_of(strategy: Strategy | None, copy: int) -> contextlib.AbstractContextManager[None]:
-    """The cross-replica context, where distributed values and variables stand for this one component."""
+    """Enters the cross-replica context; distributed values and variables stand for this one component."""
     return running_as(RunningCode(strategy, updating=copy))
 
 

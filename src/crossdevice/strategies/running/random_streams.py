@@ -25,7 +25,7 @@ from crossdevice.values.device import Device
 
 
 class RandomStreams:
-    """The random streams of one run, and whose turn it is to draw from each generator."""
+    """Random streams of one run, and the order in which replicas draw from each generator."""
 
     def __init__(self, devices: Sequence[Device], first_replica: int) -> None:
         members: dict[Hashable, list[int]] = {}
@@ -41,7 +41,7 @@ class RandomStreams:
 
     @contextlib.contextmanager
     def turn_of(self, replica: int) -> Iterator[None]:
-        """A block that runs when it is this replica's turn; if it raises, nobody has another one."""
+        """Waits for this replica's turn to run the block; if the block raises, no further turns are given."""
         turn = self._turns[replica]
         turn.take(replica)
         try:
@@ -52,19 +52,19 @@ class RandomStreams:
 
     @contextlib.contextmanager
     def between_turns(self, replica: int) -> Iterator[None]:
-        """A block in which this replica waits, and others may have their turn; skipped if it raises."""
+        """Gives up the turn inside the block, in which this replica waits; not taken back if it raises."""
         self._turns[replica].let_go(replica)
         self._turns[replica].pass_on(replica, is_done=False)
         yield
         self._turns[replica].take(replica)
 
     def stop(self) -> None:
-        """Nobody has another turn: those who wait for one are unwound."""
+        """Ends all turns: waiting replicas are unwound."""
         for turn in self._turns:
             turn.stop()
 
     def close(self) -> None:
-        """Leaves all generators to the caller; those that replicas drew from have moved on by one number."""
+        """Restores the caller's generators; those that replicas drew from have advanced by one number."""
         for turn in dict.fromkeys(self._turns):
             turn.close()
 
@@ -100,7 +100,7 @@ class _Turn:
         self._callers = self._exchange(self._streams[replica])
 
     def let_go(self, replica: int) -> None:
-        """The caller's streams are back in place, if they were this replica's."""
+        """Restores the caller's streams, if they were this replica's."""
         with self._changed:
             if self._holder == replica:
                 before, now = self._streams[replica], self._exchange(self._callers)
@@ -132,7 +132,7 @@ class _Turn:
                     _advance(generator)
 
     def _exchange(self, states: Sequence[Any]) -> list[Any]:
-        """Sets the states of all generators; returns those they had."""
+        """Sets the states of all generators; returns the previous ones."""
         before = [generator.get_state() for generator in self._generators]
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
@@ -140,7 +140,7 @@ class _Turn:
 
 
 def _generators_of(device: Device, *, is_alone: bool) -> list[Any]:
-    """PyTorch's generators for a device; the host's too where no replica is elsewhere."""
+    """Returns PyTorch's generators for a device; the host's too if all replicas are on one device."""
     torch = loaded_libraries.loaded_torch()
     if torch is None:
         return []
@@ -152,7 +152,7 @@ def _generators_of(device: Device, *, is_alone: bool) -> list[Any]:
 
 
 def _seeded(generator: Any, replica: int) -> Any:
-    """The state of a replica's stream, which depends on a generator's state and the replica's number."""
+    """Returns the state of a replica's stream, derived from a generator's state and the replica's number."""
     state = generator.get_state().numpy().tobytes()
     digest = hashlib.blake2b(state, digest_size=8, salt=replica.to_bytes(8, "little")).digest()
     own = loaded_libraries.loaded_torch().Generator(generator.device)

@@ -27,7 +27,7 @@ MAX_NAMED = 8
 
 
 class RollCall(NamedTuple):
-    """Replicas that wait, have returned, or have failed, and what the others are doing.
+    """State of the replicas: waiting, returned, failed, or busy.
 
     >>> devices = [Device("cpu", 0), Device("cpu", 1)]
     >>> str(RollCall(devices, {0: "call 1, all_reduce(SUM)"}, {1}, set(), lambda replica: ""))
@@ -96,7 +96,7 @@ class Call(NamedTuple):
 
 
 def call_text(name: str, details: tuple[Any, ...]) -> str:
-    """A call as messages show it: `all_reduce(SUM)`."""
+    """Formats a call for messages: `all_reduce(SUM)`."""
     return f"{name}({', '.join(map(str, details))})"
 
 
@@ -108,7 +108,7 @@ class Deadline(NamedTuple):
 
     @staticmethod
     def after(seconds: float | timedelta | None) -> Deadline | None:
-        """The deadline that many seconds from now; None for no deadline."""
+        """Returns the deadline in that many seconds; None for no deadline."""
         if seconds is None:
             return None
         number = seconds.total_seconds() if isinstance(seconds, timedelta) else seconds
@@ -157,7 +157,7 @@ class Rendezvous:
             return self._meet(replica, call)
 
     def is_running(self, replica: int) -> bool:
-        """True until the replica's function has returned or failed."""
+        """Returns True until the replica's function has returned or failed."""
         return replica not in self._results and replica not in self._failures and not self._is_over
 
     def _meet(self, replica: int, call: Call) -> Any:
@@ -226,7 +226,7 @@ class Rendezvous:
             del error
 
     def _wait(self) -> None:
-        """Waits until there is something to do, or as long as one wait may take."""
+        """Waits until there is something to do, or for the longest single wait."""
         with self._lock:
             deadlines = [call.deadline for call in self._arrived.values()]
         deadline = min(filter(None, (self._deadline, *deadlines)), default=None)
@@ -258,7 +258,7 @@ class Rendezvous:
     # ---------------------------------------------------------------- when a run fails
 
     def _ended_by(self, caught: BaseException) -> BaseException:
-        """Stops all replicas; returns what is to be raised, with notes on who did what."""
+        """Stops all replicas; returns the error to raise, with notes about the replicas."""
         situation = self._roll_call()
         busy = self._stop(caught)
         with self._lock:

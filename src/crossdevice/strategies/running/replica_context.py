@@ -1,4 +1,4 @@
-"""Inside a replica function: which replica this is, and the calls in which all replicas meet."""
+"""Context of a replica function: its replica, and the calls in which all replicas meet."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ReplicaContext:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy whose `run` this is."""
+        """The strategy that runs this replica."""
         return self._strategy
 
     @property
@@ -81,7 +81,7 @@ class ReplicaContext:
 
     @property
     def local_replica(self) -> int:
-        """Its number among those of this process: its place in the components of local values."""
+        """Its number among those of this process, the index in the components of local values."""
         return self._replica
 
     @property
@@ -102,7 +102,7 @@ class ReplicaContext:
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
-        """Combines an array or a whole tree with those of all other replicas, in one batch.
+        """Combines an array or tree with those of all other replicas, in one batch.
 
         Each replica contributes, even if all pass the same array, and each gets its own result. PyTorch
         differentiates SUM and MEAN: in the backward passes of replicas, gradients are all-reduced.
@@ -286,7 +286,7 @@ class ReplicaContext:
         call: Callable[[PerReplica], Any],
         options: CommunicationOptions,
     ) -> Any:
-        """One call of the algorithm with the values of all replicas, of which each gets its component."""
+        """Runs the algorithm once with the values of all replicas; each gets its component."""
 
         def merge(trees: list[Any]) -> Sequence[Any]:
             devices = placed_on(trees, self._strategy.extended.worker_devices)
@@ -300,7 +300,7 @@ class ReplicaContext:
     def _meet_recorded(
         self, name: str, details: tuple[Any, ...], value: Any, merge: Merge, options: CommunicationOptions
     ) -> Any:
-        """`meet`, whose answer the arrays' library records, to differentiate it, if some replica's value is.
+        """Runs `meet`, recorded for automatic differentiation if the value of some replica is recorded.
 
         Every replica has a graph of its own and runs its own backward pass, in which all of them meet again.
         Those of a context that `joins_graphs` share one graph, for one backward pass after the run.

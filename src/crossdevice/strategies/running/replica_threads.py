@@ -49,7 +49,7 @@ class ReplicaThreads:
         return self._process_id == os.getpid()
 
     def send_away(self, patience_seconds: float) -> list[int]:
-        """Ends all threads; returns the replicas whose threads were still busy when patience ran out.
+        """Ends all threads; returns the replicas with threads still busy when patience ran out.
 
         Python cannot end a busy thread from outside: it leaves by itself once its work is done.
         """
@@ -60,7 +60,7 @@ class ReplicaThreads:
         return [replica for replica, thread in enumerate(self._threads) if thread.is_alive()]
 
     def place_of(self, replica: int) -> str:
-        """The line a replica's thread is executing, for messages; empty if that cannot be told."""
+        """Returns the line a replica's thread is executing, for messages; empty if that cannot be told."""
         frames: dict[Any, Any] = getattr(sys, "_current_frames", dict)()  # not every Python has it
         frame = frames.get(self._threads[replica].ident)
         if frame is None:
@@ -87,8 +87,8 @@ def thread_state(devices: Sequence[Device], are_given: bool, arguments: Any) -> 
     take memory of every GPU, so they are asked once arrays of theirs were handed over.
 
     Args:
-        are_given: whether the program named the devices. Where it did not they may be the host's, on which
-            nobody wants to work who has a GPU that PyTorch was not asked for.
+        are_given: whether the program named the devices. Otherwise they may be the host's only because
+            PyTorch was not asked for GPUs.
     """
     for leaf in optree.tree_leaves(arguments):
         is_own = isinstance(leaf, DistributedValues) and leaf.values

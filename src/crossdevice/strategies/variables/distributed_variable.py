@@ -29,7 +29,7 @@ Write: TypeAlias = Callable[[Variable, Any], object]
 
 
 class ReplicaVariable(Variable):
-    """One copy of a distributed variable, from an array that nobody else holds."""
+    """One copy of a distributed variable, the only owner of its array."""
 
     __slots__ = ("_container",)
 
@@ -71,7 +71,7 @@ class DistributedVariable(ScatterMethods, ReadsAsArray, DelegatingValues):
 
     @property
     def distribute_strategy(self) -> Strategy:
-        """The strategy whose devices hold the copies."""
+        """The strategy with the copies on its devices."""
         return self._strategy
 
     @property
@@ -134,7 +134,7 @@ class DistributedVariable(ScatterMethods, ReadsAsArray, DelegatingValues):
         )
 
     def _own_copy(self) -> ReplicaVariable | None:
-        """The copy of the running replica or update; None across replicas. Another strategy's is refused."""
+        """Returns the copy of the running replica or update; None across replicas. Checks the strategy."""
         number = current_component()
         if number is None:
             return None
@@ -146,7 +146,7 @@ class DistributedVariable(ScatterMethods, ReadsAsArray, DelegatingValues):
         return copy
 
     def _copy_here(self) -> ReplicaVariable:
-        """The copy of the running replica or update; the first across replicas."""
+        """Returns the copy of the running replica or update; the first across replicas."""
         own = self._own_copy()
         return self._values[0] if own is None else own
 
@@ -167,7 +167,7 @@ class DistributedVariable(ScatterMethods, ReadsAsArray, DelegatingValues):
         return backend_of_variable(self._values[0].operand())
 
     def _converted(self, value: Any, is_rows: bool = False) -> Any:
-        """A value in this variable's library and dtype, as the running replica sees it."""
+        """Returns a value in this variable's library and dtype, as the running replica sees it."""
         if isinstance(value, PerReplica):
             number = current_component()
             if number is None and len(value.values) == self._strategy.num_replicas_in_sync == 1:
@@ -207,7 +207,7 @@ class DistributedVariable(ScatterMethods, ReadsAsArray, DelegatingValues):
 
 
 def refuse_per_replica(call: str, name: str, arguments: Any) -> None:
-    """Refuses what would silently make the copies of a variable differ."""
+    """Refuses values that would silently make the copies of a variable differ."""
     if any(isinstance(leaf, PerReplica) for leaf in optree.tree_leaves(arguments)):
         raise ConversionError(
             f"{call} of variable {name!r} got a PerReplica: its copies would differ; reduce it first"

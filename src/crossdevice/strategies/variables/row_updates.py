@@ -70,7 +70,7 @@ def rows_of(method: str, slices: Any) -> IndexedSlices:
 
 
 def whole_array(value: Any, name: str) -> Any:
-    """The dense array of a sparse value that is written to all of a variable; anything else as it is."""
+    """Returns the dense array of a sparse value that is written to a whole variable; others unchanged."""
     rows = _as_slices(value)
     return value if rows is None else to_dense(rows, f"the value given to variable {name!r}")
 

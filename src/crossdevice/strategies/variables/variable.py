@@ -42,7 +42,7 @@ from crossdevice.values.reduce_op import (
 from crossdevice.values.replica_scope import RUNNING_CODE
 
 _NUMBERS = ("bool", "int", "uint", "float", "bfloat", "complex")
-"""How the names of dtypes of numbers begin."""
+"""Prefixes of the names of number dtypes."""
 
 
 class Reference:
@@ -54,7 +54,7 @@ class Reference:
         self._variable = variable
 
     def deref(self) -> Any:
-        """The variable itself."""
+        """Returns the variable itself."""
         return self._variable
 
     def __eq__(self, other: object) -> bool:
@@ -68,12 +68,12 @@ class Reference:
 
 
 class ReadsAsArray(DelegatesToArray):
-    """Reading a variable: nobody is handed memory by which it could be written to."""
+    """Read access to a variable, without memory that could be written to."""
 
     __slots__ = ()
 
     def current(self) -> Any:
-        """The array: a read-only view where the library has such, else a copy."""
+        """Returns the array: a read-only view if the library has such, else a copy."""
         array = self.operand()
         backend = backend_of_variable(array)
         if isinstance(array, np.ndarray | np.generic):
@@ -83,11 +83,11 @@ class ReadsAsArray(DelegatesToArray):
     value = read_value = current
 
     def ref(self) -> Reference:
-        """A key for dictionaries, equal for one variable only."""
+        """Returns a key for dictionaries, equal for one variable only."""
         return Reference(self)
 
     def numpy(self) -> Any:
-        """The elements as a NumPy array of its own."""
+        """Returns the elements as a NumPy array of its own."""
         array = self.operand()
         backend = backend_of_variable(array)
         return backend.to_host(array).reshape(backend.shape_of(array)).copy()
@@ -110,7 +110,7 @@ class ReadsAsArray(DelegatesToArray):
 
 
 class _MadeInScope(type):
-    """Has the strategy that was entered make the variable, as TensorFlow's variables do."""
+    """Creation of variables through the strategy that was entered, as TensorFlow's variables do."""
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -134,7 +134,7 @@ class _MadeInScope(type):
         return cls.__subclasscheck__(type(instance))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        """True for variables of strategies too: a program asks whether it may assign to something."""
+        """Returns True for variables of strategies too, so that programs can check for assignable objects."""
         return super().__subclasscheck__(subclass) or (cls is Variable and ReadsAsArray in subclass.__mro__)
 
 
@@ -189,7 +189,7 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
         self._value = backend.copy(array, self.device)
 
     def operand(self) -> Any:
-        """The array itself: to be read, never to be written or handed on."""
+        """Returns the array itself: to be read, never to be written or handed on."""
         refuse_graph(self._value, self.name)
         return self._value
 
@@ -284,14 +284,14 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
         return self
 
     def computed(self, operation: Callable[[Any, Any], Any], other: Any) -> Any:
-        """A new array of the value and another of its library, on the variable's device."""
+        """Computes a new array from the value and another of its library, on the variable's device."""
         if not _broadcasts(tuple(other.shape), self.shape):
             raise self._misshaped(other)
         with backend_of_variable(self._value).working_on(self.device):
             return operation(self._value, other)
 
     def store(self, fresh: Any) -> Variable:
-        """Replaces the value by an array of its library, dtype and device that nobody else holds."""
+        """Replaces the value by an array of its library, dtype and device, which it then owns alone."""
         if tuple(fresh.shape) != self.shape:
             raise self._misshaped(fresh)
         self._value = np.asarray(fresh) if isinstance(fresh, np.generic) else fresh
@@ -316,14 +316,14 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
 
 
 def checked_name(name: Any) -> str:
-    """The argument of that name, or TensorFlow's for a variable without one."""
+    """Returns the argument of that name, or TensorFlow's for a variable without one."""
     if name is None or isinstance(name, str):
         return name or "Variable"
     raise OptionError(f"the name of a variable must be a string or None, got a {type(name).__name__}")
 
 
 def checked_trainable(trainable: Any, name: str) -> bool | None:
-    """The argument of that name, if it is one."""
+    """Returns the argument of that name, if it is one."""
     if trainable is None or isinstance(trainable, bool):
         return trainable
     raise OptionError(
@@ -333,7 +333,7 @@ def checked_trainable(trainable: Any, name: str) -> bool | None:
 
 
 def initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> Any:
-    """An initial value as an array of its library."""
+    """Returns an initial value as an array of its library."""
     array = operand_of(initial_value() if callable(initial_value) else initial_value)
     if is_number(array) or is_number_list(array):
         array = array_of_numbers(array)
@@ -369,7 +369,7 @@ def _shape_of_sizes(sizes: Any, name: str) -> tuple[int, ...]:
 
 
 def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
-    """A value as an array of a library and dtype; NumPy arrays are welcome in every library."""
+    """Returns a value as an array of a library and dtype; accepts NumPy arrays for every library."""
     if is_number(value) or isinstance(value, (list, tuple)):
         try:
             value = np.asarray(float(value) if _is_huge(value) else value)
@@ -401,36 +401,36 @@ def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
 
 
 def _is_huge(value: Any) -> bool:
-    """True for an integer of Python's that no integer dtype holds."""
+    """Returns True for a Python integer that no integer dtype holds."""
     return isinstance(value, int) and not -(2**63) <= value < 2**64
 
 
 def _check_plain(array: Any, backend: Backend, name: str) -> None:
-    """Refuses arrays whose elements are not all there is: masked, sparse, sharded ones and tracers."""
+    """Refuses arrays that are more than their elements: masked, sparse and sharded ones, and tracers."""
     if hasattr(array, "dtype"):
         plain = array if backend.autograd is None else backend.autograd.unrecorded(array)
         backend.check_array(plain, f"the value given to variable {name!r}")
 
 
 def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """True if an array of one shape broadcasts to another."""
+    """Returns True if an array of one shape broadcasts to another."""
     pairs = zip(reversed(shape), reversed(whole), strict=False)
     return len(shape) <= len(whole) and all(own in (1, wanted) for own, wanted in pairs)
 
 
 def _kind_of(dtype: str) -> int:
-    """Booleans and integers fit into floats, those into complex numbers, and never the other way."""
+    """Orders kinds of dtypes: booleans and integers fit into floats, floats into complex numbers."""
     return 2 if dtype in COMPLEXES else 1 if dtype in FLOATS else 0
 
 
 def backend_of_variable(array: Any) -> Backend:
-    """The library of a variable's array."""
+    """Returns the library of a variable's array."""
     backend = backend_of_type(type(array))
     assert backend is not None, "variables are made of arrays"
     return backend
 
 
 def _dtype_name(dtype: Any) -> str:
-    """`float32`, from a name or from the dtype objects of the array libraries."""
+    """Returns a name such as `float32`, from a name or from the dtype objects of the array libraries."""
     named = getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or dtype
     return str(named).rpartition(".")[2]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class MirroredVariable(DistributedVariable, Mirrored):
-    """A variable whose copies are the same on every device, because every write goes to all of them.
+    """A variable with equal copies on every device, because every write goes to all of them.
 
     Outside of replica functions, a write goes to every copy. In one, the aggregation decides: SUM and MEAN
     write what the replicas' values add up to, ONLY_FIRST_REPLICA writes replica 0's value everywhere, and
@@ -52,7 +52,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
     """
 
     def operand(self) -> Any:
-        """The running replica's own array; the first outside of replica functions."""
+        """Returns the running replica's own array; the first outside of replica functions."""
         return self._copy_here().operand()
 
     def _write(self, method: str, write: Write, value: Any, *, is_rows: bool = False) -> Any:
@@ -94,7 +94,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
 
 
 class SyncOnReadVariable(DistributedVariable):
-    """A variable whose replicas write their own copies; reading it elsewhere brings the copies together.
+    """A variable with one copy per replica to write to; reading it elsewhere combines the copies.
 
     Right for counters and metrics: writes cost no communication. The aggregation says what a read is:
     SUM or MEAN of the copies, or the first one.
@@ -105,7 +105,7 @@ class SyncOnReadVariable(DistributedVariable):
     """
 
     def operand(self) -> Any:
-        """The running replica's own array; what all copies aggregate to outside of replica functions."""
+        """Returns the running replica's own array; the combined copies outside of replica functions."""
         if self._own_copy() is not None or self._strategy.num_replicas_in_sync == 1:
             return self._copy_here().operand()
         arrays = tuple(copy.operand() for copy in self._values)
@@ -159,7 +159,7 @@ def create_variable(
     aggregation: VariableAggregation | str | None,
     shape: Any,
 ) -> MirroredVariable | SyncOnReadVariable:
-    """A variable with one copy of its initial value on each device of a strategy.
+    """Creates a variable with one copy of its initial value on each device of a strategy.
 
     In a replica function all replicas make it together, of the first one's value. Where there are several
     processes, the value is that of the first.
