@@ -1,4 +1,4 @@
-"""For tests of programs that use crossdevice: faults on purpose, and ranks as threads or processes."""
+"""Tools for tests of programs that use crossdevice: fault injection, and ranks as threads or processes."""
 
 from crossdevice.testing.fault import Injected
 from crossdevice.testing.fault_injection import faults

@@ -1,4 +1,4 @@
-"""One fault: what goes wrong, and in which calls."""
+"""A single fault: its kind, and the calls it affects."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Fault:
         return self.delay > 0 or self.raises is not None
 
     def is_due(self, call: int) -> bool:
-        """True if the fault strikes this call."""
+        """Returns True if the fault strikes this call."""
         return self.calls is None or call in self.calls
 
     def strike(self) -> None:

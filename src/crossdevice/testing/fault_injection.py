@@ -1,4 +1,4 @@
-"""Faults on purpose: delays, errors, wrong numbers and losses, of which replica and in which calls."""
+"""Fault injection: delays, errors, wrong numbers and losses, for chosen replicas and calls."""
 
 from __future__ import annotations
 
@@ -138,10 +138,10 @@ def _in_algorithm(ops: CrossDeviceOps, replica: int, fault: Fault) -> Iterator[I
 def _faulty_calls(
     ops: CrossDeviceOps, replica: int, fault: Fault, is_due: Callable[[], bool]
 ) -> Mapping[str, Callable[..., Any]]:
-    """The calls of an algorithm as one with a faulty replica makes them."""
+    """Returns the calls of an algorithm as one with a faulty replica makes them."""
 
     def faulty(method: Callable[..., Any], name: str, brought: Callable[[Any], Any]) -> Callable[..., Any]:
-        """A method whose argument of this name is what replicas bring."""
+        """Wraps a method; the argument of this name has the replicas' values."""
         signature = inspect.signature(method)
 
         @functools.wraps(method)
@@ -174,7 +174,7 @@ def _faulty_calls(
 
 
 def _calls_of_values(ops: CrossDeviceOps) -> list[str]:
-    """The public calls that take one value of all replicas."""
+    """Returns the public calls that take one value of all replicas."""
     return [
         name
         for name, method in inspect.getmembers(type(ops), inspect.isfunction)

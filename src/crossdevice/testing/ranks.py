@@ -20,7 +20,7 @@ from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGro
 from crossdevice.values.options import whole_number
 
 ENDING_SECONDS = 30.0
-"""For a process that has answered to end by itself."""
+"""Time for a process to end by itself after its answer."""
 
 
 def run_ranks(
@@ -121,7 +121,7 @@ def _answer_of(process: Any, ours: Connection) -> Any:
 
 
 def _be_rank(theirs: Connection, environment: dict[str, str], sent: bytes, options: dict[str, Any]) -> None:
-    """The main function of a process."""
+    """Runs a process as one rank."""
     os.environ.clear()
     os.environ.update(environment)
     try:
