@@ -11,16 +11,16 @@ from crossdevice.values.device import Device
 
 
 class DelegatesToArray:
-    """Arithmetic, ordering, indexing and attributes are those of `current`; `==` is identity."""
+    """Arithmetic, ordering, indexing and attributes of `current`; `==` is identity."""
 
     __slots__ = ()
 
     def current(self) -> Any:
-        """The array that stands for this object here and now."""
+        """Returns the array that stands for this object here and now."""
         raise NotImplementedError
 
     def operand(self) -> Any:
-        """The same for arithmetic, which only reads it."""
+        """Returns the same for arithmetic, which only reads it."""
         return self.current()
 
     def __getattr__(self, name: str) -> Any:
@@ -32,7 +32,7 @@ class DelegatesToArray:
         return self.current()[key]
 
     def __iter__(self) -> Iterator[Any]:
-        # Without this Python would ask for items until one is out of range, of which JAX has none.
+        # Without this Python would ask for items until one is out of range; JAX has no such index.
         return iter(self.current())
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
@@ -88,7 +88,7 @@ for _name in (*_BINARY, *_OTHERS):
 
 
 class PlacedArray(DelegatesToArray):
-    """An array and the device it is on; as a destination it says where, and is never written."""
+    """An array and its device; as a destination it names the device, and is never written."""
 
     __slots__ = ("_value", "device")
 
@@ -96,5 +96,5 @@ class PlacedArray(DelegatesToArray):
     device: Device
 
     def operand(self) -> Any:
-        """The array itself: to be read, never to be written or handed on."""
+        """Returns the array itself: to be read, never to be written or handed on."""
         return self._value

@@ -90,7 +90,7 @@ class Device(str):
         return device
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Devices are parts of keys, so they never change."""
+        """Refuses changes: devices are parts of keys."""
         raise AttributeError(f"the {name} of a device cannot be set")
 
     @property
@@ -98,12 +98,12 @@ class Device(str):
         return self.type, self.index, self.job, self.replica, self.task
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Its full name says all there is of it."""
+        """Pickles its full name, which is the whole state."""
         return Device.parse, (self.canonical,)
 
     @staticmethod
     def parse(name: object, default: object = None) -> Device:
-        """Reads a device name; parts it lacks come from `default`, then from `cpu:0` of this process.
+        """Parses a device name; missing parts come from `default`, then from `cpu:0` of this process.
 
         Also takes a Device and the device objects of PyTorch, JAX, CuPy and TensorFlow.
 
@@ -169,12 +169,12 @@ _HOST = Device("cpu")
 
 @functools.cache
 def host_device(index: int) -> Device:
-    """The logical host device `cpu:index`."""
+    """Returns the logical host device `cpu:index`."""
     return Device("cpu", index)
 
 
 def device_of(value: object) -> Device | None:
-    """The device an array says it is on; None for host memory, which has no device of its own."""
+    """Returns the device of an array; None for host memory, which has no device of its own."""
     if isinstance(value, Device):
         return value
     said: Any = getattr(value, "device", None)
@@ -188,12 +188,12 @@ def device_of(value: object) -> Device | None:
 
 
 def is_of_keras(value: object) -> bool:
-    """True for a variable of Keras, which holds an array of TensorFlow, PyTorch or JAX."""
+    """Returns True for a variable of Keras, which holds an array of TensorFlow, PyTorch or JAX."""
     return type(value).__module__.startswith("keras.") and hasattr(value, "value")
 
 
 def misplaced(array: object, device: Device) -> str | None:
-    """Names an array's device if it is another; None if it is this one, or the host for any `cpu:k`.
+    """Returns an array's device if it is another; None if it is this one, or the host for any `cpu:k`.
 
     >>> misplaced([1.0], Device("cuda:1"))
     'the host'
@@ -205,7 +205,7 @@ def misplaced(array: object, device: Device) -> str | None:
 
 
 def _from_library(device: Any) -> Device | None:
-    """A PyTorch (type, index), JAX (platform, id), TensorFlow (name) or CuPy (id) device object."""
+    """Converts a PyTorch (type, index), JAX (platform, id), TensorFlow (name) or CuPy (id) device."""
     kind = getattr(device, "type", None)
     if isinstance(kind, str):
         index = getattr(device, "index", None)
@@ -222,7 +222,7 @@ def _from_library(device: Any) -> Device | None:
 
 @functools.cache
 def _device(kind: str, index: int) -> Device:
-    """One object for each: the devices of a batch are compared by the thousand."""
+    """Returns one shared object per device: batches compare devices by the thousand."""
     return Device(kind, index)
 
 

@@ -21,7 +21,7 @@ def disagreement(
     describe: Callable[[Any], str] = str,
     place: str = "",
 ) -> str | None:
-    """Names who differs from the usual answer, and the answer; None if all agree.
+    """Names the members that differ from the usual answer, and the answer; None if all agree.
 
     Args:
         answers: by number. The one that most give is the usual one; among equals, the first.
@@ -50,7 +50,7 @@ def disagreement(
 
 
 def differing_leaves(answers: Sequence[Mapping[str, str]], names: Sequence[str]) -> str | None:
-    """Names who holds other leaves than most, and which; None if all hold the same.
+    """Names the members with other leaves than most, and which; None if all hold the same.
 
     Where no two parties can be told apart by their size, all of them are named.
 
@@ -88,7 +88,7 @@ def differing_leaves(answers: Sequence[Mapping[str, str]], names: Sequence[str])
 
 
 def _leaves_apart(answers: Sequence[Mapping[str, str]], members: Sequence[int]) -> str:
-    """The leaves that are not the same for all of these members."""
+    """Returns the leaves that are not the same for all of these members."""
     leaves = [answers[member] for member in members]
     paths = dict.fromkeys(path for each in leaves for path in each)
     apart = [path for path in paths if len({each.get(path) for each in leaves}) > 1]
@@ -101,14 +101,14 @@ def _leaves_apart(answers: Sequence[Mapping[str, str]], members: Sequence[int]) 
 
 
 def numbered(noun: str, numbers: Sequence[int]) -> str:
-    """ "rank 2", "ranks 0, 1", or "20 ranks"."""
+    """Formats numbers as "rank 2", "ranks 0, 1", or "20 ranks"."""
     if len(numbers) > MAX_NUMBERS:
         return f"{len(numbers)} {noun}s"
     return f"{noun}{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
 
 
 def _named(members: Sequence[int], names: Sequence[str]) -> str:
-    """One by its full name, several by their numbers."""
+    """Names one member in full, several by their numbers."""
     first = names[members[0]]
     return first if len(members) == 1 else numbered(first.partition(" ")[0], members)
 

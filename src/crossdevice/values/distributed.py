@@ -63,7 +63,7 @@ class DistributedValues:
 
     @classmethod
     def of(cls, values: tuple[Any, ...], devices: tuple[Device, ...]) -> Self:
-        """The same from components known to be on these devices: nothing is checked."""
+        """Returns an instance of components known to be on these devices, without checks."""
         made = cls.__new__(cls)
         made._values, made._given_devices, made._devices = values, devices, devices
         return made
@@ -116,7 +116,7 @@ class PerReplica(DistributedValues):
     __slots__ = ()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        """This replica's component inside a replica function; refused outside of one."""
+        """Converts this replica's component inside a replica function; refused outside of one."""
         replica = current_component()
         if replica is None:
             raise ConversionError(
@@ -162,12 +162,12 @@ class Mirrored(DelegatingValues):
 
 
 def component_of(value: Any) -> Any:
-    """The value itself; of one that delegates, the component that counts here."""
+    """Returns the value itself; for one that delegates, the component that counts here."""
     return value.current() if isinstance(value, DelegatingValues) else value
 
 
 def as_distributed(value: Any) -> Any:
-    """Distributed values and variables of tf.distribute as ours, variables of Keras as what they hold."""
+    """Converts values and variables of tf.distribute to ours, and Keras variables to their contents."""
     kind = type(value)
     # Known by their names: TensorFlow is not imported to ask.
     if is_of_keras(value):
@@ -179,13 +179,13 @@ def as_distributed(value: Any) -> Any:
 
 
 def destinations_on(devices: Iterable[Device | str]) -> PerReplica:
-    """Nothing on each of these devices, which says where results are wanted."""
+    """Returns an empty value on each of these devices, as a destination."""
     read = tuple(Device.parse(device) for device in devices)
     return PerReplica.of((None,) * len(read), read)
 
 
 def components_of(value: Any) -> tuple[Any, ...]:
-    """The components of a distributed value; any other value is its own only one.
+    """Returns the components of a distributed value; any other value is its own only one.
 
     >>> components_of(PerReplica([1.0, 2.0])), components_of(3.0)
     ((1.0, 2.0), (3.0,))

@@ -44,7 +44,7 @@ _MEAN_OF_INTEGER = {
 
 
 def result_dtype(dtype: str, op: ReduceOp, is_weighted: bool = False) -> str:
-    """The dtype of a reduction's result; it never depends on the number of replicas.
+    """Returns the dtype of a reduction's result; it never depends on the number of replicas.
 
     Sums of weights times integers have the dtype of a mean.
 
@@ -57,7 +57,7 @@ def result_dtype(dtype: str, op: ReduceOp, is_weighted: bool = False) -> str:
 
 
 def widest_float(dtypes: Iterable[str]) -> str | None:
-    """The least float dtype that holds numbers of all of these; None if not all are floats.
+    """Returns the smallest float dtype that holds numbers of all of these; None if not all are floats.
 
     >>> widest_float(["float16", "bfloat16"]), widest_float(["float16", "int8"])
     ('float32', None)

@@ -32,7 +32,7 @@ class IndexedSlices:
         self.dense_shape = None if dense_shape is None else _checked_shape(dense_shape)
 
     def with_parts(self, values: Any, indices: Any, dense_shape: tuple[int, ...] | None) -> Any:
-        """Sparse rows of the same kind: what came as another library's type goes back as that."""
+        """Returns sparse rows of the same kind, in the library they came from."""
         return IndexedSlices(values, indices, dense_shape)
 
     @property

@@ -64,7 +64,7 @@ class Variables:
         self.used: list[str] = []
 
     def text(self, *names: str) -> str | None:
-        """The first of these that is set and not empty."""
+        """Returns the first of these that is set and not empty."""
         for name in names:
             if self._environ.get(name):
                 if name not in self.used:
@@ -73,7 +73,7 @@ class Variables:
         return None
 
     def number(self, *names: str) -> int | None:
-        """The first of these that is set, as a whole number that is not negative."""
+        """Returns the first of these that is set, as a whole number that is not negative."""
         text = self.text(*names)
         if text is None:
             return None
@@ -83,14 +83,14 @@ class Variables:
         return int(text)
 
     def port(self) -> int | None:
-        """MASTER_PORT, if it is set."""
+        """Returns MASTER_PORT, if it is set."""
         port = self.number("MASTER_PORT")
         if port is not None and not 0 < port <= LARGEST_PORT:
             raise OptionError(f"MASTER_PORT must be a number from 1 to {LARGEST_PORT}; got {port}")
         return port
 
     def rank_and_size(self, rank_name: str, *size_names: str) -> tuple[int, int] | None:
-        """Both, or None if neither is set."""
+        """Returns rank and size, or None if neither is set."""
         rank, size = self.local(rank_name, *size_names, noun="rank")
         sizes = " or ".join(size_names)
         if rank is not None and size is not None:
@@ -106,7 +106,7 @@ class Variables:
     def local(
         self, rank_name: str, *size_names: str, noun: str = "local rank"
     ) -> tuple[int | None, int | None]:
-        """The local rank and how many there are of them, as far as the launcher says."""
+        """Returns the local rank and the number of local ranks, as far as the launcher says."""
         rank, size = self.number(rank_name), self.number(*size_names)
         if rank is not None and size is not None and rank >= size:
             raise OptionError(
@@ -127,7 +127,7 @@ def launched(environ: Mapping[str, str]) -> Launch:
 
 
 def is_of_launcher(name: str) -> bool:
-    """True if torchrun or TensorFlow's launcher sets this variable beside RANK and WORLD_SIZE."""
+    """Returns True if torchrun or TensorFlow's launcher sets this variable beside RANK and WORLD_SIZE."""
     return name.startswith("TORCHELASTIC_") or name in ("TF_CONFIG", "GROUP_RANK")
 
 
@@ -206,7 +206,7 @@ def _addresses(job: str, tasks: Any) -> list[str]:
 
 
 def _mpi(launcher: str, names: str, local_names: str, variables: Variables) -> Launch | None:
-    """By the names of rank and size, of all processes and of those on this host."""
+    """Reads rank and size by name, of all processes and of those on this host."""
     place = variables.rank_and_size(*names.split())
     local = variables.local(*local_names.split())
     if place is None:
@@ -269,7 +269,7 @@ def _first_slurm_host(variables: Variables) -> str | None:
 
 
 def _port(variables: Variables, *job_names: str) -> int:
-    """MASTER_PORT, else one that ranks of the same job find and others hardly do."""
+    """Returns MASTER_PORT, else a port that ranks of the same job share, and other jobs rarely do."""
     port = variables.port()
     if port is not None:
         return port
@@ -281,7 +281,7 @@ def _port(variables: Variables, *job_names: str) -> int:
 
 
 def first_host(hosts: str) -> str:
-    """The first of a Slurm node list.
+    """Returns the first host of a Slurm node list.
 
     >>> first_host("gpu[07-09,12]-ib,login1"), first_host("alpha,beta"), first_host("n[1-2][3,4]")
     ('gpu07-ib', 'alpha', 'n13')

@@ -1,4 +1,4 @@
-"""Libraries that may be missing, and what installs each."""
+"""Optional libraries, and what installs each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Library(NamedTuple):
-    """The names a library is distributed under, what pip installs it as, and the features it brings."""
+    """Names a library is distributed under, what pip installs it as, and the features it brings."""
 
     distributions: tuple[str, ...]
     install: str = ""
@@ -35,7 +35,7 @@ LIBRARIES: Mapping[str, Library] = {
     "mpi4py": Library(("mpi4py",), "'crossdevice[mpi]'", "reductions between the processes of MPI"),
     "rich": Library(("rich",), "'crossdevice[cli]'", "tables and progress bars on a terminal"),
 }
-"""By the names that `crossdevice doctor` prints: of the modules, where arrays or processes need them."""
+"""Libraries by the names that `crossdevice doctor` prints: module names where code imports them."""
 
 
 def missing_library(error: ModuleNotFoundError) -> str:

@@ -18,19 +18,19 @@ NUMBERS = (bool, int, float, complex)
 
 
 def is_number(node: object) -> bool:
-    """True for a plain Python number; NumPy's scalars count as arrays, since they have a dtype."""
+    """Returns True for a plain Python number; NumPy's scalars count as arrays, since they have a dtype."""
     return isinstance(node, NUMBERS) and not hasattr(node, "dtype")
 
 
 def is_number_list(node: object) -> bool:
-    """True if a list or tuple, however deep, holds plain numbers and nothing else."""
+    """Returns True if a list or tuple, at any depth, holds only plain numbers."""
     if not isinstance(node, (list, tuple)) or not node or hasattr(node, "_fields"):
         return False
     return all(is_number(child) or is_number_list(child) for child in node)
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_number_list) -> tuple[list[Any], Any]:
-    """The leaves of a structure and what is needed to build it again."""
+    """Returns the leaves of a structure and what is needed to build it again."""
     try:
         leaves, structure = optree.tree_flatten(tree, is_leaf=is_leaf)
     except RecursionError:
@@ -40,12 +40,12 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_number_list) -> tuple
 
 
 def unflatten(structure: Any, leaves: list[Any]) -> Any:
-    """The structure again, with other leaves."""
+    """Rebuilds the structure with other leaves."""
     return optree.tree_unflatten(structure, leaves)
 
 
 def spelled_structure(structure: Any) -> str:
-    """A structure as messages show it, with a star for each value.
+    """Formats a structure for messages, with a star for each value.
 
     >>> spelled_structure(flatten({"w": [1.0, 2.0], "b": (None, "x")})[1])
     "{'b': (None, *), 'w': *}"
@@ -59,7 +59,7 @@ def leaf_paths(structure: Any, root: str = "value") -> list[str]:
 
 
 def first_leaf(tree: Any) -> Any:
-    """The first leaf of a structure; None if it has none."""
+    """Returns the first leaf of a structure; None if it has none."""
     if hasattr(tree, "dtype"):
         return tree
     return next(iter(flatten(tree)[0]), None)

@@ -94,7 +94,7 @@ class CommunicationOptions:
         return known
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Hashes of strings differ from process to process, so pickled options make their own anew."""
+        """Pickles only the fields: hashes of strings differ between processes."""
         return CommunicationOptions, dataclasses.astuple(self)
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
@@ -137,12 +137,12 @@ class CollectiveHints(CommunicationOptions):
     __hash__ = CommunicationOptions.__hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The two fields."""
+        """Pickles the two fields."""
         return CollectiveHints, (self.bytes_per_pack, self.timeout_seconds)
 
 
 def as_options(options: object) -> CommunicationOptions:
-    """The options themselves, TensorFlow's as ours, the defaults for None; anything else is refused."""
+    """Returns the options, converted from TensorFlow's; defaults for None; refuses anything else."""
     if options is None:
         return DEFAULT_OPTIONS
     if isinstance(options, CommunicationOptions):
@@ -160,20 +160,20 @@ def _merged(options: CommunicationOptions, other: CommunicationOptions) -> Commu
 
 
 def differences(options: CommunicationOptions) -> dict[str, Any]:
-    """The options that are not the defaults."""
+    """Returns the options that are not the defaults."""
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     return {name: value for name, value in given.items() if value != getattr(DEFAULT_OPTIONS, name)}
 
 
 def either(options: Any, experimental_hints: Any) -> Any:
-    """The options of a call that takes them under their older name too."""
+    """Returns the options of a call that takes them under their older name too."""
     if options is not None and experimental_hints is not None:
         raise OptionError("options and experimental_hints, its older name, were both given; give options")
     return experimental_hints if options is None else options
 
 
 def whole_number(name: str, given: object, least: int = 0) -> int:
-    """An argument that counts something, of any integer type; OptionError, naming it, for anything else.
+    """Returns a count of any integer type; OptionError with its name for anything else.
 
     >>> whole_number("num_packs", 3)
     3

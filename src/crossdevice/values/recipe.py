@@ -30,7 +30,7 @@ class Recipe(NamedTuple):
     weights: Weights | None = None
 
     def of_sorted(self, num_inputs: int) -> Recipe:
-        """The mean of the middle of each sorted column, for order statistics."""
+        """Returns the mean of the middle of each sorted column, for order statistics."""
         start, stop = self.op.sorted_range(num_inputs)
         return Recipe(ReduceOp.SUM, self.precision, stop - start)
 
@@ -40,7 +40,7 @@ class Recipe(NamedTuple):
         return self if self.weights is None else self._replace(weights=UNKNOWN_WEIGHTS)
 
     def with_weights(self, weights: Weights | None) -> Recipe:
-        """The same with weights that were unknown when it was made, if it takes any."""
+        """Adds weights that were unknown when the recipe was made, if it takes any."""
         return self if weights is None or self.weights is None else self._replace(weights=weights)
 
 

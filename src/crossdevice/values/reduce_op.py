@@ -54,7 +54,7 @@ class ReduceOp(enum.Enum, metaclass=_LookUp):
 
     @classmethod
     def _trimmed_mean(cls, k: int) -> ReduceOp:
-        """A member that is not listed, one for each k, as those of a `Flag` are made."""
+        """Returns an unlisted member, one for each k, made like those of a `Flag`."""
         member = object.__new__(cls)
         member._name_ = member._value_ = f"TRIMMED_MEAN({k})"
         made: ReduceOp = cls._value2member_map_.setdefault(member._value_, member)  # type: ignore[assignment]
@@ -66,7 +66,7 @@ class ReduceOp(enum.Enum, metaclass=_LookUp):
         return self is ReduceOp.MEDIAN or self.name.startswith("TRIMMED_MEAN")
 
     def sorted_range(self, num_replicas: int) -> tuple[int, int]:
-        """The sorted values that count: the first position, and the one after the last."""
+        """Returns the sorted values that count: the first position, and the one after the last."""
         if self is ReduceOp.MEDIAN:
             return (num_replicas - 1) // 2, num_replicas // 2 + 1
         trimmed = _TRIMMED_MEAN.fullmatch(self.name)
@@ -178,18 +178,18 @@ _Setting = TypeVar("_Setting", bound=_VariableSetting)
 
 
 def as_setting(kind: type[_Setting], value: object) -> _Setting:
-    """A member, given as such or by name; numbers, which enums would take, are refused."""
+    """Returns a member, given as such or by name; refuses numbers, which enums would take."""
     member: _Setting = value if isinstance(value, kind) else kind._missing_(value)
     return member
 
 
 def as_aggregation(value: object) -> VariableAggregation:
-    """An aggregation, given as such or by name; None is TensorFlow's other spelling of NONE."""
+    """Returns an aggregation, given as such or by name; None is TensorFlow's other spelling of NONE."""
     return VariableAggregation.NONE if value is None else as_setting(VariableAggregation, value)
 
 
 def _name_among(value: object, *kinds: str) -> str:
-    """The name of a string, or of a member of another library's type of this name; empty for all else."""
+    """Returns the name of a string, or of a member of another library's type; empty for all else."""
     if isinstance(value, str):
         return value
     kind = type(value)

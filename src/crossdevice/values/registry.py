@@ -1,4 +1,4 @@
-"""Tables of names whose classes are loaded on first use."""
+"""Tables of names, with classes that are loaded on first use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Registry(Mapping[str, str]):
         self._group = entry_point_group
 
     def load(self, name: str) -> Any:
-        """The class of that name, imported now; unknown names and missing libraries are refused."""
+        """Imports and returns the class of that name; refuses unknown names and missing libraries."""
         target = self.get(name) if isinstance(name, str) else None
         if target is None:
             raise OptionError(f"{name!r} is not {self._what}; expected one of {', '.join(self)}")

@@ -60,12 +60,12 @@ RUNNING_CODE: ContextVar[RunningCode] = ContextVar("crossdevice_running_code", d
 
 
 def current_replica() -> int | None:
-    """The replica whose function is running, or None in the cross-replica context."""
+    """Returns the running replica, or None in the cross-replica context."""
     return RUNNING_CODE.get().replica
 
 
 def current_component() -> int | None:
-    """The component that distributed values stand for: the running replica's, or that of a running update."""
+    """Returns the component that distributed values stand for: of the running replica or running update."""
     code = RUNNING_CODE.get()
     return code.updating if code.replica is None else code.replica
 

@@ -15,19 +15,19 @@ from crossdevice.values.distributed import DistributedValues
 from crossdevice.values.reduce_op import ReduceOp
 
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-200, 2.0**200
-"""Between these (about 6e-61 and 2e60), the rounding error of a weight times a value is a number itself."""
+"""Bounds (about 6e-61 and 2e60) within which the rounding error of a weight times a value is a float64."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
     """Factor of each input, and the divisor of the sum of products.
 
-    That is `divisor`, 1 for a sum; for a mean it is the sum of the factors, of which float64 lacks `rest`.
+    The divisor is 1 for a sum; for a mean it is the sum of the factors, `divisor` in float64 plus `rest`.
     """
 
     factors: tuple[float, ...]
     all_factors: tuple[float, ...] | None = None
-    """The factors of all replicas, whose sum is the divisor of a mean; None for a sum."""
+    """Factors of all replicas, which add up to the divisor of a mean; None for a sum."""
 
     @functools.cached_property
     def divisor(self) -> float:
@@ -45,19 +45,19 @@ class Weights:
         return Fraction(1) if self.all_factors is None else sum(map(Fraction, self.all_factors), Fraction())
 
     def of_one(self, number: int) -> Weights:
-        """For the values of one replica alone, which are divided by the weights of all."""
+        """Returns the weights of one replica alone, divided by the weights of all."""
         return Weights(self.factors[number : number + 1], self.all_factors)
 
     @functools.cached_property
     def words(self) -> array[float]:
-        """The factors, `rest`, and what that may be wrong by: as kernels read them."""
+        """Factors, `rest`, and the error bound of that, as kernels read them."""
         # `fsum` is rounded once, so it is 0 only if the true sum is.
         left = math.fsum((*(self.all_factors or (1.0,)), -self.divisor, -self.rest))
         return array("d", [*self.factors, self.rest, 0.0 if left == 0 else abs(self.rest) * 2.0**-52])
 
 
 def refuse_weights(weights: Weights | None, why: str) -> None:
-    """Raises where weights have come to a reduction that would leave them out."""
+    """Refuses weights for a reduction that would ignore them."""
     if weights is not None:
         raise PlanError(f"weights were given to a reduction that takes none: {why}")
 
@@ -67,7 +67,7 @@ UNKNOWN_WEIGHTS = Weights(())
 
 
 def factors_of(given: Any, op: ReduceOp) -> tuple[float, ...]:
-    """The weights of a call, one float64 per replica; what is wrong with them is refused by name.
+    """Returns the weights of a call, one float64 per replica; refuses wrong ones by name.
 
     >>> factors_of([3, 1], ReduceOp.MEAN)
     (3.0, 1.0)
@@ -84,7 +84,7 @@ def factors_of(given: Any, op: ReduceOp) -> tuple[float, ...]:
 
 
 def check_number(factors: tuple[float, ...], num_replicas: int, entry: str = "") -> None:
-    """Refuses more or fewer weights than there are replicas, of an entry of a batch if it has several."""
+    """Refuses more or fewer weights than there are replicas, naming the entry of a batch."""
     if num_replicas != len(factors):
         raise OptionError(
             f"weights has {len(factors)} numbers, and there are {num_replicas} replicas{entry}; "
@@ -93,7 +93,7 @@ def check_number(factors: tuple[float, ...], num_replicas: int, entry: str = "")
 
 
 def factor_of(given: Any, op: ReduceOp, number: int | None = None) -> float:
-    """One weight as float64, the only one or that of one replica."""
+    """Returns one weight as float64, the only one or that of one replica."""
     if type(given) is float and SMALLEST_WEIGHT <= given <= LARGEST_WEIGHT:
         return given  # as nearly all are
     name = "weight" if number is None else f"weights[{number}]"
@@ -133,7 +133,7 @@ def _shown(given: Any) -> str:
 
 
 def weights_for(factors: tuple[float, ...], op: ReduceOp) -> Weights:
-    """The weights of all replicas, which must not be all 0 for a mean."""
+    """Returns the weights of all replicas, which must not be all 0 for a mean."""
     if op is ReduceOp.MEAN and not any(factors):
         raise OptionError("weights of a mean are all 0; expected at least one that is positive")
     return Weights(factors, factors if op is ReduceOp.MEAN else None)
