@@ -10,7 +10,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from crossdevice import errors as errors  # for type checkers, which do not see modules nobody imports
+from crossdevice import errors as errors  # for type checkers, which see no modules that are not imported
 from crossdevice.algorithms.all_reduce_cross_device_ops import AllReduceCrossDeviceOps
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
@@ -150,11 +150,11 @@ __all__ = [
 ]
 
 _OLD_NAMES = {"choose": "choose_algorithm", "cluster": "cluster_from_env and Cluster"}
-"""Names of an earlier version, kept for one release, and what is used instead."""
+"""Names of an earlier version, kept for one release, with their replacements."""
 
 
 def __dir__() -> list[str]:
-    """The public names, without those that this module imports for itself."""
+    """Lists the public names, without this module's own imports."""
     return sorted([*__all__, "__version__", "errors"])
 
 

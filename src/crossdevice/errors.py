@@ -75,7 +75,7 @@ class OutError(CrossDeviceError, ValueError):
 
 
 class BoundError(CrossDeviceError, RuntimeError):
-    """A bound reduction whose arrays have moved in memory, or become read-only, since it was bound."""
+    """A bound reduction with arrays that were moved or made read-only after it was bound."""
 
 
 class ContextError(CrossDeviceError, RuntimeError):
@@ -99,12 +99,12 @@ class EngineError(CrossDeviceError, RuntimeError):
 
 
 class FileError(CrossDeviceError, OSError):
-    """A file that cannot be read as what it should be, or not be written; the message names it."""
+    """A file that cannot be read or written as its format; the message names it."""
 
 
 class TopologyError(CrossDeviceError, ValueError):
-    """A topology that cannot be read, or that lacks what was asked of it."""
+    """A topology that cannot be read, or lacks requested parts."""
 
 
 class PlanError(CrossDeviceError, AssertionError):
-    """A plan that does not add up: the algorithm that emitted it is wrong."""
+    """A plan that is inconsistent: the algorithm that emitted it is wrong."""

@@ -1,4 +1,4 @@
-"""Functions for people who want no classes: plain lists in, plain lists out."""
+"""Functional API on plain lists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 
 DEFAULT_ALGORITHM = "direct"
-"""On shared memory all algorithms become the same fused pass; elsewhere this one never sends partial sums."""
+"""Default algorithm: the fused pass on shared memory; elsewhere it never sends partial sums."""
 
 
 def all_reduce(
@@ -355,7 +355,7 @@ def _per_replica(values: Any) -> DistributedValues:
 
 
 def _placed(destinations: Any) -> Any:
-    """A list of devices as something that has them."""
+    """Wraps a list of devices as a destination."""
     if not isinstance(destinations, (list, tuple)):
         return destinations
     if not destinations:
@@ -364,7 +364,7 @@ def _placed(destinations: Any) -> Any:
 
 
 def _only(out: Any, num_results: int) -> Any:
-    """The one array of a list of one; anything else as it is."""
+    """Returns the one array of a list of one; anything else unchanged."""
     return out[0] if num_results == 1 and isinstance(out, (list, tuple)) and len(out) == 1 else out
 
 

@@ -1,4 +1,4 @@
-"""Resources of a process: settings of its environment, and what ends with it or is renewed in its forks."""
+"""Process-wide resources: environment settings, actions at exit, and renewal in forks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Setting(NamedTuple):
     default: str = ""
 
     def read(self) -> str:
-        """The word it is set to now, else its default."""
+        """Returns the current value, else the default."""
         return os.environ.get(self.variable) or self.default
 
 
@@ -34,16 +34,16 @@ RECORD_BITS = Setting("CROSSDEVICE_RECORD_BITS")
 """A file in which the whole process is recorded; read by `import crossdevice`."""
 
 FLIGHT_RECORDER = Setting("CROSSDEVICE_FLIGHT_RECORDER")
-"""A folder for what ran before an error; read when one is raised."""
+"""Folder for records of what ran before an error; read when an error is raised."""
 
 HOST = Setting("CROSSDEVICE_HOST")
 """A word that processes of one host have in common; read when a group is formed, as all of the next ones."""
 
 SHARED_MEMORY = Setting("CROSSDEVICE_SHARED_MEMORY", "1")
-"""Whether processes of one host share memory, 1 or 0."""
+"""1 if processes of one host share memory, else 0."""
 
 PEER_MEMORY = Setting("CROSSDEVICE_PEER_MEMORY", "1")
-"""Whether processes of one host read each other's GPU memory, 1 or 0."""
+"""1 if processes of one host read each other's GPU memory, else 0."""
 
 GROUP_KEY = Setting("CROSSDEVICE_GROUP_KEY")
 """The key with which ranks and their notes prove that they belong to a group."""
@@ -55,11 +55,11 @@ PRECISION = Setting("CROSSDEVICE_PRECISION", "accurate")
 """The precision of groups of torch.distributed that name none."""
 
 TIMEOUT_SECONDS = Setting("CROSSDEVICE_TIMEOUT_SECONDS")
-"""The deadline of collectives of torch.distributed; none if it is not set."""
+"""Deadline of collectives of torch.distributed; no deadline if unset."""
 
 
 def environment_of_child(**own: str) -> dict[str, str]:
-    """The environment of a program that imports this package from here, with variables of its own."""
+    """Returns the environment of a program that imports this package from here, with its own variables."""
     package = str(Path(__file__).parents[1])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **own}
@@ -70,12 +70,12 @@ _ended: list[Callable[[], None]] = []
 
 
 def renew_after_fork(renew: Callable[[], None]) -> None:
-    """Has this called in each forked process, where no other thread exists and locks may be held for good."""
+    """Registers a function for forked processes, where other threads are gone and their locks stay held."""
     _renewed.append(renew)
 
 
 def end_with_process(end: Callable[[], None]) -> None:
-    """Has this called when Python ends, before what was handed in earlier and before libraries end."""
+    """Registers a function for Python's exit, before those registered earlier and before libraries end."""
     _ended.append(end)
     # What is registered last runs first: libraries may have registered their end since the last time.
     atexit.unregister(_end_all)
