@@ -51,7 +51,11 @@ def _found_for(kind: type[Any]) -> Backend | None:
         return backend_named("numpy")
     for base in kind.__mro__:
         library = base.__module__.partition(".")[0]
-        # Libraries have other types as well, such as the modules of PyTorch.
-        if library in BACKENDS and hasattr(kind, "dtype"):
+        # Libraries have other types as well: PyTorch's modules, which in transformers have a dtype too.
+        if (
+            library in BACKENDS
+            and hasattr(kind, "dtype")
+            and (hasattr(kind, "shape") or hasattr(kind, "ndim"))
+        ):
             return backend_named(library)
     return None
