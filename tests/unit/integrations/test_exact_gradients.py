@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from conformance.oracle import rounded
 from crossdevice.errors import ContextError, ConversionError, DtypeError, MismatchError, OptionError
 from crossdevice.integrations.torch import ExactGradients, seeded_micro_batch
+from crossdevice.integrations.torch.communication_hook import formed_group
 from crossdevice.testing import run_ranks
 
 NUM_MICRO_BATCHES = 7
@@ -249,7 +252,9 @@ def test_workers_that_differ_are_told_alike_and_may_go_on():
         exact = ExactGradients([weight, odd], group)
         odd.sum().backward()
         exact.add()
-        with pytest.raises(MismatchError, match=r"rank 2 .*another parameters than rank 0 .*number 1 is"):
+        with pytest.raises(
+            MismatchError, match=r"rank 2 .*other parameters than rank 0 .*: number 1 is .* \[3\]"
+        ):
             exact.finish()
         exact = ExactGradients([weight], group)
         with pytest.raises(MismatchError, match=r"rank 1 .*another op"):
@@ -259,6 +264,79 @@ def test_workers_that_differ_are_told_alike_and_may_go_on():
         return exact.finish().micro_batches
 
     assert run_ranks(3, run) == [3] * 3
+
+
+def _refusal_of(exact):
+    """What `add`, where there are gradients, and `finish` say."""
+    try:
+        if any(each.grad is not None for each in exact._parameters):
+            exact.add()
+        exact.finish()
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_that_a_worker_lacks_or_has_in_another_order_are_named():
+    def errors(own_names, **options):
+        def run(group):
+            parameters = {name: torch.nn.Parameter(torch.ones(2)) for name in own_names[group.rank]}
+            exact = ExactGradients(parameters.items(), group, **options)
+            sum(each.sum() for each in parameters.values()).backward()
+            return _refusal_of(exact)
+
+        return run_ranks(2, run)
+
+    for options in ({}, {"is_sharded": True}):
+        for error in errors([["a", "b", "c"], ["a"]], **options):
+            assert error.startswith("rank 1 ")
+            assert error.endswith("it has 1, not 3; it lacks b, c")
+        for error in errors([["a", "b"], ["b", "a"]], **options):
+            assert error.endswith("number 0 is b of torch.float32 [2], not a of torch.float32 [2]")
+
+
+def test_a_worker_that_adds_less_often_to_sharded_sums_is_told_how_often():
+    def run(group):
+        weight = torch.nn.Parameter(torch.ones(2))
+        exact = ExactGradients([weight], group, is_sharded=True)
+        weight.sum().backward()
+        exact.add()
+        if group.rank == 0:
+            weight.sum().backward()
+        return _refusal_of(exact)
+
+    for error in run_ranks(2, run):
+        assert "equally often on all; add(0) without a micro-batch" in error
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_additions_of_nothing_are_not_counted_on_any_number_of_workers(size, is_sharded):
+    def run(group):
+        weight = torch.nn.Parameter(torch.ones(2))
+        exact = ExactGradients([weight], group, is_sharded=is_sharded)
+        if group.rank == 0:
+            weight.sum().backward()
+            exact.add(3)
+            exact.add(0)
+        else:
+            exact.add(0)
+            exact.add(0)
+        return exact.finish().micro_batches
+
+    assert run_ranks(size, run) == [1] * size
+
+
+@pytest.mark.parametrize("backend", ["gloo", "crossdevice"])
+def test_groups_made_from_one_of_pytorch_have_its_timeout(backend):
+    dist.init_process_group(
+        backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=17)
+    )
+    try:
+        assert formed_group(None, "a test").timeout_seconds == 17
+        assert formed_group(dist.group.WORLD, "another test").timeout_seconds == 17
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_compiled_module_and_a_fused_optimizer_train_alike():

@@ -14,7 +14,7 @@ from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.errors import OptionError
 from crossdevice.process_groups.background import BackgroundThread
 from crossdevice.process_groups.engines.torch_engine import form_group
-from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.group import TIMEOUT_SECONDS, ProcessGroup
 from crossdevice.recording.recorder import Leaves, as_one_call, digests_by_path, is_recording, write_call
 from crossdevice.values.options import CommunicationOptions, Precision
 from crossdevice.values.reduce_op import ReduceOp
@@ -50,6 +50,7 @@ class ReproducibleMean:
             )
         self._options = CommunicationOptions(precision=precision)
         self._given = group if isinstance(group, ProcessGroup) else None
+        self._processes = group if isinstance(group, dist.ProcessGroup) else None
         self._ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else None
         self._ops: CollectiveAllReduce | None = None
         self._of_models: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -102,8 +103,8 @@ class ReproducibleMean:
         if self._ops is None:
             group = self._given
             if group is None:
-                assert self._ranks is not None
-                group = formed_group(self._ranks, "communication hook")
+                assert self._processes is not None
+                group = formed_group(self._processes, "communication hook")
             self._ops = CollectiveAllReduce(options=self._options, group=group)
         # Not into the bucket: DistributedDataParallel copies gradients from wherever the result is.
         return self._ops.reduce(ReduceOp.MEAN, gradients, gradients)
@@ -129,6 +130,7 @@ class ReproducibleMean:
         models = _models_with(parameters[0], self)
         for model in models:
             self._check_ranks(dist.get_process_group_ranks(model.process_group))
+            self._processes = self._processes or model.process_group
         if self._ranks is None and self._given is None:
             raise OptionError(
                 "the DistributedDataParallel model that this bucket is from was not found, so its processes "
@@ -177,10 +179,23 @@ def _path(name: str) -> str:
     return f"value[{name!r}]"
 
 
-def formed_group(ranks: list[int], purpose: str) -> ProcessGroup:
-    """Forms a group of these ranks of torch.distributed; all of them form it for the same purpose."""
+def formed_group(group: dist.ProcessGroup | None, purpose: str) -> ProcessGroup:
+    """Forms a group of the ranks of one of torch.distributed, with its timeout.
+
+    All of them form it for the same purpose.
+    """
+    ranks = dist.get_process_group_ranks(group)
     name = f"{purpose} of ranks {', '.join(map(str, ranks))}"
-    return form_group(ranks.index(dist.get_rank()), len(ranks), name=name)
+    own = ranks.index(dist.get_rank())
+    return form_group(own, len(ranks), name=name, timeout_seconds=_timeout_seconds(group))
+
+
+def _timeout_seconds(group: dist.ProcessGroup | None) -> float:
+    """Returns the shortest timeout of a group's backends; ours if they have none, as MPI's."""
+    group = group or dist.group.WORLD
+    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    found = [each._timeout.total_seconds() for each in options if hasattr(each, "_timeout")]
+    return min(found, default=TIMEOUT_SECONDS)
 
 
 def _models_with(parameter: torch.Tensor, state: object) -> list[DistributedDataParallel]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -193,7 +192,7 @@ class ExactGradients:
         for number, _ in found:
             self._parameters[number].grad = None
         self._weight += factor
-        self._micro_batches += 1
+        self._micro_batches += bool(found or factor)
 
     @torch.no_grad()
     def finish(self, op: ReduceOp | str = ReduceOp.MEAN) -> ExactStep:
@@ -233,7 +232,7 @@ class ExactGradients:
             of_ranks = [own]
         else:
             # Two calls: what is wrong is found by all alike between them, and the group stays usable.
-            with group.call("compare exact gradients", b"compare exact gradients") as call:
+            with group.call("ExactGradients.finish", b"compare exact gradients") as call:
                 of_ranks, members = gathered_json(call, own), group.members
         self._check_ranks(members, of_ranks)
         weight = sum(facts["weight"] for facts in of_ranks)
@@ -294,7 +293,7 @@ class ExactGradients:
             "weight": factor,
             "held": [number for number, _ in found],
         }
-        with group.call("add a micro-batch to shards", b"add to shards") as call:
+        with group.call(_ADD_TO_SHARDS, b"add to shards") as call:
             of_ranks = gathered_json(call, own)
             problem = _problem_of(group.members, of_ranks)
             if not problem:
@@ -328,14 +327,17 @@ class ExactGradients:
             )
 
     def _described(self) -> list[Any]:
-        return [[str(each.dtype), list(each.shape)] for each in self._parameters]
+        return [
+            [name, str(each.dtype), list(each.shape)]
+            for name, each in zip(self._names, self._parameters, strict=True)
+        ]
 
     def _workers(self) -> ProcessGroup | None:
         """Returns the group of all workers, formed when all of them first finish a step."""
         if self._group is None and (self._given is not None or _has_default_group()):
             ranks = dist.get_process_group_ranks(self._given)
             if len(ranks) > 1:
-                self._group = formed_group(ranks, "exact gradients")
+                self._group = formed_group(self._given, "exact gradients")
         return self._group
 
     def _check(self, number: int, gradient: torch.Tensor) -> None:
@@ -382,12 +384,16 @@ class ExactGradients:
                     f"{name} has a gradient of {facts['left']} that was not added: call add() after each "
                     "backward pass, or clear the gradients"
                 )
-            for noun in ("op", "parameters"):
-                if facts[noun] != of_ranks[0][noun]:
-                    problem = problem or (
-                        f"{name} finishes with another {noun} than {members[0]}: "
-                        f"{_differing(facts[noun], of_ranks[0][noun])}"
-                    )
+            if facts["op"] != of_ranks[0]["op"]:
+                problem = problem or (
+                    f"{name} finishes with another op than {members[0]}: "
+                    f"{facts['op']}, not {of_ranks[0]['op']}"
+                )
+            if facts["parameters"] != of_ranks[0]["parameters"]:
+                problem = problem or (
+                    f"{name} finishes with other parameters than {members[0]}: "
+                    f"{_differing(facts['parameters'], of_ranks[0]['parameters'])}"
+                )
             for number, kind in facts["sums"].items():
                 first, known = seen.setdefault(number, (name, kind))
                 if known != kind:
@@ -438,16 +444,26 @@ def _problem_of(members: Sequence[str], of_ranks: Sequence[Mapping[str, Any]]) -
     return ""
 
 
+_ADD_TO_SHARDS = "ExactGradients.add (with is_sharded equally often on all; add(0) without a micro-batch)"
+
+
 def _has_default_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _differing(found: Any, known: Any) -> str:
-    """Shows where two descriptions differ first."""
-    if isinstance(found, list) and isinstance(known, list):
-        if len(found) != len(known):
-            return f"{len(found)}, not {len(known)}"
-        for number, (one, other) in enumerate(zip(found, known, strict=True)):
-            if one != other:
-                return f"number {number} is {json.dumps(one)}, not {json.dumps(other)}"
-    return f"{found}, not {known}"
+def _differing(found: Sequence[list[Any]], known: Sequence[list[Any]]) -> str:
+    """Names the parameters that one worker lacks or has besides, else the first that differs."""
+    names, of_others = [each[0] for each in found], [each[0] for each in known]
+    lacks = [name for name in of_others if name not in {*names}]
+    adds = [name for name in names if name not in {*of_others}]
+    if len(found) != len(known):
+        odd = [f"it {verb} {_listed(which)}" for verb, which in (("lacks", lacks), ("has", adds)) if which]
+        return f"it has {len(found)}, not {len(known)}" + "".join(f"; {text}" for text in odd)
+    number = next(n for n, (one, other) in enumerate(zip(found, known, strict=True)) if one != other)
+    (name, dtype, shape), (other, *kind) = found[number], known[number]
+    return f"number {number} is {name} of {dtype} {shape}, not {other} of {' '.join(map(str, kind))}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -148,7 +148,7 @@ class ExactReduceScatter:
     def _group_of(self, group: dist.ProcessGroup) -> ProcessGroup:
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._groups:
-            self._groups[ranks] = formed_group(list(ranks), "exact sharded gradients")
+            self._groups[ranks] = formed_group(group, "exact sharded gradients")
         return self._groups[ranks]
 
 

@@ -111,7 +111,7 @@ class ReproducibleReduceScatter:
         """Returns the algorithm on a group's processes, formed when all of them first need it."""
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._ops:
-            formed = formed_group(list(ranks), "sharded gradients")
+            formed = formed_group(group, "sharded gradients")
             self._ops[ranks] = CollectiveAllReduce(options=self._options, group=formed)
         return self._ops[ranks]
 
