@@ -110,7 +110,31 @@ def test_what_has_no_norm_is_refused():
     for limit in (0, -1.0, math.nan):
         with pytest.raises(OptionError, match="max_norm must be a positive number"):
             clip_grad_norm_(weight, limit)
+    with pytest.raises(OptionError, match="group must be a group of crossdevice"):
+        clip_grad_norm_(weight, 1.0, group=torch.distributed.HashStore())
     counts = torch.zeros(1, dtype=torch.int64)
     counts.grad = torch.ones(1, dtype=torch.int64)
     with pytest.raises(DtypeError, match=r"torch\.int64"):
         clip_grad_norm_(counts, 1.0)
+
+
+def test_shards_without_a_group_are_refused():
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    torch.distributed.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Shard(0), Replicate()):
+            weight = torch.nn.Parameter(
+                DTensor.from_local(torch.zeros(2), mesh, [placement], run_check=False)
+            )
+            weight.grad = DTensor.from_local(torch.tensor([3.0, 4.0]), mesh, [placement], run_check=False)
+            if placement.is_shard():
+                with pytest.raises(OptionError, match="gradients are sharded over several processes"):
+                    clip_grad_norm_(weight, 1.0)
+            else:
+                assert float(clip_grad_norm_(weight, 1.0)) == 5.0
+    finally:
+        torch.distributed.destroy_process_group()

@@ -193,7 +193,9 @@ def formed_group(group: dist.ProcessGroup | None, purpose: str) -> ProcessGroup:
 def _timeout_seconds(group: dist.ProcessGroup | None) -> float:
     """Returns the shortest timeout of a group's backends; ours if they have none, as MPI's."""
     group = group or dist.group.WORLD
-    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    options: list[Any] = [
+        getattr(group._get_backend(device), "options", None) for device in group._device_types
+    ]
     found = [each._timeout.total_seconds() for each in options if hasattr(each, "_timeout")]
     return min(found, default=TIMEOUT_SECONDS)
 

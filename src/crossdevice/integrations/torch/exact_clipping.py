@@ -59,7 +59,8 @@ def clip_grad_norm_(
         The norm before clipping, a float64 tensor on the host.
 
     Raises:
-        OptionError: `max_norm` is not a positive number.
+        OptionError: `max_norm` is not a positive number, `group` is none of crossdevice, or gradients are
+            sharded and there is none.
         DtypeError: a gradient is not of floats or complex numbers.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -70,8 +71,17 @@ def clip_grad_norm_(
     limit = float(max_norm)
     if not limit > 0:
         raise OptionError(f"max_norm must be a positive number; got {max_norm!r}")
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise OptionError(
+            f"group must be a group of crossdevice, as the group of an ExactReduceScatter is; got {group!r}"
+        )
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [each.grad for each in tensors if each.grad is not None]
+    if group is None and any(_is_sharded(gradient) for gradient in gradients):
+        raise OptionError(
+            "gradients are sharded over several processes, and this one holds only a part of them; give "
+            "group=, as the group of an ExactReduceScatter"
+        )
     squares: dict[float, RunningSum] = {}
     special = 0.0
     for gradient in gradients:
@@ -85,6 +95,15 @@ def clip_grad_norm_(
         for gradient in gradients:
             gradient.mul_(factor)
     return torch.tensor(norm, dtype=torch.float64)
+
+
+def _is_sharded(gradient: Any) -> bool:
+    if not is_instance_of(gradient, "torch.distributed.tensor", "DTensor"):
+        return False
+    return any(
+        placement.is_shard() and gradient.device_mesh.size(axis) > 1
+        for axis, placement in enumerate(gradient.placements)
+    )
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
