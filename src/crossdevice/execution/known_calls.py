@@ -29,6 +29,9 @@ from crossdevice.values.weights import Weights
 MAX_ALIKE = 64
 """Calls that are kept under one key: trees of one structure whose arrays have other shapes."""
 
+MAX_BEFORE = 8
+"""Calls that are compared before the one that fits; one that is found later comes first from then on."""
+
 
 class Structure(NamedTuple):
     """The structure of one pair's result."""
@@ -196,9 +199,12 @@ class KnownCalls:
             flattened = _flattened([collective], pairs, outs)
             if flattened is None:
                 return None, None
-            for known in self._calls.get(flattened.key, ()):
+            alike = self._calls.get(flattened.key, [])
+            for position, known in enumerate(alike):
                 if known.fits(flattened):
                     self.hits += 1
+                    if position >= MAX_BEFORE:
+                        alike[:] = [known, *(other for other in alike if other is not known)]
                     return flattened, known
         # An array of another library among others, an array that is recorded, trees that differ, a tree that
         # contains itself: the call is read, and refused if need be.
