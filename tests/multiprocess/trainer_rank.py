@@ -4,6 +4,9 @@ import hashlib
 import os
 import tempfile
 
+import torchvision_operators  # noqa: F401 (importing it declares them)
+
+# isort: split
 import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
