@@ -13,9 +13,9 @@ from pathlib import Path
 
 from published_curves import CLUSTER_TIMES, CURVES, published_times
 
-from crossdevice.choosing.by_cost import predicted_durations
+from crossdevice.choosing import predicted_durations
 from crossdevice.costs.timing import engine_duration
-from crossdevice.costs.topology_files import read_topology
+from crossdevice.costs.topology import read_topology
 from crossdevice.values.quantities import time_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "choosing.md"

@@ -18,8 +18,7 @@ import sys
 from typing import NamedTuple
 
 from crossdevice.costs.timing import engine_duration
-from crossdevice.costs.topology import Topology
-from crossdevice.costs.topology_files import read_topology
+from crossdevice.costs.topology import Topology, read_topology
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = (

@@ -21,11 +21,10 @@ from crossdevice.algorithms.nccl_all_reduce import NcclAllReduce
 from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.algorithms.ring_all_reduce import RingAllReduce
 from crossdevice.algorithms.tree_all_reduce import TreeAllReduce
-from crossdevice.choosing.choose_algorithm import choose_algorithm
+from crossdevice.choosing import choose_algorithm
 from crossdevice.combining.accumulator import Accumulator
 from crossdevice.combining.average_files import average_files
-from crossdevice.costs.topology import Topology
-from crossdevice.costs.topology_files import read_topology
+from crossdevice.costs.topology import Topology, read_topology
 from crossdevice.execution.bound import BoundCall
 from crossdevice.execution.fingerprints import Fingerprint, fingerprint
 from crossdevice.execution.pending import Pending

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crossdevice.algorithms.base import PackedOps
-from crossdevice.costs.rounds import Round
+from crossdevice.costs.timing import Round
 from crossdevice.costs.topology import Topology
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.steps import Buffer

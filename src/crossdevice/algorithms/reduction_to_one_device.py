@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from crossdevice.algorithms.base import CrossDeviceOps
-from crossdevice.costs.rounds import Round
+from crossdevice.costs.timing import Round
 from crossdevice.costs.topology import Topology
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.steps import Buffer

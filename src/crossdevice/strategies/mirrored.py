@@ -13,7 +13,7 @@ from typing import Any
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.protocol import ThreadState
 from crossdevice.backends.registry import backend_named
-from crossdevice.choosing.choose_algorithm import choose_algorithm
+from crossdevice.choosing import choose_algorithm
 from crossdevice.errors import ConversionError, DeviceError, OptionError
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.data.regrouping import checked_arguments, regroup, spread

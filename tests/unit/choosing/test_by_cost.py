@@ -7,9 +7,8 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing.by_cost import is_engine, predicted_durations
-from crossdevice.choosing.choose_algorithm import choose_algorithm
-from crossdevice.costs.topology_files import read_topology
+from crossdevice.choosing import choose_algorithm, is_engine, predicted_durations
+from crossdevice.costs.topology import read_topology
 from crossdevice.errors import OptionError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

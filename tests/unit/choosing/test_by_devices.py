@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import crossdevice as cd
-from crossdevice.choosing.choose_algorithm import choose_algorithm
+from crossdevice.choosing import choose_algorithm
 from crossdevice.errors import OptionError
 
 ROWS = [

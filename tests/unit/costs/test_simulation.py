@@ -5,11 +5,10 @@ import dataclasses
 import pytest
 
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing.by_cost import planned_all_reduce
-from crossdevice.costs.rounds import rounds_duration
+from crossdevice.choosing import planned_all_reduce
 from crossdevice.costs.simulation import peak_bytes, simulate
-from crossdevice.costs.topology import Cost, Switched
-from crossdevice.costs.topology_files import read_topology
+from crossdevice.costs.timing import rounds_duration
+from crossdevice.costs.topology import Cost, Switched, read_topology
 from crossdevice.errors import TopologyError
 from unit.algorithms.planning import planned
 

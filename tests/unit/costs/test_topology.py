@@ -2,8 +2,7 @@
 
 import pytest
 
-from crossdevice.costs.topology import DirectLinks
-from crossdevice.costs.topology_files import read_topology, topology_names
+from crossdevice.costs.topology import DirectLinks, read_topology, topology_names
 from crossdevice.errors import TopologyError
 
 GIGA = 1e9

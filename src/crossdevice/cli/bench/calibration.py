@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from crossdevice.algorithms.direct_all_reduce import DirectAllReduce
 from crossdevice.cli.bench.workload import GIGABYTE
 from crossdevice.costs.timing import fused_pass_duration
-from crossdevice.costs.topology_files import read_topology
+from crossdevice.costs.topology import read_topology
 from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.values.distributed import PerReplica

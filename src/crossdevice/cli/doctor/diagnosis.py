@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from crossdevice import runtime
 from crossdevice.backends.nccl_engines import NCCL_ENGINES, NcclEngine, engine_named, name_of_engine
-from crossdevice.choosing.choose_algorithm import choose_algorithm
+from crossdevice.choosing import choose_algorithm
 from crossdevice.cli.doctor.gpu_facts import Managed, managed, seen_by_libraries
 from crossdevice.errors import OptionError
 from crossdevice.kernels.cuda.availability import gpu_unavailable, kernels_unavailable

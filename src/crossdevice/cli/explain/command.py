@@ -8,13 +8,13 @@ import sys
 from collections.abc import Iterator
 
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing.by_cost import is_engine
+from crossdevice.choosing import is_engine
 from crossdevice.cli.arguments import output_file, size_in_bytes
 from crossdevice.cli.explain.explanation import Explanation, explanation_of
 from crossdevice.cli.explain.plan_page import plan_page
 from crossdevice.cli.terminal import Section, show
 from crossdevice.costs.timing import Duration
-from crossdevice.costs.topology_files import read_topology, topology_names
+from crossdevice.costs.topology import read_topology, topology_names
 from crossdevice.errors import OptionError
 from crossdevice.values.options import PRECISIONS
 from crossdevice.values.quantities import counted, size_text, time_text

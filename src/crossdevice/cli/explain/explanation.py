@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing.by_cost import (
+from crossdevice.choosing import (
     FLOAT_BYTES,
     is_engine,
     planned_all_reduce,

@@ -8,7 +8,7 @@ import itertools
 import json
 from typing import Any
 
-from crossdevice.choosing.by_cost import FLOAT_BYTES
+from crossdevice.choosing import FLOAT_BYTES
 from crossdevice.cli.explain.explanation import Explanation
 from crossdevice.costs.simulation import SAME_SECONDS, Span, places_of
 from crossdevice.costs.topology import DirectLinks, Switched, Topology

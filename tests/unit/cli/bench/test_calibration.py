@@ -4,7 +4,7 @@ import pytest
 
 from crossdevice.cli.bench import calibration
 from crossdevice.cli.main import main
-from crossdevice.costs.topology_files import read_topology
+from crossdevice.costs.topology import read_topology
 
 
 def test_the_line_goes_through_points_that_lie_on_one():

@@ -6,7 +6,7 @@ import pytest
 
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.cli.main import main
-from crossdevice.costs.topology_files import read_topology, topology_names
+from crossdevice.costs.topology import read_topology, topology_names
 
 
 def said(capsys, *words):

@@ -1,30 +1,72 @@
-"""Choice by cost: predicted by the model for each algorithm, or measured."""
+"""Choice of an algorithm: by the types of devices, or by predicted or measured cost."""
 
 from __future__ import annotations
 
 import json
 import math
 import numbers
+import sys
+import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
+from typing import NamedTuple
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.nccl_all_reduce import NcclAllReduce
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing.by_devices import Choice, chosen
-from crossdevice.costs.rounds import rounds_duration
 from crossdevice.costs.simulation import simulate
-from crossdevice.costs.timing import Duration, engine_duration, fused_pass_duration
-from crossdevice.costs.topology import Topology
-from crossdevice.costs.topology_files import read_topology
+from crossdevice.costs.timing import Duration, engine_duration, fused_pass_duration, rounds_duration
+from crossdevice.costs.topology import Topology, read_topology
 from crossdevice.errors import OptionError, PlanError
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.ledger import proved_plan
 from crossdevice.plans.plan import Plan
 from crossdevice.values.device import Device
-from crossdevice.values.options import PRECISIONS
+from crossdevice.values.options import PRECISIONS, whole_number
 from crossdevice.values.quantities import time_text
+
+
+class Choice(NamedTuple):
+    """An algorithm, why it was chosen and, if by cost, the seconds that each would take, fastest first."""
+
+    name: str
+    cross_device_ops: CrossDeviceOps
+    reason: str
+    seconds: Mapping[str, float] = types.MappingProxyType({})
+
+
+def chosen(name: str, reason: str, seconds: Mapping[str, float] = types.MappingProxyType({})) -> Choice:
+    """Returns the algorithm of that name with its default settings, as a choice."""
+    return Choice(name, ALGORITHMS.load(name)(), reason, seconds)
+
+
+def choice_by_devices(devices: Sequence[Device]) -> Choice:
+    """Chooses for one replica on each of these devices; NCCL's algorithm where it is available.
+
+    >>> choice_by_devices([Device("cuda:0"), Device("cuda:1")]).name
+    'nccl'
+    """
+    kinds = {device.type for device in devices}
+    distinct = set(devices)
+    if len(devices) == 1:
+        return chosen("one_device", "one replica, so values are only copied")
+    if kinds == {"cpu"}:
+        reason = "all devices share the host's memory, where every algorithm becomes one fused pass"
+        return chosen("direct", reason)
+    if len(distinct) == 1:
+        return chosen("one_device", f"all replicas are on {devices[0]}, so nothing has to leave it")
+    if kinds != {"cuda"}:
+        names = ", ".join(sorted(kinds))
+        return chosen("one_device", f"devices of these types share no collective engine: {names}")
+    if len(distinct) < len(devices):
+        reason = "several replicas are on one GPU, which NCCL refuses; each replica sums its own shard"
+        return chosen("direct", reason)
+    if sys.platform != "linux":
+        reason = f"NCCL exists on Linux only, not on {sys.platform}; each GPU sums its own shard"
+        return chosen("direct", reason)
+    return chosen("nccl", "one replica on each GPU, which NCCL reduces over their links")
+
 
 MAX_PLANNED_DEVICES = 16
 """Number of devices above which algorithms are timed by their rounds: a ring's plan grows quadratically."""
@@ -178,3 +220,52 @@ def _explained(duration: Duration) -> str:
     }
     what = max(shares, key=lambda each: shares[each])
     return f"{shares[what] / duration.seconds:.0%} of its time is {what}"
+
+
+def choose_algorithm(
+    devices: int | Sequence[Device | str],
+    topology: str | Path | Topology | None = None,
+    num_bytes: int | None = None,
+    *,
+    precision: str = "accurate",
+    measured: str | Path | None = None,
+) -> Choice:
+    """Chooses the algorithm for an all-reduce on these devices, and gives the reason.
+
+    Without a topology the types of devices decide, as for a strategy without `cross_device_ops`:
+
+    With a topology and a size it chooses the fastest, by the cost model or by measurements:
+
+    This choice is among algorithms that give the same bits under `"accurate"` and `"exact"`, so never NCCL.
+    Under `"fast"` the bits depend on the algorithm: choose once and keep the choice.
+
+    Args:
+        devices: the devices or, with a topology, their number.
+        topology: a name, a TOML file or a Topology.
+        num_bytes: the size of the array on each device; required with a topology.
+        precision: as in `CommunicationOptions`; it decides how much travels.
+        measured: a JSON file `{"measured": [{"algorithm", "devices", "bytes", "seconds"}, ...]}`; where it
+            has this number of devices and a size within a factor of 2, it decides instead of the model.
+
+    Returns:
+        A `Choice` with the `name` of the algorithm, the `reason`, and an object of its class by `make()`.
+
+    Raises:
+        OptionError: a number is missing or outside its range, or the measurements cannot be read.
+        TopologyError: the topology is unknown.
+        DeviceError: a device name cannot be read, or there is no such device.
+
+    >>> choose_algorithm(["cpu:0", "cpu:1"]).name
+    'direct'
+
+    >>> choose_algorithm(8, "hgx_h100", 1 << 30).name
+    'direct'
+    """
+    if topology is not None:
+        count = len(devices) if isinstance(devices, Sized) else whole_number("devices", devices)
+        return choice_by_cost(count, topology, num_bytes, precision=precision, measured=measured)
+    if num_bytes is not None or measured is not None:
+        raise OptionError("num_bytes and measured are for a choice by cost, which needs a topology too")
+    if not isinstance(devices, Sized) or not devices:
+        raise OptionError(f"without a topology, expected a list of one device or more; got {devices!r}")
+    return choice_by_devices([Device.parse(device) for device in devices])
