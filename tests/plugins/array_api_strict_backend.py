@@ -8,8 +8,7 @@ import array_api_strict as xp
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.host_memory import address_range, check_host_device, native
-from crossdevice.backends.protocol import Backend
+from crossdevice.backends.protocol import Backend, address_range, check_host_device, native
 from crossdevice.errors import ConversionError
 from crossdevice.values.device import Device
 

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.cuda_streams import CudaStreams, SideStreams
-from crossdevice.backends.host_memory import strided_range
 from crossdevice.backends.nccl_engines import NcclBackend, Share
-from crossdevice.backends.protocol import ThreadState
+from crossdevice.backends.protocol import ThreadState, strided_range
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 

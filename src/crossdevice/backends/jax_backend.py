@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.host_memory import address_range, native
-from crossdevice.backends.protocol import Backend, ThreadState, dtype_named
+from crossdevice.backends.protocol import Backend, ThreadState, address_range, dtype_named, native
 from crossdevice.errors import ConversionError, DeviceError, DtypeError
 from crossdevice.values.device import Device
 

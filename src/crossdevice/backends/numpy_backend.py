@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.host_memory import address_range, check_host_device, native
-from crossdevice.backends.protocol import Backend, dtype_named
+from crossdevice.backends.protocol import Backend, address_range, check_host_device, dtype_named, native
 from crossdevice.errors import ConversionError
 from crossdevice.values.device import Device
 

@@ -12,8 +12,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from crossdevice.backends.host_memory import address_range, native
-from crossdevice.backends.protocol import Backend, ThreadState, dtype_named
+from crossdevice.backends.protocol import Backend, ThreadState, address_range, dtype_named, native
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.indexed_slices import IndexedSlices

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from crossdevice.backends.cuda_streams import CudaStreams, SideStreams
-from crossdevice.backends.host_memory import check_host_device
 from crossdevice.backends.nccl_engines import NcclBackend, Share
-from crossdevice.backends.protocol import dtype_named
+from crossdevice.backends.protocol import check_host_device, dtype_named
 from crossdevice.backends.torch_autograd import TorchAutograd, warn_if_recorded
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device

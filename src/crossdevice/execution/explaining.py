@@ -7,7 +7,7 @@ from crossdevice.execution.local.gpu_passes import fused_pass_unavailable
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import recipe_for
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec, items_of
-from crossdevice.plans.rendering import render_plan
+from crossdevice.plans.plan import render_plan
 from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.quantities import counted

@@ -17,10 +17,10 @@ from crossdevice.execution.reading.values import check_agreement
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.dtypes import PARTS, check_reducible
-from crossdevice.values.libraries import missing_library
 from crossdevice.values.options import CommunicationOptions, as_options
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.registry import missing_library
 
 try:
     import tensorflow as tf

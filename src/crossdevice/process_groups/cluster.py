@@ -12,7 +12,7 @@ from crossdevice.errors import OptionError
 from crossdevice.process_groups.engines.registry import PROCESS_ENGINES
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, Checks, ProcessGroup
 from crossdevice.values.launchers import Launch, is_of_launcher, launched
-from crossdevice.values.libraries import LIBRARIES
+from crossdevice.values.registry import LIBRARIES
 
 
 class Cluster(Launch):

@@ -1,5 +1,5 @@
 from crossdevice.plans.builder import PlanBuilder
-from crossdevice.plans.rendering import render_plan
+from crossdevice.plans.plan import render_plan
 from crossdevice.plans.steps import Copy, Finish
 from crossdevice.values.device import host_device
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from crossdevice.values.libraries import LIBRARIES
+from crossdevice.values.registry import LIBRARIES
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 

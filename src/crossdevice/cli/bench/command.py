@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import BACKENDS
-from crossdevice.cli.arguments import check_ending, output_file, size_in_bytes
 from crossdevice.cli.bench.calibration import calibrate
 from crossdevice.cli.bench.calls import Competitor
 from crossdevice.cli.bench.compiled_peers import make_host_devices
@@ -22,7 +21,7 @@ from crossdevice.cli.bench.peers import PEERS, peer_class, peer_unavailable
 from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
 from crossdevice.cli.bench.report import Report
 from crossdevice.cli.bench.workload import COLLECTIVES, Workload, dtype_of, op_of, sizes_between
-from crossdevice.cli.terminal import progress
+from crossdevice.cli.terminal import check_ending, output_file, progress, size_in_bytes
 from crossdevice.errors import OptionError
 from crossdevice.functions import DEFAULT_ALGORITHM
 from crossdevice.kernels.host.resources.threads import set_num_threads

@@ -16,12 +16,11 @@ import numpy as np
 from crossdevice import runtime
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import BACKENDS
-from crossdevice.cli.arguments import check_ending, output_file
-from crossdevice.cli.demo.networks import NETWORKS
 from crossdevice.cli.demo.training import (
     EXACT,
     MICRO_BATCH_SIZE,
     MICRO_BATCHES,
+    NETWORKS,
     PLAIN,
     Digits,
     Training,
@@ -31,7 +30,7 @@ from crossdevice.cli.demo.training import (
     train,
 )
 from crossdevice.cli.svg import Chart, Line, charts_svg
-from crossdevice.cli.terminal import Section, progress, show
+from crossdevice.cli.terminal import Section, check_ending, output_file, progress, show
 from crossdevice.errors import CrossDeviceError, OptionError
 from crossdevice.process_groups.cluster import cluster_from_env
 from crossdevice.strategies.mirrored import MirroredStrategy

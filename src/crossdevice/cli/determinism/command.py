@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from crossdevice import runtime
-from crossdevice.cli.arguments import output_file
 from crossdevice.cli.bench.peers import launcher
 from crossdevice.cli.bench.process import MPI_ENVIRONMENT
 from crossdevice.cli.determinism.sums import (
@@ -32,7 +31,7 @@ from crossdevice.cli.determinism.sums import (
     share_of,
     sums_in_all_ways,
 )
-from crossdevice.cli.terminal import Section, show
+from crossdevice.cli.terminal import Section, output_file, show
 from crossdevice.errors import CrossDeviceError, FileError, OptionError
 
 LOCAL: dict[str, type[Fold]] = {"ring": Ring, "fold": Fold}

@@ -6,10 +6,9 @@ import html
 import importlib.resources
 import itertools
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crossdevice.choosing import FLOAT_BYTES
-from crossdevice.cli.explain.explanation import Explanation
 from crossdevice.costs.simulation import SAME_SECONDS, Span, places_of
 from crossdevice.costs.topology import DirectLinks, Switched, Topology
 from crossdevice.errors import OptionError
@@ -17,6 +16,9 @@ from crossdevice.execution.reading.values import few
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.steps import Add, Copy, EngineAllReduce, Finish, Step, sources_of, targets_of
 from crossdevice.values.quantities import counted, size_text, time_text
+
+if TYPE_CHECKING:
+    from crossdevice.cli.explain.command import Explanation
 
 MAX_DRAWN_DEVICES = 16
 """More do not fit around one circle with a grid of contributions each."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from crossdevice.combining.files.model_file import ModelFile, TensorSpec, Writing, unreadable
 from crossdevice.errors import FileError
-from crossdevice.values.libraries import missing_library
+from crossdevice.values.registry import missing_library
 
 FORMATS = {
     ".safetensors": ("safetensors_files", "SafetensorsFile", "written_safetensors"),

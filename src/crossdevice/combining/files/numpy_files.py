@@ -14,8 +14,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.backends.host_memory import native
-from crossdevice.backends.protocol import dtype_named
+from crossdevice.backends.protocol import dtype_named, native
 from crossdevice.combining.files.model_file import ModelFile, ModelWriter, StoredFile, TensorSpec, unreadable
 from crossdevice.combining.files.replacing import replaced, write_at
 from crossdevice.combining.files.zip_members import (

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
-from crossdevice.backends.host_memory import address_range
-from crossdevice.backends.protocol import Array, Backend
+from crossdevice.backends.protocol import Array, Backend, address_range
 from crossdevice.execution.local.lowering import lower
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.plans.packing import Pack

@@ -6,7 +6,7 @@ replicas of a strategy, backward pass and optimizer included. `reproducible_hook
 `ExactGradients` makes a training step the same on any number of workers, `ExactReduceScatter` one of FSDP2.
 """
 
-from crossdevice.values.libraries import missing_library
+from crossdevice.values.registry import missing_library
 
 try:
     from crossdevice.integrations.torch.communication_hook import ReproducibleMean, reproducible_hook

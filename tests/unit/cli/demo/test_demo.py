@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.cli.demo import networks
+from crossdevice.cli.demo import training
 from crossdevice.cli.main import main
 
 SUMS = r" +([0-9a-f]{16})\.\.\. +(0\.\d+) +\d+\.\d+"
@@ -69,10 +69,10 @@ def test_products_of_the_demo_are_exact():
     generator = np.random.default_rng(0)
     parameters = {
         name: (generator.standard_normal(array.shape) * 4).astype(np.float32)
-        for name, array in networks.initial_parameters(0).items()
+        for name, array in training.initial_parameters(0).items()
     }
     images = generator.integers(0, 17, (96, 64)) / 16.0
-    hidden, scores = networks._forward(parameters, images)
+    hidden, scores = training._forward(parameters, images)
     # In integers, which wrap at 2**63: nothing here comes near that.
     w1, b1, w2, b2 = (np.rint(array * 2.0**18).astype(np.int64) for array in parameters.values())
     before = (images * 16).astype(np.int64) @ w1 + (b1 << 4)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import crossdevice
-from crossdevice.cli.doctor import diagnosis, gpu_facts
+from crossdevice.cli.doctor import diagnosis
 from crossdevice.cli.main import main
 from crossdevice.kernels.host.fused_pass import select_kernels
 from crossdevice.kernels.host.resources import threads
@@ -64,7 +64,7 @@ def machine(monkeypatch):
 
     def peer_status(one, other, capability):
         same = nvml.names[one] == nvml.names[other]
-        return 0 if same and capability == gpu_facts.PEER_NVLINK else 5
+        return 0 if same and capability == diagnosis.PEER_NVLINK else 5
 
     nvml.nvmlInit, nvml.nvmlShutdown = init, lambda: None
     nvml.nvmlDeviceGetCount = lambda: len(nvml.names)
