@@ -57,9 +57,8 @@ from crossdevice.strategies.current import (
 from crossdevice.strategies.data.input import InputContext, ValueContext
 from crossdevice.strategies.data.micro_batches import MicroBatches
 from crossdevice.strategies.extended import StrategyExtended
-from crossdevice.strategies.mirrored import MirroredStrategy
+from crossdevice.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
 from crossdevice.strategies.multi_worker import MultiWorkerMirroredStrategy
-from crossdevice.strategies.one_device import OneDeviceStrategy
 from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.strategies.variables.variable import Variable
 from crossdevice.strategies.variables.variables import MirroredVariable, SyncOnReadVariable

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.registry import backend_named
-from crossdevice.combining.files.model_file import MAX_HEADER_BYTES, TensorSpec, opened
+from crossdevice.combining.files.model_file import MAX_HEADER_BYTES, TensorSpec, opened, replaced
 from crossdevice.combining.files.numpy_files import NumpyFile
-from crossdevice.combining.files.replacing import replaced
 from crossdevice.combining.files.zip_members import MOST_COMPRESSED
 from crossdevice.combining.leaf_total import INTEGERS, Leaf, LeafTotal, num_parts
 from crossdevice.errors import ConversionError, FileError

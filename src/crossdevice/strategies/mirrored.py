@@ -1,4 +1,4 @@
-"""The strategy for one process: one replica on each device, in a thread of its own."""
+"""The strategies for one process: one replica on each device, in a thread of its own, or on one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from crossdevice.backends.registry import backend_named
 from crossdevice.choosing import choose_algorithm
 from crossdevice.errors import ConversionError, DeviceError, OptionError
 from crossdevice.strategies.base import Strategy
-from crossdevice.strategies.data.regrouping import checked_arguments, regroup, spread
+from crossdevice.strategies.data.input import ValueContext
+from crossdevice.strategies.data.regrouping import checked_arguments, is_array, is_sparse, regroup, spread
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running import loaded_libraries
 from crossdevice.strategies.running.loaded_libraries import refuse_tracing
@@ -27,6 +28,7 @@ from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.strategies.running.replica_threads import ReplicaThreads, thread_state
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.options import CommunicationOptions, as_options
+from crossdevice.values.reduce_op import ReduceOp
 
 logger = logging.getLogger("crossdevice")
 
@@ -220,3 +222,52 @@ def _checked_devices(devices: Sequence[Device | str]) -> tuple[Device, ...]:
         if device.is_host or loaded_libraries.is_torch_loaded():
             backend_named(library).check_device(device)
     return read
+
+
+class OneDeviceExtended(StrategyExtended):
+    """Calls that combine values of the one replica: whatever it has is the whole."""
+
+    def _same_everywhere(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
+        return (
+            super()._same_everywhere(op, value, destinations)
+            if is_array(value) or is_sparse(value)
+            else value
+        )
+
+
+class OneDeviceStrategy(MirroredStrategy):
+    """One replica on one device: to try a program that is written for several.
+
+    Args:
+        device: the name of the device.
+
+    Raises:
+        DeviceError: a device name cannot be read, or there is no such device.
+
+    >>> strategy = OneDeviceStrategy("cpu:1")
+    >>> strategy.num_replicas_in_sync, strategy.run(lambda: 2.0)
+    (1, 2.0)
+    """
+
+    def __init__(self, device: Device | str) -> None:
+        super().__init__([device])
+
+    def _extended_of(self, ops: CrossDeviceOps) -> StrategyExtended:
+        return OneDeviceExtended(self._devices, ops)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Returns `value_fn(ValueContext())`: the one replica's value is bare.
+
+        Args:
+            value_fn: called once, with a ValueContext.
+
+        Returns:
+            What it returned.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
+        return value_fn(ValueContext())
+
+    def __repr__(self) -> str:
+        return f"OneDeviceStrategy('{self._devices[0]}')"

@@ -21,8 +21,7 @@ import crossdevice as cd
 from conformance.oracle import rounded
 from crossdevice.combining import average_files as module
 from crossdevice.combining.files.formats import new_model, open_model
-from crossdevice.combining.files.model_file import ModelFile, TensorSpec
-from crossdevice.combining.files.replacing import replaced
+from crossdevice.combining.files.model_file import ModelFile, TensorSpec, replaced
 from crossdevice.combining.files.safetensors_files import SafetensorsFile
 from crossdevice.errors import (
     DtypeMismatchError,
@@ -610,7 +609,7 @@ def test_tied_tensors_of_pytorch_stay_tied_where_all_files_agree(tmp_path):
 ENDS_WHILE_IT_WRITES = """
 import os, signal, sys
 from pathlib import Path
-from crossdevice.combining.files.replacing import replaced
+from crossdevice.combining.files.model_file import replaced
 
 with replaced(Path(sys.argv[1])) as file:
     file.write(b"new")

@@ -362,10 +362,10 @@ INTERRUPTED = """
 import os, signal, sys
 import crossdevice as cd
 path, mean, writes = sys.argv[1], sys.argv[2], int(sys.argv[3])
-from crossdevice.combining.files import replacing
+from crossdevice.combining.files import model_file
 # Whoever starts the tests in the background of a shell may have them ignore interrupts, which is inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-opened = replacing._without_name
+opened = model_file._without_name
 class Interrupting:
     def __init__(self, file):
         self.file, self.left = file, writes
@@ -380,7 +380,7 @@ class Interrupting:
         if self.left == 0:
             os.kill(os.getpid(), signal.SIGINT)
         return self.file.write(data)
-replacing._without_name = lambda folder: Interrupting(opened(folder))
+model_file._without_name = lambda folder: Interrupting(opened(folder))
 try:
     cd.average_files([path], mean)
     print("complete")

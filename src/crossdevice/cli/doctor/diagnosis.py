@@ -22,7 +22,7 @@ from crossdevice.errors import OptionError
 from crossdevice.kernels.cuda.availability import gpu_unavailable, kernels_unavailable
 from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources import threads
-from crossdevice.kernels.host.resources.control_groups import words_of_groups
+from crossdevice.kernels.host.resources.threads import words_of_groups
 from crossdevice.process_groups.cluster import cluster_from_env
 from crossdevice.process_groups.shared.shared_memory import (
     is_wanted,

@@ -15,8 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import dtype_named, native
-from crossdevice.combining.files.model_file import ModelFile, ModelWriter, StoredFile, TensorSpec, unreadable
-from crossdevice.combining.files.replacing import replaced, write_at
+from crossdevice.combining.files.model_file import (
+    ModelFile,
+    ModelWriter,
+    StoredFile,
+    TensorSpec,
+    replaced,
+    unreadable,
+    write_at,
+)
 from crossdevice.combining.files.zip_members import (
     BAD_ARCHIVE,
     Checksum,

@@ -19,9 +19,10 @@ from crossdevice.combining.files.model_file import (
     ModelWriter,
     StoredFile,
     TensorSpec,
+    replaced,
     unreadable,
+    write_at,
 )
-from crossdevice.combining.files.replacing import replaced, write_at
 from crossdevice.errors import FileError
 
 LENGTH_BYTES = 8

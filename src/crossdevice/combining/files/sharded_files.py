@@ -15,9 +15,9 @@ from crossdevice.combining.files.model_file import (
     ModelFile,
     ModelWriter,
     TensorSpec,
+    replaced,
     unreadable,
 )
-from crossdevice.combining.files.replacing import replaced
 from crossdevice.combining.files.safetensors_files import SafetensorsFile, written_safetensors
 from crossdevice.errors import FileError
 

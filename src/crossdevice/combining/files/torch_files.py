@@ -22,9 +22,9 @@ from crossdevice.combining.files.model_file import (
     ModelWriter,
     StoredFile,
     TensorSpec,
+    replaced,
     unreadable,
 )
-from crossdevice.combining.files.replacing import replaced
 from crossdevice.combining.files.zip_members import BAD_ARCHIVE, Checksum, check_members
 from crossdevice.errors import FileError
 from crossdevice.kernels.host.resources.threads import num_threads, run_together

@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from crossdevice import runtime
 from crossdevice.errors import OptionError
-from crossdevice.kernels.host.resources.control_groups import words_of_groups
+from crossdevice.kernels.host.resources.threads import words_of_groups
 from crossdevice.values.launchers import local_processes
 
 SMALLEST_POOLED_BYTES = 1 << 20

@@ -14,7 +14,7 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.errors import OptionError
-from crossdevice.kernels.host.resources import control_groups
+from crossdevice.kernels.host.resources import threads
 from crossdevice.kernels.host.resources import pool as module
 from crossdevice.kernels.host.resources.pool import (
     IDLE_SECONDS,
@@ -117,8 +117,8 @@ def test_the_limit_comes_from_the_variable(monkeypatch):
 
 def test_the_limit_is_a_quarter_of_what_a_container_may_use(tmp_path, monkeypatch):
     monkeypatch.delenv("CROSSDEVICE_POOL_BYTES", raising=False)
-    monkeypatch.setattr(control_groups, "ROOT", tmp_path)
-    monkeypatch.setattr(control_groups, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(threads, "ROOT", tmp_path)
+    monkeypatch.setattr(threads, "MEMBERSHIP", tmp_path / "membership")
     (tmp_path / "membership").write_text("0::/\n")
     (tmp_path / "memory.max").write_text("40000000\n")
     assert Pool().statistics().limit_bytes == 10_000_000

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from crossdevice.errors import OptionError
-from crossdevice.kernels.host.resources import control_groups, threads
+from crossdevice.kernels.host.resources import threads
 from crossdevice.kernels.host.resources.threads import num_threads, run_together, set_num_threads
 from interrupts.stepping import interrupted_at_each_step, may_meet_finalizers
 
@@ -56,8 +56,8 @@ def test_affinity_is_respected():
     ],
 )
 def test_limits_of_control_groups_are_read(tmp_path, monkeypatch, membership, files, share):
-    monkeypatch.setattr(control_groups, "ROOT", tmp_path / "groups")
-    monkeypatch.setattr(control_groups, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(threads, "ROOT", tmp_path / "groups")
+    monkeypatch.setattr(threads, "MEMBERSHIP", tmp_path / "membership")
     (tmp_path / "membership").write_text(membership)
     for name, text in files.items():
         path = tmp_path / "groups" / name
@@ -67,7 +67,7 @@ def test_limits_of_control_groups_are_read(tmp_path, monkeypatch, membership, fi
 
 
 def test_no_control_groups_are_no_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(control_groups, "MEMBERSHIP", tmp_path / "missing")
+    monkeypatch.setattr(threads, "MEMBERSHIP", tmp_path / "missing")
     assert threads._share() == math.inf
 
 
