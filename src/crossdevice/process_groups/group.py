@@ -32,8 +32,7 @@ from crossdevice.process_groups.notes.board import (
 from crossdevice.process_groups.notes.introduction import introduced
 from crossdevice.process_groups.notes.watch import Watch
 from crossdevice.process_groups.protocol import Contact, Engine, GaveUpError, GoneRanks, RankLostError, Waited
-from crossdevice.process_groups.shared.host_agreement import found_hosts
-from crossdevice.process_groups.shared.hosts import Hosts
+from crossdevice.process_groups.shared.host_agreement import Hosts, found_hosts
 from crossdevice.process_groups.shared.shared_arrays import empty_array, empty_tree
 from crossdevice.process_groups.shared.shared_memory import SharedMemory, is_wanted
 from crossdevice.values.registry import loaded

@@ -23,9 +23,8 @@ from crossdevice.strategies.running import loaded_libraries
 from crossdevice.strategies.running.loaded_libraries import refuse_tracing
 from crossdevice.strategies.running.place import enter_replica_context, run_of
 from crossdevice.strategies.running.random_streams import RandomStreams
-from crossdevice.strategies.running.rendezvous import Deadline, Rendezvous
+from crossdevice.strategies.running.rendezvous import Deadline, Rendezvous, ReplicaThreads, thread_state
 from crossdevice.strategies.running.replica_context import ReplicaContext
-from crossdevice.strategies.running.replica_threads import ReplicaThreads, thread_state
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.options import CommunicationOptions, as_options
 from crossdevice.values.reduce_op import ReduceOp

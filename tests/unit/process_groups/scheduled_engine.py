@@ -21,7 +21,7 @@ from crossdevice.process_groups.background import BackgroundCall
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.notes import board, watch
 from crossdevice.process_groups.protocol import RankLostError
-from crossdevice.process_groups.shared.hosts import Round
+from crossdevice.process_groups.shared.host_agreement import Round
 
 MAX_STEPS = 100_000
 """For a rank that goes on for ever."""

@@ -1,6 +1,7 @@
 """JAX and TensorFlow on logical CPU devices: peers that compile the whole call.
 
-Each runs in a process of its own, since the number of devices is fixed when the library starts."""
+Each runs in a process of its own, since the number of devices is fixed when the library starts.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +81,42 @@ class JaxPsum(Competitor):
 def _read(results: list[Any]) -> list[data.Arrays]:
     columns = [[np.asarray(shard.data) for shard in result.addressable_shards] for result in results]
     return [list(arrays) for arrays in zip(*columns, strict=True)]
+
+
+class JaxJit(Competitor):
+    """A jitted sum of arrays on one device; the result is one array."""
+
+    name = "jax_jit"
+    collectives = ("reduce",)
+    ops = ("SUM", "MEAN")
+
+    def __init__(self, setup: PeerSetup) -> None:
+        del setup
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        self._jax: Any = importlib.import_module("jax")
+        self._jax.config.update("jax_enable_x64", True)
+
+    def ready(self, work: Workload, inputs: Sequence[data.Arrays]) -> Calls:
+        """Prepares calls with new results: JAX arrays cannot be written to."""
+        self.check(work)
+        jax = self._jax
+        columns = [[jax.device_put(array) for array in column] for column in zip(*inputs, strict=True)]
+
+        def all_sums(columns: Any) -> Any:
+            totals = []
+            for first, *others in columns:
+                total = first
+                for other in others:
+                    total = total + other
+                totals.append(total / work.num_devices if work.op == "MEAN" else total)
+            return totals
+
+        compiled = jax.jit(all_sums)
+        return Calls(
+            work,
+            {"fresh": lambda: jax.block_until_ready(compiled(columns))},
+            read=lambda totals: [[np.asarray(total) for total in totals]],
+        )
 
 
 Columns = list[list[Any]]

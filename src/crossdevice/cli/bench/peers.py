@@ -40,17 +40,17 @@ PEERS: Mapping[str, Peer] = {
         "local_competitors:TorchFlatten", "torch", "here", "PyTorch: concatenate, add, clone, split"
     ),
     "numpy_stack": Peer(
-        "fused_peers:NumpyStack", "numpy", "here", "np.add.reduce over a stack that is there already"
+        "local_competitors:NumpyStack", "numpy", "here", "np.add.reduce over a stack that is there already"
     ),
     "torch_stack": Peer(
-        "fused_peers:TorchStack", "torch", "here", "torch.sum over a stack that is there already"
+        "local_competitors:TorchStack", "torch", "here", "torch.sum over a stack that is there already"
     ),
-    "torch_one_shot": Peer("fused_peers:TorchOneShot", "torch", "here", "torch.stack, then sum"),
-    "torch_foreach": Peer("fused_peers:TorchForeach", "torch", "here", "torch._foreach_add_"),
+    "torch_one_shot": Peer("local_competitors:TorchOneShot", "torch", "here", "torch.stack, then sum"),
+    "torch_foreach": Peer("local_competitors:TorchForeach", "torch", "here", "torch._foreach_add_"),
     "torch_compile": Peer(
-        "fused_peers:TorchCompiled", "torch", "here", "sum and copies in one function of torch.compile"
+        "local_competitors:TorchCompiled", "torch", "here", "sum and copies in one function of torch.compile"
     ),
-    "jax_jit": Peer("fused_peers:JaxJit", "jax", "process", "JAX's jitted sum on one device"),
+    "jax_jit": Peer("compiled_peers:JaxJit", "jax", "process", "JAX's jitted sum on one device"),
     "tensorflow": Peer(
         "compiled_peers:TensorflowReductionToOneDevice",
         "tensorflow",

@@ -9,8 +9,8 @@ replicas of a strategy, backward pass and optimizer included. `reproducible_hook
 from crossdevice.values.registry import missing_library
 
 try:
+    from crossdevice.integrations.torch.batches import register_container
     from crossdevice.integrations.torch.communication_hook import ReproducibleMean, reproducible_hook
-    from crossdevice.integrations.torch.containers import register_container
     from crossdevice.integrations.torch.data_parallel import DataParallel
     from crossdevice.integrations.torch.distributed import BackendOptions
     from crossdevice.integrations.torch.exact_clipping import clip_grad_norm_

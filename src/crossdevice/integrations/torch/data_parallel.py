@@ -11,8 +11,7 @@ import torch
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import DeviceError, OptionError
-from crossdevice.integrations.torch.batches import Share, joined, shares_of
-from crossdevice.integrations.torch.containers import leaves
+from crossdevice.integrations.torch.batches import Share, joined, leaves, shares_of
 from crossdevice.integrations.torch.gradient_arenas import BUCKET_BYTES
 from crossdevice.integrations.torch.mirroring import HeldGradients, KeptCopies, mirrored_in_buckets
 from crossdevice.integrations.torch.module_copies import average_buffers, check_is_plain, named_tensors

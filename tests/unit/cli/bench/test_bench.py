@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from crossdevice.backends.protocol import dtype_named
-from crossdevice.cli.bench import calibration, data, fused_peers, local_competitors, measure, process
+from crossdevice.cli.bench import calibration, data, local_competitors, measure, process
 from crossdevice.cli.bench.peers import PEERS
 from crossdevice.cli.bench.workload import COLLECTIVES, DTYPES, Workload
 from crossdevice.cli.main import main
@@ -243,7 +243,7 @@ def test_the_oracle_accepts_a_plain_loop_and_refuses_a_changed_element(dtype, op
 def test_sums_in_one_call_are_right_wherever_results_go(name, op, collective):
     work = Workload(collective, op, "float32", 3, ((7000,), (5, 2)))
     inputs = data.all_arrays(work)
-    ready = getattr(fused_peers, name)().ready(work, inputs)
+    ready = getattr(local_competitors, name)().ready(work, inputs)
     assert ready.places == ("fresh", "given")
     for place in ready.places:
         assert ready.inspect(place, counts_wrong=True) == ("own", 0)
@@ -252,7 +252,7 @@ def test_sums_in_one_call_are_right_wherever_results_go(name, op, collective):
 @pytest.mark.more("one more launch")
 def test_compiled_sums_are_right():
     work = Workload("all_reduce", "MEAN", "float32", 3, ((7000,), (5, 2)))
-    ready = fused_peers.TorchCompiled().ready(work, data.all_arrays(work))
+    ready = local_competitors.TorchCompiled().ready(work, data.all_arrays(work))
     assert ready.inspect("given", counts_wrong=True) == ("own", 0)
 
 

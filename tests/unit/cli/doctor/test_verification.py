@@ -13,7 +13,7 @@ import crossdevice as cd
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.doctor import command, verification
 from crossdevice.cli.doctor.diagnosis import Finding, Gpus
-from crossdevice.cli.doctor.true_values import first_wrong, random_replicas, right_ranges
+from crossdevice.cli.doctor.verification import first_wrong, random_replicas, right_ranges
 from crossdevice.cli.main import main
 from crossdevice.kernels.host import fused_pass as entry
 from crossdevice.testing import run_ranks

@@ -8,7 +8,7 @@ import pytest
 import crossdevice as cd
 from conformance import array_libraries
 from crossdevice.backends import registry
-from crossdevice.strategies.running.replica_threads import thread_state
+from crossdevice.strategies.running.rendezvous import thread_state
 
 pytestmark = pytest.mark.more("JAX and TensorFlow")
 

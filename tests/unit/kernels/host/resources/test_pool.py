@@ -14,8 +14,8 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.errors import OptionError
-from crossdevice.kernels.host.resources import threads
 from crossdevice.kernels.host.resources import pool as module
+from crossdevice.kernels.host.resources import threads
 from crossdevice.kernels.host.resources.pool import (
     IDLE_SECONDS,
     LINE_BYTES,
