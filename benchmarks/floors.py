@@ -25,9 +25,8 @@ from promised_rows import is_asked_for, parser_of, schedule_of
 from resnet50 import gradient_shapes
 
 from crossdevice.cli.bench import calibration, data
-from crossdevice.cli.bench.calls import Competitor, Inspection, Measurable
 from crossdevice.cli.bench.local_competitors import CrossDeviceCompetitor
-from crossdevice.cli.bench.measure import Schedule, seconds_in_turns
+from crossdevice.cli.bench.measure import Competitor, Inspection, Measurable, Schedule, seconds_in_turns
 from crossdevice.cli.bench.peers import PEERS, peer_class, peer_unavailable
 from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
 from crossdevice.cli.bench.report import machine

@@ -23,7 +23,7 @@ import torch
 from resnet50 import gradient_shapes
 
 import crossdevice as cd
-from crossdevice.kernels.cuda.availability import kernels_unavailable
+from crossdevice.kernels.cuda.driver import kernels_unavailable
 from crossdevice.values.quantities import time_text
 
 NUM_REPLICAS = 8

@@ -23,8 +23,7 @@ from promised_rows import is_asked_for, parser_of, schedule_of
 
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Calls, Inspection, Measurable
-from crossdevice.cli.bench.measure import Schedule, seconds_in_turns
+from crossdevice.cli.bench.measure import Calls, Inspection, Measurable, Schedule, seconds_in_turns
 from crossdevice.cli.bench.peers import PeerSetup, Runs, peer_unavailable
 from crossdevice.cli.bench.process import PeerProcesses
 from crossdevice.cli.bench.rank_peers import Rank

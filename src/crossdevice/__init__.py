@@ -63,8 +63,7 @@ from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.strategies.variables.variable import Variable
 from crossdevice.strategies.variables.variables import MirroredVariable, SyncOnReadVariable
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import DistributedValues, Mirrored, PerReplica
-from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.distributed import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from crossdevice.values.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from crossdevice.values.reduce_op import (
     ReduceOp,

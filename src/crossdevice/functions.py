@@ -11,8 +11,13 @@ from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.errors import ConversionError, DestinationError
 from crossdevice.execution.bound import BoundCall
 from crossdevice.execution.local.sparse import to_dense as _to_dense
-from crossdevice.values.distributed import DistributedValues, PerReplica, components_of, destinations_on
-from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.distributed import (
+    DistributedValues,
+    IndexedSlices,
+    PerReplica,
+    components_of,
+    destinations_on,
+)
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 

@@ -10,7 +10,7 @@ import crossdevice as cd
 from conformance import array_libraries
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.errors import ConversionError, DeviceError, OutError
-from crossdevice.kernels.cuda.availability import kernels_unavailable
+from crossdevice.kernels.cuda.driver import kernels_unavailable
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "uint8", "complex64")
 PLACEMENTS = {

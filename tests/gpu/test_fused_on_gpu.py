@@ -7,7 +7,7 @@ import pytest
 import crossdevice as cd
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.errors import OutError
-from crossdevice.kernels.cuda.availability import kernels_unavailable
+from crossdevice.kernels.cuda.driver import kernels_unavailable
 from crossdevice.values.dtypes import COMPLEXES, ITEM_BYTES, SHORT_FLOATS
 
 torch = pytest.importorskip("torch")

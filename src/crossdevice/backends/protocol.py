@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from crossdevice.errors import DeviceError, DtypeError
 from crossdevice.values.device import Device, Track, host_device
+from crossdevice.values.distributed import IndexedSlices
 from crossdevice.values.dtypes import SHORT_FLOATS
-from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.reduce_op import ReduceOp
 
 if TYPE_CHECKING:

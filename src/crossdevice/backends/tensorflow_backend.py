@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import Backend, ThreadState, address_range, dtype_named, native
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
-from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.distributed import IndexedSlices
 
 _NAMESPACE = types.SimpleNamespace(
     add=tf.add,

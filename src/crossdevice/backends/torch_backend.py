@@ -17,8 +17,8 @@ from crossdevice.backends.protocol import check_host_device, dtype_named
 from crossdevice.backends.torch_autograd import TorchAutograd, warn_if_recorded
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
+from crossdevice.values.distributed import IndexedSlices
 from crossdevice.values.dtypes import SHORT_FLOATS
-from crossdevice.values.indexed_slices import IndexedSlices
 
 _CARRIERS = {"bfloat16": "int16", **dict.fromkeys(SHORT_FLOATS, "uint8")}
 """Dtypes that NumPy itself lacks, and the integers as which PyTorch hands them over."""

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from crossdevice.combining.average_files import KEYS, average_files
-from crossdevice.combining.leaf_total import INTEGERS
+from crossdevice.combining.trees import INTEGERS
 from crossdevice.values.dtypes import FLOATS
 from crossdevice.values.quantities import counted
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.combining.files.formats import check_output, new_model, open_model
 from crossdevice.combining.files.model_file import ModelFile, ModelWriter, TensorSpec, opened
-from crossdevice.combining.leaf_total import INTEGERS, Integers
+from crossdevice.combining.trees import INTEGERS, Integers
 from crossdevice.errors import DtypeMismatchError, OptionError, ShapeMismatchError, StructureMismatchError
 from crossdevice.execution.reading.values import few
 from crossdevice.kernels.host.fused_pass import fused_pass

@@ -19,7 +19,7 @@ from crossdevice.backends.registry import backend_named
 from crossdevice.combining.files.model_file import MAX_HEADER_BYTES, TensorSpec, opened, replaced
 from crossdevice.combining.files.numpy_files import NumpyFile
 from crossdevice.combining.files.zip_members import MOST_COMPRESSED
-from crossdevice.combining.leaf_total import INTEGERS, Leaf, LeafTotal, num_parts
+from crossdevice.combining.trees import INTEGERS, Leaf, LeafTotal, num_parts
 from crossdevice.errors import ConversionError, FileError
 from crossdevice.kernels.host.reference.running import NUM_PARTS
 from crossdevice.kernels.host.running_sum import sum_family

@@ -17,7 +17,7 @@ from crossdevice.backends.protocol import Array, Backend
 from crossdevice.backends.registry import BACKENDS
 from crossdevice.errors import BitsMismatchError, ConversionError, DtypeError
 from crossdevice.execution.reading.values import backend_of, is_leaf, replica_at
-from crossdevice.kernels.cuda.availability import gpu_unavailable, kernels_unavailable
+from crossdevice.kernels.cuda.driver import gpu_unavailable, kernels_unavailable
 from crossdevice.kernels.host.fingerprint_pass import (
     COPIED_BYTES,
     PIECE_BYTES,
@@ -31,9 +31,8 @@ from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.delegation import PlacedArray
 from crossdevice.values.device import device_of
 from crossdevice.values.disagreement import differing_leaves
-from crossdevice.values.distributed import DistributedValues, as_distributed
+from crossdevice.values.distributed import DistributedValues, IndexedSlices, as_distributed
 from crossdevice.values.dtypes import ITEM_BYTES
-from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import flatten, is_number, leaf_paths
 
 DIGEST_BYTES = 16

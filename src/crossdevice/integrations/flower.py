@@ -19,7 +19,7 @@ from crossdevice.backends.protocol import dtype_named
 from crossdevice.backends.registry import backend_named, backend_of_type
 from crossdevice.combining.accumulator import Accumulator
 from crossdevice.combining.files.numpy_files import npy_header
-from crossdevice.combining.leaf_total import Integers
+from crossdevice.combining.trees import Integers
 from crossdevice.errors import ConversionError
 from crossdevice.functions import reduce
 from crossdevice.values.device import host_device

@@ -31,8 +31,7 @@ from crossdevice.strategies.data.regrouping import map_structure
 from crossdevice.strategies.running.place import current_context
 from crossdevice.values.delegation import operand_of
 from crossdevice.values.device import device_of, host_device
-from crossdevice.values.distributed import DistributedValues, PerReplica
-from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.distributed import DistributedValues, IndexedSlices, PerReplica
 from crossdevice.values.options import whole_number
 
 

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import BACKENDS
 from crossdevice.cli.bench.calibration import calibrate
-from crossdevice.cli.bench.calls import Competitor
 from crossdevice.cli.bench.compiled_peers import make_host_devices
 from crossdevice.cli.bench.local_competitors import CrossDeviceCompetitor
-from crossdevice.cli.bench.measure import Schedule, measured_rows
+from crossdevice.cli.bench.measure import Competitor, Schedule, measured_rows
 from crossdevice.cli.bench.peers import PEERS, peer_class, peer_unavailable
 from crossdevice.cli.bench.process import PeerProcessError, PeerProcesses
 from crossdevice.cli.bench.report import Report

@@ -17,7 +17,7 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Arrays, Calls, Competitor, Results, TimedCall
+from crossdevice.cli.bench.measure import Arrays, Calls, Competitor, Results, TimedCall
 from crossdevice.cli.bench.workload import ResultPlace, UnsupportedWorkError, Workload
 from crossdevice.errors import OptionError
 from crossdevice.values.device import host_device

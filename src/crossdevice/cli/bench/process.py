@@ -24,7 +24,7 @@ from typing import Any
 
 from crossdevice import runtime
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Competitor, Inspection, Measurable
+from crossdevice.cli.bench.measure import Competitor, Inspection, Measurable
 from crossdevice.cli.bench.peers import PEERS, PeerSetup, Runs, launcher, peer_class
 from crossdevice.cli.bench.workload import ResultPlace, UnsupportedWorkError, Workload
 from crossdevice.errors import CrossDeviceError

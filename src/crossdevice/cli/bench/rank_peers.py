@@ -12,7 +12,7 @@ import numpy as np
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.backends.registry import backend_named
 from crossdevice.cli.bench import data
-from crossdevice.cli.bench.calls import Calls, Competitor
+from crossdevice.cli.bench.measure import Calls, Competitor
 from crossdevice.cli.bench.peers import PeerSetup
 from crossdevice.cli.bench.workload import ResultPlace, UnsupportedWorkError, Workload
 from crossdevice.values.device import host_device

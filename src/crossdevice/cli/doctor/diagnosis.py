@@ -19,7 +19,7 @@ from crossdevice import runtime
 from crossdevice.backends.nccl_engines import NCCL_ENGINES, NcclEngine, engine_named, name_of_engine
 from crossdevice.choosing import choose_algorithm
 from crossdevice.errors import OptionError
-from crossdevice.kernels.cuda.availability import gpu_unavailable, kernels_unavailable
+from crossdevice.kernels.cuda.driver import gpu_unavailable, kernels_unavailable
 from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources import threads
 from crossdevice.kernels.host.resources.threads import words_of_groups

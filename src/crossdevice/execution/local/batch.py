@@ -26,9 +26,8 @@ from crossdevice.execution.reading.structures import spread_pairs
 from crossdevice.execution.reading.values import Leaf, Value, checked_spec, read_value, widened
 from crossdevice.execution.tracing import READING, flight_recorder, now
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import DistributedValues, Mirrored
+from crossdevice.values.distributed import DistributedValues, IndexedSlices, Mirrored
 from crossdevice.values.dtypes import INTEGERS, ITEM_BYTES
-from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights, check_number, weights_for

@@ -13,8 +13,7 @@ from crossdevice.execution.reading.overlaps import check_overlaps
 from crossdevice.execution.reading.values import Leaf, one_backend, read_value
 from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded, transfer
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import component_of
-from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.distributed import IndexedSlices, component_of
 
 PutArray: TypeAlias = "Callable[[Backend, Array, Device, Device], Array]"
 """Puts an array on a device: (backend, array, its device, the target device)."""

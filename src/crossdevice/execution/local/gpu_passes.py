@@ -13,7 +13,7 @@ from crossdevice.execution.local.passes import LeafRange, Passes, Results
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Out, Outs
 from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.tracing import Work, flight_recorder, now
-from crossdevice.kernels.cuda.availability import gpu_unavailable, kernels_unavailable
+from crossdevice.kernels.cuda.driver import gpu_unavailable, kernels_unavailable
 from crossdevice.kernels.cuda.families import (
     MAX_ARRAYS,
     AddressOffset,

@@ -32,8 +32,8 @@ from crossdevice.execution.reading.values import (
 from crossdevice.execution.tracing import Work, recorded, transfer
 from crossdevice.kernels.host.fused_pass import fused_pass
 from crossdevice.values.device import Device, host_device
+from crossdevice.values.distributed import IndexedSlices
 from crossdevice.values.dtypes import INTEGERS, check_reducible, result_dtype
-from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.options import Precision
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp

@@ -46,8 +46,7 @@ from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import component_of
-from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.distributed import IndexedSlices, component_of
 from crossdevice.values.nesting import unflatten
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions, whole_number
 from crossdevice.values.quantities import counted

@@ -176,7 +176,7 @@ def _own_record(gpu: Device | None) -> tuple[str, bytes | None]:
         return f"has {runtime.PEER_MEMORY.variable}=0", None
     if gpu is None or not sys.platform.startswith("linux"):
         return "had nothing on a GPU of its own in the group's first reduction", None
-    from crossdevice.kernels.cuda.availability import kernels_unavailable
+    from crossdevice.kernels.cuda.driver import kernels_unavailable
 
     missing = kernels_unavailable()
     if missing is not None:

@@ -8,8 +8,7 @@ from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import DestinationError
 from crossdevice.values.delegation import PlacedArray
 from crossdevice.values.device import Device, device_of, host_device
-from crossdevice.values.distributed import DistributedValues, as_distributed
-from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.distributed import DistributedValues, IndexedSlices, as_distributed
 
 
 def read_destinations(destinations: Any) -> tuple[Device, ...]:

@@ -23,9 +23,8 @@ from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.values.delegation import PlacedArray
 from crossdevice.values.device import Device, device_of, host_device, misplaced
 from crossdevice.values.disagreement import disagreement
-from crossdevice.values.distributed import DistributedValues, as_distributed
+from crossdevice.values.distributed import DistributedValues, IndexedSlices, as_distributed
 from crossdevice.values.dtypes import INTEGERS, check_reducible, widest_float
-from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import (
     NUMBERS,
     first_leaf,

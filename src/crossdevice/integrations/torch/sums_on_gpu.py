@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from crossdevice.integrations.torch.gradient_sums import DenseSum, GradientSum
-from crossdevice.kernels.cuda.availability import gpu_unavailable, kernels_unavailable
+from crossdevice.kernels.cuda.driver import gpu_unavailable, kernels_unavailable
 
 if TYPE_CHECKING:
     from crossdevice.kernels.cuda.gpu_sums import GpuSums

@@ -16,9 +16,8 @@ from crossdevice.execution.local.sparse import to_dense
 from crossdevice.execution.reading.shards import checked_axis
 from crossdevice.execution.reading.values import Leaf, backend_of, one_backend, read_value, replica_at
 from crossdevice.values.device import Device, device_of, host_device
-from crossdevice.values.distributed import PerReplica
+from crossdevice.values.distributed import IndexedSlices, PerReplica
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, check_reducible, result_dtype
-from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import unflatten
 from crossdevice.values.reduce_op import ReduceOp
 

@@ -15,8 +15,7 @@ from crossdevice.execution.reading.values import check_agreement
 from crossdevice.strategies.variables.distributed_variable import DistributedVariable
 from crossdevice.values.delegation import PlacedArray
 from crossdevice.values.device import Device, device_of, host_device
-from crossdevice.values.distributed import DistributedValues, PerReplica, as_distributed
-from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.distributed import DistributedValues, IndexedSlices, PerReplica, as_distributed
 from crossdevice.values.nesting import NUMBERS, first_leaf, spelled_structure
 
 

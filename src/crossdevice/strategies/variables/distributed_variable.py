@@ -16,8 +16,13 @@ from crossdevice.strategies.variables.row_updates import ScatterMethods, whole_a
 from crossdevice.strategies.variables.variable import ReadsAsArray, Variable, backend_of_variable, converted
 from crossdevice.values.delegation import operand_of
 from crossdevice.values.device import Device
-from crossdevice.values.distributed import DelegatingValues, Mirrored, PerReplica, components_of
-from crossdevice.values.indexed_slices import IndexedSlices
+from crossdevice.values.distributed import (
+    DelegatingValues,
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+    components_of,
+)
 from crossdevice.values.reduce_op import VariableAggregation, VariableSynchronization
 from crossdevice.values.replica_scope import current_component
 

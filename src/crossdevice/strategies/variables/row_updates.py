@@ -10,8 +10,8 @@ import numpy as np
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import ConversionError, DtypeMismatchError, MismatchError, ShapeMismatchError
 from crossdevice.execution.local.sparse import to_dense
+from crossdevice.values.distributed import IndexedSlices
 from crossdevice.values.dtypes import INTEGERS
-from crossdevice.values.indexed_slices import IndexedSlices
 
 if TYPE_CHECKING:
     from crossdevice.strategies.variables.variable import Variable

@@ -23,9 +23,8 @@ from crossdevice.strategies.variables.variable import (
     checked_trainable,
     initial_array,
 )
-from crossdevice.values.distributed import Mirrored, PerReplica, components_of
+from crossdevice.values.distributed import IndexedSlices, Mirrored, PerReplica, components_of
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
-from crossdevice.values.indexed_slices import IndexedSlices
 from crossdevice.values.nesting import NUMBERS
 from crossdevice.values.reduce_op import (
     ReduceOp,

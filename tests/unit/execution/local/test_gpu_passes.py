@@ -17,7 +17,7 @@ from crossdevice.execution.local.passes import Passes
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import recipe_for
 from crossdevice.execution.reading.leaf_spec import LeafSpec
-from crossdevice.kernels.cuda import availability
+from crossdevice.kernels.cuda import driver
 from crossdevice.kernels.cuda.families import MAX_ARRAYS
 from crossdevice.values.dtypes import result_dtype
 from crossdevice.values.reduce_op import ReduceOp
@@ -119,20 +119,20 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (6, index))
-    availability.gpu_unavailable.cache_clear()
+    driver.gpu_unavailable.cache_clear()
     try:
-        assert availability.gpu_unavailable(1) == (
+        assert driver.gpu_unavailable(1) == (
             "its kernels need compute capability 8.0 or later, and this GPU has 6.1"
         )
     finally:
-        availability.gpu_unavailable.cache_clear()
+        driver.gpu_unavailable.cache_clear()
 
 
 @pytest.fixture
 def _asked_anew():
-    availability.kernels_unavailable.cache_clear()
+    driver.kernels_unavailable.cache_clear()
     yield
-    availability.kernels_unavailable.cache_clear()
+    driver.kernels_unavailable.cache_clear()
 
 
 @pytest.mark.usefixtures("_asked_anew")
@@ -147,7 +147,7 @@ def _asked_anew():
 )
 def test_a_triton_that_is_missing_or_too_old_is_named(monkeypatch, triton, reason):
     monkeypatch.setitem(sys.modules, "triton", triton)
-    found = availability.kernels_unavailable()
+    found = driver.kernels_unavailable()
     assert found is None if reason is None else reason in found
 
 
@@ -155,5 +155,5 @@ def test_a_triton_that_is_missing_or_too_old_is_named(monkeypatch, triton, reaso
 def test_triton_is_not_imported_after_tensorflow_which_would_end_the_process(monkeypatch):
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.setitem(sys.modules, "tensorflow", types.SimpleNamespace())
-    assert "before TensorFlow" in availability.kernels_unavailable()
+    assert "before TensorFlow" in driver.kernels_unavailable()
     assert "triton" not in sys.modules
