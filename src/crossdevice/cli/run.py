@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self
 
-from crossdevice.errors import OptionError
+from crossdevice.errors import CrossDeviceError, OptionError
 from crossdevice.process_groups.cluster import environments_of_ranks
 from crossdevice.process_groups.notes.introduction import own_name
 
@@ -26,6 +26,9 @@ OWN_END_SECONDS = 5.0
 
 ENDING_SECONDS = 5.0
 """The same after SIGTERM, before they are killed."""
+
+QUIET_SECONDS = 600.0
+"""Time for a program of which only the results are shown."""
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -191,6 +194,23 @@ class _Ranks:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+class LaunchError(CrossDeviceError, RuntimeError):
+    """A launched program that failed, or did not end."""
+
+
+def run_quietly(what: str, command: Sequence[str], writes: Path, environment: Mapping[str, str]) -> None:
+    """Runs a command that is to write a file; if it fails, the error has its last words."""
+    try:
+        ended = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=QUIET_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{what} did not end in {QUIET_SECONDS:g} seconds") from None
+    if ended.returncode or not writes.exists():
+        said = [line for line in ended.stderr.splitlines() if line.strip()]
+        raise LaunchError(f"{what} failed: {said[-1] if said else 'no error was printed'}")
 
 
 def _status(code: int) -> int:

@@ -42,6 +42,14 @@ LIBRARIES: Mapping[str, Library] = {
 """Libraries by the names that `crossdevice doctor` prints: module names where code imports them."""
 
 
+def installed_version(distribution: str) -> str | None:
+    """Returns the version of an installed package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def missing_library(error: ModuleNotFoundError) -> str:
     """Says which library is missing and how to install it.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -29,9 +28,10 @@ from crossdevice.cli.demo.training import (
     strategy_in,
     train,
 )
+from crossdevice.cli.run import run_quietly
 from crossdevice.cli.svg import Chart, Line, charts_svg
 from crossdevice.cli.terminal import Section, check_ending, output_file, progress, show
-from crossdevice.errors import CrossDeviceError, OptionError
+from crossdevice.errors import OptionError
 from crossdevice.process_groups.cluster import cluster_from_env
 from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.values.device import host_device
@@ -40,7 +40,6 @@ from crossdevice.values.quantities import counted
 NUM_PROCESSES = 2
 """Number that the demo itself starts."""
 
-LAUNCH_SECONDS = 600.0
 
 ALONE = counted(1, "device")
 
@@ -51,10 +50,6 @@ DEPENDS_ON = {
 
 Runs = dict[str, dict[str, Training]]
 """Training of each precision, by a description of where it ran."""
-
-
-class DemoError(CrossDeviceError, RuntimeError):
-    """Processes of the demo that did not train."""
 
 
 class _Curve(NamedTuple):
@@ -149,17 +144,7 @@ def _launched(backend: str, devices: int, epochs: int) -> dict[str, Training]:
         path = Path(folder) / "trainings.npz"
         command = [sys.executable, "-m", "crossdevice", "run", "-n", str(NUM_PROCESSES), "-m"]
         command += ["crossdevice.cli.demo.training", backend, str(devices), str(epochs), str(path)]
-        try:
-            ended = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=LAUNCH_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise DemoError(
-                f"{NUM_PROCESSES} processes have not ended in {LAUNCH_SECONDS:g} seconds"
-            ) from None
-        if ended.returncode or not path.exists():
-            said = [line for line in ended.stderr.splitlines() if line.strip()]
-            raise DemoError(f"{NUM_PROCESSES} processes failed: {said[-1] if said else 'they said nothing'}")
+        run_quietly(f"{NUM_PROCESSES} processes", command, path, environment)
         return read_trainings(path)
 
 

@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -31,20 +30,17 @@ from crossdevice.cli.determinism.sums import (
     share_of,
     sums_in_all_ways,
 )
+from crossdevice.cli.run import run_quietly
 from crossdevice.cli.terminal import Section, output_file, show
-from crossdevice.errors import CrossDeviceError, FileError, OptionError
+from crossdevice.errors import FileError, OptionError
+from crossdevice.values.registry import installed_version
 
 LOCAL: dict[str, type[Fold]] = {"ring": Ring, "fold": Fold}
 """Sums that need no processes, by the names of their rows."""
 
 LAUNCHED = ("gloo", "mpi", "nccl", "crossdevice")
 LAUNCH = "launch"
-LAUNCH_SECONDS = 600.0
 PACKAGES = ("crossdevice", "torch", "mpi4py", "numpy")
-
-
-class LaunchError(CrossDeviceError, RuntimeError):
-    """Processes of a library that did not sum."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = Sizes(arguments.processes, arguments.elements)
     before = None if arguments.compare is None else _read(arguments.compare)
     rows = {row: facts for name in names for row, facts in _examined(name, sizes).items()}
-    found = {"sizes": list(sizes), "versions": _versions(), "rows": rows}
+    versions = {name: version for name in PACKAGES if (version := installed_version(name)) is not None}
+    found = {"sizes": list(sizes), "versions": versions, "rows": rows}
     _show(found, sizes)
     if arguments.save is not None:
         arguments.save.write_text(json.dumps(found, indent=2) + "\n")
@@ -131,15 +128,7 @@ def _launched(name: str, sizes: Sizes) -> dict[str, dict[str, list[Array]]]:
     with tempfile.TemporaryDirectory(prefix="crossdevice-determinism-") as folder:
         path = Path(folder) / "results.npz"
         command += ["crossdevice.cli.determinism.sums", name, *map(str, sizes), str(path)]
-        try:
-            ended = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=LAUNCH_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise LaunchError(f"{name} has not ended in {LAUNCH_SECONDS:g} seconds") from None
-        if ended.returncode or not path.exists():
-            said = [line for line in ended.stderr.splitlines() if line.strip()]
-            raise LaunchError(f"{name} failed: {said[-1] if said else 'it said nothing'}")
+        run_quietly(name, command, path, environment)
         rows: dict[str, dict[str, list[Array]]] = {}
         with np.load(path) as results:
             for key in results.files:
@@ -184,16 +173,6 @@ def _percent(share: float | None) -> str:
     if share is None:
         return "-"
     return f"{100 * share:.2f} %" if share else "0"
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from crossdevice.process_groups.shared.shared_memory import (
 )
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.quantities import size_text
-from crossdevice.values.registry import LIBRARIES
+from crossdevice.values.registry import LIBRARIES, installed_version
 
 PEER_READ, PEER_NVLINK = 0, 2
 """nvmlGpuP2PCapsIndex_t; nvidia-ml-py has the first of them wrong."""
@@ -208,14 +208,6 @@ def _libraries(gpus: Gpus) -> Iterator[Finding]:
             yield Finding(name, "not installed", bool(install), advice)
     if installed_version("mpi4py") is not None:
         yield _mpi()
-
-
-def installed_version(distribution: str) -> str | None:
-    """Returns the version of an installed package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _mpi() -> Finding:
