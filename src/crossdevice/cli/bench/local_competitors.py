@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from crossdevice.values.registry import loaded
 class LibraryPeer(Competitor):
     """A peer in this process that sums and copies by the functions of one library."""
 
-    library: ClassVar[Literal["numpy", "torch"]] = "torch"
+    library: ClassVar[str] = "torch"
 
     def __init__(self) -> None:
         self._library: Any = importlib.import_module(self.library)
