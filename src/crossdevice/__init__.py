@@ -65,12 +65,7 @@ from crossdevice.strategies.variables.variables import MirroredVariable, SyncOnR
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from crossdevice.values.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
-from crossdevice.values.reduce_op import (
-    ReduceOp,
-    VariableAggregation,
-    VariableSynchronization,
-    trimmed_mean,
-)
+from crossdevice.values.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization, trimmed_mean
 
 __version__ = "0.2.0"
 

@@ -11,13 +11,7 @@ from typing import Any
 from crossdevice.costs.timing import Round
 from crossdevice.costs.topology import Topology
 from crossdevice.execution.bound import BoundCall
-from crossdevice.execution.collective import (
-    Call,
-    Collective,
-    hashable_sizes,
-    one_value,
-    value_of_replicas,
-)
+from crossdevice.execution.collective import Call, Collective, hashable_sizes, one_value, value_of_replicas
 from crossdevice.execution.deferred_calls import DeferredCalls
 from crossdevice.execution.fingerprints import check_same as check_replicas_same
 from crossdevice.execution.linear_maps import Calls

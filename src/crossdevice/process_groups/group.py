@@ -22,13 +22,7 @@ from crossdevice.process_groups.background import (
     is_python_ending,
 )
 from crossdevice.process_groups.group_call import GroupCall
-from crossdevice.process_groups.notes.board import (
-    PATIENCE_SECONDS,
-    REFUSED,
-    Board,
-    Note,
-    Refused,
-)
+from crossdevice.process_groups.notes.board import PATIENCE_SECONDS, REFUSED, Board, Note, Refused
 from crossdevice.process_groups.notes.introduction import introduced
 from crossdevice.process_groups.notes.watch import Watch
 from crossdevice.process_groups.protocol import Contact, Engine, GaveUpError, GoneRanks, RankLostError, Waited

@@ -24,10 +24,7 @@ from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources import threads
 from crossdevice.kernels.host.resources.threads import words_of_groups
 from crossdevice.process_groups.cluster import cluster_from_env
-from crossdevice.process_groups.shared.shared_memory import (
-    is_wanted,
-    shared_memory_unavailable,
-)
+from crossdevice.process_groups.shared.shared_memory import is_wanted, shared_memory_unavailable
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.quantities import size_text
 from crossdevice.values.registry import LIBRARIES, installed_version

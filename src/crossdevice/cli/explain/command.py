@@ -9,13 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from crossdevice.algorithms.registry import ALGORITHMS
-from crossdevice.choosing import (
-    FLOAT_BYTES,
-    is_engine,
-    planned_all_reduce,
-    predicted,
-    predicted_durations,
-)
+from crossdevice.choosing import FLOAT_BYTES, is_engine, planned_all_reduce, predicted, predicted_durations
 from crossdevice.cli.explain.plan_page import plan_page
 from crossdevice.cli.terminal import Section, output_file, show, size_in_bytes
 from crossdevice.costs.simulation import Simulation, simulate

@@ -24,12 +24,7 @@ from crossdevice.combining.files.model_file import (
     unreadable,
     write_at,
 )
-from crossdevice.combining.files.zip_members import (
-    BAD_ARCHIVE,
-    Checksum,
-    StoredZip,
-    check_members,
-)
+from crossdevice.combining.files.zip_members import BAD_ARCHIVE, Checksum, StoredZip, check_members
 from crossdevice.errors import FileError
 from crossdevice.values.dtypes import ITEM_BYTES
 

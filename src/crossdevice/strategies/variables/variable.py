@@ -22,12 +22,7 @@ from crossdevice.errors import (
     ShapeMismatchError,
 )
 from crossdevice.strategies.running.loaded_libraries import refuse_graph
-from crossdevice.strategies.variables.row_updates import (
-    ScatterMethods,
-    rows_of,
-    scatter_with,
-    whole_array,
-)
+from crossdevice.strategies.variables.row_updates import ScatterMethods, rows_of, scatter_with, whole_array
 from crossdevice.values.delegation import DelegatesToArray, PlacedArray, operand_of
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DelegatingValues, DistributedValues

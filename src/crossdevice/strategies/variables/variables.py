@@ -136,8 +136,7 @@ class SyncOnReadVariable(DistributedVariable):
                 )
             # Copies that add up to the value, as near as their dtype allows.
             dtype = self._backend.dtype_of(value)
-            if method == "assign":
-                value = self._backend.cast(value / self._strategy.num_replicas_in_sync, dtype)
+            value = self._backend.cast(value / self._strategy.num_replicas_in_sync, dtype)
         self._written(write, self._strategy.extended.cross_device_ops.broadcast(value, self))
         return self.value()
 
