@@ -27,6 +27,7 @@ from crossdevice.strategies.running.rendezvous import Deadline, Rendezvous, Repl
 from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.options import CommunicationOptions, as_options
+from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
 
 logger = logging.getLogger("crossdevice")
@@ -153,8 +154,7 @@ class MirroredStrategy(Strategy):
         ReductionToOneDevice: one replica, so values are only copied
         """
         number, ops = len(self._devices), self._extended.cross_device_ops
-        replicas = "1 replica" if number == 1 else f"{number} replicas"
-        names = ", ".join(map(str, self._devices))
+        replicas, names = counted(number, "replica"), ", ".join(map(str, self._devices))
         return f"MirroredStrategy over {replicas}: {names}\n{type(ops).__name__}: {self._reason}"
 
     def _functions(

@@ -28,6 +28,7 @@ from crossdevice.values.device import Device, host_device
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, INTEGERS, PARTS, result_dtype
 from crossdevice.values.options import LOWERINGS, PRECISIONS, CommunicationOptions, Precision
+from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -343,14 +344,12 @@ def _finding(where: str, what: str, tried: int, wrong: Sequence[str], *, is_whol
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         advice = "do not trust results of this machine; please report this with all that doctor prints"
-        are_wrong = f"{len(wrong)} of {_reductions(tried)} {'is' if len(wrong) == 1 else 'are'} WRONG"
+        are_wrong = (
+            f"{len(wrong)} of {counted(tried, 'reduction')} {'is' if len(wrong) == 1 else 'are'} WRONG"
+        )
         return Finding(name, f"{are_wrong}: {wrong[0]}{more}", False, advice)
-    are_right = f"{_reductions(tried)} {'is' if tried == 1 else 'are'} right"
+    are_right = f"{counted(tried, 'reduction')} {'is' if tried == 1 else 'are'} right"
     if not is_whole:
         found = f"{are_right}, others were not reached" if tried else "not reached"
         return Finding(name, found, is_complete=False)
     return Finding(name, are_right)
-
-
-def _reductions(number: int) -> str:
-    return f"{number} reduction{'' if number == 1 else 's'}"
