@@ -147,7 +147,9 @@ def _started(
         started.append(peer)
         report.remark(f"{name}: {PEERS[name].what}")
     if arguments.threads is not None and "torch" in sys.modules:
-        importlib.import_module("torch").set_num_threads(arguments.threads)
+        torch = importlib.import_module("torch")
+        closing.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(arguments.threads)
     return started
 
 

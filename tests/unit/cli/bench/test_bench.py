@@ -154,6 +154,13 @@ def test_options_reach_the_reduction(tmp_path):
     assert (cells["memory"], cells["results"]) == ("own", "fresh")
 
 
+def test_pytorch_has_the_threads_it_had_before(capsys):
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    main([*TINY, "--threads", str(before + 1)])
+    assert torch.get_num_threads() == before
+
+
 # -------------------------------------------------------------------- wrong results
 
 
