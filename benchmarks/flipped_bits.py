@@ -2,6 +2,7 @@
 
 `python benchmarks/flipped_bits.py` flips one bit in each call of two ranks, in an element at random, and
 prints the share of calls that raise CorruptionError. With `--processes` ranks share memory.
+`--times 64` prints what verified sums of 64 MiB cost in shared memory, beside plain ones in turn.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import contextlib
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -18,10 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import crossdevice as cd
+from crossdevice.backends.protocol import dtype_named
 from crossdevice.errors import CorruptionError
 from crossdevice.execution.processes.transports import messages, windows
+from crossdevice.kernels.host.fused_pass import fused_batch
+from crossdevice.kernels.host.summed_pass import summed_batch
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.testing import faults, run_ranks
+from crossdevice.values.recipe import COPYING, Recipe
 
 LENGTH = 1 << 18
 SMALLEST_BYTES = 1 << 17
@@ -70,11 +76,16 @@ def in_kernel(group: ProcessGroup, flip_in: Flip) -> Iterator[None]:
         for output in outputs[1:]:
             output[:] = outputs[0]
 
-    def as_one(right: Callable[..., None], inputs: Any, outputs: Any, *rest: Any) -> None:
-        wrong(lambda tasks: right(*tasks[0], *rest), [(inputs, outputs)])
+    def wrong_and_summed(tasks: Any, summed: Any, recipe: Recipe) -> None:
+        if recipe is COPYING:
+            summed_batch(tasks, summed, recipe)
+            return
+        wrong(lambda tasks: fused_batch(tasks, recipe), tasks)
+        for each in itertools.chain.from_iterable(summed):
+            each.add()
 
     with (
-        mock.patch.object(windows, "fused_pass", functools.partial(as_one, windows.fused_pass)),
+        mock.patch.object(windows, "summed_batch", wrong_and_summed),
         mock.patch.object(messages.Messages, "_combine", _combining(messages.Messages._combine, wrong)),
     ):
         yield
@@ -118,14 +129,43 @@ def measured(group: ProcessGroup, rounds: int) -> dict[str, dict[str, float]]:
     return found
 
 
+def timed(group: ProcessGroup, mib: int, rounds: int) -> list[str]:
+    """The times of plain and verified sums, of arrays of 1 and of 4 replicas on each rank."""
+    plain = cd.CollectiveAllReduce(group=group)
+    verified = cd.CollectiveAllReduce(group=group, options=OPTIONS)
+    lines = []
+    for dtype, replicas in itertools.product(("float32", "bfloat16", "int64"), (1, 4)):
+        element = dtype_named(dtype)
+        arrays = [np.ones((mib << 20) // element.itemsize, element) for _ in range(replicas)]
+        value = cd.PerReplica(arrays)
+        times: list[list[float]] = [[], []]
+        for _ in range(rounds + 1):
+            for of_ops, ops in zip(times, (plain, verified), strict=True):
+                begin = time.perf_counter()
+                ops.reduce("sum", value, "cpu:0")
+                of_ops.append(time.perf_counter() - begin)
+        fast, checked = (min(each[1:]) for each in times)
+        size = f"{group.size * replicas} x {mib} MiB"
+        lines.append(
+            f"{dtype:8} {size:11} plain {fast * 1e3:5.1f} ms  verified {checked * 1e3:5.1f} ms  "
+            f"{checked / fast:.2f}x"
+        )
+    return lines
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=32, help="calls for each field (%(default)s)")
     parser.add_argument("--processes", action="store_true", help="ranks are processes that share memory")
+    parser.add_argument("--times", type=int, metavar="MIB", help="measure sums of arrays of this size")
     arguments = parser.parse_args()
-    program = functools.partial(measured, rounds=arguments.rounds)
-    table, *others = run_ranks(2, program, processes=arguments.processes)
+    if arguments.times:
+        program = functools.partial(timed, mib=arguments.times, rounds=arguments.rounds)
+        print("\n".join(run_ranks(2, program, processes=True)[0]))
+        return
+    found = functools.partial(measured, rounds=arguments.rounds)
+    table, *others = run_ranks(2, found, processes=arguments.processes)
     assert others == [table], "ranks do not agree"
     for place, fields in table.items():
         print(f"{place:40}" + "".join(f"  {field} {share:6.1%}" for field, share in fields.items()))

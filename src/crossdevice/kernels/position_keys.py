@@ -28,6 +28,12 @@ BLOCK_ROWS = 64
 BLOCK_WORDS = BLOCK_ROWS * ROW_WORDS
 BLOCK_BYTES = BLOCK_ROWS * ROW_BYTES
 
+COLUMN_ROWS = 128
+"""Rows that columns of check sums have room for."""
+
+TURN_SHIFT = 64 - 7
+"""Shift that leaves the number of one of these rows."""
+
 NUM_SUMS = 4
 """Number of sums of an array: first and second of `first`, then those of `second`."""
 

@@ -306,12 +306,11 @@ class BetweenProcesses:
             (number,) = part.leaves
             leaf, prepared = leaves[number], part.prepared
             assert isinstance(prepared, HostReduction)
-            verification.leaf = leaf.path or "the value"
             # Large ones are written where they are to be: to copy them would take as long as to check them.
             is_direct = prepared.writes_directly([leaf.arrays], leaf.out)
             outs = [leaf.out if is_direct else None]
-            (results[number],) = prepared.run(call, [leaf.arrays], outs, weights)()
-            prepared.check_with(verification, leaf.path, [leaf.arrays], results[number], weights)
+            columns = [leaf.arrays]
+            results[number] = prepared.run_verified(call, verification, leaf.path, columns, outs, weights)
             is_written[number] = is_direct
         verification.conclude()
 

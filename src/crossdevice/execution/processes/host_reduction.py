@@ -112,25 +112,29 @@ class HostReduction:
         """Returns True if `out` of the only leaf comes to hold its result before all ranks have theirs."""
         return bool(self._direct_targets(self._packs[0], columns, out))
 
-    def check_with(
+    def run_verified(
         self,
+        call: GroupCall,
         verification: Verification,
         path: str,
         columns: Columns,
-        results: Sequence[Array],
+        outs: Outs,
         weights: Weights | None,
-    ) -> None:
-        """Has the results of the only leaf checked."""
+    ) -> tuple[Array, ...]:
+        """Reduces the only leaf, and has its results checked."""
         ((leaf,), program) = self._packs[0]
+        verification.begin_leaf(path, leaf, program.plan)
+        (results,) = self.run(call, columns, outs, weights)()
         views = self._views(0, columns, leaf.dtype)
         reals = leaf.length // max(self._specs[0].num_elements, 1)  # two of a complex number
         own = [
             OwnResult(start * reals, flat.view(dtype_named(leaf.result)))
             for start, flat in self._own_results(results)
         ]
-        verification.check_leaf(path, leaf, program.plan, views, own, weights)
+        verification.check_leaf(path, leaf, views, own, weights)
         if self.is_whole:
             verification.note_results(path, program.plan, own, results)
+        return results
 
     def _own_results(self, results: Sequence[Array]) -> list[tuple[int, Flat]]:
         """What this rank has of the only leaf, from which elements on."""

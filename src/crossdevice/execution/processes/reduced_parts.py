@@ -120,9 +120,8 @@ def _verified(
         (number,) = part.leaves
         leaf, prepared = leaves[number].leaf, part.prepared
         assert isinstance(prepared, HostReduceScatter)
-        verification.leaf = leaf.path or "the value"
-        (made[number],) = prepared.run(call, [columns[number]], [None], weights)()
-        prepared.check_with(verification, leaf.path, [columns[number]], made[number], weights)
+        own = [columns[number]]
+        made[number] = prepared.run_verified(call, verification, leaf.path, own, [None], weights)
     verification.conclude()
 
     def deliver(number: int) -> list[tuple[Array, ...]]:

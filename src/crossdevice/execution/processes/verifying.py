@@ -7,8 +7,8 @@ linear in them, and a part of every result is computed again by the reference ke
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-import functools
 import hashlib
 import itertools
 import json
@@ -21,15 +21,17 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.errors import CorruptionError
 from crossdevice.execution.fingerprints import fingerprint
-from crossdevice.kernels.host.fingerprint_pass import pieces_of, sums_of
+from crossdevice.kernels.host.check_sums import check_sums, row_columns, zero_columns
+from crossdevice.kernels.host.fingerprint_pass import FINGERPRINT, RowSums, pieces_of, sums_of
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
-from crossdevice.kernels.position_keys import splitmix64
+from crossdevice.kernels.host.summed_pass import Summed, zero_sums
+from crossdevice.kernels.position_keys import Words
 from crossdevice.plans.reduced_leaf import ReducedLeaf
-from crossdevice.plans.tasks import TaskPlan
+from crossdevice.plans.tasks import Ref, Task, TaskPlan
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
 from crossdevice.values.disagreement import differing_leaves
-from crossdevice.values.dtypes import INTEGERS
+from crossdevice.values.dtypes import INTEGERS, ITEM_BYTES
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
@@ -44,15 +46,6 @@ RUN_ELEMENTS = 64
 
 WHOLE_ELEMENTS = 1 << 12
 """Up to here, all elements of a leaf are computed again."""
-
-NUM_KEYS = 16
-"""Check sums of each range of wrapping integers."""
-
-COLUMNS_BYTES = 8 << 10
-"""Bytes of a row of elements: rows are added up first, in a first-level cache."""
-
-NUM_ROWS = 32
-"""Rows that are added up before the sum is multiplied by a key."""
 
 CHECK_BYTES = 8
 
@@ -85,6 +78,36 @@ class OwnResult(NamedTuple):
     flat: Flat
 
 
+class _SumsOf:
+    """Sums of one shard that transports add up while they have it in a cache, and bytes they had so far."""
+
+    def __init__(self, shard: Shard, item_bytes: int, sums: Flat, kind: RowSums) -> None:
+        self._start, self._item_bytes, self._kind = shard.start, item_bytes, kind
+        self._sums, self._num_bytes = sums, 0
+
+    def with_more(self, start: int, array: Flat) -> Summed:
+        """Returns a range from this element on, to be added."""
+        self._num_bytes += array.nbytes
+        return Summed(array, self._sums, (start - self._start) * self._item_bytes, self._kind)
+
+    def of(self, arrays: Sequence[Flat]) -> Flat:
+        """Returns the sums of these arrays; adds them up now unless that is done."""
+        if self._num_bytes != sum([array.nbytes for array in arrays]):
+            self._sums[:] = 0
+            for array in arrays:
+                Summed(array, self._sums, 0, self._kind).add()
+        return self._sums
+
+
+class _LeafSums(NamedTuple):
+    """The shards of a leaf, with what is added up of them: results, and of integers that wrap all arrays."""
+
+    shards: Sequence[Shard]
+    results: Sequence[_SumsOf]
+    brought: Sequence[_SumsOf]
+    made: Sequence[_SumsOf]
+
+
 class Verification:
     """Record of one call of this rank: bytes sent, bytes received, results, and what was wrong."""
 
@@ -97,7 +120,45 @@ class Verification:
         self._results: dict[str, tuple[int | None, str]] = {}
         """By what they are: the rank that has combined them, if it was one, and their digest."""
         self._complaints: list[str] = []
+        self._sums: _LeafSums | None = None
         call.hops = self
+
+    def begin_leaf(self, path: str, leaf: ReducedLeaf, plan: TaskPlan) -> None:
+        """Prepares for a leaf, which is about to be reduced."""
+        self.leaf = path or "the value"
+        shards = _shards(plan)
+        is_sum = leaf.of_ranks.op is ReduceOp.SUM and leaf.of_ranks.divisor is None
+        is_wrapping = is_sum and leaf.of_ranks.weights is None and leaf.dtype == leaf.result in INTEGERS
+        result, dtype = ITEM_BYTES[leaf.result], ITEM_BYTES[leaf.dtype]
+
+        def columns() -> list[_SumsOf]:
+            if not is_wrapping:
+                return []
+            kind = row_columns(dtype)
+            return [_SumsOf(shard, dtype, zero_columns(dtype), kind) for shard in shards]
+
+        results = [_SumsOf(shard, result, zero_sums(), FINGERPRINT) for shard in shards]
+        self._sums = _LeafSums(shards, results, columns(), columns())
+        self._adds_up = not plan.are_combined_by_all
+
+    def of_input(self, ref: Ref, array: Flat) -> list[Summed]:
+        """Returns what is to be added up of a range of a replica's array, once, while it is in a cache."""
+        return self._more(self._sums.brought if self._sums else (), ref.start, array)
+
+    def of_result(self, task: Task, array: Flat) -> list[Summed]:
+        """Returns the same of a range of the result, which this task has made."""
+        sums, start = self._sums, task.inputs[0].start
+        if sums is None:
+            return []
+        own = sums.made if task.worker == self._call.group.rank else ()
+        return self._more(sums.results, start, array) + self._more(own, start, array)
+
+    def _more(self, of_shards: Sequence[_SumsOf], start: int, array: Flat) -> list[Summed]:
+        if not of_shards or not array.size or not self._adds_up:
+            return []
+        assert self._sums is not None
+        number = bisect.bisect(self._sums.shards, start, key=lambda shard: shard.start) - 1
+        return [of_shards[number].with_more(start, array)]
 
     def note_sent(self, messages: Sequence[Message]) -> None:
         """Digests what is about to be handed over."""
@@ -107,19 +168,30 @@ class Verification:
         """Digests what has arrived."""
         self._note(self._received, messages)
 
+    def note_sums_sent(self, sums: Sequence[tuple[int, Words]]) -> None:
+        """Notes sums of what each peer is shown."""
+        self._note_digests(self._sent, [(peer, _hex(each)) for peer, each in sums])
+
+    def note_sums_received(self, sums: Sequence[tuple[int, Words]]) -> None:
+        """Notes sums of what each peer has shown."""
+        self._note_digests(self._received, [(peer, _hex(each)) for peer, each in sums])
+
     def _note(self, noted: dict[int, list[Exchanged]], messages: Sequence[Message]) -> None:
-        where = f"exchange {self._call.num_exchanges}" + (f" of {self.leaf}" if self.leaf else "")
         digests: dict[int, str] = {}  # what goes to several ranks is read once
-        for peer, memory in messages:
+        for _, memory in messages:
             if id(memory) not in digests:
                 digests[id(memory)] = _digest(memory)
-            noted.setdefault(peer, []).append(Exchanged(where, digests[id(memory)]))
+        self._note_digests(noted, [(peer, digests[id(memory)]) for peer, memory in messages])
+
+    def _note_digests(self, noted: dict[int, list[Exchanged]], digests: Sequence[tuple[int, str]]) -> None:
+        where = f"exchange {self._call.num_exchanges}" + (f" of {self.leaf}" if self.leaf else "")
+        for peer, digest in digests:
+            noted.setdefault(peer, []).append(Exchanged(where, digest))
 
     def check_leaf(
         self,
         path: str,
         leaf: ReducedLeaf,
-        plan: TaskPlan,
         views: Sequence[Flat],
         own: Sequence[OwnResult],
         weights: Weights | None,
@@ -131,10 +203,10 @@ class Verification:
             own: what this rank has got of the result: all of it, or the parts of its replicas.
         """
         self.leaf = f"the check of {path or 'the value'}"
-        shards = _shards(plan)
-        is_wrapping = leaf.of_ranks.op is ReduceOp.SUM and leaf.of_ranks.divisor is None
-        if is_wrapping and weights is None and leaf.dtype in INTEGERS and leaf.dtype == leaf.result:
-            for shard in self._wrong_sums(shards, views, own):
+        assert self._sums is not None
+        shards = self._sums.shards
+        if self._sums.brought and weights is None:
+            for shard in self._wrong_sums(self._sums, views, own):
                 self._complaints.append(f"{shard.named(path)} is not the sum of what ranks have brought")
         places = _sampled(leaf.length, self._call.number)
         if not places.size:
@@ -155,22 +227,24 @@ class Verification:
                 )
 
     def _wrong_sums(
-        self, shards: Sequence[Shard], views: Sequence[Flat], own: Sequence[OwnResult]
+        self, sums: _LeafSums, views: Sequence[Flat], own: Sequence[OwnResult]
     ) -> Iterator[Shard]:
-        """The shards whose elements are not the sums of those of all ranks."""
-        rank, dtype = self._call.group.rank, views[0].dtype
-        unsigned = np.dtype(f"u{dtype.itemsize}")
-        brought = np.zeros((len(shards), NUM_KEYS), unsigned)
-        for number, (start, stop, _) in enumerate(shards):
-            for view in views:
-                brought[number] += _checksums(view[start:stop].view(unsigned))
-        of_ranks = [np.frombuffer(record, unsigned) for record in self._call.all_gather(brought.tobytes())]
-        total = np.sum(of_ranks, axis=0, dtype=unsigned).reshape(brought.shape)
-        for shard, expected in zip(shards, total, strict=True):
-            for start, result in own if shard.worker == rank else ():
+        """Yields the shards whose elements are not the sums of those of all ranks."""
+        brought = np.array(
+            [
+                check_sums(each.of([view[shard.start : shard.stop] for view in views]))
+                for shard, each in zip(sums.shards, sums.brought, strict=True)
+            ]
+        )
+        of_ranks = [
+            np.frombuffer(record, brought.dtype) for record in self._call.all_gather(brought.tobytes())
+        ]
+        total = np.sum(of_ranks, axis=0, dtype=brought.dtype).reshape(brought.shape)
+        for shard, made, expected in zip(sums.shards, sums.made, total, strict=True):
+            for start, result in own if shard.worker == self._call.group.rank else ():
                 if start <= shard.start and shard.stop <= start + result.size:
-                    part = result[shard.start - start : shard.stop - start].view(unsigned)
-                    if (_checksums(part) != expected).any():
+                    part = result[shard.start - start : shard.stop - start]
+                    if (check_sums(made.of([part])) != expected).any():
                         yield shard
 
     def _computed_again(self, leaf: ReducedLeaf, views: Sequence[Flat], weights: Weights | None) -> Flat:
@@ -206,12 +280,11 @@ class Verification:
             copies: the arrays of all its destinations.
         """
         ((_, result),) = own
-        for shard in _shards(plan):
+        assert self._sums is not None
+        for shard, sums in zip(self._sums.shards, self._sums.results, strict=True):
             key = f"{path or 'the value'}[{shard.start}:{shard.stop}]"
-            self._results[key] = (
-                None if plan.are_combined_by_all else shard.worker,
-                _digest(result[shard.start : shard.stop]),
-            )
+            worker = None if plan.are_combined_by_all else shard.worker
+            self._results[key] = worker, _hex(sums.of([result[shard.start : shard.stop]]))
         if len(copies) > 1 and len({fingerprint(copy).digest for copy in copies}) > 1:
             rank = self._call.group.rank
             self._complaints.append(
@@ -310,7 +383,11 @@ def _read(record: bytes) -> Any:
 
 
 def _digest(memory: Flat) -> str:
-    return sums_of(pieces_of(0, memory), 1).tobytes().hex()
+    return _hex(sums_of(pieces_of(0, memory), 1))
+
+
+def _hex(sums: Words) -> str:
+    return sums.tobytes().hex()
 
 
 def _sampled(size: int, seed: int) -> NDArray[np.int64]:
@@ -337,32 +414,3 @@ def _shards(plan: TaskPlan) -> list[Shard]:
     """The ranges of the only leaf, with those who combine them; the same on all ranks."""
     ranges = [(task.inputs[0], task.worker) for task in plan.results if task.inputs and task.length]
     return sorted(Shard(ref.start, ref.stop, worker) for ref, worker in ranges)
-
-
-@functools.cache
-def _check_keys(num_columns: int, dtype: str) -> Flat:
-    """Keys of columns, those of the first sum odd: then an error in one element always shows."""
-    numbers = np.arange(num_columns * NUM_KEYS, dtype=np.uint64)
-    keys = splitmix64(numbers).astype(dtype).reshape(num_columns, NUM_KEYS)
-    keys[:, 0] |= 1
-    return keys
-
-
-def _checksums(words: Flat) -> Flat:
-    """Sums of all elements times keys of their places, which wrap: linear, so those of ranks add up.
-
-    Elements a row apart are added before they are multiplied; 32 rows have one key.
-    """
-    num_columns = COLUMNS_BYTES // words.itemsize
-    columns = np.zeros(num_columns, words.dtype)
-    size = NUM_ROWS * num_columns
-    block_keys = splitmix64(np.arange(-(-words.size // size), dtype=np.uint64)).astype(words.dtype) | 1
-    for start, key in zip(range(0, words.size, size), block_keys, strict=True):
-        part = words[start : start + size]
-        whole = part.size // num_columns * num_columns
-        rows = np.add.reduce(part[:whole].reshape(-1, num_columns), axis=0, dtype=words.dtype)
-        rows[: part.size - whole] += part[whole:]
-        columns += rows * key
-    keys = _check_keys(num_columns, words.dtype.str)
-    sums: Flat = np.add.reduce(columns[:, None] * keys, axis=0, dtype=words.dtype)
-    return sums

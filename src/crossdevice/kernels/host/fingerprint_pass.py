@@ -6,7 +6,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from crossdevice.kernels.position_keys import (
     Words,
     sums_of_blocks,
 )
+
+if TYPE_CHECKING:
+    from crossdevice.kernels.host.llvm.fingerprinting import RowKernel
 
 PIECE_BYTES = 512 << 10
 """Bytes that a thread processes at a time: a copy of them still fits its cache."""
@@ -85,7 +88,6 @@ def sums_of(pieces: Iterable[Piece], num_arrays: int) -> Words:
     True
     """
     work = list(pieces)
-    add_rows = _add_rows_compiled() if _is_compiled() else _add_rows
     numbers = itertools.count()  # `next` is atomic, also between threads
     found: list[Words] = []
 
@@ -93,7 +95,7 @@ def sums_of(pieces: Iterable[Piece], num_arrays: int) -> Words:
         own = np.zeros((num_arrays, NUM_SUMS), np.uint64)
         while (number := next(numbers)) < len(work):
             piece = work[number]
-            _add(piece.read().reshape(-1).view(np.uint8), piece.offset, own[piece.array], add_rows)
+            FINGERPRINT.add(piece.read().reshape(-1).view(np.uint8), piece.offset, own[piece.array])
         found.append(own)
 
     is_large = len(work) > 1 and sum(piece.num_bytes for piece in work) >= THREADED_BYTES
@@ -104,20 +106,32 @@ def sums_of(pieces: Iterable[Piece], num_arrays: int) -> Words:
     return total
 
 
-AddRows = Callable[[Bytes, int, Words], None]
-"""Adds the sums of whole rows, given the number of the first row."""
+class RowSums(NamedTuple):
+    """A kind of sums of rows of 64 bytes, such that sums of ranges add up to those of the whole."""
 
+    reference: Callable[[Bytes, int, Any], None]
+    """Adds the sums of whole rows, given the number of the first row, to an array."""
+    load: Callable[[], RowKernel]
+    """Compiles the kernel that does so."""
 
-def _add(memory: Bytes, offset: int, sums: Words, add_rows: AddRows) -> None:
-    """Adds the sums of bytes at this byte offset of the array; incomplete rows are padded."""
-    head = min(-offset % ROW_BYTES, memory.size)
-    whole = (memory.size - head) // ROW_BYTES * ROW_BYTES
-    if head:
-        add_rows(_row_with(memory[:head], offset % ROW_BYTES), offset // ROW_BYTES, sums)
-    if whole:
-        add_rows(memory[head : head + whole], (offset + head) // ROW_BYTES, sums)
-    if head + whole < memory.size:
-        add_rows(_row_with(memory[head + whole :], 0), (offset + head + whole) // ROW_BYTES, sums)
+    def add(self, memory: Bytes, offset: int, sums: NDArray[Any]) -> None:
+        """Adds the sums of bytes at this byte offset of an array; incomplete rows are padded."""
+        head = min(-offset % ROW_BYTES, memory.size)
+        whole = (memory.size - head) // ROW_BYTES * ROW_BYTES
+        if head:
+            self._add_rows(_row_with(memory[:head], offset % ROW_BYTES), offset // ROW_BYTES, sums)
+        if whole:
+            self._add_rows(memory[head : head + whole], (offset + head) // ROW_BYTES, sums)
+        if head + whole < memory.size:
+            row = _row_with(memory[head + whole :], 0)
+            self._add_rows(row, (offset + head + whole) // ROW_BYTES, sums)
+
+    def _add_rows(self, rows: Bytes, first: int, sums: NDArray[Any]) -> None:
+        if not is_compiled():
+            self.reference(rows, first, sums)
+            return
+        kernel = self.load()
+        kernel.entry(address_of(rows), first, rows.size // ROW_BYTES, kernel.keys, address_of(sums))
 
 
 def _row_with(part: Bytes, start: int) -> Bytes:
@@ -134,17 +148,23 @@ def _add_rows(rows: Bytes, first: int, sums: Words) -> None:
     sums += sums_of_blocks(padded.view("<u4"), block)
 
 
-def _is_compiled() -> bool:
+def is_compiled() -> bool:
+    """Returns True if sums are added up by compiled kernels."""
     return sys.byteorder == "little" and selected_kernels() == "numba"
 
 
+def address_of(memory: NDArray[Any]) -> int:
+    """Returns the address of the first element."""
+    address: int = memory.__array_interface__["data"][0]
+    return address
+
+
 @functools.cache
-def _add_rows_compiled() -> AddRows:
-    from crossdevice.kernels.host.llvm.fingerprinting import compiled_sums, spread_keys
+def _load() -> RowKernel:
+    from crossdevice.kernels.host.llvm.fingerprinting import compiled_sums
 
-    kernel, keys = compiled_sums(), spread_keys().ctypes.data
+    return compiled_sums()
 
-    def add_rows(rows: Bytes, first: int, sums: Words) -> None:
-        kernel(rows.ctypes.data, first, rows.size // ROW_BYTES, keys, sums.ctypes.data)
 
-    return add_rows
+FINGERPRINT = RowSums(_add_rows, _load)
+"""The sums of fingerprints."""

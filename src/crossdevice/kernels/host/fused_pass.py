@@ -183,6 +183,28 @@ def bound_batch(
     ]
 
 
+def kernel_of(
+    tasks: Sequence[tuple[Arrays, Arrays]], recipe: Recipe
+) -> tuple[PreparedPass, list[Task]] | None:
+    """Returns the one kernel that does these passes from start to end, and the tasks as it reads them.
+
+    None if they take several kernels, or one that leaves uncertain results to NumPy.
+    """
+    all_prepared = [prepared_for(recipe, inputs[0].dtype, outputs[0].dtype) for inputs, outputs in tasks]
+    prepared = all_prepared[0]
+    if any(each is not prepared for each in all_prepared) or any(len(each) > MAX_INPUTS for each, _ in tasks):
+        return None
+    if prepared is None or prepared.is_exact:
+        return None
+    laid_out = [(_as_read(inputs, prepared), _as_written(outputs, prepared)) for inputs, outputs in tasks]
+    return _with_weights(prepared, recipe), laid_out
+
+
+def scratch_place() -> int:
+    """Returns the address of the memory in which kernels of this thread keep accumulators."""
+    return _scratch.place()
+
+
 def _pass_without_kernel(inputs: Arrays, outputs: Arrays, recipe: Recipe) -> None:
     """Runs a pass that no single kernel does: with a compiled sort, or in NumPy."""
     inputs, outputs = _flat(inputs), _flat(outputs)

@@ -8,20 +8,22 @@ more at the end unless results stay with those who make them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.execution.processes.programs import Emit, Flat, Inputs, Results, SmallArrays
 from crossdevice.execution.processes.reduced_batch import Wanted, WantedCopies, not_shared
+from crossdevice.execution.processes.verifying import Verification
 from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.host.fused_pass import STREAMED_BYTES, fused_batch, fused_pass
 from crossdevice.kernels.host.meeting import compiled_meeting
+from crossdevice.kernels.host.summed_pass import Summed, summed_batch, zero_sums
 from crossdevice.plans.reduced_leaf import ReducedLeaf
 from crossdevice.plans.tasks import LINE_ELEMENTS, Ref, Round, Task, TaskPlan, aligned, rounds_of
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.group_call import GroupCall, Hops
-from crossdevice.process_groups.protocol import Message
+from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared.shared_arrays import NOWHERE, Place
 from crossdevice.process_groups.shared.shared_memory import WINDOW_BYTES, SharedMemory
 from crossdevice.values.device import Device
@@ -96,11 +98,9 @@ class _Steps(NamedTuple):
     brought: Sequence[tuple[Ref, Flat]]
     partials: Sequence[tuple[Task, Flat]]
     combined: Sequence[_Combined]
-    collected: Sequence[tuple[Flat, Ref]]
+    collected: Sequence[tuple[Flat, Ref, Task]]
     readers: Sequence[tuple[int, Ref]]
     """Who reads what this rank has put into its window: others, and itself of its partials."""
-    read: Sequence[Message]
-    """What this rank reads in windows, and of whom; in the order of the above."""
 
 
 class Windows:
@@ -150,14 +150,16 @@ class Windows:
         arrays, steps = self.shared.arrays, self.shared.steps
         found, place = self._nothing_in_place, NOWHERE
         before: _Steps | None = None
-        hops, is_lone = call.hops, self._is_lone and call.hops is None
+        verification = call.hops
+        assert verification is None or isinstance(verification, Verification)
+        is_lone = self._is_lone and verification is None
         if is_lone:
             ((source,),), (targets,) = inputs.values(), results.values()
             place = arrays.place_of(source)
         for number, of_parities in enumerate(self._rounds):
             now = of_parities[steps.parity]
             if place == NOWHERE:
-                self._bring(now, inputs, hops)
+                self._bring(now, inputs, verification)
             if is_lone and number == 0:
                 call.step([arrays.num_freed, *place, *arrays.place_of(targets[0])])
                 found = self._in_place(source, targets[0])
@@ -167,42 +169,63 @@ class Windows:
             else:
                 call.step()
             if before is not None:
-                self._collect(before, results)
-            if hops is not None and not self._are_copies:
-                hops.note_received(now.read)
-            tasks = self._combine(now, inputs, results, found, recipe)
-            if hops is not None and self._are_copies:  # where it is to be: that it was copied is checked, too
-                hops.note_received(_copied(now, tasks))
+                self._collect(before, results, verification)
+            self._combine(now, inputs, results, found, recipe, verification)
             if found.outputs is None:
                 before = now
         if self._is_alone:
             return
         call.step()
         if before is not None:
-            self._collect(before, results)
+            self._collect(before, results, verification)
         elif found.outputs is not None:
             for copy in targets[1:]:
                 copy[:] = targets[0]
 
-    def _bring(self, now: _Steps, inputs: Inputs, hops: Hops | None) -> None:
-        if hops is not None and not now.partials:  # where it comes from: that it was copied is checked, too
-            sources = {ref: _own(inputs, ref) for _, ref in now.readers}
-            hops.note_sent([Message(peer, sources[ref]) for peer, ref in now.readers])
-        for ref, view in now.brought:
-            view[:] = inputs[ref.buffer.leaf][ref.buffer.replica][ref.start : ref.stop]
+    def _bring(self, now: _Steps, inputs: Inputs, verification: Verification | None) -> None:
+        tasks = [(_own_inputs(inputs, maker), [view]) for maker, view in now.partials]
+        if verification is None:
+            for ref, view in now.brought:
+                view[:] = _own(inputs, ref)
+            if tasks:
+                fused_batch(tasks, now.partials[0][0].recipe)
+        else:
+            self._bring_watched(now, inputs, tasks, verification)
+        for _, view in (*now.brought, *now.partials):
             self._tell_of(view)
-        if now.partials:
-            tasks = [(_own_inputs(inputs, maker), [view]) for maker, view in now.partials]
-            fused_batch(tasks, now.partials[0][0].recipe)
-            if hops is not None:
-                made = dict(zip([task.outputs[0] for task, _ in now.partials], now.partials, strict=True))
-                hops.note_sent([Message(peer, made[ref][1]) for peer, ref in now.readers])
-            for _, view in now.partials:
-                self._tell_of(view)
+
+    def _bring_watched(
+        self,
+        now: _Steps,
+        inputs: Inputs,
+        tasks: Sequence[tuple[list[Flat], list[Flat]]],
+        verification: Verification,
+    ) -> None:
+        # What is copied is digested where it comes from: that it was copied is checked, too.
+        sources = {ref: _own(inputs, ref) for ref, _ in now.brought}
+        sums = {ref: Summed(source, zero_sums()) for ref, source in sources.items()}
+        copies = [([sources[ref]], [view]) for ref, view in now.brought]
+        summed_batch(
+            copies, [[sums[ref], *verification.of_input(ref, sources[ref])] for ref in sources], COPYING
+        )
+        if tasks:
+            summed = []
+            for (maker, view), (arrays, _) in zip(now.partials, tasks, strict=True):
+                sums[maker.outputs[0]] = Summed(view, zero_sums())
+                of_inputs = map(verification.of_input, maker.inputs, arrays)
+                summed.append([sums[maker.outputs[0]], *itertools.chain.from_iterable(of_inputs)])
+            summed_batch(tasks, summed, now.partials[0][0].recipe)
+        verification.note_sums_sent([(peer, sums[ref].sums) for peer, ref in now.readers])
 
     def _combine(
-        self, now: _Steps, inputs: Inputs, results: Results, found: InPlace, recipe: Recipe
-    ) -> list[tuple[list[Flat], list[Flat]]]:
+        self,
+        now: _Steps,
+        inputs: Inputs,
+        results: Results,
+        found: InPlace,
+        recipe: Recipe,
+        verification: Verification | None,
+    ) -> None:
         tasks = []
         for task, sources, targets, made in now.combined:
             arrays = [_own(inputs, source) if isinstance(source, Ref) else source for source in sources]
@@ -219,7 +242,9 @@ class Windows:
                 if made is not None:
                     outputs.append(made)
             tasks.append((arrays, outputs))
-        if len(tasks) == 1:
+        if verification is not None:
+            self._combine_watched(now, tasks, recipe, verification)
+        elif len(tasks) == 1:
             fused_pass(*tasks[0], recipe)
         else:
             fused_batch(tasks, recipe)
@@ -227,11 +252,41 @@ class Windows:
             for _, _, _, made in now.combined:
                 if made is not None:
                     self.shared.on_shown(made)
-        return tasks
 
-    def _collect(self, before: _Steps, results: Results) -> None:
-        tasks = [([view], _targets(results, ref)) for view, ref in before.collected]
-        fused_batch(tasks, COPYING, is_streamed=self._is_streamed)
+    def _combine_watched(
+        self,
+        now: _Steps,
+        tasks: Sequence[tuple[list[Flat], list[Flat]]],
+        recipe: Recipe,
+        verification: Verification,
+    ) -> None:
+        received, summed = [], []
+        for (task, sources, targets, _), (arrays, outputs) in zip(now.combined, tasks, strict=True):
+            of_task: list[Summed] = []
+            for ref, source, array in zip(task.inputs, sources, arrays, strict=True):
+                if isinstance(source, Ref):
+                    of_task += verification.of_input(ref, array)
+                    continue
+                # Of a copy where it is to be: that it was copied is checked, too.
+                message = Summed(outputs[0] if self._are_copies else array, zero_sums())
+                received.append((ref.buffer.rank, message.sums))
+                of_task.append(message)
+            if targets:
+                of_task += verification.of_result(task, outputs[0])
+            summed.append(of_task)
+        summed_batch(tasks, summed, recipe)
+        verification.note_sums_received(received)
+
+    def _collect(self, before: _Steps, results: Results, verification: Verification | None) -> None:
+        tasks = [([view], _targets(results, ref)) for view, ref, _ in before.collected]
+        if verification is None:
+            fused_batch(tasks, COPYING, is_streamed=self._is_streamed)
+            return
+        summed = [
+            verification.of_result(task, targets[0])
+            for (_, _, task), (_, targets) in zip(before.collected, tasks, strict=True)
+        ]
+        summed_batch(tasks, summed, COPYING)
 
     def _tell_of(self, shown: Flat) -> None:
         """Calls `on_shown`, if it is set, with what others are about to read."""
@@ -303,7 +358,7 @@ class Windows:
                 ]
                 combined.append(_Combined(task, inputs, targets, made))
             elif made is not None:
-                collected += [(made, ref) for ref in targets]
+                collected += [(made, ref, task) for ref in targets]
         shown = [
             (task, ref)
             for task in now.tasks
@@ -316,18 +371,7 @@ class Windows:
             combined,
             collected,
             [(task.worker, ref) for task, ref in shown if ref.buffer.rank == rank],
-            [Message(ref.buffer.rank, views[ref]) for task, ref in shown if task.worker == rank],
         )
-
-
-def _copied(now: _Steps, tasks: Sequence[tuple[Sequence[Flat], Sequence[Flat]]]) -> list[Message]:
-    """What others have shown of these copies, at the place it was copied to."""
-    sources = [None if isinstance(each.inputs[0], Ref) else each.task.inputs[0] for each in now.combined]
-    return [
-        Message(source.buffer.rank, outputs[0])
-        for source, (_, outputs) in zip(sources, tasks, strict=True)
-        if source is not None
-    ]
 
 
 def _has_one_array_each(plan: TaskPlan) -> bool:

@@ -1,9 +1,12 @@
-"""The sums of a fingerprint, compiled: two multiplications of 32 bits for each half of a 64-bit word."""
+"""Sums of rows of 64 bytes, compiled: those of fingerprints, and columns of integers.
+
+A fingerprint takes two multiplications of 32 bits for each half of a 64-bit word.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -12,16 +15,18 @@ from numba.core import cgutils
 from numpy.typing import NDArray
 
 from crossdevice.kernels.host.llvm.lanes import INT64, Builder, Value
-from crossdevice.kernels.host.llvm.numba_pass import Kernel, entry_of
+from crossdevice.kernels.host.llvm.numba_pass import SIGNATURE, Kernel, compiled
+from crossdevice.kernels.host.llvm.standby import address_of
 from crossdevice.kernels.host.llvm.words import emitted, set_word, word_at
 from crossdevice.kernels.position_keys import (
     BLOCK_ROWS,
+    COLUMN_ROWS,
     FACTORS,
     GOLDEN,
     NUM_SUMS,
     ROW_BYTES,
-    ROW_WORDS,
     SHIFTS,
+    TURN_SHIFT,
     word_keys,
 )
 
@@ -32,8 +37,21 @@ ROW = ir.VectorType(INT64, LANES)
 LOW_HALVES = ir.Constant(ROW, [0xFFFFFFFF] * LANES)
 HALF_BITS = ir.Constant(ROW, [32] * LANES)
 
+UNROLLED_ROWS = 8
+
 KEY_BYTES = 2 * ROW_BYTES
 """Keys of a row: one vector for the low halves, one for the high ones."""
+
+
+class RowKernel(NamedTuple):
+    """A compiled function that adds the sums of some rows, its address, and that of its keys.
+
+    Its arguments: address, first row, number of rows, address of keys, address of sums.
+    """
+
+    entry: Kernel
+    address: int
+    keys: int
 
 
 @functools.cache
@@ -48,11 +66,8 @@ def spread_keys() -> NDArray[Any]:
 
 
 @functools.cache
-def compiled_sums() -> Kernel:
-    """Compiles the function that adds the sums of some rows.
-
-    Its arguments: address, first row, number of rows, address of `spread_keys`, address of sums.
-    """
+def compiled_sums() -> RowKernel:
+    """Compiles the function that adds the sums of some rows; its keys are `spread_keys`."""
     golden, (first_factor, second_factor) = np.uint64(GOLDEN), map(np.uint64, FACTORS)
     first_shift, second_shift, third_shift = map(np.uint64, SHIFTS)
 
@@ -72,23 +87,89 @@ def compiled_sums() -> Kernel:
             address += count * ROW_BYTES
             row += count
 
-    return entry_of(add_sums, "fingerprint", "void(int64,int64,int64,int64,int64)")
+    return _row_kernel(add_sums, "fingerprint", spread_keys().ctypes.data)
+
+
+@functools.cache
+def compiled_columns(item_bytes: int) -> RowKernel:
+    """Compiles the function that adds some rows to columns of elements of so many bytes; it has no keys."""
+    golden, shift, add_words = np.uint64(GOLDEN), np.uint64(TURN_SHIFT), _adding_words(item_bytes)
+
+    def add_columns(address: int, first_row: int, num_rows: int, keys: int, columns: int) -> None:
+        row, stop = first_row, first_row + num_rows
+        while row < stop:
+            block, place = row // COLUMN_ROWS, row % COLUMN_ROWS
+            turned = (place + np.int64((np.uint64(block) * golden) >> shift)) % COLUMN_ROWS
+            count = min(COLUMN_ROWS - max(place, turned), stop - row)
+            add_words(address, columns + turned * ROW_BYTES, count)
+            address += count * ROW_BYTES
+            row += count
+
+    return _row_kernel(add_columns, f"columns {item_bytes}", 0)
+
+
+def _row_kernel(function: Kernel, name: str, keys: int) -> RowKernel:
+    kernel: Any = compiled(function, name, SIGNATURE)
+    return RowKernel(kernel.get_overload(SIGNATURE), address_of(kernel), keys)
+
+
+@functools.cache
+def _adding_words(item_bytes: int) -> Any:
+    """Makes the intrinsic that adds some rows to columns, element by element."""
+    row_type = ir.VectorType(ir.IntType(8 * item_bytes), ROW_BYTES // item_bytes)
+
+    @emitted()
+    def add_words(build: Builder, address: Value, columns: Value, num_rows: Value) -> None:
+        with cgutils.for_range(build, num_rows) as loop:
+            place = build.mul(loop.index, ir.Constant(INT64, ROW_BYTES))
+            row, column = (
+                build.inttoptr(build.add(start, place), row_type.as_pointer()) for start in (address, columns)
+            )
+            words, total = build.load(row), build.load(column)
+            words.align = total.align = 1
+            stored = build.store(build.add(total, words), column)
+            stored.align = 1
+
+    return add_words
 
 
 @emitted(types.UniTuple(types.int64, 2))
 def block_halves(build: Builder, address: Value, keys: Value, num_rows: Value) -> Value:
-    """Returns the two sums of some rows of one block, kept in registers from the first row to the last."""
-    places = [cgutils.alloca_once_value(build, ir.Constant(ROW, [0] * LANES)) for _ in range(2)]
-    with cgutils.for_range(build, num_rows) as loop:
-        words = _loaded(build, address, loop.index, ROW_BYTES, 0)
-        low, high = build.and_(words, LOW_HALVES), build.lshr(words, HALF_BITS)
-        for number, place in enumerate(places):
-            shift = number * ROW_WORDS * 8
-            for half, offset in ((low, 0), (high, ROW_BYTES)):
-                key = build.and_(_loaded(build, keys, loop.index, KEY_BYTES, shift + offset), LOW_HALVES)
-                build.store(build.add(build.load(place), build.mul(half, key)), place)
-    sums = [_added(build, build.load(place)) for place in places]
-    return cgutils.pack_array(build, sums)
+    """Returns the two sums of some rows of one block, kept in registers from the first row to the last.
+
+    The second keys of a row are the first keys of the next one, so each is loaded once.
+    """
+    zero = ir.Constant(ROW, [0] * LANES)
+    sums = [cgutils.alloca_once_value(build, zero) for _ in range(2)]
+    carried = [
+        cgutils.alloca_once_value(build, _key(build, keys, ir.Constant(INT64, 0), half)) for half in range(2)
+    ]
+
+    def add_row(row: Value) -> None:
+        words = _loaded(build, address, row, ROW_BYTES, 0)
+        halves = build.and_(words, LOW_HALVES), build.lshr(words, HALF_BITS)
+        following = build.add(row, ir.Constant(INT64, 1))
+        new = [_key(build, keys, following, half) for half in range(2)]
+        for place, row_keys in zip(sums, ([build.load(each) for each in carried], new), strict=True):
+            low, high = map(build.mul, halves, row_keys)
+            build.store(build.add(build.load(place), build.add(low, high)), place)
+        for place, key in zip(carried, new, strict=True):
+            build.store(key, place)
+
+    unrolled = ir.Constant(INT64, UNROLLED_ROWS)
+    with cgutils.for_range(build, build.udiv(num_rows, unrolled)) as loop:
+        first = build.mul(loop.index, unrolled)
+        for step in range(UNROLLED_ROWS):
+            add_row(build.add(first, ir.Constant(INT64, step)))
+    rest = build.urem(num_rows, unrolled)
+    with cgutils.for_range(build, rest) as loop:
+        add_row(build.add(build.sub(num_rows, rest), loop.index))
+    return cgutils.pack_array(build, [_added(build, build.load(place)) for place in sums])
+
+
+def _key(build: Builder, keys: Value, row: Value, half: int) -> Value:
+    """Emits the load of the keys of a row, for the low or the high halves of its words."""
+    return build.and_(_loaded(build, keys, row, KEY_BYTES, half * ROW_BYTES), LOW_HALVES)
 
 
 def _loaded(build: Builder, start: Value, index: Value, stride: int, offset: int) -> Value:
