@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import crossdevice as cd  # noqa: E402
 from crossdevice.errors import ConversionError  # noqa: E402
-from crossdevice.integrations.torch import ModuleBits  # noqa: E402
+from crossdevice.integrations.torch import ExactGradients, ModuleBits  # noqa: E402
 from crossdevice.recording.bits_file import read_bits  # noqa: E402
 from crossdevice.recording.comparison import compare, read_run  # noqa: E402
+from crossdevice.testing import run_ranks  # noqa: E402
 
 
 class Noisy(torch.nn.Module):
@@ -137,3 +140,43 @@ def test_a_module_that_raised_leaves_nothing_behind(tmp_path):
     assert [event.kind.inputs[0] for event in read_bits(tmp_path / "a").events] == [
         ("value['inputs'][0]", 1)
     ] * 3
+
+
+def exact_run(path, group, shift=0.0):
+    """Two steps of four micro-batches; `shift` changes one of the second step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    exact = ExactGradients(model.named_parameters(), group)
+    numbers = range(4) if group is None else range(group.rank, 4, group.size)
+    with cd.record_bits(path):
+        for step in range(2):
+            for number in numbers:
+                moved = shift if (step, number) == (1, 2) else 0.0
+                model(torch.full((1, 3), number + 1.0 + moved)).sum().backward()
+                exact.add()
+            exact.finish()
+            model.zero_grad()
+    return str(path)
+
+
+def test_steps_of_exact_gradients_are_recorded_and_the_micro_batch_that_differs_is_named(tmp_path):
+    runs = [read_run(exact_run(tmp_path / str(shift), None, shift)) for shift in (0.0, 1e-3)]
+    names = [event.kind.name for event in read_bits(str(tmp_path / "0.0")).events]
+    assert names == [*["gradients of a micro-batch"] * 4, "exact MEAN of gradients"] * 2
+    again = read_run(exact_run(tmp_path / "again", None))
+    assert compare(runs[0], again).parting is None
+    found = compare(*runs).parting
+    assert (found.name, found.occurrence) == ("gradients of a micro-batch", 7)
+
+
+def exact_worker(group, folder):
+    exact_run(folder / f"of{group.rank}", group)
+
+
+def test_every_worker_records_the_mean_that_one_alone_records(tmp_path):
+    alone = exact_run(tmp_path / "alone", None)
+    run_ranks(2, functools.partial(exact_worker, folder=tmp_path), processes=True)
+    runs = [alone, *map(str, sorted(tmp_path.glob("of*")))]
+    means = [[event.digests for event in read_bits(run).events if event.kind.is_call] for run in runs]
+    assert len(means) == 3
+    assert means[0] == means[1] == means[2]

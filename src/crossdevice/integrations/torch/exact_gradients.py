@@ -29,6 +29,7 @@ from crossdevice.errors import (
     MismatchError,
     OptionError,
 )
+from crossdevice.execution.fingerprints import ROOT
 from crossdevice.integrations.torch.communication_hook import formed_group
 from crossdevice.integrations.torch.gradient_sums import DenseSum, GradientSum, RowSum, whole_weight
 from crossdevice.integrations.torch.sums_on_gpu import SumsOnGpu
@@ -36,6 +37,7 @@ from crossdevice.integrations.torch.tensor_kinds import is_instance_of
 from crossdevice.kernels.host.running_sum import add_all
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
+from crossdevice.recording.recorder import digests_by_path, is_recording, write_call, write_mark
 from crossdevice.values.dtypes import FLOATS, PARTS
 from crossdevice.values.launchers import launched
 from crossdevice.values.reduce_op import ReduceOp
@@ -171,6 +173,9 @@ class ExactGradients:
             MismatchError: sums are sharded, and another worker cannot add its gradients.
         """
         found = [(n, p.grad) for n, p in enumerate(self._parameters) if p.grad is not None]
+        if is_recording():
+            named = {f"{ROOT}[{self._names[n]!r}]": gradient for n, gradient in found}
+            write_mark("gradients of a micro-batch", {}, digests_by_path(named))
         group = self._workers() if self._is_sharded else None
         if group is not None and group.size > 1:
             self._add_to_shards(group, weight, found)
@@ -260,6 +265,10 @@ class ExactGradients:
             parameter = self._parameters[number]
             parameter.grad = total.gradient(outs[number], parameter)
             self._results[number] = weakref.ref(parameter.grad)
+        if is_recording():
+            named = {f"{ROOT}[{self._names[n]!r}]": self._parameters[n].grad for n in sums}
+            rank = 0 if group is None else group.rank
+            write_call(f"exact {op.name} of gradients", rank, {}, digests_by_path(named))
         micro_batches = sum(facts["micro_batches"] for facts in of_ranks)
         self._kept |= sums
         self.clear()

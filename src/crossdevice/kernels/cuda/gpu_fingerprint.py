@@ -12,8 +12,14 @@ import torch
 from crossdevice.kernels.cuda.tensors import on_device, tensors_of
 from crossdevice.kernels.position_keys import BLOCK_BYTES, NUM_SUMS, Words, word_keys
 
-BLOCKS = 4
-"""Blocks of a program, which are as many bytes as the other kernels read at a time from two inputs."""
+BLOCKS = 8
+"""Blocks that a program reads at a time: one for each warp."""
+
+WIDTH = 128
+"""Words of a block that a warp loads at once, 16 bytes in each thread."""
+
+MAX_PROGRAMS = 1024
+"""Programs of a large array, several for each processor of a GPU; each has a line of sums."""
 
 NUM_WARPS = 8
 
@@ -43,13 +49,13 @@ def sums_on_gpu(array: Any) -> Words:
 def _sums(memory: torch.Tensor, keys: torch.Tensor, first_block: int, num_blocks: int) -> torch.Tensor:
     from crossdevice.kernels.cuda.triton_fingerprint import sum_blocks
 
-    num_programs = -(-num_blocks // BLOCKS)
+    num_programs = min(-(-num_blocks // BLOCKS), MAX_PROGRAMS)
     lines = torch.empty((num_programs, NUM_SUMS), dtype=torch.int64, device=memory.device)
     addresses = memory.data_ptr(), keys.data_ptr(), lines.data_ptr()
     with warnings.catch_warnings():
         # Triton 3.9 warns about its default for contractions; integer code has no contractions.
         warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION", UserWarning)
-        sum_blocks[(num_programs,)](*addresses, first_block, num_blocks, BLOCKS, num_warps=NUM_WARPS)
+        sum_blocks[(num_programs,)](*addresses, first_block, num_blocks, BLOCKS, WIDTH, num_warps=NUM_WARPS)
     return lines.sum(dim=0)
 
 

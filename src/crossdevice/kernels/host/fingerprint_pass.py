@@ -28,11 +28,14 @@ if TYPE_CHECKING:
 PIECE_BYTES = 512 << 10
 """Bytes that a thread processes at a time: a copy of them still fits its cache."""
 
-COPIED_BYTES = 2 << 20
+COPIED_BYTES = 4 << 20
 """The same of an array that has to be copied: more rows of it have more of each line of memory."""
 
 TILE_BYTES = 32 << 10
 """Bytes that are turned at a time, in the order of memory first: they stay in a first-level cache."""
+
+TURNED_ITEMS = (1, 2, 4, 8)
+"""Sizes of elements for which a kernel turns matrices."""
 
 THREADED_BYTES = 2 << 20
 """Size from which a second thread helps."""
@@ -71,11 +74,22 @@ def in_order(part: NDArray[Any]) -> NDArray[Any]:
     if part.ndim < 2 or abs(part.strides[-1]) <= min(map(abs, part.strides)):
         return np.ascontiguousarray(part)
     copy = np.empty(part.shape, part.dtype)
+    if part.ndim == 2 and part.strides[0] == part.itemsize in TURNED_ITEMS and is_compiled():
+        _turn(part, copy)
+        return copy
     length = part.shape[-1]
     step = max(1, TILE_BYTES * length // max(part.nbytes, 1))
     for start in range(0, length, step):
         copy[..., start : start + step] = part[..., start : start + step].copy(order="K")
     return copy
+
+
+def _turn(part: NDArray[Any], copy: NDArray[Any]) -> None:
+    from crossdevice.kernels.host.llvm import fingerprinting
+
+    lines = np.empty(fingerprinting.TURNED_COLUMNS * fingerprinting.TURNED_PITCH, np.uint8)
+    turn = fingerprinting.compiled_turn(part.itemsize)
+    turn(address_of(part), part.strides[1], *part.shape, address_of(copy), address_of(lines))
 
 
 def sums_of(pieces: Iterable[Piece], num_arrays: int) -> Words:

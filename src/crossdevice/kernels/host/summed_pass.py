@@ -67,7 +67,7 @@ def summed_batch(
         return
     found = kernel_of(tasks, recipe) if is_compiled() else None
     every = [each for of_task in summed for each in of_task]
-    if found is None or any([each.offset % ROW_BYTES for each in every]):
+    if found is None or any(each.offset % ROW_BYTES for each in every):
         fused_batch(tasks, recipe)
         for each in every:
             each.add()
@@ -92,7 +92,7 @@ class _TiledPass:
         self._participants = 1
         if traffic >= THREADED_BYTES:
             self._participants = min(num_threads(), 2 * traffic // THREADED_BYTES)
-        self._has_many_inputs = any([len(inputs) >= MANY_INPUTS for inputs, _ in tasks])
+        self._has_many_inputs = any(len(inputs) >= MANY_INPUTS for inputs, _ in tasks)
         self._counter, self._notes = array("q", [0]), array("q")
         self._rows: list[tuple[int, ...]] = []
         number = 0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from crossdevice.kernels.cuda import gpu_fingerprint
 from crossdevice.kernels.cuda.gpu_fingerprint import BLOCKS, sums_on_gpu
 from crossdevice.kernels.host.fingerprint_pass import pieces_of, sums_of
 from crossdevice.kernels.position_keys import BLOCK_BYTES
@@ -36,6 +37,13 @@ def host_sums(memory):
 @pytest.mark.parametrize("size", SIZES)
 def test_sums_are_those_of_the_host(size):
     memory = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    assert sums_on_gpu(torch.from_numpy(memory)).tolist() == host_sums(memory)
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, 5 * BLOCKS, 6 * BLOCKS - 1])
+def test_programs_that_read_several_tiles_add_them_up(monkeypatch, blocks):
+    monkeypatch.setattr(gpu_fingerprint, "MAX_PROGRAMS", 2)
+    memory = np.random.default_rng(blocks).integers(0, 256, blocks * BLOCK_BYTES + 9, dtype=np.uint8)
     assert sums_on_gpu(torch.from_numpy(memory)).tolist() == host_sums(memory)
 
 

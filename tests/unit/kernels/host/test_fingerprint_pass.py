@@ -25,3 +25,11 @@ def test_parts_of_any_memory_order_are_copied_in_theirs(turned):
     copy = in_order(part)
     assert copy.flags.c_contiguous
     assert np.array_equal(copy, part)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64", "complex128"])
+@pytest.mark.parametrize("shape", [(1, 1), (700, 3), (65, 130), (64, 1024), (1030, 64)])
+def test_matrices_whose_columns_are_contiguous_are_turned(dtype, shape):
+    whole = np.random.default_rng(0).integers(0, 256, shape[::-1]).astype(dtype)
+    for turned in (whole.T, whole[::-1].T, whole[:, 1:].T):
+        assert np.array_equal(in_order(turned), turned)

@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numpy.typing import NDArray
 
 from crossdevice.kernels.host.llvm.lanes import INT64, Builder, Value
-from crossdevice.kernels.host.llvm.numba_pass import SIGNATURE, Kernel, compiled
+from crossdevice.kernels.host.llvm.numba_pass import SIGNATURE, Kernel, compiled, entry_of
 from crossdevice.kernels.host.llvm.standby import address_of
 from crossdevice.kernels.host.llvm.words import emitted, set_word, word_at
 from crossdevice.kernels.position_keys import (
@@ -38,6 +38,12 @@ LOW_HALVES = ir.Constant(ROW, [0xFFFFFFFF] * LANES)
 HALF_BITS = ir.Constant(ROW, [32] * LANES)
 
 UNROLLED_ROWS = 8
+
+TURNED_COLUMNS, TURNED_BYTES = 64, 512
+"""Columns of a matrix that are turned at a time, and bytes of each."""
+
+TURNED_PITCH = TURNED_BYTES + ROW_BYTES
+"""Bytes from one to the next: not a power of two, else all of them compete for one set of a cache."""
 
 KEY_BYTES = 2 * ROW_BYTES
 """Keys of a row: one vector for the low halves, one for the high ones."""
@@ -95,7 +101,7 @@ def compiled_columns(item_bytes: int) -> RowKernel:
     """Compiles the function that adds some rows to columns of elements of so many bytes; it has no keys."""
     golden, shift, add_words = np.uint64(GOLDEN), np.uint64(TURN_SHIFT), _adding_words(item_bytes)
 
-    def add_columns(address: int, first_row: int, num_rows: int, keys: int, columns: int) -> None:
+    def add_columns(address: int, first_row: int, num_rows: int, _keys: int, columns: int) -> None:
         row, stop = first_row, first_row + num_rows
         while row < stop:
             block, place = row // COLUMN_ROWS, row % COLUMN_ROWS
@@ -106,6 +112,58 @@ def compiled_columns(item_bytes: int) -> RowKernel:
             row += count
 
     return _row_kernel(add_columns, f"columns {item_bytes}", 0)
+
+
+@functools.cache
+def compiled_turn(item_bytes: int) -> Kernel:
+    """Compiles the function that copies a matrix whose columns are contiguous to one whose rows are.
+
+    Its arguments: address of the matrix, bytes from column to column, number of rows, number of columns,
+    address of the copy, memory of `TURNED_COLUMNS * TURNED_PITCH` bytes. Columns are read in runs of whole
+    lines, to places that do not push each other out of a cache.
+    """
+    gather = _gathering(item_bytes)
+
+    def turn(matrix: int, stride: int, num_rows: int, num_columns: int, copy: int, lines: int) -> None:
+        most_rows = TURNED_BYTES // item_bytes
+        for top in range(0, num_rows, most_rows):
+            rows = min(most_rows, num_rows - top)
+            for left in range(0, num_columns, TURNED_COLUMNS):
+                columns = min(TURNED_COLUMNS, num_columns - left)
+                for column in range(columns):
+                    start = matrix + (left + column) * stride + top * item_bytes
+                    copy_bytes(lines + column * TURNED_PITCH, start, rows * item_bytes)
+                for row in range(rows):
+                    target = copy + ((top + row) * num_columns + left) * item_bytes
+                    gather(target, lines + row * item_bytes, columns)
+
+    name, arguments = f"turn {item_bytes}", ",".join(["int64"] * 6)
+    return entry_of(turn, name, f"void({arguments})")
+
+
+@functools.cache
+def _gathering(item_bytes: int) -> Any:
+    """Makes the intrinsic that gathers a row of elements from columns."""
+    element = ir.IntType(8 * item_bytes).as_pointer()
+
+    @emitted()
+    def gather(build: Builder, target: Value, source: Value, count: Value) -> None:
+        with cgutils.for_range(build, count) as loop:
+            column = build.mul(loop.index, ir.Constant(INT64, TURNED_PITCH))
+            place = build.mul(loop.index, ir.Constant(INT64, item_bytes))
+            found = build.load(build.inttoptr(build.add(source, column), element))
+            found.align = 1
+            stored = build.store(found, build.inttoptr(build.add(target, place), element))
+            stored.align = 1
+
+    return gather
+
+
+@emitted()
+def copy_bytes(build: Builder, target: Value, source: Value, count: Value) -> None:
+    """Copies bytes between places that do not overlap."""
+    target, source = (build.inttoptr(each, ir.IntType(8).as_pointer()) for each in (target, source))
+    cgutils.raw_memcpy(build, target, source, count, 1)
 
 
 def _row_kernel(function: Kernel, name: str, keys: int) -> RowKernel:

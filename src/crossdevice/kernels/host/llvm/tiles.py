@@ -17,8 +17,9 @@ NOTE_WORDS = 4
 """What adds rows to sums, bytes for each element of the task, the row of the memory's first byte, keys."""
 
 NOTES_WORD, STEP_WORD = ROW_WORDS - 2, ROW_WORDS - 1
-"""The words of a row with the place of its notes (after their number, and that of the first array), and elements of a tile; the kernel reads
-zeros there."""
+"""The words of a row with the place of its notes and the elements of a tile: the kernel reads zeros there.
+
+In front of notes are their number and that of the first array."""
 
 
 @functools.cache
