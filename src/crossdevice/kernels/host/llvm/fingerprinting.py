@@ -105,7 +105,7 @@ def compiled_columns(item_bytes: int) -> RowKernel:
         row, stop = first_row, first_row + num_rows
         while row < stop:
             block, place = row // COLUMN_ROWS, row % COLUMN_ROWS
-            turned = (place + np.int64((np.uint64(block) * golden) >> shift)) % COLUMN_ROWS
+            turned = (place + int((np.uint64(block) * golden) >> shift)) % COLUMN_ROWS
             count = min(COLUMN_ROWS - max(place, turned), stop - row)
             add_words(address, columns + turned * ROW_BYTES, count)
             address += count * ROW_BYTES
