@@ -150,8 +150,7 @@ class Windows:
         arrays, steps = self.shared.arrays, self.shared.steps
         found, place = self._nothing_in_place, NOWHERE
         before: _Steps | None = None
-        verification = call.hops
-        assert verification is None or isinstance(verification, Verification)
+        verification = cast("Verification | None", call.hops)
         is_lone = self._is_lone and verification is None
         if is_lone:
             ((source,),), (targets,) = inputs.values(), results.values()
