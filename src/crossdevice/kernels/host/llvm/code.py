@@ -237,6 +237,10 @@ class _Column:
         address = self.lanes.build.add(
             loaded_address(self.lanes.build, self.work.inputs, index), self._offset
         )
+        if arithmetic.bytes_ahead:
+            num_bytes = self.lanes.count * ITEM_BYTES[self._dtype]
+            for line in range(0, num_bytes - STREAMED_LINE_BYTES + 1, STREAMED_LINE_BYTES):
+                self.lanes.prefetch(address, arithmetic.bytes_ahead + line)
         return arithmetic.widened(self.lanes.load(address, STORED[self._dtype]))
 
 

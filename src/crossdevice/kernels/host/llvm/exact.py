@@ -31,6 +31,7 @@ class Exact(Arithmetic):
     """
 
     bytes_per_lane = 16
+    bytes_ahead = 256
     total_bits = 53
     cancelled_bits = 8
     """Number of leading bits of the largest element that a sum may lose before a closer check."""
@@ -284,6 +285,7 @@ class ExactDouble(Enclosed):
     """
 
     bytes_per_lane = 32
+    bytes_ahead = 512
 
     def started(self, element: Vector) -> State:
         lanes, (magnitude, below) = element.lanes, _double_edges_of(element)

@@ -49,6 +49,15 @@ class Lanes:
         loaded.align = 1
         return Vector(self, loaded)
 
+    def prefetch(self, address: Value, distance: int) -> None:
+        """Asks for the cache line that far behind an address; what lies there need not be memory."""
+        build, pointer = self.build, INT8.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, INT32, INT32, INT32])
+        function = build.module.declare_intrinsic("llvm.prefetch", (pointer,), kind)
+        place = build.inttoptr(build.add(address, ir.Constant(INT64, distance)), pointer)
+        # To read, into the nearest cache, as data.
+        build.call(function, [place, *(ir.Constant(INT32, flag) for flag in (0, 3, 1))])
+
     def unless_one(
         self, divisor: Value, values: State, quotients: Callable[[], State], rest: Vector | None = None
     ) -> State:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import math
+import mmap
 import os
 import subprocess
 import sys
 import threading
 from fractions import Fraction
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,6 +23,7 @@ from crossdevice.kernels.families import MAX_DEPTH, positions_of, program_of
 from crossdevice.kernels.host import fused_pass as module
 from crossdevice.kernels.host.fused_pass import fused_pass, select_kernels, selected_kernels
 from crossdevice.kernels.host.llvm import numba_pass
+from crossdevice.kernels.host.llvm.code import STREAMED_LINE_BYTES
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, result_dtype
 from crossdevice.values.recipe import Recipe
@@ -463,3 +467,25 @@ def test_a_slow_compilation_is_announced_once_and_on_a_terminal_only(monkeypatch
     with numba_pass.announced_if_slow(seconds=3600):
         pass
     assert sys.stderr.getvalue() == ""
+
+
+@pytest.mark.parametrize("family", ["exact SUM float32", "exact_double SUM float64"])
+def test_kernels_of_exact_sums_prefetch_each_line_of_their_inputs(family):
+    kernel = numba.njit(numba_pass.SIGNATURE)(numba_pass._kernel_function(f"chain {family}"))
+    (code,) = kernel.inspect_llvm().values()
+    lines = numba_pass.lanes_of(f"chain {family}") * int(family[-2:]) // 8 // STREAMED_LINE_BYTES
+    # Of the first input, and of each of the others.
+    assert code.count("call void @llvm.prefetch") >= 2 * lines
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mprotect is called through the C library")
+def test_what_is_prefetched_behind_the_last_input_need_not_be_memory():
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    # The second page may not be touched.
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + page), page, 0) == 0
+    whole = np.frombuffer(memory, np.float32, page // 4)
+    out = np.empty(whole.size, np.float32)
+    fused_pass([whole, whole], [out], Recipe(SUM, "exact"))
+    assert not out.any()
