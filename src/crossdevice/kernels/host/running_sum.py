@@ -52,6 +52,9 @@ RANGE_ELEMENTS = 1 << 15
 LONG_RANGE_ELEMENTS = 1 << 18
 """Elements per range where inputs are read once, chosen so that threads end together."""
 
+SHORT_ELEMENTS, ROWS_AT_ONCE = 1 << 12, 1 << 8
+"""Elements up to which a sum shares a call of a kernel with others, and the sums of such a call."""
+
 MAX_LEFTOVERS = 1 << 10
 """Elements that the parts cannot hold, after which Python looks at them."""
 
@@ -84,6 +87,7 @@ class RunningSum:
         self.size = size
         parts = [(size, np.dtype(np.float64))] * NUM_PARTS[self.family]
         self._parts: tuple[Floats, ...] = tuple(result_pool.empty_batch(parts))
+        self._places: array[int] | None = None
         self.fractions: dict[int, Fraction] = {}
         """Exact remainders that the parts do not hold, by element."""
         self.specials: dict[int, float] = {}
@@ -192,7 +196,7 @@ class RunningSum:
         """Gives all elements one more part and moves values that were kept apart into it where they fit."""
         (more,) = result_pool.empty_batch([(self.size, np.dtype(np.float64))])
         more.fill(0.0)
-        self._parts = (*self._parts, more)
+        self._parts, self._places = (*self._parts, more), None
         self.family = f"expansion{len(self._parts)}"
         for element, fraction in list(self.fractions.items()):
             left = fraction + sum(Fraction(part[element]) for part in self.parts)
@@ -289,30 +293,23 @@ class RunningSum:
         total = self.fractions.get(element, Fraction(0)) + sum(Fraction(part[element]) for part in self.parts)
         return rounded_fraction(total / divisor, dtype)
 
+    def kernel_for(self, dtype: np.dtype[Any]) -> Callable[..., int] | None:
+        """Returns the compiled kernel that adds arrays of this dtype, if there is one."""
+        return _kernel_for(self.family, dtype) if selected_kernels() == "numba" else None
+
+    @property
+    def parts_place(self) -> int:
+        """The address of the addresses of all parts."""
+        if self._places is None:
+            self._places = array("q", map(_address_of, self.parts))
+        return self._places.buffer_info()[0]
+
     def _step(self, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> AddRange:
-        kernel = _kernel_for(self.family, inputs[0].dtype) if selected_kernels() == "numba" else None
+        parts, kernel = self.parts, self.kernel_for(inputs[0].dtype)
         if kernel is None:
             return functools.partial(self._add_range, inputs, weights)
-        places = array("q", [item.ctypes.data for item in inputs])
-        factors = array("d", weights)
-        parts = array("q", [part.ctypes.data for part in self.parts])
-
-        def add_range(start: int, stop: int) -> None:
-            capacity = MAX_LEFTOVERS if self.family.startswith("expansion") else 0
-            leftovers = array("q", bytes(8 * (capacity + 1)))
-            while start < stop:
-                start = kernel(
-                    *(places.buffer_info()[0], len(places), factors.buffer_info()[0], parts.buffer_info()[0]),
-                    *(start, stop, leftovers.buffer_info()[0], capacity),
-                )
-                for element in leftovers[1 : 1 + leftovers[0]]:
-                    self._keep_apart(element, inputs, weights)
-                if start < stop:  # there are many: most likely infinities or NaNs everywhere
-                    end = min(start + BLOCK_ELEMENTS, stop)
-                    self._add_range(inputs, weights, start, end)
-                    start = end
-
-        return add_range
+        assert parts is self._parts  # filled before threads share them
+        return lambda start, stop: _add_rows(kernel, [(self, inputs, start, stop)], weights)
 
     def _add_range(
         self, inputs: Sequence[NDArray[Any]], weights: Sequence[float], start: int, stop: int
@@ -383,12 +380,19 @@ def add_all(
     """Adds arrays to several sums; threads share all of the work."""
     works: list[Callable[[], None]] = []
     traffic = 0
+    short: dict[tuple[Callable[..., int], tuple[float, ...]], list[_Row]] = {}
     passes: dict[tuple[Callable[..., None], tuple[float, ...]], list[Task]] = {}
     for running, inputs, weights in tasks:
         found = running.task_of(inputs)
         if found is not None:
             kernel, task = found
             passes.setdefault((kernel, tuple(weights)), []).append(task)
+            continue
+        traffic += running.size * (8 * len(running.parts) + sum(item.itemsize for item in inputs))
+        kernel_of_rows = running.kernel_for(inputs[0].dtype)
+        if kernel_of_rows is not None and _is_short(running, inputs):
+            rows = short.setdefault((kernel_of_rows, tuple(weights)), [])
+            rows.append((running, inputs, 0, running.size))
             continue
         steps = running.steps_of(inputs, weights)
         size = running.size
@@ -397,12 +401,60 @@ def add_all(
             functools.partial(_take_steps, steps, start, min(start + length, size))
             for start in range(0, size, length)
         ]
-        traffic += size * (8 * len(running.parts) + sum(item.itemsize for item in inputs))
+    for (kernel_of_rows, factors), rows in short.items():
+        works += [
+            functools.partial(_add_rows, kernel_of_rows, rows[first : first + ROWS_AT_ONCE], factors)
+            for first in range(0, len(rows), ROWS_AT_ONCE)
+        ]
     for (kernel, factors), group in passes.items():
         summed_batch(group, kernel, factors)
     _share_out(works, traffic)
     for running, _, _ in tasks:
         running.widen_if_crowded()
+
+
+_Row = tuple[RunningSum, Sequence[NDArray[Any]], int, int]
+"""A sum, arrays to add, and the range of elements to which they are added."""
+
+
+def _is_short(running: RunningSum, inputs: Sequence[NDArray[Any]]) -> bool:
+    return running.size <= SHORT_ELEMENTS and len(inputs) <= INPUTS_AT_ONCE
+
+
+def _add_rows(kernel: Callable[..., int], rows: Sequence[_Row], weights: Sequence[float]) -> None:
+    """Adds arrays to sums of one family by one call of a kernel, and what it leaves one by one."""
+    from crossdevice.kernels.host.llvm.accumulating import ROW_WORDS
+
+    inputs = array("q", [_address_of(item) for _, items, _, _ in rows for item in items])
+    factors, table, place = array("d", weights), array("q"), inputs.buffer_info()[0]
+    for running, items, start, stop in rows:
+        table.extend((place, running.parts_place, start, stop))
+        place += len(items) * inputs.itemsize
+    capacity = MAX_LEFTOVERS if rows[0][0].is_exact else 0
+    leftovers = array("q", bytes(8 * (2 * capacity + 1)))
+    done = 0
+    while done < len(rows):
+        first = table.buffer_info()[0] + done * ROW_WORDS * table.itemsize
+        ended = done + kernel(
+            *(first, len(rows) - done, len(weights), factors.buffer_info()[0]),
+            *(leftovers.buffer_info()[0], capacity),
+        )
+        end = 1 + 2 * leftovers[0]
+        for number, element in zip(leftovers[1:end:2], leftovers[2:end:2], strict=True):
+            running, items, _, _ = rows[done + number]
+            running._keep_apart(element, items, weights)
+        if ended < len(rows):  # there are many: most likely infinities or NaNs everywhere
+            running, items, _, stop = rows[ended]
+            start = table[ROW_WORDS * ended + 2]
+            table[ROW_WORDS * ended + 2] = min(start + BLOCK_ELEMENTS, stop)
+            running._add_range(items, weights, start, table[ROW_WORDS * ended + 2])
+        done = ended
+
+
+def _address_of(flat: NDArray[Any]) -> int:
+    # `flat.ctypes.data` takes eight times as long.
+    address: int = flat.__array_interface__["data"][0]
+    return address
 
 
 def _within(kept: Mapping[int, Kept], start: int, stop: int) -> dict[int, Kept]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from fractions import Fraction
 
 import numpy as np
@@ -203,6 +204,45 @@ def test_where_many_elements_do_not_fit_all_get_more_parts_until_none_is_left(ke
     few = slice(0, size, 97)
     right = true_mean([array[few] for array in arrays], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], dtype)
     assert mean[few].tobytes() == right.tobytes()
+
+
+def test_short_sums_share_calls_of_a_kernel_and_have_the_bits_of_each_alone(monkeypatch):
+    calls = []
+    kernel_for = running_sum._kernel_for
+
+    def counted(family, dtype):
+        kernel = kernel_for(family, dtype)
+
+        def call(*arguments):
+            calls.append((family, dtype.name))
+            return kernel(*arguments)
+
+        return call
+
+    monkeypatch.setattr(running_sum, "_kernel_for", functools.cache(counted))
+    chosen = np.random.default_rng(5)
+    dtypes = [np.dtype("float32"), np.dtype("float64")]
+    tasks, alone = [], []
+    for number in range(300):
+        dtype = dtypes[number % 2]
+        array = spread_out(chosen, dtype, 1 + number % 40, bits=20, exponents=120)
+        array[:: 7 + number] = np.inf
+        tasks.append((RunningSum(array.size, dtype, "exact"), [array], [3.0]))
+        alone.append(RunningSum(array.size, dtype, "exact"))
+    for _ in range(2):
+        running_sum.add_all(tasks)
+    assert sorted(calls) == [("expansion2", "float32")] * 2 + [("expansion3", "float64")] * 2
+    monkeypatch.setattr(running_sum, "MAX_LEFTOVERS", 3)  # a call ends early, in any of its rows
+    for running, _, _ in tasks:
+        running.clear()
+    for _ in range(2):
+        running_sum.add_all(tasks)
+    select_kernels("numpy")
+    for (running, arrays, weights), expected in zip(tasks, alone, strict=True):
+        for _ in range(2):
+            expected.add(arrays, weights)
+        assert written(running, 6).tobytes() == written(expected, 6).tobytes()
+    select_kernels(None)
 
 
 @pytest.mark.parametrize("number", [1, MAX_LEFTOVERS + 5, 3 * MAX_LEFTOVERS])

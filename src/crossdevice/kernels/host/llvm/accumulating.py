@@ -16,11 +16,15 @@ from crossdevice.kernels.host.llvm.code import byte_offset
 from crossdevice.kernels.host.llvm.conversions import as_double, in_memory_order
 from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT64, STORED, Builder, Lanes, State, Value, Vector
 from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled
-from crossdevice.kernels.host.llvm.words import loaded_word, set_word
+from crossdevice.kernels.host.llvm.words import loaded_word, set_word, word_at
 from crossdevice.kernels.host.reference.rounding import two_sum
 from crossdevice.kernels.host.reference.running import NUM_PARTS
+from crossdevice.kernels.host.work_list import WORD_BYTES
 
-SIGNATURE = "int64(int64,int64,int64,int64,int64,int64,int64,int64)"
+SIGNATURE = "int64(int64,int64,int64,int64,int64,int64)"
+
+ROW_WORDS = 4
+"""Addresses of inputs, addresses of parts, start, stop."""
 
 LANES = 16
 """Elements at a time: two lines of each part, and of up to three parts in half the registers."""
@@ -28,41 +32,37 @@ LANES = 16
 
 @functools.cache
 def accumulating_kernel(family: str, dtype: str) -> Kernel:
-    """Returns the kernel that adds inputs to sums of a family; the kernel returns how far it got.
+    """Returns the kernel that adds inputs to sums of a family; the kernel returns how many rows it finished.
 
-    Called with (addresses of inputs, how many, weights, addresses of parts, start, stop, leftovers,
-    capacity). Elements that the parts cannot hold without error are left as they were. `leftovers` gets
-    their number and their positions; once there are `capacity`, the kernel returns the next such position.
+    Called with (rows, how many, inputs of each, their weights, leftovers, capacity). Elements that the parts
+    cannot hold without error are left as they were. `leftovers` gets their number, and the row and the
+    position of each; once there are `capacity`, the row of the next such position starts there.
     """
     name = f"{family} {dtype}"
 
-    def kernel(
-        inputs: int,
-        num_inputs: int,
-        weights: int,
-        parts: int,
-        start: int,
-        stop: int,
-        leftovers: int,
-        capacity: int,
-    ) -> int:
-        terms = (inputs, num_inputs, weights)
-        position, left = start, 0
-        while position < stop:
-            if position + LANES <= stop and not add_lanes(name, LANES, terms, parts, position):
-                position += LANES
-                continue
-            end = min(position + LANES, stop)
-            while position < end:
-                if add_lanes(name, 1, terms, parts, position):
-                    if left == capacity:
-                        set_word(leftovers, 0, left)
-                        return position
-                    left += 1
-                    set_word(leftovers, left, position)
-                position += 1
+    def kernel(rows: int, num_rows: int, num_inputs: int, weights: int, leftovers: int, capacity: int) -> int:
+        left = 0
+        for number in range(num_rows):
+            row = rows + number * ROW_WORDS * WORD_BYTES
+            terms, parts = (word_at(row, 0), num_inputs, weights), word_at(row, 1)
+            position, stop = word_at(row, 2), word_at(row, 3)
+            while position < stop:
+                if position + LANES <= stop and not add_lanes(name, LANES, terms, parts, position):
+                    position += LANES
+                    continue
+                end = min(position + LANES, stop)
+                while position < end:
+                    if add_lanes(name, 1, terms, parts, position):
+                        if left == capacity:
+                            set_word(row, 2, position)
+                            set_word(leftovers, 0, left)
+                            return number
+                        set_word(leftovers, 1 + 2 * left, number)
+                        set_word(leftovers, 2 + 2 * left, position)
+                        left += 1
+                    position += 1
         set_word(leftovers, 0, left)
-        return position
+        return num_rows
 
     return compiled(kernel, f"accumulate {name}", SIGNATURE)
 
