@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 
@@ -52,6 +53,15 @@ def test_a_run_that_lost_a_worker_ends_on_another_number_as_one_that_lost_none(t
     with launching.in_turn(tmp_path_factory.getbasetemp().parent):
         (expected,) = digests(1, tmp_path / "alone", bucket_sizes=str(LARGE)).values()
         check_resumed(2, 3, tmp_path, expected, (SMALL,))
+
+
+def test_a_worker_lost_before_it_first_finishes_a_step_is_named_at_once(tmp_path, tmp_path_factory):
+    with launching.in_turn(tmp_path_factory.getbasetemp().parent):
+        found = launched(3, tmp_path, bucket_sizes=str(LARGE), kill_at=0)
+    assert found.codes[2] == -signal.SIGKILL, found.output
+    assert 0 not in found.codes
+    named = re.findall(r"ProcessGroupError: .*lost contact: .*rank 2 ", found.output)
+    assert len(named) == 2, found.output
 
 
 @pytest.mark.timeout(3000)

@@ -70,6 +70,8 @@ class ExactGradients:
     workers, rounded once: its bits depend neither on the number of workers nor on who ran which micro-batch,
     nor in which order. It needs 16 bytes a parameter (24 for float64) beside the gradients.
 
+    All workers make theirs together. From then on the others name a worker that is lost.
+
     Plain modules need no wrapper. DistributedDataParallel runs its backward passes under `no_sync()`, or with
     PyTorch's `noop_hook`. Modules of FSDP2 are refused: their gradients were rounded while they were
     scattered. `ExactReduceScatter` is for them.
@@ -87,6 +89,7 @@ class ExactGradients:
     Raises:
         OptionError: there are no parameters, the group is of another kind, or the process was launched as
             one of several and no group says so.
+        DeadlineError: other workers did not make theirs in time.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> exact = ExactGradients(model.parameters())
@@ -137,6 +140,8 @@ class ExactGradients:
                 f"this process was launched as one of {size}, and no group says so: give group=, or call "
                 "torch.distributed.init_process_group before"
             )
+        # Already here: a worker that is lost before it first finishes a step is known to the others then.
+        self._workers()
 
     @property
     def weight(self) -> int:
@@ -342,7 +347,7 @@ class ExactGradients:
         ]
 
     def _workers(self) -> ProcessGroup | None:
-        """Returns the group of all workers, formed when all of them first finish a step."""
+        """Returns the group of all workers, which they form together as soon as there is a default group."""
         if self._group is None and (self._given is not None or _has_default_group()):
             ranks = dist.get_process_group_ranks(self._given)
             if len(ranks) > 1:
