@@ -87,7 +87,6 @@ class RunningSum:
         self.size = size
         parts = [(size, np.dtype(np.float64))] * NUM_PARTS[self.family]
         self._parts: tuple[Floats, ...] = tuple(result_pool.empty_batch(parts))
-        self._places: array[int] | None = None
         self.fractions: dict[int, Fraction] = {}
         """Exact remainders that the parts do not hold, by element."""
         self.specials: dict[int, float] = {}
@@ -196,7 +195,7 @@ class RunningSum:
         """Gives all elements one more part and moves values that were kept apart into it where they fit."""
         (more,) = result_pool.empty_batch([(self.size, np.dtype(np.float64))])
         more.fill(0.0)
-        self._parts, self._places = (*self._parts, more), None
+        self._parts = (*self._parts, more)
         self.family = f"expansion{len(self._parts)}"
         for element, fraction in list(self.fractions.items()):
             left = fraction + sum(Fraction(part[element]) for part in self.parts)
@@ -297,18 +296,11 @@ class RunningSum:
         """Returns the compiled kernel that adds arrays of this dtype, if there is one."""
         return _kernel_for(self.family, dtype) if selected_kernels() == "numba" else None
 
-    @property
-    def parts_place(self) -> int:
-        """The address of the addresses of all parts."""
-        if self._places is None:
-            self._places = array("q", map(_address_of, self.parts))
-        return self._places.buffer_info()[0]
-
     def _step(self, inputs: Sequence[NDArray[Any]], weights: Sequence[float]) -> AddRange:
-        parts, kernel = self.parts, self.kernel_for(inputs[0].dtype)
+        _ = self.parts  # filled before threads share them
+        kernel = self.kernel_for(inputs[0].dtype)
         if kernel is None:
             return functools.partial(self._add_range, inputs, weights)
-        assert parts is self._parts  # filled before threads share them
         return lambda start, stop: _add_rows(kernel, [(self, inputs, start, stop)], weights)
 
     def _add_range(
@@ -426,10 +418,13 @@ def _add_rows(kernel: Callable[..., int], rows: Sequence[_Row], weights: Sequenc
     from crossdevice.kernels.host.llvm.accumulating import ROW_WORDS
 
     inputs = array("q", [_address_of(item) for _, items, _, _ in rows for item in items])
-    factors, table, place = array("d", weights), array("q"), inputs.buffer_info()[0]
-    for running, items, start, stop in rows:
-        table.extend((place, running.parts_place, start, stop))
-        place += len(items) * inputs.itemsize
+    parts = array("q", [_address_of(part) for running, *_ in rows for part in running.parts])
+    factors, table = array("d", weights), array("q")
+    places = inputs.buffer_info()[0], parts.buffer_info()[0]
+    for number, (*_, start, stop) in enumerate(rows):
+        for place, words in zip(places, (inputs, parts), strict=True):
+            table.append(place + number * len(words) // len(rows) * words.itemsize)
+        table.extend((start, stop))
     capacity = MAX_LEFTOVERS if rows[0][0].is_exact else 0
     leftovers = array("q", bytes(8 * (2 * capacity + 1)))
     done = 0
