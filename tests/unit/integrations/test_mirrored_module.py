@@ -337,6 +337,44 @@ def test_buffers_of_several_processes_are_averaged_over_all_replicas():
     assert run_ranks(2, rank) == [[(1.5, 5)] * 2] * 2
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_checkpoint_goes_on_with_another_number_of_replicas(is_nested):
+    """Each copy's moments are its own, though all optimizers load the same tensors."""
+
+    def go_on(count, num_steps, saved=None):
+        torch.manual_seed(3)
+        model = mirrored(torch.nn.Linear(3, 1).double(), count)
+
+        def make(own):
+            optimizer = torch.optim.Adam(own, lr=0.1)
+            return {"adam": optimizer} if is_nested else optimizer
+
+        def adam(made):
+            return made["adam"] if is_nested else made
+
+        optimizers = model.optimizers(make)
+        if saved is not None:
+            model.load_state_dict(saved["model"])
+            for made in optimizers.values:
+                adam(made).load_state_dict(saved["optimizer"])
+
+        def step(x, made):
+            adam(made).zero_grad()
+            (model(x).square().sum() / 6).backward()
+            model.reduce_gradients("sum")
+            adam(made).step()
+
+        batches = torch.arange(18.0).double().reshape(6, 3).sin()
+        for _ in range(num_steps):
+            for x in model.strategy.experimental_distribute_dataset(batches, batch_size=6):
+                model.strategy.run(step, (x, optimizers))
+        model.check_in_step()
+        return {"model": model.state_dict(), "optimizer": adam(optimizers.values[0]).state_dict()}
+
+    whole, resumed = go_on(1, 6), go_on(3, 3, go_on(2, 3))
+    torch.testing.assert_close(resumed, whole)
+
+
 def test_averages_of_weights_can_be_mirrored_themselves():
     module = network()
     model = mirrored(module)

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
+import optree
 import torch
 
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
@@ -299,6 +300,8 @@ class MirroredModule(torch.nn.Module):
     def optimizers(self, make: Callable[[Iterator[torch.nn.Parameter]], Any]) -> PerReplica:
         """Makes an optimizer for each copy; `strategy.run` gives each replica its own.
 
+        All of them may load the same state: each keeps tensors of its own.
+
         Args:
             make: called with the parameters of a copy; returns its optimizer.
 
@@ -309,6 +312,9 @@ class MirroredModule(torch.nn.Module):
             TypeError: `make` cannot be called.
         """
         made = [make(replica.parameters()) for replica in self.replicas]
+        for found in optree.tree_leaves(made):
+            if isinstance(found, torch.optim.Optimizer):
+                found.register_load_state_dict_pre_hook(_own_state)
         return PerReplica.of(tuple(made), self.strategy.extended.worker_devices)
 
     def reduce_gradients(
@@ -447,6 +453,12 @@ class MirroredModule(torch.nn.Module):
         if current_replica() is None:
             hooks["follow"] = lambda *_: self._follow_first()
         return hooks
+
+
+def _own_state(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Copies what an optimizer loads, since it would keep tensors that are on its device already."""
+    own: dict[str, Any] = copy.deepcopy(state)
+    return own
 
 
 class _Handles(contextlib.ExitStack):
