@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 import pickle
 import threading
 import weakref
@@ -283,6 +284,13 @@ def test_files_that_are_no_accumulators_are_refused(tmp_path):
         accumulated([{1.5: f32(1)}]).save(tmp_path / "float_key.npz")
     with pytest.raises(FileError, match="no_folder"):
         accumulated([f32(1)]).save(tmp_path / "no_folder" / "a.npz")
+
+
+def test_no_accumulator_takes_the_place_of_a_device_or_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe.npz")
+    with pytest.raises(FileError, match="not a regular file"):
+        accumulated([f32(1)]).save(tmp_path / "pipe.npz")
+    assert (tmp_path / "pipe.npz").is_fifo()
 
 
 def test_an_interrupted_add_is_never_taken_for_a_whole_one(monkeypatch):

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crossdevice.combining.files.model_file import ModelFile, TensorSpec, Writing, unreadable
+from crossdevice.combining.files.model_file import (
+    ModelFile,
+    TensorSpec,
+    Writing,
+    check_replaceable,
+    unreadable,
+)
 from crossdevice.errors import FileError
 from crossdevice.values.registry import missing_library
 
@@ -52,14 +58,9 @@ def new_model(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile) ->
 
 def check_output(path: Path) -> None:
     """Refuses an output that cannot be, before anything is read."""
-    try:
-        if path.is_dir():
-            return
-        is_special = path.exists() and not path.is_file()
-    except OSError as error:  # as of a name that is too long
-        raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
-    if is_special:
-        raise FileError(f"{path} cannot be written: it is not a regular file, whose place another could take")
+    if path.is_dir():
+        return
+    check_replaceable(path)
     if not path.parent.is_dir():
         raise FileError(f"{path} cannot be written: there is no folder {str(path.parent)!r}")
     _load(path, 2)

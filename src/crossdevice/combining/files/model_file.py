@@ -39,6 +39,7 @@ def replaced(file: str | PathLike[str]) -> Iterator[BinaryIO]:
         path = Path(os.path.realpath(file))
     except ValueError as error:  # no name has a zero in it
         raise FileError(f"{os.fspath(file)!r} cannot be written: {error}") from error
+    check_replaceable(path)
     beside = path.with_name(f".{secrets.token_hex(8)}.partial")
     try:
         with _without_name(path.parent) or open(beside, "x+b") as opened:
@@ -56,6 +57,16 @@ def replaced(file: str | PathLike[str]) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and not isinstance(error, FileError):
             raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
         raise
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuses devices and pipes, which a new file would take away from everybody."""
+    try:
+        is_special = path.exists() and not path.is_file()
+    except OSError as error:  # as of a name that is too long
+        raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
+    if is_special:
+        raise FileError(f"{path} cannot be written: it is not a regular file, whose place another could take")
 
 
 def _without_name(folder: Path) -> BinaryIO | None:
