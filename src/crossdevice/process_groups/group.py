@@ -297,8 +297,8 @@ class ProcessGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.end("it closed the group" if error is None else f"it closed the group after {error!r}")
 
     def __repr__(self) -> str:
         return f"<ProcessGroup: rank {self.rank} of {self.size} on {self.engine_name}>"

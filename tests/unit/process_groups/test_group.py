@@ -163,6 +163,18 @@ def test_a_rank_that_closes_its_group_is_noticed_long_before_the_deadline():
         assert "gave up: it closed the group" in str(errors[rank])
 
 
+def test_a_rank_that_leaves_its_group_by_an_exception_says_which():
+    def leave(group):
+        if group.rank == 0:
+            return refused(gather, group)
+        with pytest.raises(ValueError, match="no examples"), group:
+            raise ValueError("no examples")
+        return None
+
+    error = run_ranks(2, leave, timeout_seconds=60.0)[0]
+    assert "gave up: it closed the group after ValueError('no examples')" in str(error)
+
+
 def test_a_rank_that_has_done_its_part_may_close_while_others_still_wait():
     """Rank 0 waits for rank 2 only, in the call that rank 1 has left, and closed its group after."""
     closed = threading.Event()
