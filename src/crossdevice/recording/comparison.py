@@ -167,6 +167,14 @@ def compare(first: Run, second: Run) -> Comparison:
     ranks = [_without(each, set(names)) for each, names in zip(events, left_out, strict=True)]
     is_whole = not (first.absent_ranks or second.absent_ranks)
     compared = _compared(ranks[0], ranks[1], by_name=by_name)
+    if compared.parting is None and compared.num_same == 0:
+        why = "no mark of one run has the name of one of the other, and there are no calls"
+        if by_name:
+            why = (
+                f"one run has {_places(first)}, the other {_places(second)}, so only leaves that all of a "
+                "run hold alike count, and no event has one in both; record as many ranks and replicas"
+            )
+        raise FileError(f"nothing can be compared: {why}")
     return compared._replace(left_out=left_out, is_whole=is_whole)
 
 
@@ -189,28 +197,32 @@ def _num_replicas(run: Run) -> set[tuple[int, str, tuple[int, ...]]]:
 def _compared(
     first: dict[int, list[Moment]], second: dict[int, list[Moment]], *, by_name: bool
 ) -> Comparison:
-    partings: list[tuple[int, int, Parting]] = []
+    partings: list[tuple[int, int, int, Parting]] = []
     num_same = 0
     for rank, moments in first.items():
         others = {(moment.name, moment.occurrence): moment for moment in second.get(rank, ())}
         last: tuple[str, int] | None = None
+        count = 0
         for position, moment in enumerate(moments):
             key = moment.name, moment.occurrence
-            parting = _parting(moment, others.pop(key, None), rank, by_name)
+            other = others.pop(key, None)
+            parting = _parting(moment, other, rank, by_name)
             if parting is not None:
-                partings.append((position, rank, parting._replace(after=last)))
+                partings.append((position, rank, count, parting._replace(after=last)))
                 break
-            num_same, last = num_same + 1, key
+            if not by_name or (other is not None and _has_common_leaves(moment, other)):
+                count, last = count + 1, key
         else:
             if others:
                 extra = _missing(next(iter(others.values())), rank, "first")
-                partings.append((len(moments), rank, extra._replace(after=last)))
+                partings.append((len(moments), rank, count, extra._replace(after=last)))
+        num_same += count
     if not partings:
         return Comparison(num_same, None, by_name, len(first))
-    position, _, earliest = min(partings, key=lambda found: found[:2])
+    position, _, num_before, earliest = min(partings, key=lambda found: found[:2])
     same = [
         found
-        for at, _, found in partings
+        for at, _, _, found in partings
         if at == position and (found.name, found.occurrence) == (earliest.name, earliest.occurrence)
     ]
     # If a rank brought something else, the results of all others follow from it.
@@ -218,7 +230,12 @@ def _compared(
     leaves = list(dict.fromkeys(leaf for found in at_fault for leaf in found.leaves))
     ranks = [] if by_name else [rank for found in at_fault for rank in found.ranks]
     parting = at_fault[0]._replace(ranks=ranks, leaves=leaves)
-    return Comparison(position, parting, by_name, len(first))
+    return Comparison(num_before, parting, by_name, len(first))
+
+
+def _has_common_leaves(moment: Moment, other: Moment) -> bool:
+    """Returns True if something of two events was compared: all ranks of each run held it alike."""
+    return bool(moment.inputs.keys() & other.inputs.keys() or moment.results.keys() & other.results.keys())
 
 
 def _parting(moment: Moment, other: Moment | None, rank: int, by_name: bool) -> Parting | None:

@@ -259,6 +259,32 @@ def test_marks_of_replicas_count_by_name_where_all_replicas_hold_the_same(tmp_pa
     assert found.leaves == ["value['w']"]
 
 
+def test_events_that_no_two_ranks_hold_alike_do_not_count_as_the_same(tmp_path, capsys):
+    def program(with_sum):
+        def of_rank(group):
+            ops = cd.CollectiveAllReduce(group=group)
+            data = np.arange(6.0) + 10 * group.rank
+            for _ in range(2):
+                ops.all_to_all(data)
+            if with_sum:
+                ops.reduce("sum", {"w": data}, "cpu:0")
+
+        return of_rank
+
+    words = ["bits", str(tmp_path / "a.bits"), str(tmp_path / "b.bits")]
+    for with_sum, status in ((True, 1), (False, 2)):
+        for path, size in zip(words[1:], (2, 3), strict=True):
+            with cd.record_bits(path):
+                run_ranks(size, program(with_sum))
+        assert main(words) == status
+        shown = capsys.readouterr()
+        if with_sum:
+            assert "part at the 1st call 'reduce SUM'" in shown.out
+            assert "no event comes before it" in shown.out
+        else:
+            assert "nothing can be compared: one run has 2 ranks, the other 3 ranks" in shown.err
+
+
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 3)])
 def test_a_result_is_not_blamed_where_ranks_bring_different_inputs(tmp_path, capsys, sizes):
     """What one rank brings, or some leaves are alike, says nothing of what all bring."""
