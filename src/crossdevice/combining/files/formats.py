@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def new_model(path: Path, tensors: Mapping[str, TensorSpec], like: ModelFile) ->
 
 def check_output(path: Path) -> None:
     """Refuses an output that cannot be, before anything is read."""
-    if path.is_dir():
+    if os.path.isdir(path):  # not Path.is_dir, which raises for a name that is too long
         return
     check_replaceable(path)
     if not path.parent.is_dir():
