@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, assert_never
 
 from crossdevice import runtime
+from crossdevice.errors import FileError
 from crossdevice.plans import steps
 from crossdevice.plans.steps import Step, sources_of, targets_of
 from crossdevice.values.device import Device, host_device
@@ -115,7 +116,7 @@ class FlightRecorder:
             write_trace(path, list(self.kept))
             note = f"crossdevice wrote what ran before to {path}"
         except OSError as failure:  # must not take the place of the error itself
-            note = f"crossdevice could not write what ran before to {path}: {failure.strerror}"
+            note = f"crossdevice could not write what ran before: {failure}"
         error.add_note(note)
 
 
@@ -181,7 +182,7 @@ def trace(path: str | Path) -> Iterator[None]:
     >>> "traceEvents" in path.read_text()
     True
     """
-    Path(path).touch()  # what cannot be written is refused before the work, not after it
+    _write(path, "a", "")  # what cannot be written is refused before the work, not after it
     events: collections.deque[Event] = collections.deque()
     try:
         try:
@@ -197,7 +198,15 @@ def trace(path: str | Path) -> Iterator[None]:
 def write_trace(path: str | Path, events: Iterable[Event]) -> None:
     """The events as Chrome trace JSON."""
     document = {"displayTimeUnit": "ns", "traceEvents": list(_chrome_events(events))}
-    Path(path).write_text(json.dumps(document), encoding="utf-8")
+    _write(path, "w", json.dumps(document))
+
+
+def _write(path: str | Path, mode: Literal["a", "w"], text: str) -> None:
+    try:
+        with open(path, mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ import pytest
 
 import crossdevice as cd
 from crossdevice import runtime
+from crossdevice.errors import FileError
 from crossdevice.execution import tracing
 from crossdevice.execution.local.copied_ranges import MIN_PASS_BYTES
 
@@ -273,9 +274,17 @@ def test_traces_nest_and_end_in_the_record(tmp_path):
 
 def test_a_trace_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     reached = []
-    with pytest.raises(FileNotFoundError), cd.trace(tmp_path / "missing" / "run.json"):
+    with (
+        pytest.raises(FileError, match=r"run\.json cannot be written"),
+        cd.trace(tmp_path / "no" / "run.json"),
+    ):
         reached.append(True)
     assert not reached
+
+
+def test_a_trace_for_which_there_is_no_room_is_an_error_that_names_it():
+    with pytest.raises(FileError, match="/dev/full cannot be written: No space left"), cd.trace("/dev/full"):
+        cd.all_reduce([np.ones(2), np.ones(2)])
 
 
 class Broken(Exception):
