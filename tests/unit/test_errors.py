@@ -7,6 +7,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,8 @@ for name, value, parts in [
     ("a component None", cd.PerReplica([f32(1), None, f32(2)]), ("replica 1 ", "is None")),
     ("an object", object(), ("replica 0 holds a object", "expected a number or an array of numpy, torch")),
     ("a table of another library", SERIES(), ("holds a Series of pandas", "numpy.asarray makes one of it")),
+    ("a dataclass", dataclasses.make_dataclass("Step", ["w"])(f32(1)), ("holds a Step", "vars makes a tree")),
+    ("a mapping", MappingProxyType({"w": f32(1)}), ("holds a mappingproxy", "dict makes a tree of it")),
     ("a text", "text", ("replica 0 holds a str", "expected a number or an array")),
     ("a set", {1.0}, ("replica 0 holds a set",)),
     ("a text deep inside", cd.PerReplica([{"a": [f32(1), "x"]}] * 2), ("holds a str", "value['a'][1]")),

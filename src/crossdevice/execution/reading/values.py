@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from crossdevice.backends.numpy_backend import arrays_of_numbers
@@ -184,12 +185,20 @@ def backend_of(array: Array, replica: int, path: str = "") -> Backend:
         kind = type(array)
         library = kind.__module__.partition(".")[0]
         origin = "" if library in ("__main__", *sys.stdlib_module_names) else f" of {library}"
-        remedy = " (numpy.asarray makes one of it)" if hasattr(array, "__array__") else ""
         raise ConversionError(
             f"replica {replica} holds a {kind.__name__}{origin}{at(path)}; expected a number or an array of "
-            f"{', '.join(BACKENDS)}{remedy}"
+            f"{', '.join(BACKENDS)}{_remedy(array)}"
         )
     return backend
+
+
+def _remedy(value: object) -> str:
+    """Names the function that makes an array, or a tree of arrays, of a value that is neither."""
+    if hasattr(value, "__array__"):
+        return " (numpy.asarray makes one of it)"
+    if isinstance(value, Mapping):
+        return " (dict makes a tree of it)"
+    return " (vars makes a tree of its fields)" if dataclasses.is_dataclass(value) else ""
 
 
 def check_agreement(
