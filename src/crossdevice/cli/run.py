@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import fcntl
 import os
 import queue
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -33,6 +36,11 @@ QUIET_SECONDS = 600.0
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 STANDARD_INPUT = "-"
+
+FOLDER_PREFIX = "crossdevice-run-"
+
+HELD = "held"
+"""A file in the folder where ranks meet, locked until the launcher and all its processes have ended."""
 
 _PARENT_ENDS = 1  # prctl's PR_SET_PDEATHSIG
 
@@ -64,20 +72,60 @@ def run(arguments: argparse.Namespace) -> int:
             "after -m; crossdevice run starts Python itself"
         )
     command = [sys.executable, *(["-m"] if arguments.module else []), *program]
-    with tempfile.TemporaryDirectory(prefix="crossdevice-run-") as folder, _Ranks() as ranks:
+    _remove_abandoned_folders()
+    with (
+        tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder,
+        _held(Path(folder)) as lock,
+        _Ranks(lock) as ranks,
+    ):
         return ranks.run(command, environments_of_ranks(size, folder))
 
 
-class _Ranks:
-    """Processes with output labelled by rank; they end together."""
+@contextmanager
+def _held(folder: Path) -> Iterator[int]:
+    """Locks a folder, by an open file that processes inherit."""
+    made = folder / f"{HELD}.made"
+    lock = os.open(made, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made.rename(folder / HELD)  # whoever finds the file finds it locked
+        yield lock
+    finally:
+        os.close(lock)
 
-    def __init__(self) -> None:
+
+def _remove_abandoned_folders() -> None:
+    """Removes folders that launchers of this user have left, which were killed, once nobody holds them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError):  # another launcher removes it, or it is another user's or held
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            lock = os.open(folder / HELD, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+class _Ranks:
+    """Processes with output labelled by rank; they end together.
+
+    Args:
+        lock: an open file that all of them inherit.
+    """
+
+    def __init__(self, lock: int) -> None:
+        self._lock = lock
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._codes: dict[int, int] = {}
         """Exit codes of ended processes, which are reaped last: until then their numbers are not reused."""
         self._readers: list[threading.Thread] = []
         self._received: list[int] = []
+        self._num_told = 0
+        """Processes that were started before the last signal."""
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +139,9 @@ class _Ranks:
         """Starts all, and returns the exit status of the first that failed, or of the signal that came."""
         with self._forwarding():
             self._start(command, environments)
-            status, left, end = 0, set(range(len(environments))), None
+            status, left, end = 0, set(range(len(self._processes))), None
+            if self._received:  # while processes were being started
+                status, end = 128 + self._received[0], time.monotonic() + OWN_END_SECONDS
             wanted = iter((signal.SIGTERM, signal.SIGKILL))
             while left:
                 rank = self._next_ended(end)
@@ -119,6 +169,8 @@ class _Ranks:
     def _start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
         die_with_us = _dying_with(os.getpid())
         for rank, environment in enumerate(environments):
+            if self._received:
+                break
             # In sessions of their own: a terminal's Ctrl-C comes to this process, which hands it on once.
             self._processes.append(
                 subprocess.Popen(
@@ -129,8 +181,11 @@ class _Ranks:
                     stderr=subprocess.PIPE,
                     start_new_session=True,
                     preexec_fn=die_with_us,
+                    pass_fds=(self._lock,),
                 )
             )
+        if self._received:  # it came while the last one was being started
+            self._send(self._received[0], set(range(self._num_told, len(self._processes))))
         lock = threading.Lock()
         for rank, process in enumerate(self._processes):
             prefix = f"[{rank}] ".encode()
@@ -184,6 +239,7 @@ class _Ranks:
 
         def hand_on(number: int, _: object) -> None:
             self._received.append(number)
+            self._num_told = len(self._processes)
             running = set(range(len(self._processes))) - set(self._codes)
             self._send(number if len(self._received) == 1 else signal.SIGKILL, running)
             self._ended.put(-1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -25,7 +28,8 @@ def start(tmp_path, monkeypatch, capfdbinary):
 
     def start(*lines, size=2, args=(), options=()):
         (tmp_path / "program.py").write_text("\n".join(["import os, signal, sys, time", *lines]))
-        status = main(["run", "-n", str(size), *options, "program.py", *args])
+        named = ["program"] if "-m" in options else ["program.py"]
+        status = main(["run", "-n", str(size), *options, *named, *args])
         shown = capfdbinary.readouterr()
         return status, shown.out, shown.err
 
@@ -36,10 +40,14 @@ RANK = 'rank = int(os.environ["RANK"])'
 
 
 def test_lines_of_each_rank_are_prefixed_and_arguments_are_the_programs_own(start):
-    status, out, err = start("print(sys.argv[1:])", args=["-n", "5", "-m", "--", "-x"])
-    assert status == 0
-    assert sorted(out.splitlines()) == [b"[%d] ['-n', '5', '-m', '--', '-x']" % rank for rank in (0, 1)]
-    assert err == b""
+    line = "print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1:])"
+    for options in ((), ("-m",)):
+        status, out, err = start(line, args=["-n", "5", "-m", "--", "-x"], options=options)
+        assert status == 0
+        assert sorted(out.splitlines()) == [
+            b"[%d] %d of 2 ['-n', '5', '-m', '--', '-x']" % (rank, rank) for rank in (0, 1)
+        ]
+        assert err == b""
 
 
 def test_lines_of_any_length_and_bytes_arrive_whole(start):
@@ -64,6 +72,7 @@ def test_a_newline_that_comes_after_its_carriage_return_has_no_prefix_of_its_own
     ("end", "status", "said"),
     [
         ("sys.exit(7)", 7, b"ended with exit code 7"),
+        ("raise ValueError", 1, b"ended with exit code 1"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 128 + signal.SIGSEGV, b"was killed by SIGSEGV"),
     ],
 )
@@ -74,10 +83,23 @@ def test_the_first_failure_is_named_and_gives_the_status_and_the_others_are_ende
     began = time.monotonic()
     found, _, err = start(RANK, f"if rank == 1: {end}", "time.sleep(600)")
     assert found == status
-    assert err.startswith(b"crossdevice run: rank 1 (")
-    assert said in err
+    (said_of_ranks,) = (line for line in err.splitlines() if line.startswith(b"crossdevice run:"))
+    assert said_of_ranks.startswith(b"crossdevice run: rank 1 (")
+    assert said in said_of_ranks
     assert b"; the other one has 0.5 seconds to end by itself" in err
     assert time.monotonic() - began < LATE_SECONDS
+
+
+def test_who_ignores_sigterm_is_killed(start, monkeypatch):
+    monkeypatch.setattr(run, "OWN_END_SECONDS", 0.2)
+    monkeypatch.setattr(run, "ENDING_SECONDS", 0.2)
+    ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    ready = "open('ready', 'w').close()"
+    waits = "while not os.path.exists('ready'): time.sleep(0.01)"
+    status, *_ = start(
+        RANK, ignores, f"if rank == 0: {ready}", waits, "if rank == 1: sys.exit(4)", "time.sleep(600)"
+    )
+    assert status == 4
 
 
 def test_what_a_rank_has_started_ends_with_it_if_it_fails(start, tmp_path):
@@ -122,11 +144,76 @@ def test_a_signal_is_handed_on_once_and_gives_the_status(number, start, tmp_path
         "    print(number)",
         "    sys.exit(5)",
         f"signal.signal({int(number)}, note)",
-        'open(f"ready {rank}", "w").close()',
+        'open("part", "w").write(str(os.getpid())) if rank else None',
+        'os.rename("part", f"ready {rank}") if rank else open("ready 0", "w").close()',
         "time.sleep(600)",
     )
     assert status == 128 + number
     assert sorted(out.split()) == sorted([b"[0]", b"[1]", b"%d" % number, b"%d" % number])
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "ready 1").read_text()), 0)
+
+
+def test_a_signal_while_processes_are_started_ends_those_and_starts_no_more(start, tmp_path, monkeypatch):
+    started = []
+
+    class Started(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self.pid)
+            if len(started) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(run.subprocess, "Popen", Started)
+    status, out, _ = start("time.sleep(600)", size=100)
+    assert (status, out) == (128 + signal.SIGTERM, b"")
+    assert len(started) == 2
+    for pid in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_folder_is_removed_by_a_later_start_once_its_launcher_and_all_its_processes_have_ended(
+    start, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "waits.py").write_text(
+        "import os, time; open('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    )
+    command = [sys.executable, "-m", "crossdevice", "run", "-n", "1", "waits.py"]
+    launcher = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)})
+    end = time.monotonic() + LATE_SECONDS
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    (folder,) = tmp_path.glob("crossdevice-run-*")
+    assert start("print()")[0] == 0
+    assert folder.exists()
+    launcher.kill()
+    launcher.wait()
+    rank = int((tmp_path / "pid").read_text())
+    while state_of(rank) != "Z":  # the system ends it with its launcher
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert start("print()")[0] == 0
+    assert list(tmp_path.glob("crossdevice-run-*")) == []
+
+
+def test_a_folder_that_is_held_or_not_known_to_be_left_stays(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    held, new, elsewhere = (tmp_path / f"crossdevice-run-{name}" for name in ("held", "new", "link"))
+    held.mkdir()
+    new.mkdir()  # by a launcher that is about to hold it
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / run.HELD).touch()
+    elsewhere.symlink_to(tmp_path / "own")
+    with open(held / run.HELD, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert start("print()")[0] == 0
+    assert set(tmp_path.glob("crossdevice-run-*")) == {held, new, elsewhere}
+    assert (tmp_path / "own" / run.HELD).exists()
+    assert start("print()")[0] == 0
+    assert not held.exists()
 
 
 @pytest.mark.parametrize(
