@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -64,9 +65,15 @@ COMMANDS = {
     ),
 }
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a write whose cause is where the output goes."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; prints errors of crossdevice as one line, without a traceback."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this process
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (for good)
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="crossdevice", description=crossdevice.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"crossdevice {crossdevice.__version__}")
@@ -98,8 +105,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader, such as head, has closed the pipe; otherwise Python would complain again when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
+        _discard_output()
         return 141
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _discard_output()
+        print(f"crossdevice {chosen.command}: the output cannot be written: {error}", file=sys.stderr)
+        return 2
     return code
+
+
+def _discard_output() -> None:
+    """Drops what could not be written, since Python would complain again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

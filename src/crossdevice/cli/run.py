@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import fcntl
+import functools
 import os
 import queue
 import shutil
@@ -32,6 +33,9 @@ ENDING_SECONDS = 5.0
 
 QUIET_SECONDS = 600.0
 """Time for a program of which only the results are shown."""
+
+LONGEST_FOLDER = 60
+"""Bytes of the path of a temporary folder; that of a socket in it has at most 104."""
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -72,9 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
             "after -m; crossdevice run starts Python itself"
         )
     command = [sys.executable, *(["-m"] if arguments.module else []), *program]
-    _remove_abandoned_folders()
+    folders = _folder_of_folders()
+    _remove_abandoned_folders(folders)
     with (
-        tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder,
+        tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=folders) as folder,
         _held(Path(folder)) as lock,
         _Ranks(lock) as ranks,
     ):
@@ -94,9 +99,15 @@ def _held(folder: Path) -> Iterator[int]:
         os.close(lock)
 
 
-def _remove_abandoned_folders() -> None:
+def _folder_of_folders() -> Path:
+    """Returns where launches make their folders: that of temporary files, unless its path is too long."""
+    folder = tempfile.gettempdir()
+    return Path(folder if len(os.fsencode(folder)) <= LONGEST_FOLDER else "/tmp")
+
+
+def _remove_abandoned_folders(folders: Path) -> None:
     """Removes folders that launchers of this user have left, which were killed, once nobody holds them."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+    for folder in folders.glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):  # another launcher removes it, or it is another user's or held
             found = folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
@@ -123,6 +134,8 @@ class _Ranks:
         self._codes: dict[int, int] = {}
         """Exit codes of ended processes, which are reaped last: until then their numbers are not reused."""
         self._readers: list[threading.Thread] = []
+        self._writing = threading.Lock()
+        self._unwritten: OSError | None = None
         self._received: list[int] = []
         self._num_told = 0
         """Processes that were started before the last signal."""
@@ -164,6 +177,8 @@ class _Ranks:
         end = time.monotonic() + ENDING_SECONDS
         for reader in self._readers:  # what the program has left behind may hold its output open
             reader.join(max(end - time.monotonic(), 0.0))
+        if self._unwritten is not None and not status:
+            raise self._unwritten
         return status
 
     def _start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
@@ -172,8 +187,8 @@ class _Ranks:
             if self._received:
                 break
             # In sessions of their own: a terminal's Ctrl-C comes to this process, which hands it on once.
-            self._processes.append(
-                subprocess.Popen(
+            try:
+                process = subprocess.Popen(
                     command,
                     env={**environment, "PYTHONUNBUFFERED": "1"},
                     stdin=subprocess.DEVNULL if rank else None,
@@ -183,17 +198,40 @@ class _Ranks:
                     preexec_fn=die_with_us,
                     pass_fds=(self._lock,),
                 )
-            )
+            except OSError as error:
+                self._close_outputs()  # without free file numbers, the folder could not be removed
+                raise OptionError(
+                    f"rank {rank} of {len(environments)} cannot be started: {error.strerror}. "
+                    "Start fewer, or raise the limits that `ulimit -n` (open files, two for each rank) and "
+                    "`ulimit -u` (processes) show"
+                ) from error
+            self._processes.append(process)
         if self._received:  # it came while the last one was being started
             self._send(self._received[0], set(range(self._num_told, len(self._processes))))
-        lock = threading.Lock()
         for rank, process in enumerate(self._processes):
             prefix = f"[{rank}] ".encode()
             assert process.stdout is not None
             assert process.stderr is not None
             for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                self._run_thread(_copy, prefix, source, target.buffer, lock)
+                self._run_thread(_copy, prefix, source, functools.partial(self._write, target.buffer))
             threading.Thread(target=self._report_end, args=(rank, process), daemon=True).start()
+
+    def _close_outputs(self) -> None:
+        for process in self._processes:
+            for source in (process.stdout, process.stderr):
+                assert source is not None
+                source.close()
+
+    def _write(self, target: IO[bytes], text: bytes) -> None:
+        """Writes lines of one rank; if that fails, what ranks print is still read, so that they go on."""
+        with self._writing:
+            try:
+                target.write(text)
+                target.flush()
+            except BrokenPipeError:  # the reader has seen enough
+                pass
+            except OSError as error:
+                self._unwritten = self._unwritten or error
 
     def _run_thread(self, function: Callable[..., None], *args: object) -> None:
         self._readers.append(threading.Thread(target=function, args=args, daemon=True))
@@ -288,7 +326,7 @@ def _dying_with(parent: int) -> Callable[[], None] | None:
     return prepare
 
 
-def _copy(prefix: bytes, source: IO[bytes], target: IO[bytes], lock: threading.Lock) -> None:
+def _copy(prefix: bytes, source: IO[bytes], write: Callable[[bytes], None]) -> None:
     """Copies lines, each with a prefix, once they are complete: with a newline, or a carriage return."""
     kept: list[bytes] = []  # pieces of a line that has not ended: joined once, however long it is
     has_returned = False
@@ -299,12 +337,12 @@ def _copy(prefix: bytes, source: IO[bytes], target: IO[bytes], lock: threading.L
             kept.clear()
             # A newline that follows a carriage return belongs to the line before.
             first = b"" if has_returned and lines[0] == b"\n" else prefix
-            _write(first + prefix.join(lines), target, lock)
+            write(first + prefix.join(lines))
         has_returned = chunk.endswith(b"\r")
         if rest:
             kept.append(rest)
     if kept:
-        _write(prefix + b"".join(kept) + b"\n", target, lock)
+        write(prefix + b"".join(kept) + b"\n")
     source.close()
 
 
@@ -312,9 +350,3 @@ def _lines(text: bytes) -> list[bytes]:
     """Yields lines with their ends; the last one has none, and may be empty."""
     lines = text.splitlines(keepends=True)
     return lines if lines and not lines[-1].endswith((b"\n", b"\r")) else [*lines, b""]
-
-
-def _write(text: bytes, target: IO[bytes], lock: threading.Lock) -> None:
-    with lock, suppress(BrokenPipeError):  # the reader has closed the pipe; the processes go on
-        target.write(text)
-        target.flush()

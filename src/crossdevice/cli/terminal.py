@@ -18,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from crossdevice.errors import OptionError
+from crossdevice.errors import FileError, OptionError
 
 
 def size_in_bytes(text: str) -> int:
@@ -52,6 +52,14 @@ def output_file(text: str) -> Path:
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; expected a file")
     return path
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a file that a command was asked for; a full disk is an error that names it."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def check_ending(path: Path, what: str, *endings: str) -> None:

@@ -62,6 +62,22 @@ def test_a_reader_that_has_seen_enough_ends_a_command_quietly(words):
     assert process.returncode == 141
 
 
+@pytest.mark.parametrize("words", [[], ["--json"], ["--html", "/dev/full"]])
+def test_a_full_disk_is_one_line_without_a_traceback(words):
+    command = [sys.executable, "-m", "crossdevice", "explain", "--devices", "2", *words]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 2
+    assert re.fullmatch(
+        r"crossdevice explain: .* cannot be written: .*No space left on device\n", ended.stderr
+    )
+
+
+def test_a_command_runs_without_an_output():
+    words = f"'{sys.executable}' -m crossdevice explain --json >&-"
+    assert subprocess.run(words, shell=True, capture_output=True, check=False).stderr == b""
+
+
 def test_without_a_command_all_commands_are_shown(capsys):
     assert command.main([]) == 0
     shown = capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -214,6 +215,64 @@ def test_a_folder_that_is_held_or_not_known_to_be_left_stays(start, tmp_path, mo
     assert (tmp_path / "own" / run.HELD).exists()
     assert start("print()")[0] == 0
     assert not held.exists()
+
+
+def test_a_signal_during_the_start_leaves_out_the_rest_and_reaches_all_that_run(start, monkeypatch):
+    popen, started = subprocess.Popen, []
+
+    def started_late(*args, **kwargs):
+        started.append(popen(*args, **kwargs))
+        if len(started) == 2:  # not yet known to the launcher
+            os.kill(os.getpid(), signal.SIGTERM)
+        return started[-1]
+
+    monkeypatch.setattr(run.subprocess, "Popen", started_late)
+    status, _, _ = start("time.sleep(600)", size=5)
+    assert status == 128 + signal.SIGTERM
+    assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
+
+
+def test_a_limit_of_the_system_is_one_line_and_ends_what_runs(start, monkeypatch, tmp_path):
+    monkeypatch.setattr(run.tempfile, "tempdir", str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A few more than are open: a rank takes two, and the start of one more a few that it gives back.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 12, before[1]))
+    try:
+        status, out, err = start("time.sleep(600)", size=20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (status, out) == (2, b"")
+    assert b" of 20 cannot be started: Too many open files. Start fewer" in err
+    assert err.count(b"\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+def test_ranks_go_on_if_their_output_cannot_be_written(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "for _ in range(20_000): print('x' * 50)\nopen(f'done {__import__(\"os\").getpid()}', 'w')"
+    )
+    words = [sys.executable, "-m", "crossdevice", "run", "-n", "2", str(program)]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            words, stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, timeout=LATE_SECONDS, check=False
+        )
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        b"crossdevice run: the output cannot be written: [Errno 28] No space left on device\n"
+    )
+    assert len(list(tmp_path.glob("done *"))) == 2
+
+
+def test_ranks_meet_in_a_short_folder_if_the_temporary_one_has_a_long_name(start, monkeypatch, tmp_path):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(run.tempfile, "tempdir", str(long))
+    status, out, err = start(
+        "import crossdevice", "with crossdevice.cluster_from_env().form_group() as group: print(group.size)"
+    )
+    assert (status, err) == (0, b"")
+    assert sorted(out.split()) == [b"2", b"2", b"[0]", b"[1]"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from crossdevice.algorithms.direct_all_reduce import DirectAllReduce
 from crossdevice.cli.bench.workload import GIGABYTE
+from crossdevice.cli.terminal import write_file
 from crossdevice.costs.timing import fused_pass_duration
 from crossdevice.costs.topology import read_topology
 from crossdevice.kernels.host.fused_pass import fused_batch
@@ -132,7 +133,7 @@ def calibrate(path: Path, num_devices: int, *, turns: int = TURNS, shrink: int =
     # The first turn warms up; the others are dealt out, so that a change of load falls on both.
     to_fit, to_check = (_quantiles(calls, QUANTILE, slice(start, None, 2)) for start in (1, 2))
     moved = [2 * num_devices * size for size in to_fit]
-    path.write_text(_file(fit(moved, list(to_fit.values()))), encoding="utf-8")
+    write_file(path, _file(fit(moved, list(to_fit.values()))))
     topology = read_topology(path, num_devices)
     print(f"# all-reduce on {num_devices} devices of this host, written to {path}")
     print("# measured: calls that the fit has not seen, lower quartile of each size")

@@ -19,7 +19,7 @@ from crossdevice.cli.bench.calibration import CopyLimit, measured_limit
 from crossdevice.cli.bench.measure import Figure, Row
 from crossdevice.cli.bench.workload import GIGABYTE, Workload
 from crossdevice.cli.svg import Chart, Limit, Line, charts_svg
-from crossdevice.cli.terminal import size_in_bytes
+from crossdevice.cli.terminal import size_in_bytes, write_file
 from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources.threads import num_threads
 from crossdevice.values.device import host_device
@@ -270,14 +270,14 @@ class Report:
         for line in (*comparison_lines(self._rows), *footer_lines(self._rows, self._ours)):
             print(line)
         if given.json is not None:
-            given.json.write_text(json.dumps(self._record(), indent=1, default=str) + "\n", encoding="utf-8")
+            write_file(given.json, json.dumps(self._record(), indent=1, default=str) + "\n")
         if given.chart and self._rows:
             words = [f"{given.collective} over {given.ngpus} devices", work.dtype, redop_of(work)]
             title = ", ".join(word for word in words if word != "none")
             svg = svg_of(self._rows, self._limit, title)
             page = page_of(self._rows, svg, title, self._command, self._remarks)
             for path in given.chart:
-                path.write_text(svg if path.suffix == ".svg" else page, encoding="utf-8")
+                write_file(path, svg if path.suffix == ".svg" else page)
         return 1 if num_wrong(self._rows, self._ours) else 0
 
     def _record(self) -> dict[str, Any]:

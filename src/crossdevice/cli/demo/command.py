@@ -30,7 +30,7 @@ from crossdevice.cli.demo.training import (
 )
 from crossdevice.cli.run import run_quietly
 from crossdevice.cli.svg import Chart, Line, charts_svg
-from crossdevice.cli.terminal import Section, check_ending, output_file, progress, show
+from crossdevice.cli.terminal import Section, check_ending, output_file, progress, show, write_file
 from crossdevice.errors import OptionError
 from crossdevice.process_groups.cluster import cluster_from_env
 from crossdevice.strategies.mirrored import MirroredStrategy
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     if cluster.size == 1 and devices > 1:
         runs = {f"{NUM_PROCESSES} processes": _launched(backend, devices, epochs), **runs}
     is_one = _report(runs, backend)
-    arguments.picture.write_text(_picture(runs), encoding="utf-8")
+    write_file(arguments.picture, _picture(runs))
     print(f"curves of loss, accuracy and differing parameters: {arguments.picture}")
     return 0 if is_one else 1
 

@@ -31,7 +31,7 @@ from crossdevice.cli.determinism.sums import (
     sums_in_all_ways,
 )
 from crossdevice.cli.run import run_quietly
-from crossdevice.cli.terminal import Section, output_file, show
+from crossdevice.cli.terminal import Section, output_file, show, write_file
 from crossdevice.errors import FileError, OptionError
 from crossdevice.values.registry import installed_version
 
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = {"sizes": list(sizes), "versions": versions, "rows": rows}
     _show(found, sizes)
     if arguments.save is not None:
-        arguments.save.write_text(json.dumps(found, indent=2) + "\n")
+        write_file(arguments.save, json.dumps(found, indent=2) + "\n")
     if before is None:
         return 0
     differences = _differences(before, found)

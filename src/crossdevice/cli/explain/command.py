@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from crossdevice.algorithms.registry import ALGORITHMS
 from crossdevice.choosing import FLOAT_BYTES, is_engine, planned_all_reduce, predicted, predicted_durations
 from crossdevice.cli.explain.plan_page import plan_page
-from crossdevice.cli.terminal import Section, output_file, show, size_in_bytes
+from crossdevice.cli.terminal import Section, output_file, show, size_in_bytes, write_file
 from crossdevice.costs.simulation import Simulation, simulate
 from crossdevice.costs.timing import Duration
 from crossdevice.costs.topology import Topology, read_topology, topology_names
@@ -183,7 +183,7 @@ def run(arguments: argparse.Namespace) -> int:
     explanation = explanation_of(name, topology, size_in_bytes(arguments.bytes), arguments.precision)
     if arguments.html is not None:
         page = plan_page(explanation)
-        arguments.html.write_text(page, encoding="utf-8")
+        write_file(arguments.html, page)
         print(f"wrote {arguments.html} ({size_text(len(page))}): open it in a browser", file=sys.stderr)
     if arguments.json:
         print(json.dumps(explanation.as_json(), indent=2))
