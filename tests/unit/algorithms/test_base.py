@@ -2,6 +2,7 @@
 
 import pickle
 
+import array_api_strict
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from crossdevice import (
     CommunicationOptions,
     CrossDeviceOps,
     DirectAllReduce,
+    Mirrored,
     PerReplica,
     ReduceOp,
     ReductionToOneDevice,
@@ -60,7 +62,8 @@ def test_a_lone_replica_that_stays_where_it_is_needs_no_hook():
 def test_a_subclass_may_override_the_batch_alone():
     class Counting(CrossDeviceOps):
         def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
-            return [len(value_destination_pairs)] * len(value_destination_pairs)
+            number = len(value_destination_pairs)
+            return [np.float32([number])] * number
 
     assert Counting().batch_reduce("sum", [(values(1, 2), "cpu:0")] * 3) == [3, 3, 3]
     assert Counting().reduce("sum", values(1, 2), "cpu:0") == 1, "a batch of one"
@@ -108,6 +111,45 @@ def test_results_of_a_hook_for_one_value_or_a_broadcast_are_counted():
             call("sum", values(1, 2), values(1, 2))
     with pytest.raises(MismatchError, match=r"Odd\.broadcast_implementation returned None"):
         Odd().broadcast(1.0, "cpu:0")
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (np.float32([1, 2]), r"an array of numpy, float32 \(2,\)"),
+        (np.float32(1), r"an array of numpy, float32 \(\)"),
+        (np.float64([1]), r"an array of numpy, float64 \(1,\)"),
+        (array_api_strict.ones(1, dtype=array_api_strict.float32), "an array of array_api_strict, float32"),
+        ([1.0], "a list"),
+        (1.0, "a float"),
+    ],
+    ids=["longer", "a scalar", "wider", "another library", "a list", "a number"],
+)
+def test_results_of_a_hook_have_library_dtype_and_shape_of_the_value(answer, found):
+    class Odd(CrossDeviceOps):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            second = answer if destinations == "cpu:0" else Mirrored([np.float32([3]), answer])
+            return np.float32([3]) if per_replica_value.values[0] == 7 else second
+
+    message = rf"Odd\.reduce_implementation returned for cpu:{{}} {found}.*; expected an array of numpy, "
+    with pytest.raises(MismatchError, match=message.format(0) + r"float32 \(1,\)"):
+        Odd().reduce("sum", values(1, 2), "cpu:0")
+    with pytest.raises(MismatchError, match=message.format(1)):
+        Odd().batch_reduce("sum", [(values(7, 8), "cpu:0"), (values(1, 2), values(1, 2))])
+    tree = PerReplica([{"a": np.float32([7]), "b": np.float32([1])}] * 2)
+    with pytest.raises(MismatchError, match=r"returned for cpu:0 .* at value\['b'\]; expected"):
+        Odd().reduce("sum", tree, "cpu:0")
+
+
+def test_a_mean_of_integers_by_a_hook_is_one_of_floats():
+    class Odd(CrossDeviceOps):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            return sum(per_replica_value.values)
+
+    whole = PerReplica([np.int32([1]), np.int32([2])])
+    assert Odd().reduce("sum", whole, "cpu:0") == [3]
+    with pytest.raises(MismatchError, match=r"numpy, int32 \(1,\); expected an array of numpy, float64"):
+        Odd().reduce("mean", whole, "cpu:0")
 
 
 def test_a_subclass_may_call_the_bases_implementation():

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import MismatchError
 from crossdevice.execution.local.batch import CheckedBatch
 from crossdevice.execution.local.copying import copied_into
 from crossdevice.execution.local.planning import Planner
+from crossdevice.execution.reading.leaf_spec import Dense
 from crossdevice.execution.reading.outputs import wrapped
+from crossdevice.execution.reading.values import at
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, components_of
 from crossdevice.values.options import CommunicationOptions
@@ -81,8 +84,11 @@ def reduced_by_hook(
     for number, (value, devices, out) in enumerate(batch.requests):
         if answers[number] is None:
             leaves = [next(results) for _ in value.leaves]
-            for leaf in leaves:
+            for leaf, checked in zip(leaves, batch.leaves[number], strict=True):
                 check_result(leaf, devices, name)
+                if isinstance(checked, Dense):
+                    dtype = checked.spec.result_dtype(batch.op)
+                    _check_arrays(components_of(leaf), devices, checked, dtype, name)
             columns = list(map(components_of, leaves))
             answer = leaves[0] if value.structure is None else wrapped(columns, value.structure, devices)
             answers[number] = answer if out is None else copied_into(answer, devices, out)
@@ -100,6 +106,35 @@ def _checked_results(results: Any, expected: int, name: str) -> list[Any]:
             f"{name} returned {len(results)} results for {expected} values; expected one for each"
         )
     return list(results)
+
+
+def _check_arrays(
+    components: Sequence[Any], destinations: Sequence[Device], leaf: Dense, dtype: str, name: str
+) -> None:
+    """Refuses components that are not arrays of the leaf's library and shape, and of this dtype."""
+    expected = (leaf.backend.name, dtype, leaf.spec.shape)
+    for component, device in zip(components, destinations, strict=True):
+        found = _described(component)
+        if found != expected:
+            raise MismatchError(
+                f"{name} returned for {device} {_spelled(component, found)}{at(leaf.path)}; expected "
+                f"{_spelled(component, expected)}"
+            )
+
+
+def _described(component: Any) -> tuple[str, str, tuple[int, ...]] | None:
+    """Returns library, dtype and shape of an array; None for what is none."""
+    backend = backend_of_type(type(component))
+    if backend is None or not hasattr(component, "dtype"):
+        return None
+    return backend.name, backend.dtype_of(component), backend.shape_of(component)
+
+
+def _spelled(component: Any, found: tuple[str, str, tuple[int, ...]] | None) -> str:
+    if found is None:
+        return f"a {type(component).__name__}"
+    library, dtype, shape = found
+    return f"an array of {library}, {dtype} {shape}"
 
 
 def check_result(result: Any, destinations: Sequence[Device], name: str) -> None:

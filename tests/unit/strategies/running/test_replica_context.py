@@ -110,7 +110,7 @@ def test_the_options_reach_the_algorithm():
 def test_a_subclass_that_brings_its_own_arithmetic_is_used():
     class Always7(cd.CrossDeviceOps):
         def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
-            return cd.Mirrored([np.float32(7)] * len(per_replica_value.values), per_replica_value.devices)
+            return cd.Mirrored([np.float64(7)] * len(per_replica_value.values), per_replica_value.devices)
 
     strategy = cd.MirroredStrategy(["cpu:0", "cpu:1"], Always7())
     result = strategy.run(lambda: context().all_reduce("sum", {"a": np.ones(()), "b": np.ones(())}))
