@@ -28,6 +28,8 @@ from crossdevice.values.options import CollectiveHints as CollectiveHints
 from crossdevice.values.options import whole_number
 from crossdevice.values.reduce_op import ReduceOp, VariableAggregation
 
+MAX_GPUS = 4096
+
 
 class PerDevice(PerReplica):
     """A PerReplica written as a dict from device names to values.
@@ -298,7 +300,13 @@ def MirroredStrategy(  # noqa: N802 - TensorFlow's name
     if num_gpus is not None:
         if devices is not None:
             raise OptionError("devices and num_gpus were both given; give one of them")
-        devices = [Device("cuda", index) for index in range(whole_number("num_gpus", num_gpus))]
+        number = whole_number("num_gpus", num_gpus)
+        if number > MAX_GPUS:
+            raise OptionError(
+                f"num_gpus is {number}; expected at most {MAX_GPUS}, which is more than one process has: "
+                "give the number of GPUs of this machine"
+            )
+        devices = [Device("cuda", index) for index in range(number)]
     if cross_tower_ops is not None:
         arguments["cross_device_ops"] = cross_tower_ops
     return strategies.MirroredStrategy(devices, **arguments)

@@ -200,6 +200,8 @@ def test_strategies_take_tower_objects_and_the_arguments_of_that_time(make):
         legacy.MirroredStrategy(["/cpu:0"], num_gpus=1)
     with pytest.raises(cd.errors.DeviceError, match="cuda:"):
         legacy.MirroredStrategy(num_gpus=99)
+    with pytest.raises(OptionError, match=f"num_gpus is {2**70}; expected at most 4096"):
+        legacy.MirroredStrategy(num_gpus=2**70)
 
 
 def test_the_all_reduce_of_tensorflow_1_14_takes_lists_of_devices_and_always_gives_mirrored():
