@@ -205,14 +205,19 @@ def _models_with(parameter: torch.Tensor, state: object) -> list[DistributedData
 
     A hook is told neither its model nor the model's group, and PyTorch keeps no list of models.
     """
-    models = [
-        found
-        for found in gc.get_objects()
-        if issubclass(type(found), DistributedDataParallel)
-        and any(own is parameter for own in found.parameters())
-    ]
-    with_state = [model for model in models if any(own is state for _, own in model._comm_hooks)]
-    return with_state or models
+    models = []
+    # Young objects first: a model is one of few when its first bucket comes, and one of millions later.
+    for generation in range(len(gc.get_threshold())):
+        models += [
+            found
+            for found in gc.get_objects(generation)
+            if issubclass(type(found), DistributedDataParallel)
+            and any(own is parameter for own in found.parameters())
+        ]
+        with_state = [model for model in models if any(own is state for _, own in model._comm_hooks)]
+        if with_state:
+            return with_state
+    return models
 
 
 def _result_of(ended: torch.futures.Future[Any]) -> torch.Tensor:
