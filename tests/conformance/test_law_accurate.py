@@ -81,7 +81,7 @@ def test_accurate_bits_do_not_depend_on_groups_of_small_values(max_bytes, max_gr
             check_batch(ops, backend, batch, "MEAN", cd.CommunicationOptions(lowering=lowering), right)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 @given(adversarial_arrays(), st.sampled_from((NUMPY, TORCH)))
 def test_accurate_bits_are_those_of_wide_sums_in_replica_order(drawn, backend):
     dtype, arrays = drawn

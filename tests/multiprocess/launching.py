@@ -129,37 +129,50 @@ def _started(
     )
 
 
-@contextmanager
-def scenarios(script: str, named: Mapping[str, Sequence[str]]) -> Iterator[Callable[[str], Any]]:
-    """Starts a script beside this file for each scenario, with its words; gives what one has printed."""
-    paths = [str(PACKAGE_PARENT), str(HERE.parent)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    # In "kills" steps are compiled, if they can be; elsewhere they are in Python.
-    in_python = {**environment, "CROSSDEVICE_KERNELS": "numpy"}
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, str(HERE / script), name, *words],
-            env=environment if name == "kills" else in_python,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for name, words in named.items()
-    }
+class Scenarios:
+    """Forked processes that run a script, each with a scenario's name; what each has printed last is JSON."""
 
-    def result(name: str) -> Any:
-        output, _ = running[name].communicate(timeout=800)
-        assert running[name].returncode == 0
-        return json.loads(output)
+    def __init__(self, script: str, named: Mapping[str, Sequence[str]], folder: Path) -> None:
+        self._outputs = {name: folder / name for name in named}
+        self._running: dict[str, ForkedRank] = {}
+        for name, words in named.items():
+            self._outputs[name].touch()
+            # In "kills" steps are compiled, if they can be; elsewhere they are in Python.
+            variables = {} if name == "kills" else {"CROSSDEVICE_KERNELS": "numpy"}
+            # Both import PyTorch.
+            server = _rank_server("torch" if name in ("peers", "staged") else "local")
+            self._running[name] = server.fork(
+                [str(HERE / script), name, *words], {**_environment(), **variables}, str(self._outputs[name])
+            )
 
-    try:
-        yield result
-    finally:  # another worker of pytest-xdist may have asked for the others
-        for process in running.values():
+    def __call__(self, name: str) -> Any:
+        """Waits until a scenario has ended, and returns what it has found."""
+        self._running[name].wait(800)
+        printed = self._outputs[name].read_text()
+        assert self._running[name].returncode == 0, printed
+        return json.loads(printed.splitlines()[-1])
+
+    def left_by(self, name: str) -> list[int]:
+        """Lists the processes that a scenario has left."""
+        return _processes_of(None, {self._running[name].pid})
+
+    def end(self) -> None:
+        """Ends all that run; another worker of pytest-xdist may have asked for their results."""
+        for process in self._running.values():
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the ranks it has forked
             process.wait()
-            process.stdout.close()
+
+
+@contextmanager
+def scenarios(script: str, named: Mapping[str, Sequence[str]]) -> Iterator[Scenarios]:
+    """Starts a script beside this file for each scenario, with its words."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = Scenarios(script, named, Path(folder))
+        try:
+            yield started
+        finally:
+            started.end()
 
 
 def check_survivors(kills: Mapping[str, Any], number: str) -> None:
@@ -309,13 +322,13 @@ def _still_there(mark: str, sessions: set[int]) -> list[int]:
     return found
 
 
-def _processes_of(mark: str, sessions: set[int]) -> list[int]:
+def _processes_of(mark: str | None, sessions: set[int]) -> list[int]:
     """Those that have the mark, or belong to the session of a forked rank."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             try:
-                is_marked = mark.encode() in (folder / "environ").read_bytes()
+                is_marked = mark is not None and mark.encode() in (folder / "environ").read_bytes()
                 state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
             except OSError:
                 continue  # it ended meanwhile, or belongs to somebody else

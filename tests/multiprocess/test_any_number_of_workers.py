@@ -16,12 +16,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="launches are wa
 
 LAUNCH_SECONDS = 800.0
 SMALL, LARGE = 4096, 25 << 20
-KILLED_IN_STEP = 25
+STEPS, FEWER_STEPS = 50, 16
 
 
-def launched(size, folder, ways="exact", bucket_sizes=f"{SMALL},{LARGE}", checkpoints="", kill_at=""):
+def launched(
+    size, folder, ways="exact", bucket_sizes=f"{SMALL},{LARGE}", checkpoints="", steps=STEPS, kill_at=""
+):
     commands = launching.ranks(
-        "workers_rank.py", ways, bucket_sizes, str(checkpoints), str(kill_at), size=size
+        "workers_rank.py", ways, bucket_sizes, str(checkpoints), str(steps), str(kill_at), size=size
     )
     found = launching.launch(commands, folder, LAUNCH_SECONDS)
     assert found.left == []
@@ -35,13 +37,13 @@ def digests(size, folder, **arguments):
     return found.reports[0]
 
 
-def check_resumed(killed, resumed, tmp_path, expected, bucket_sizes=(SMALL, LARGE)):
+def check_resumed(killed, resumed, tmp_path, expected, bucket_sizes=(SMALL, LARGE), steps=STEPS):
     """One of `killed` workers is lost, and another number goes on from the last checkpoint, with DDP."""
     for bucket_bytes in bucket_sizes:
         place = tmp_path / f"{killed} {bucket_bytes}"
         place.mkdir()
-        cell = {"bucket_sizes": str(bucket_bytes), "checkpoints": place}
-        found = launched(killed, place / "killed", **cell, kill_at=KILLED_IN_STEP)
+        cell = {"bucket_sizes": str(bucket_bytes), "checkpoints": place, "steps": steps}
+        found = launched(killed, place / "killed", **cell, kill_at=steps * 3 // 4)
         assert found.codes[-1] == -signal.SIGKILL, found.output
         assert found.reports == {}
         assert 0 not in found.codes
@@ -51,8 +53,8 @@ def check_resumed(killed, resumed, tmp_path, expected, bucket_sizes=(SMALL, LARG
 
 def test_a_run_that_lost_a_worker_ends_on_another_number_as_one_that_lost_none(tmp_path, tmp_path_factory):
     with launching.in_turn(tmp_path_factory.getbasetemp().parent):
-        (expected,) = digests(1, tmp_path / "alone", bucket_sizes=str(LARGE)).values()
-        check_resumed(2, 3, tmp_path, expected, (SMALL,))
+        (expected,) = digests(1, tmp_path / "alone", bucket_sizes=str(LARGE), steps=FEWER_STEPS).values()
+        check_resumed(2, 3, tmp_path, expected, (SMALL,), FEWER_STEPS)
 
 
 def test_a_worker_lost_before_it_first_finishes_a_step_is_named_at_once(tmp_path, tmp_path_factory):

@@ -42,7 +42,7 @@ def meet(launch):
 
 
 def test_a_group_stands_beside_a_default_group_in_use(meet):
-    reports = meet(launching.torchrun("meeting_rank.py", "torch", "beside DDP", size=2))
+    reports = meet(launching.torchrun("meeting_rank.py", "torch", "beside a default group", size=2))
     assert reports[0]["engine"] == "gloo"
 
 
