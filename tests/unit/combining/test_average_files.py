@@ -26,6 +26,7 @@ from crossdevice.combining.files.safetensors_files import SafetensorsFile
 from crossdevice.errors import (
     DtypeMismatchError,
     FileError,
+    MismatchError,
     OptionError,
     ShapeMismatchError,
     StructureMismatchError,
@@ -204,6 +205,47 @@ def test_numpy_files_may_be_compressed_or_in_another_order(tmp_path):
     np.savez(tmp_path / "two.npz", a=arrays[0], b=arrays[0])
     with pytest.raises(FileError, match="can hold one array, not 2"):
         cd.average_files([tmp_path / "two.npz"], tmp_path / "mean.npy")
+
+
+def test_pytorch_loads_one_of_files_that_differ_in_elements_alone(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    loaded = []
+    load = torch.load
+    monkeypatch.setattr(
+        torch, "load", lambda path, **options: loaded.append(path.name) or load(path, **options)
+    )
+
+    def save(name, step=0, **others):
+        tied = torch.arange(6.0).reshape(2, 3) + step
+        model = {"a": tied, "sub": {"tied": tied, "part": tied[1:]}, "n": torch.tensor(step), **others}
+        torch.save(model, tmp_path / f"{name}.pt")
+
+    def mean_of(*names):
+        loaded.clear()
+        cd.average_files([tmp_path / f"{name}.pt" for name in names], tmp_path / "mean.pt")
+        return load(tmp_path / "mean.pt", weights_only=True)
+
+    save("first")
+    save("a file of a longer name", 2)
+    save("third", 4)
+    found = mean_of("first", "a file of a longer name", "third")
+    assert loaded == ["first.pt"]
+    assert found["a"].tolist() == found["sub"]["tied"].tolist() == [[2, 3, 4], [5, 6, 7]]
+    assert found["sub"]["part"].tolist() == [[5, 6, 7]]
+    assert found["n"] == 2
+    save("of another step", 2, epoch=7)  # as many bytes of elements, with other contents around them
+    assert mean_of("first", "of another step")["a"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert loaded == ["first.pt", "of another step.pt"]
+    swapped = {"a": torch.zeros(3, 2), "sub": {"tied": torch.zeros(2, 3)}}
+    torch.save(swapped, tmp_path / "swapped.pt")
+    with pytest.raises(MismatchError, match=r"swapped\.pt"):
+        mean_of("first", "swapped")
+    data = bytearray((tmp_path / "third.pt").read_bytes())
+    place = data.index(torch.tensor([4.0, 5.0]).numpy().tobytes())
+    data[place] ^= 1
+    (tmp_path / "third.pt").write_bytes(data)
+    with pytest.raises(FileError, match=r"third\.pt cannot be read: member .* has CRC-32"):
+        mean_of("first", "third")
 
 
 def test_what_is_around_the_tensors_of_pytorch_is_kept_and_no_code_is_run(tmp_path):

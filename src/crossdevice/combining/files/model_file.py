@@ -233,6 +233,10 @@ DIGESTED_BYTES = 1 << 20
 """Bytes read at a time for a digest."""
 
 
+ASKED_BYTES = 1 << 20
+"""Least number of bytes for which a disk is asked ahead."""
+
+
 class StoredFile(ModelFile):
     """Tensors as they are in memory; `places` says at which byte each starts.
 
@@ -242,6 +246,8 @@ class StoredFile(ModelFile):
 
     places: dict[str, int]
     _descriptor = -1
+    _asked = range(0)
+    """The bytes that were asked for last."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -290,7 +296,12 @@ class StoredFile(ModelFile):
             return
         item = dtype_named(self.tensors[name].dtype).itemsize
         first = (self.places[name] + start * item) // mmap.PAGESIZE * mmap.PAGESIZE
-        length = self.places[name] + stop * item - first
+        end = self.places[name] + stop * item
+        if first >= end or (self._asked.start <= first and end <= self._asked.stop):
+            return
+        # Of many small tensors those that follow are asked for, too.
+        length = min(max(end - first, ASKED_BYTES), self.num_bytes - first)
+        self._asked = range(first, first + length)
         if length > 0 and not _is_in_memory(self._descriptor, first + length - 1):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._descriptor, first, length, os.POSIX_FADV_WILLNEED)
