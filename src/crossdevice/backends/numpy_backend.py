@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ class NumpyBackend(Backend):
 
     def check_array(self, array: Any, where: str) -> None:
         """Refuses masked arrays, which would lose their masks."""
-        if isinstance(array, np.ma.MaskedArray):
+        if _is_masked(array):
             raise ConversionError(f"{where} is a masked array; fill it first, its mask would be lost")
 
     # In C: it is asked for every array of every call. Strides tell whether kernels can read it as it is.
@@ -78,7 +79,7 @@ class NumpyBackend(Backend):
 
     def writable_view(self, array: NDArray[Any]) -> NDArray[Any] | None:
         """Returns a view of a contiguous, writable, native array; None otherwise."""
-        if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+        if not isinstance(array, np.ndarray) or _is_masked(array):
             return None
         if not (array.dtype.isnative and array.flags.c_contiguous and array.flags.writeable):
             return None
@@ -137,6 +138,12 @@ def arrays_of_numbers(column: Sequence[Any]) -> list[NDArray[Any]]:
     if {array.dtype.name for array in arrays} == {"int32", "int64"}:
         return [array.astype(np.int64) for array in arrays]
     return arrays
+
+
+def _is_masked(array: Any) -> bool:
+    """Returns True for a masked array; its module is not imported, which would delay a first call."""
+    # While another thread imports it, it has no such class yet, and nobody has an array of it.
+    return isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ()))
 
 
 def array_of_numbers(numbers: Any) -> NDArray[Any]:
