@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import ctypes
 import functools
+import os
 import queue
 import sys
 import threading
@@ -18,6 +21,9 @@ EXIT_SECONDS = 5.0
 
 POLL_SECONDS = 1.0
 """Delay with which Ctrl-C may be noticed."""
+
+WITHDRAWAL_SECONDS = 0.00005
+"""Time in which a delayed call can be withdrawn: about as long as a thread takes to wake up."""
 
 
 class BackgroundCall:
@@ -92,12 +98,19 @@ class BackgroundThread:
         if self._is_python_ending:
             return BackgroundCall.refused()
         call = BackgroundCall(function)
+        self._calls.put(call)
+        return call
+
+    @property
+    def _calls(self) -> _Calls:
         if self._thread is None:
-            self._thread = _Thread(self._name)
+            self._thread = _Thread(self._name, self._new_calls())
             self._thread.start()
             self._started.add(self._thread)
-        self._thread.calls.put(call)
-        return call
+        return self._thread.calls
+
+    def _new_calls(self) -> _Calls:
+        return queue.SimpleQueue()
 
     def stop(self) -> None:
         """Ends the thread after the last call; later submissions are not called."""
@@ -117,6 +130,35 @@ class BackgroundThread:
             thread.calls.put(None)
         for thread in started:
             thread.join(max(end - time.monotonic(), 0.0))
+
+
+class DelayedThread(BackgroundThread):
+    """Makes one call over and over, each time a moment after it was asked for, unless that is withdrawn.
+
+    To wake a thread takes longer than many calls do, so a caller that soon makes the call itself withdraws
+    it, and no thread is switched. Where there is no timer to sleep on, it is made at once.
+    """
+
+    def __init__(self, name: str, function: Callable[[], None]) -> None:
+        super().__init__(name)
+        self._function = function
+
+    def call_soon(self) -> None:
+        """Asks for the call; of several before it begins, one is made."""
+        if self._is_python_ending or not _has_timers():
+            self.submit(self._function)
+            return
+        calls = self._calls
+        assert isinstance(calls, _DelayedCalls)
+        calls.put_soon(self._function)
+
+    def withdraw(self) -> None:
+        """Takes the last request back, if the call has not begun; callers look again whether it is needed."""
+        if self._thread is not None and isinstance(self._thread.calls, _DelayedCalls):
+            self._thread.calls.withdraw()
+
+    def _new_calls(self) -> _Calls:
+        return _DelayedCalls() if _has_timers() else super()._new_calls()
 
 
 class TimedCalls:
@@ -142,15 +184,84 @@ class TimedCalls:
 class _Thread(threading.Thread):
     """The thread itself. It does not know its `BackgroundThread`, which could not be forgotten otherwise."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, calls: _Calls) -> None:
         super().__init__(name=name, daemon=True)
-        self.calls: queue.SimpleQueue[BackgroundCall | None] = queue.SimpleQueue()
+        self.calls = calls
 
     def run(self) -> None:
         """Makes calls until it is stopped."""
         while (call := self.calls.get()) is not None:
             call.run()
             del call  # releases the memory it holds before the next one comes
+
+
+class _Calls(Protocol):
+    """What a thread is to call; None ends it."""
+
+    def put(self, call: BackgroundCall | None, /) -> None:
+        """Appends a call and wakes the thread."""
+
+    def get(self) -> BackgroundCall | None:
+        """Waits for a call and removes it."""
+
+
+class _DelayedCalls:
+    """Calls of a thread that sleeps on a timer of the system, which is set without waking it."""
+
+    def __init__(self) -> None:
+        libc = _libc()
+        self._timer = libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
+        if self._timer < 0:
+            raise OSError(ctypes.get_errno(), "no timer could be made")
+        weakref.finalize(self, os.close, self._timer).atexit = False
+        self._set_time = libc.timerfd_settime
+        self._calls: collections.deque[BackgroundCall | None] = collections.deque()
+        self._soon: Callable[[], None] | None = None
+
+    def put(self, call: BackgroundCall | None, /) -> None:
+        self._calls.append(call)
+        self._set_time(self._timer, 0, _AT_ONCE, None)
+
+    def put_soon(self, function: Callable[[], None]) -> None:
+        """Appends a call after a moment, unless one is to be appended already."""
+        if self._soon is None:
+            self._soon = function
+            self._set_time(self._timer, 0, _SOON, None)
+
+    def withdraw(self) -> None:
+        """Does not append that call, if it has not been yet."""
+        if self._soon is not None:
+            self._soon = None
+            self._set_time(self._timer, 0, _NEVER, None)
+            if self._calls:  # which another thread has appended just before
+                self._set_time(self._timer, 0, _AT_ONCE, None)
+
+    def get(self) -> BackgroundCall | None:
+        while not self._calls:
+            os.read(self._timer, 8)
+            soon = self._soon
+            if soon is not None:  # if set just now, it is left to the timer that was set after it
+                self._soon = None
+                self._calls.append(BackgroundCall(soon))
+        return self._calls.popleft()
+
+
+_Time = ctypes.c_long * 4
+"""An interval and a delay, each in seconds and nanoseconds; a delay of 0 turns a timer off."""
+
+_NEVER, _AT_ONCE, _SOON = _Time(), _Time(0, 0, 0, 1), _Time(0, 0, 0, int(1e9 * WITHDRAWAL_SECONDS))
+
+
+@functools.cache
+def _libc() -> Any:
+    """Returns the C library; its calls keep the GIL, which costs less than to let go of it."""
+    return ctypes.PyDLL(None, use_errno=True)
+
+
+@functools.cache
+def _has_timers() -> bool:
+    """Returns True on Linux, where a thread can sleep on a timer that others set."""
+    return sys.platform == "linux" and hasattr(_libc(), "timerfd_settime")
 
 
 def is_background_thread() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -349,3 +350,40 @@ def test_messages_for_gpus_go_through_the_host(lone_group, monkeypatch):
     target.zero_()
     work.wait()  # which copies nothing again
     assert target.tolist() == [0.0, 0.0]
+
+
+def test_a_loop_of_polls_lets_the_thread_run_that_makes_the_call():
+    from crossdevice.integrations.torch.distributed.work import CallQueue, StartedWork
+
+    queue = CallQueue("a queue")
+    work = StartedWork(queue, "all_reduce", lambda: None, [])
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # a thread gets its turn only where another one sleeps
+    try:
+        queue.start(work)
+        polls = sum(1 for _ in range(100_000) if not work.is_completed())
+    finally:
+        sys.setswitchinterval(interval)
+        queue.stop()
+    assert work.is_completed()
+    assert polls < 100_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no timer to sleep on")
+def test_a_started_call_that_is_waited_for_at_once_runs_in_the_waiting_thread(monkeypatch):
+    from crossdevice.integrations.torch.distributed.work import CallQueue, StartedWork
+    from crossdevice.process_groups import background
+
+    monkeypatch.setattr(background, "_SOON", background._Time(0, 0, 3600, 0))
+    queue, seen = CallQueue("a queue"), []
+    for _ in range(3):
+        works = [
+            StartedWork(queue, "all_reduce", lambda: seen.append(threading.current_thread()), [])
+            for _ in range(2)
+        ]
+        for work in works:
+            queue.start(work)
+        for work in works:
+            assert work.wait()
+    queue.stop()
+    assert seen == [threading.current_thread()] * 6

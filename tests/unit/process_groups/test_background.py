@@ -8,7 +8,8 @@ import weakref
 
 import pytest
 
-from crossdevice.process_groups.background import BackgroundThread
+from crossdevice.process_groups import background
+from crossdevice.process_groups.background import BackgroundThread, DelayedThread
 
 
 @pytest.fixture
@@ -56,6 +57,56 @@ def test_no_call_is_made_when_python_is_about_to_end(thread, monkeypatch):
         call.result()
 
 
+def test_a_delayed_call_is_made_by_itself_once_for_several_requests():
+    begun, gate = threading.Semaphore(0), threading.Event()
+    delayed = DelayedThread("a thread that waits", lambda: (begun.release(), gate.wait()))
+    delayed.call_soon()
+    assert begun.acquire(timeout=120)  # and is under way
+    delayed.call_soon()
+    delayed.call_soon()
+    gate.set()
+    assert begun.acquire(timeout=120)
+    assert not begun.acquire(timeout=0.2)
+    delayed.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no timer to sleep on")
+def test_a_delayed_call_that_is_withdrawn_is_not_made(monkeypatch):
+    monkeypatch.setattr(background, "_SOON", background._Time(0, 0, 30, 0))
+    made = threading.Event()
+    delayed = DelayedThread("a thread that waits", made.set)
+    delayed.call_soon()
+    delayed.withdraw()
+    delayed.stop()
+    thread = delayed._thread
+    thread.join(120)
+    assert not thread.is_alive()
+    assert not made.is_set()
+
+
+def test_a_delayed_call_after_one_that_was_withdrawn_is_made():
+    made = threading.Event()
+    delayed = DelayedThread("a thread that waits", made.set)
+    for _ in range(100):
+        delayed.call_soon()
+        delayed.withdraw()
+    delayed.call_soon()
+    assert made.wait(120)
+    delayed.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no timer to sleep on")
+def test_a_withdrawal_does_not_keep_a_thread_from_ending(monkeypatch):
+    calls = background._DelayedCalls()
+    calls.put_soon(lambda: None)
+    calls.put(None)
+    calls.withdraw()
+    ended = threading.Thread(target=calls.get, daemon=True)
+    ended.start()
+    ended.join(120)
+    assert not ended.is_alive()
+
+
 def test_a_stopped_thread_finishes_and_ends():
     background = BackgroundThread("a thread that leaves")
     call = background.submit(lambda: "done")
@@ -91,7 +142,7 @@ def test_what_a_call_held_is_let_go_before_the_next_one_comes(thread):
 
 ENDS_DURING_A_CALL = """
 import atexit, threading
-from crossdevice.process_groups.background import BackgroundThread
+from crossdevice.process_groups.background import BackgroundThread, DelayedThread
 
 is_ending = threading.Event()
 if {is_in_time}:

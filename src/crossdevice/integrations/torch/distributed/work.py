@@ -16,9 +16,12 @@ from torch.autograd import _record_function_with_args_enter, _record_function_wi
 
 from crossdevice.errors import CrossDeviceError, DeadlineError
 from crossdevice.integrations.torch.distributed.dispatch_modes import never_compiled, without_modes
-from crossdevice.process_groups.background import POLL_SECONDS, BackgroundThread
+from crossdevice.process_groups.background import POLL_SECONDS, BackgroundThread, DelayedThread
 
 NO_TIMEOUT = timedelta(0)
+
+POLL_PAUSE_SECONDS = 1e-6
+"""Pause of a program that asks for the end of a collective in progress."""
 
 OpType: Any = vars(torch._C._distributed_c10d)["OpType"]
 OP_TYPES = {
@@ -48,8 +51,8 @@ OP_TYPES = {
 class CallQueue:
     """Runs the calls of one group one after the other.
 
-    A started call is run by a thread of the group, or by the first thread that waits for it, in which case no
-    thread is switched. Only the holder of the turn takes a call from the queue, so their order is kept.
+    A started call is run by a thread of the group, or by the first thread that waits for it: if that is soon,
+    no thread is switched. Only the holder of the turn takes a call from the queue, so their order is kept.
     Callbacks of futures run after the turn: they may start calls and wait for them, which another thread of
     the group then runs.
     """
@@ -58,8 +61,8 @@ class CallQueue:
         self._name = name
         self._started: collections.deque[StartedWork] = collections.deque()
         self._turn = threading.Lock()
-        self._threads = [BackgroundThread(name)]
-        self._in_callbacks: set[BackgroundThread] = set()
+        self._threads: list[DelayedThread] = []
+        self._in_callbacks: set[DelayedThread] = set()
 
     def run_now(self, function: Callable[[], Any]) -> bool:
         """Runs a function in the calling thread unless something is under way; whether it has."""
@@ -83,6 +86,8 @@ class CallQueue:
             try:
                 if self._started:
                     ended = self._started.popleft()
+                    if not self._started:
+                        self._have_nothing_run()
                     ended.run()
             finally:
                 self._turn.release()
@@ -100,11 +105,20 @@ class CallQueue:
             if thread not in self._in_callbacks:
                 break
         else:
-            thread = BackgroundThread(self._name)
+            function = functools.partial(self._run_started, len(self._threads))
+            thread = DelayedThread(self._name, function)
             self._threads.append(thread)
-        thread.submit(functools.partial(self._run_started, thread))
+        thread.call_soon()
 
-    def _run_started(self, thread: BackgroundThread) -> None:
+    def _have_nothing_run(self) -> None:
+        """Leaves threads of the group asleep, unless another thread has started a call meanwhile."""
+        for thread in self._threads:
+            thread.withdraw()
+        if self._started:
+            self._have_run()
+
+    def _run_started(self, number: int) -> None:
+        thread = self._threads[number]
         while self._started:
             with self._turn:
                 if not self._started:
@@ -221,6 +235,8 @@ class StartedWork(EndedWork):
 
     def is_completed(self) -> bool:
         """Returns True once it has ended, well or not."""
+        if not self.is_ended:
+            time.sleep(POLL_PAUSE_SECONDS)  # a loop of polls would keep Python from the thread that runs it
         return self.is_ended
 
     def is_success(self) -> bool:
