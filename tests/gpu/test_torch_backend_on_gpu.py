@@ -36,6 +36,5 @@ def test_programs_train_on_gpus_as_they_do_alone(size, tmp_path):
     for facts in found.reports.values():
         assert facts.pop("backend") == "crossdevice"
         assert facts.pop("accelerate") in (True, None)
-        assert facts.pop("pipelined")
         for name, kinds in facts.items():
             assert all(kinds.values()), (name, kinds)

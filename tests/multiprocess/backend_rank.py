@@ -277,13 +277,39 @@ def same(ours, theirs):
 
 
 def differences(rank, size, gloo, device="cpu"):
-    """The names of calls whose results are not those of gloo on the host."""
-    found = []
+    """The names of calls whose results are not those of gloo on the host, and of those that gloo refuses."""
+    found, refused = [], []
     for name, case in cases(rank, size).items():
+        try:
+            theirs = case(gloo)
+        except RuntimeError as error:
+            if "does not support" not in str(error):
+                raise
+            refused.append(name)
+            continue
         with torch.device(device):
             ours = case(dist.group.WORLD)
-        if not same(ours, case(gloo)):
+        if not same(ours, theirs):
             found.append(name)
+    return {"differences": found, "refused by gloo": refused}
+
+
+def integer_means():
+    """Means of integers whose sums have no room in their dtype, by each collective; all are to be equal."""
+    found = {}
+    for dtype in (torch.int64, torch.int32, torch.int8, torch.uint8, torch.uint64):
+        size, limits = dist.get_world_size(), torch.iinfo(dtype)
+        numbers = [limits.max - dist.get_rank(), limits.min + dist.get_rank()]
+        whole = torch.tensor(numbers, dtype=dtype)
+        dist.all_reduce(whole, dist.ReduceOp.AVG)
+        parts = [torch.empty(2, dtype=dtype) for _ in range(2)]
+        sent = torch.tensor([numbers] * size, dtype=dtype)
+        dist.reduce_scatter_tensor(parts[0], sent, dist.ReduceOp.AVG)
+        on_root = torch.tensor(numbers, dtype=dtype)
+        dist.reduce(on_root, 0, dist.ReduceOp.AVG)
+        dist.broadcast(on_root, 0)
+        parts[1] = on_root
+        found[str(dtype)] = [whole.tolist(), *(part.tolist() for part in parts)]
     return found
 
 
@@ -315,6 +341,7 @@ def of_our_own(rank, size):
         "short": short.float().tolist(),
         "premultiplied": doubled.item(),
         "integer mean": counts.tolist(),
+        "large integer means": integer_means(),
         "several": [piece.item() for piece in pieces],
         "inferred": inferred.tolist(),
         "coalesced": [torch.equal(tensor, sum_of(seed, size)) for seed, tensor in enumerate(tensors)],
@@ -447,6 +474,8 @@ def errors(rank):
     attempt("empty", lambda: dist.group.WORLD.allreduce([]))
     attempt("types", lambda: dist.group.WORLD.allreduce([torch.ones(1), torch.ones(1, dtype=torch.int32)]))
     attempt("operation", lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND))
+    short = torch.ones(1).to(torch.float8_e4m3fnuz)
+    attempt("dtype", lambda: dist.all_reduce(short))
     attempt("sizes", lambda: dist.all_reduce(torch.ones(2 + rank)))
     dist.barrier()
     uneven, own = dist.new_group(backend="crossdevice"), torch.ones(4)
@@ -506,11 +535,11 @@ def main(rank, size, what):
     facts = {"backend": dist.get_backend()}
     if what == "on GPUs":
         gloo = dist.new_group(backend="gloo")
-        facts["differences"] = differences(rank, size, gloo, "cuda")
+        facts |= differences(rank, size, gloo, "cuda")
         facts["streams"] = streams(rank, size)
     elif what == "calls":
         gloo = dist.new_group(backend="gloo")
-        facts["differences"] = differences(rank, size, gloo)
+        facts |= differences(rank, size, gloo)
         facts["own"] = of_our_own(rank, size)
         facts["groups"] = groups(rank, size)
         facts["asynchronous"] = asynchronous(rank)

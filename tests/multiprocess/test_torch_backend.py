@@ -12,7 +12,8 @@ from multiprocess import launching
 
 LAUNCH_SECONDS = 240.0
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
+is_older = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 repeats = pytest.mark.more("a repetition")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="launches are watched through /proc")
 
@@ -27,11 +28,23 @@ def launched(tmp_path, tmp_path_factory, size, script, *words):
     return found.reports
 
 
+def mean_of(size, first, step):
+    """The mean of the integers of all ranks, cut off towards zero."""
+    total = sum(first + step * rank for rank in range(size))
+    return total // size if total >= 0 else -(-total // size)
+
+
 @pytest.mark.parametrize("size", [pytest.param(2, marks=repeats), 3])
 def test_collectives_do_what_those_of_gloo_do(tmp_path, tmp_path_factory, size):
     for facts in launched(tmp_path, tmp_path_factory, size, "backend_rank.py", "calls").values():
         assert facts["backend"] == "crossdevice"
         assert facts["differences"] == []
+        if not is_older:
+            assert facts["refused by gloo"] == []
+        for name, found in facts["own"].pop("large integer means").items():
+            limits = torch.iinfo(getattr(torch, name.removeprefix("torch.")))
+            expected = [mean_of(size, limits.max, -1), mean_of(size, limits.min, 1)]
+            assert found == [expected] * 3, name
         assert facts["own"] == {
             "strided": [0.0 * size, 1.0, 2.0 * size, 3.0, 4.0 * size, 5.0, 6.0 * size, 7.0],
             "uneven": [[float(rank)] * (2 + rank) for rank in range(size)],
@@ -65,6 +78,8 @@ def test_errors_are_ours_and_of_the_types_that_pytorch_has(tmp_path, tmp_path_fa
             assert "ValueError" in found[name][0]
             assert text in found[name][1]
         assert "ReduceOpError" in found["operation"][0]
+        assert {"DtypeError", "RuntimeError"} <= set(found["dtype"][0])
+        assert "the tensor has dtype float8_e4m3fnuz, which cannot be reduced by SUM" in found["dtype"][1]
         assert "RuntimeError" in found["sizes"][0]
         assert "ShapeMismatchError" in found["sizes"][0]
         assert "rank 0" in found["sizes"][1]
@@ -107,25 +122,27 @@ def test_a_rank_that_breaks_off_is_named_in_time_and_a_new_group_works(what, tmp
         assert facts["again"] == len(outcome.reports)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=repeats)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=repeats) for size in (3, 4))])
 def test_programs_train_as_they_do_alone(tmp_path, tmp_path_factory, size):
     for facts in launched(tmp_path, tmp_path_factory, size, "training_rank.py").values():
         assert facts.pop("backend") == "crossdevice"
         assert facts.pop("accelerate") in (True, None)
-        assert facts.pop("pipelined")
         for name, kinds in facts.items():
             assert all(kinds.values()), (name, kinds)
 
 
 @pytest.mark.more("transformers")
-def test_a_trainer_of_transformers_uses_the_group_there_is(tmp_path):
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_trainer_of_transformers_uses_the_group_there_is(tmp_path, size):
     pytest.importorskip("transformers")
     found = launching.launch(
-        launching.torchrun("trainer_rank.py", size=2), tmp_path / "launch", LAUNCH_SECONDS
+        launching.torchrun("trainer_rank.py", size=size), tmp_path / "launch", LAUNCH_SECONDS
     )
     assert found.codes == [0], found.output
-    first, second = found.reports.values()
-    assert first["backend"] == "crossdevice"
-    assert first["parallel"] == "DistributedDataParallel"
-    assert first["losses"][-1] < 0.5 * first["losses"][0]
-    assert first["digest"] == second["digest"]
+    reports = list(found.reports.values())
+    assert len(reports) == size
+    for facts in reports:
+        assert facts["backend"] == "crossdevice"
+        assert facts["parallel"] == "DistributedDataParallel"
+        assert facts["losses"][-1] < 0.5 * facts["losses"][0]
+    assert len({facts["digest"] for facts in reports}) == 1

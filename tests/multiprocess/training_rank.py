@@ -1,5 +1,6 @@
 """A rank that trains as programs for torch.distributed do, unmodified but for the backend's name."""
 
+import copy
 import os
 import sys
 import tempfile
@@ -11,10 +12,16 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -37,6 +44,38 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Attention(nn.Module):
+    """As many heads as its layers have columns for: each rank may have a part of them."""
+
+    HEAD_WIDTH = 2
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        heads = [
+            layer(x).unflatten(-1, (-1, self.HEAD_WIDTH)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        ]
+        found = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(found.transpose(1, 2).flatten(-2))
+
+
+class TransformerBlock(nn.Module):
+    """A whole block: attention and two layers, each after a norm and around a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.first_norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.feed = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        x = x + self.attention(self.first_norm(x))
+        return x + self.feed(self.second_norm(x))
 
 
 def network():
@@ -126,11 +165,12 @@ def fully_sharded(alone, clipped):
         "kept after forward": equal(trained(sharded(reshard_after_forward=False)), found),
         "clipped": close(trained(sharded(), clips=True), clipped),
     }
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mixed = trained(sharded(mp_policy=policy))
-    facts["mixed precision"] = all(
-        torch.allclose(a, b, rtol=0.1, atol=0.1) for a, b in zip(mixed, alone, strict=True)
-    )
+    for reduced in (torch.float32, torch.bfloat16):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+        mixed = trained(sharded(mp_policy=policy))
+        facts[f"mixed precision, reduced as {reduced}"] = all(
+            torch.allclose(a, b, rtol=0.1, atol=0.1) for a, b in zip(mixed, alone, strict=True)
+        )
     model, folders = sharded(), [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     trained(model)
     dist.broadcast_object_list(folders, 0)
@@ -154,42 +194,71 @@ def tensor_parallel(alone, mesh):
     model = network()
     parallelize_module(model[1], mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     facts["tensor parallel"] = close(trained(model, splits=False), alone)
-    block, plain = Block().to(DEVICE), Block().to(DEVICE)
-    plain.load_state_dict(block.state_dict())
-    for other in (block, plain):  # one model on all ranks
-        for parameter in other.parameters():
-            dist.broadcast(parameter.data, 0)
-    parallelize_module(block, mesh, {"norm": SequenceParallel()})
-    x = torch.randn(2, 2 * size, WIDTH, generator=torch.Generator().manual_seed(7)).to(DEVICE)
-    own = x.chunk(size, 1)[dist.get_rank()]  # each rank has a part of every sequence
-    facts["sequence parallel"] = torch.allclose(whole(block.norm(own)), plain.norm(x), atol=1e-5)
+    return facts | transformer_block(mesh)
+
+
+def transformer_block(mesh):
+    """Outputs, gradients and their norm, of a block in parts, and of its sequences, too."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    plain, x = TransformerBlock().to(DEVICE), torch.randn(2, 12, WIDTH).to(DEVICE)
+    in_columns = ("attention.query", "attention.key", "attention.value", "feed.0")
+    layers = {
+        **{name: ColwiseParallel() for name in in_columns},
+        **{name: RowwiseParallel() for name in ("attention.out", "feed.2")},
+    }
+    of_sequences = layers | {
+        **{name: SequenceParallel() for name in ("first_norm", "second_norm")},
+        **{name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.out", "feed.2")},
+        **{
+            name: PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+            for name in ("attention", "feed")
+        },
+    }
+    expected = plain(x)
+    expected.square().sum().backward()
+    facts = {}
+    for name, places, own in (
+        ("tensor parallel block", layers, x),
+        ("sequence parallel block", of_sequences, x.chunk(size, 1)[rank]),
+    ):
+        block = copy.deepcopy(plain)
+        block.zero_grad()
+        parallelize_module(block, mesh, places)
+        found = block(own)
+        found.square().sum().backward()
+        if own is not x:
+            found = whole(DTensor.from_local(found, mesh, [Shard(1)]))
+        facts[name] = torch.allclose(found, expected, atol=1e-4)
+        gradients = [[each.grad for each in model.parameters()] for model in (block, plain)]
+        facts[f"{name}'s gradients"] = close(map(whole, gradients[0]), gradients[1])
+    norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.5) for model in (block, plain)]
+    facts["norm of gradients in parts"] = close([whole(norms[0])], norms[1:])
+    facts["clipped gradients in parts"] = close(map(whole, gradients[0]), gradients[1])
     return facts
 
 
 def pipelined():
+    schedules = (ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)
+    return {kind.__name__: trains_in_stages(kind, per_rank) for kind, per_rank in schedules}
+
+
+def trains_in_stages(kind, per_rank):
+    """Whether the gradients of this rank's stages are those of the whole model, and so is the loss."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    number, device = per_rank * size, torch.device(DEVICE)
     torch.manual_seed(0)
-    stages = [nn.Linear(WIDTH, WIDTH).to(DEVICE) for _ in range(size)]
-    x = torch.randn(8, WIDTH).to(DEVICE)
-    schedule = ScheduleGPipe(
-        PipelineStage(stages[rank], rank, size, torch.device(DEVICE)),
-        4,
-        loss_fn=lambda a, b: (a - b).square().mean(),
-    )
-    losses = []
-    if rank == 0:
-        schedule.step(x)
-    elif rank == size - 1:
-        schedule.step(target=x, losses=losses)
-    else:
-        schedule.step()
-    if rank != size - 1:
-        return True
-    expected = x
-    for stage in stages:
-        expected = stage(expected)
-    found = torch.stack(losses).mean()
-    return torch.allclose(found, (expected - x).square().mean(), atol=1e-5)
+    layers = [nn.Linear(WIDTH, WIDTH).to(device) for _ in range(number)]
+    x, plain = torch.randn(24, WIDTH).to(device), copy.deepcopy(layers)
+    expected = nn.functional.mse_loss(nn.Sequential(*plain)(x), x)
+    expected.backward()
+    places = range(rank, number, size)
+    stages = [PipelineStage(layers[place], place, number, device) for place in places]
+    schedule = kind(stages if per_rank > 1 else stages[0], 2 * size, loss_fn=nn.functional.mse_loss)
+    losses, is_last = [], rank == size - 1
+    schedule.step(*([x] if rank == 0 else []), **({"target": x, "losses": losses} if is_last else {}))
+    gradients = [[each.grad for place in places for each in of[place].parameters()] for of in (layers, plain)]
+    return close(*gradients) and (not is_last or close([torch.stack(losses).mean()], [expected]))
 
 
 def accelerated(alone):

@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.backends.registry import backend_of_type
-from crossdevice.errors import ReduceOpError
+from crossdevice.errors import DtypeError, ReduceOpError
 from crossdevice.integrations.torch.distributed.copies import HostCopies
 from crossdevice.integrations.torch.distributed.work import named
 from crossdevice.values.distributed import PerReplica
+from crossdevice.values.dtypes import check_reducible
 from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.reduce_op import ReduceOp
 
 Flat = NDArray[Any]
 
@@ -69,8 +71,6 @@ class Reduction:
         self._divides = kind == _KIND.AVG and not (dtype.is_floating_point or dtype.is_complex)
         is_integer = not (dtype.is_floating_point or dtype.is_complex)
         name = (_OF_TRUTH if self._is_truth else NAMES).get(kind)
-        if self._divides and not self._is_truth:
-            name = "sum"
         if kind == _KIND.PREMUL_SUM and not is_integer:
             name, factor = "sum", op.factor
             self.weights = [float(factor.item() if isinstance(factor, torch.Tensor) else factor)]
@@ -80,6 +80,11 @@ class Reduction:
             name = None
         if name is None:
             raise _refusal(kind, dtype)
+        if self.bitwise is None and not (self._is_truth or self._is_half_complex):
+            try:
+                check_reducible(str(dtype).removeprefix("torch."), ReduceOp(name), "the tensor")
+            except (DtypeError, ReduceOpError) as error:
+                raise named(error) from None
         self.name = name
         self._bound: dict[tuple[tuple[int, ...], Any], tuple[Flat, Callable[[], Any]]] = {}
 
@@ -101,6 +106,9 @@ class Reduction:
         if self.bitwise is not None:
             _write(flat, self._combined(ops, [_on_host(flat)] * _size(ops), options))
             return
+        if self._divides:
+            _write(flat, _integer_means(ops, [_on_host(flat)], options))
+            return
         if self._is_small(flat):
             memory, reduce = self._bound_to(ops, flat, flat.shape, options)
             memory[...] = flat
@@ -108,8 +116,6 @@ class Reduction:
             flat[...] = memory
         else:
             ops.reduce(self.name, flat, _place(flat), options, out=flat, weights=self.weights)
-        if self._divides:
-            self._divide(flat, _size(ops))
 
     def _is_small(self, flat: Any) -> bool:
         return self.weights is None and isinstance(flat, np.ndarray) and flat.nbytes <= SMALL_BYTES
@@ -133,15 +139,12 @@ class Reduction:
 
     def batch(self, ops: CollectiveAllReduce, flats: Sequence[Any], options: CommunicationOptions) -> None:
         """Reduces several, which are sent together."""
-        if self.bitwise is not None or len(flats) == 1:
+        if self.bitwise is not None or self._divides or len(flats) == 1:
             for flat in flats:
                 self.all_reduce(ops, flat, options)
             return
         pairs = [(flat, _place(flat)) for flat in flats]
         ops.batch_reduce(self.name, pairs, options, out=list(flats), weights=self.weights)
-        for flat in flats:
-            if self._divides:
-                self._divide(flat, _size(ops))
 
     def of_replicas(
         self, ops: CollectiveAllReduce, flats: Sequence[Any], options: CommunicationOptions
@@ -150,11 +153,10 @@ class Reduction:
         weights = None if self.weights is None else self.weights * len(flats)
         if self.bitwise is not None:
             flat = self.bitwise.reduce(np.stack([_on_host(each) for each in flats]))
-            return self._combined(ops, [flat] * _size(ops), options)
-        total = ops.reduce(self.name, PerReplica(list(flats)), _place(flats[0]), options, weights=weights)
+            return _like(flats[0], self._combined(ops, [flat] * _size(ops), options))
         if self._divides:
-            self._divide(total, len(flats) * _size(ops))
-        return total
+            return _like(flats[0], _integer_means(ops, list(map(_on_host, flats)), options))
+        return ops.reduce(self.name, PerReplica(list(flats)), _place(flats[0]), options, weights=weights)
 
     def scatter(
         self,
@@ -169,6 +171,10 @@ class Reduction:
             parts = np.split(_on_host(whole), np.cumsum(sizes)[:-1])
             _write(out, self._combined(ops, parts, options))
             return
+        if self._divides:
+            means, end = _integer_means(ops, [_on_host(whole)], options), sum(sizes[: _rank(ops) + 1])
+            _write(out, means[end - sizes[_rank(ops)] : end])
+            return
         if self._is_half_complex:
             sizes = [2 * length for length in sizes]
         uneven = None if len(set(sizes)) == 1 else sizes
@@ -178,17 +184,8 @@ class Reduction:
             memory.reshape(-1)[...] = whole
             reduce()
             out[...] = memory[_rank(ops)]
-            if self._divides:
-                self._divide(out, _size(ops))
             return
         ops.reduce_scatter(self.name, whole, options=options, sizes=uneven, out=out, weights=self.weights)
-        if self._divides:
-            self._divide(out, _size(ops))
-
-    def _divide(self, total: Any, number: int) -> None:
-        """Divides sums of integers; means keep the dtype and truncate towards zero, as in C++."""
-        tensor = torch.from_numpy(total) if isinstance(total, np.ndarray) else total
-        tensor.copy_(torch.div(tensor, number, rounding_mode="trunc"))
 
     def _combined(
         self, ops: CollectiveAllReduce, parts: Sequence[Flat], options: CommunicationOptions
@@ -205,6 +202,19 @@ class Reduction:
         combine: Any = self.bitwise
         combined: Flat = combine.reduce(np.stack(received))
         return combined
+
+
+def _integer_means(ops: CollectiveAllReduce, flats: Sequence[Flat], options: CommunicationOptions) -> Flat:
+    """Computes means of integers, cut off towards zero as in C++; no sum on the way overflows.
+
+    Quotients and remainders are summed apart.
+    """
+    number, dtype = len(flats) * _size(ops), flats[0].dtype
+    wide = np.uint64 if dtype == np.uint64 else np.int64
+    divided = sum(np.stack(np.divmod(flat.astype(wide), wide(number))) for flat in flats)
+    means, rest = ops.reduce("sum", divided, "cpu:0", options)
+    means = means + rest // wide(number)
+    return np.where((means < 0) & (rest % wide(number) != 0), means + wide(1), means).astype(dtype)
 
 
 def _seconds_of(options: CommunicationOptions) -> float | None:
@@ -230,6 +240,11 @@ def _place(flat: Any) -> Any:
 
 def _on_host(flat: Any) -> Flat:
     return flat if isinstance(flat, np.ndarray) else flat.cpu().numpy()
+
+
+def _like(target: Any, total: Flat) -> Any:
+    """Returns the total where the target is."""
+    return total if isinstance(target, np.ndarray) else torch.from_numpy(total).to(target.device)
 
 
 def _write(target: Any, total: Flat) -> None:
