@@ -88,7 +88,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         self._formed = ProcessGroup(engine, timeout_seconds=seconds)
         self._gloo: Any = delegated.gloo_of(engine.store, rank, size, timeout)
         self._nccl: Any = None
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.of_operators = dist.ProcessGroup(rank, size)
         """Calls the operators `c10d::*`, for `dispatch_modes`."""
         # The base class hands to gloo what is not overridden here, such as `monitored_barrier`.
@@ -685,12 +685,13 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         self, name: str, call: Callable[[], None], results: Sequence[Any], tensors: Tensors
     ) -> StartedWork:
         device = tensors[0].device
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)
         # A program may release them before the stream is done: the allocator keeps their memory until then.
         for tensor in tree_leaves([tensors, results]):
-            tensor.record_stream(self._stream)
-        return devices.DeviceWork(self._queue, name, call, results, device, self._stream)
+            tensor.record_stream(stream)
+        return devices.DeviceWork(self._queue, name, call, results, device, stream)
 
     def _reduction(self, op: Any, tensors: Tensors) -> Reduction:
         if self._has_late_kernels:
