@@ -115,9 +115,8 @@ def test_results_go_to_out_in_known_bound_and_started_calls(backend, call):
 @pytest.mark.parametrize("call", CALLS)
 def test_the_second_call_of_a_signature_is_known(row, call):
     ops, make, value = row.make(), CALLS[call], NUMPY.per_replica(arrays(1))
-    is_kept = getattr(ops, "group", None) is None or call.startswith(("reduce to", "broadcast", "gather"))
-    if row.name == "users_own" or not is_kept:
-        pytest.skip("calls of hooks and of groups are made in full")
+    if row.name == "users_own":
+        pytest.skip("calls of hooks are made in full")
     for seed in (1, 2):
         refill(value, NUMPY, seed)
         assert bits(make(ops, value), NUMPY) == bits(make(row.make(), value), NUMPY)

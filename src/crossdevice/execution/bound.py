@@ -33,9 +33,9 @@ class BoundCall:
     BoundError before anything is written; on a GPU, whose kernel is launched first, after the memory that
     the array had was written. Each call returns new results if the library's arrays cannot be
     written to, if values are sparse, if the algorithm overrides `reduce_implementation` or has an
-    `accumulation_fn`, and between processes for all but reductions without weights, of arrays on the host
-    or on GPUs that the group has reduced before. Results of processes of one host are in memory that these
-    share.
+    `accumulation_fn`, and between processes, without `out`, for all but reductions of arrays on the host
+    or on GPUs that the group has reduced before: how long parts and gathered rows are is known only in the
+    call. Results of processes of one host are in memory that these share.
 
     `start` lets it run while Python goes on. Several threads may call it; they take turns.
 
@@ -174,24 +174,32 @@ def bind_call(
 
 
 def bind_between_processes(
-    batch: CheckedBatch,
+    call: CheckedCall,
+    planner: Planner,
     between: BetweenProcesses,
     answer_of: Callable[[list[Any]], Any],
 ) -> BoundCall | None:
-    """Binds a checked batch of several processes; None unless all of its arrays are dense, on the host.
+    """Binds a checked call of several processes; None unless all of its arrays are dense, on the host.
 
-    Other processes are not asked now. Each call is one of the group's, also if it is refused here.
+    Other processes are not asked now, so only a batch of reductions, whose results have shapes that this
+    process knows, gets memory for them. Each call is one of the group's, also if it is refused here.
     """
-    prepared = between.prepared(batch)
-    if prepared is None or not batch.is_dense or any(leaf.spec.backend.is_immutable for leaf in batch.dense):
+    prepared = call.prepared(planner)
+    if prepared is None or not call.is_dense or any(leaf.spec.backend.is_immutable for leaf in call.dense):
         return None
-    outs = [
-        between.empty_results(leaf.spec, dtype) if leaf.out is None else tuple(leaf.out)
-        for leaf, dtype in zip(batch.dense, batch.result_dtypes, strict=True)
-    ]
-    answer = answer_of(batch.wrapped(outs))
-    dense = [_with_arrays(leaf) for leaf in batch.dense]
-    work, memory = prepared.bind([leaf.arrays for leaf in dense], outs), _Memory(dense, outs)
+    outs = [leaf.out for leaf in call.dense]
+    if isinstance(call, CheckedBatch):
+        outs = [
+            between.empty_results(leaf.spec, dtype) if leaf.out is None else tuple(leaf.out)
+            for leaf, dtype in zip(call.dense, call.result_dtypes, strict=True)
+        ]
+    dense = [_with_arrays(leaf) for leaf in call.dense]
+    columns, weights = [leaf.arrays for leaf in dense], call.weights
+    written = [out for out in outs if out is not None]
+    memory = _Memory(dense, [() if out is None else out for out in outs])
+    is_written = len(written) == len(outs)
+    answer = answer_of(call.wrapped(written)) if is_written else None
+    work = prepared.bind(columns, written, weights) if is_written else None
 
     def run() -> Any:
         finish_started(between.group)  # ranks make their calls in the order of their programs
@@ -200,6 +208,8 @@ def bind_between_processes(
         except BaseException as error:
             between.group.refuse(f"{type(error).__name__}: {error}")
             raise
+        if work is None:
+            return answer_of(call.wrapped(prepared.run(columns, outs, weights)))
         work()
         return answer
 
@@ -243,7 +253,7 @@ class _Memory:
             of_backend = names.setdefault(leaf.spec.backend, {})
             for k, (array, device) in enumerate(zip(leaf.arrays, leaf.spec.devices, strict=True)):
                 of_backend.setdefault(id(array), (array, f"replica {k} ({device}) of value {number}"))
-            for k, (array, device) in enumerate(zip(out, leaf.spec.destinations, strict=True)):
+            for k, (array, device) in enumerate(zip(out, leaf.spec.destinations, strict=False)):
                 of_backend.setdefault(id(array), (array, f"out[{k}] ({device}) of value {number}"))
         # In place, an array is input and output: it is looked at once.
         self._looks: list[tuple[Callable[[], int], list[str]]] = []

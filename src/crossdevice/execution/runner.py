@@ -66,6 +66,7 @@ class LocalRunner:
 
     owner: object = THIS_PROCESS
     """Started calls of one owner run one after the other."""
+    _weights_for = staticmethod(weights_for)
 
     def __init__(
         self,
@@ -89,14 +90,14 @@ class LocalRunner:
         weights: Any = None,
     ) -> list[Any]:
         """Makes a call; returns the result of each pair."""
-        op, factors = None, None
+        op, factors = ReduceOp.SUM, None
         if weights is not None:
             op = self.checked_op(collective.op)
             factors = self._checked_factors(weights, op)
             collective = collective._replace(op=op, num_weights=len(factors))
         flattened, known = self.known_calls.find(collective, pairs, outs)
         if known is not None and flattened is not None:
-            return known.run(flattened, None if factors is None or op is None else weights_for(factors, op))
+            return known.run(flattened, None if factors is None else self._weights_for(factors, op))
         read, rebuilt = self._read(collective, pairs, outs, factors)
         recorded = recorded_leaves(read.placed, read.outs)
         linear = None if recorded is None else self._linear_map(read, recorded)

@@ -152,18 +152,22 @@ class GroupCall:
 
     def all_gather(self, record: bytes) -> list[bytes]:
         """Gathers every rank's record, all of one length."""
-        return self._gathered(record, [len(record)] * self.group.size)
+        return self.all_gather_of(record, [len(record)] * self.group.size)
+
+    def all_gather_of(self, record: bytes, lengths: Sequence[int]) -> list[bytes]:
+        """Gathers every rank's record, of lengths that all ranks know."""
+        return self._gathered(record, [np.empty(length, np.uint8) for length in lengths])
 
     def all_gather_uneven(self, record: bytes) -> list[bytes]:
         """Gathers every rank's record, of any lengths."""
         lengths = self.all_gather(len(record).to_bytes(8, "little"))
-        return self._gathered(record, [int.from_bytes(length, "little") for length in lengths])
-
-    def _gathered(self, record: bytes, lengths: Sequence[int]) -> list[bytes]:
         buffers = [
-            receive_buffer(member, [length], np.uint8)
+            receive_buffer(member, [int.from_bytes(length, "little")], np.uint8)
             for member, length in zip(self.group.members, lengths, strict=True)
         ]
+        return self._gathered(record, buffers)
+
+    def _gathered(self, record: bytes, buffers: list[NDArray[np.uint8]]) -> list[bytes]:
         buffers[self.group.rank] = np.frombuffer(record, np.uint8)
         self.all_gather_into([[buffer] for buffer in buffers])
         return [buffer.tobytes() for buffer in buffers]

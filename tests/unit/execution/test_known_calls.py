@@ -472,10 +472,11 @@ def test_results_of_one_call_have_memory_of_their_own(make):
 def test_between_processes_the_walk_is_hardly_longer():
     def program(group):
         ops, value, out = cd.CollectiveAllReduce(group=group), np.float32([1]), np.empty(1, np.float32)
-        ops.reduce("sum", value, "cpu:0", out=out)
+        for _ in range(2):
+            ops.reduce("sum", value, "cpu:0", out=out)
         return frames_to_the_kernels(lambda: ops.reduce("sum", value, "cpu:0", out=out))
 
-    assert max(run_ranks(2, program)) <= 8
+    assert max(run_ranks(2, program)) <= 9
 
 
 @pytest.mark.parametrize("shape", [(), (3, 50)])

@@ -7,8 +7,8 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,11 @@ MAX_KINDS = 1024
 
 VARYING = 0
 """In place of a number of replicas: not all leaves have as many."""
+
+OfRanks: TypeAlias = tuple[tuple[int, ...], ...]
+"""For each rank the number of its replicas of each leaf."""
+
+Answer = TypeVar("Answer")
 
 
 class LeafDescription(NamedTuple):
@@ -162,6 +167,50 @@ def agreed_call(
         yield call, known.counts
 
 
+class RepeatedCall:
+    """A call that ranks make again and again, with other arrays: all that they compare of it.
+
+    Arguments are those of `agreed_call`.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        description: Description,
+        replicas: tuple[int, ...],
+        timeout_seconds: float | None,
+        courses: Callable[[GroupCall, OfRanks], Sequence[Course]] | None = None,
+    ) -> None:
+        self.group, self._seconds = group, timeout_seconds
+        self._arguments = (group, description, replicas, timeout_seconds, courses)
+        self._key, self._what = (description.digest, replicas), what_is_called(description, replicas)
+
+    def agreed(self) -> AbstractContextManager[tuple[GroupCall, OfRanks]]:
+        """The group's next call, for work of which something is known only then."""
+        return agreed_call(*self._arguments)
+
+    def make(
+        self,
+        works: dict[OfRanks, Callable[..., Answer]],
+        prepare: Callable[[GroupCall, OfRanks], Callable[..., Answer]],
+        *args: Any,
+    ) -> Answer:
+        """Makes the group's next call: `work(call, *args)`, with the one of `works` for these ranks.
+
+        It is prepared in the first such call, and ranks are asked only if they have to be.
+        """
+        group = self.group
+        known: Agreed | None = None if group.checks == "always" else group.agreed.get(self._key)
+        work = None if known is None else works.get(known.counts)
+        if known is not None and work is not None:
+            return group.make_call(work, self._what, known.signature, self._seconds, *args)
+        with self.agreed() as (call, of_ranks):
+            work = works.get(of_ranks)
+            if work is None:
+                work = works[of_ranks] = prepare(call, of_ranks)
+            return work(call, *args)
+
+
 def what_is_called(description: Description, replicas: tuple[int, ...]) -> str:
     """A call and the number of its arrays, for people."""
     return f"{description.what} ({sum(replicas)} array{'' if sum(replicas) == 1 else 's'})"
@@ -247,14 +296,15 @@ def seconds_of(options: CommunicationOptions) -> float | None:
 
 
 def weights_of_all_ranks(
-    call: GroupCall, op: ReduceOp, factors: tuple[float, ...] | None, counts: Sequence[Sequence[int]]
-) -> Weights | None:
-    """The weights of all replicas, in the order of ranks; refuses those, and operations, that do not fit."""
+    call: GroupCall, op: ReduceOp, factors: tuple[float, ...], counts: Sequence[int]
+) -> Weights:
+    """The weights of all replicas, of which each rank has so many, in the order of ranks."""
+    found = np.empty(sum(counts))
+    parts, start = [], 0
+    for count in counts:
+        parts.append([found[start : start + count]])
+        start += count
+    parts[call.group.rank][0][:] = factors
+    call.all_gather_into(parts)
     with refused_by_all():
-        if op.is_order_statistic:
-            for count in counts:
-                op.sorted_range(sum(count))
-        if factors is None:
-            return None
-        records = call.all_gather_uneven(np.array(factors).tobytes())
-        return weights_for(tuple(np.frombuffer(b"".join(records)).tolist()), op)
+        return weights_for(tuple(found.tolist()), op)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 
@@ -21,37 +23,29 @@ from crossdevice.execution.processes.agreement import (
     structure_text,
     weights_of_all_ranks,
 )
-from crossdevice.execution.processes.choice import Part, courses_of, own_gpu, parts_of, transport_of
+from crossdevice.execution.processes.choice import parts_of, transport_of
 from crossdevice.execution.processes.copied_rows import Copies
-from crossdevice.execution.processes.dense_call import DenseCall
-from crossdevice.execution.processes.exchanged_parts import exchanged_parts
-from crossdevice.execution.processes.gpu_peers import explained_peers, find_peers, offered_gpu
+from crossdevice.execution.processes.gpu_peers import explained_peers, offered_gpu
+from crossdevice.execution.processes.group_copies import CopiedLeaf, GroupCopies
+from crossdevice.execution.processes.group_reduction import GroupReduction
 from crossdevice.execution.processes.host_reduction import HostReduction
-from crossdevice.execution.processes.programs import Delivery
 from crossdevice.execution.processes.reduced_batch import Prepare, ReducedBatch, Wanted
-from crossdevice.execution.processes.reduced_parts import PreparedParts, reduced_parts
-from crossdevice.execution.processes.rows import Rows, array_of_rows, joined_rows
 from crossdevice.execution.processes.sparse_rows import gathered_rows, index_dtype
-from crossdevice.execution.processes.task_agreement import Course
 from crossdevice.execution.processes.verifying import (
     Verification,
-    check_written,
     verified_copies,
 )
-from crossdevice.execution.reading.gathers import AllToAll, Placed, check_gather
-from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec
-from crossdevice.execution.reading.outputs import wrapped_into
-from crossdevice.execution.reading.values import Leaf, Value, at, one_backend, read_value
+from crossdevice.execution.reading.gathers import AllToAll, Gathering, Placed, check_gather
+from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.reading.values import Leaf, at, one_backend, read_value
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.process_groups.group import ProcessGroup
-from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import IndexedSlices, component_of
 from crossdevice.values.nesting import unflatten
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions, whole_number
 from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
-from crossdevice.values.weights import Weights
 
 SMALLEST_SHARED_BYTES = 1 << 20
 """Results that are smaller are copied: a file for each of hundreds would cost more than it saves."""
@@ -81,53 +75,112 @@ class BetweenProcesses:
         self.group = group
         self._prepare = prepare
         self._log_once = LogOnce()
-        self._descriptions: SignatureCache[Description] = SignatureCache()
-        self._parts: SignatureCache[list[Part]] = SignatureCache()
+        self._reductions: SignatureCache[GroupReduction] = SignatureCache()
         self._copies = Copies(group)
-        self._scatterings: SignatureCache[PreparedParts] = SignatureCache()
 
     def reduce(self, batch: CheckedBatch) -> list[Any]:
         """The wrapped result of each request, over the replicas of all ranks."""
         self._say_if_not_nccl(batch)
-        replicas = tuple(
-            len(request.value.devices) for request in batch.requests for _ in request.value.leaves
-        )
-        description = self._description(batch)
-
-        def courses(call: GroupCall, of_ranks: Sequence[Sequence[int]]) -> list[Course]:
-            find_peers(call, own_gpu(leaf.spec for leaf in batch.dense))
-            *_, parts = self._dense_parts(batch, list(zip(*of_ranks, strict=True)))
-            return courses_of(parts)
-
-        seconds = seconds_of(batch.options)
-        with agreed_call(self.group, description, replicas, seconds, courses) as (call, of_ranks):
-            counts = list(zip(*of_ranks, strict=True))
-            verification = Verification(call) if batch.options.verify else None
-            find_peers(call, own_gpu(leaf.spec for leaf in batch.dense))
-            weights = weights_of_all_ranks(call, batch.op, batch.factors, counts)
+        reduction = self.reduction(batch)
+        columns, outs = [leaf.arrays for leaf in batch.dense], [leaf.out for leaf in batch.dense]
+        if len(batch.dense) == len(batch.all_leaves):
+            return batch.wrapped(reduction.run(columns, outs, batch.weights))
+        with reduction.call.agreed() as (call, of_ranks):
+            exchange = reduction.exchange(call, of_ranks)
+            weights = None
+            if batch.factors is not None:
+                counts = [replicas[0] for replicas in of_ranks]
+                weights = weights_of_all_ranks(call, batch.op, batch.factors, counts)
+            if batch.options.verify:
+                Verification(call)  # of which the call tells from now on
             # Rows first, which are copied: `out` of a dense leaf may be written to while that travels.
-            gathered = gathered_rows(call, self._copies, batch.all_leaves, counts, weights)
-            if verification is not None:
-                deliveries = [self._verified(call, verification, batch, counts, weights)]
-            else:
-                deliveries = self._exchange_dense(call, batch, counts, weights)
-        results: dict[int, Any] = {number: leaf.run() for number, leaf in gathered.items()}
-        for numbers, delivery in deliveries:  # inputs in `out` are written to when nothing can fail any more
-            results.update(zip(numbers, delivery(), strict=True))
-        return batch.wrapped(results[number] for number in range(len(results)))
+            counts_of_leaves = list(zip(*of_ranks, strict=True))
+            gathered = gathered_rows(call, self._copies, batch.all_leaves, counts_of_leaves, weights)
+            delivery = exchange(call, columns, outs, weights)
+        rows: dict[int, Any] = {number: leaf.run() for number, leaf in gathered.items()}
+        left = iter(delivery())  # inputs in `out` are written to when nothing can fail any more
+        return batch.wrapped(
+            rows[number] if number in rows else next(left) for number in range(len(batch.all_leaves))
+        )
 
-    def prepared(self, batch: CheckedBatch) -> DenseCall | None:
-        """The known call of dense arrays, all on the host or all on a GPU; None for any other."""
-        specs = tuple(leaf.spec for leaf in batch.dense)
+    def reduction(self, batch: CheckedBatch) -> GroupReduction:
+        """The reduction of a batch, without its arrays."""
+        replicas = tuple([len(each.value.devices) for each in batch.requests for _ in each.value.leaves])
+        numbers = [number for number, leaf in enumerate(batch.all_leaves) if isinstance(leaf, Dense)]
+        specs = tuple([leaf.spec for leaf in batch.dense])
+        work = (specs, batch.op, batch.options)
+        reduced = ReducedBatch(*work, (), self.group, self._prepare, batch.is_weighted)
+        return self._reduction(self._description(batch), replicas, reduced, numbers)
+
+    def can_repeat(self, batch: CheckedBatch) -> bool:
+        """True if a batch can be repeated: its arrays are dense, all on the host or all on a GPU."""
+        specs = [leaf.spec for leaf in batch.dense]
         choices = [transport_of(Wanted(spec, batch.op, batch.options, self.group)) for spec in specs]
         are_on_host = all(
             spec.shares_host_memory and choice.is_on_host for spec, choice in zip(specs, choices, strict=True)
         )
         are_simple = are_on_host or {choice.name for choice in choices} in ({"peer memory"}, {"staged"})
-        if batch.options.verify or batch.is_weighted or not are_simple or len(specs) < len(batch.all_leaves):
-            return None
-        description, seconds = self._description(batch), seconds_of(batch.options)
-        return DenseCall(self.group, description, seconds, specs, batch.op, batch.options, self._prepare)
+        return are_simple and len(specs) == len(batch.all_leaves)
+
+    def reduce_scatter(
+        self,
+        scatters: Sequence[Scatter],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        *,
+        is_weighted: bool,
+    ) -> GroupReduction:
+        """The reduction of values of which each replica of each rank gets its own part."""
+        if options.precision == "fast" and (is_weighted or op.is_order_statistic):
+            options = dataclasses.replace(options, precision="accurate")
+        leaves = [leaf for scatter in scatters for leaf in scatter.leaves]
+        axes, sizes = tuple([leaf.axis for leaf in leaves]), scatters[0].sizes
+        more = ", with weights" if is_weighted else ""
+        more += ", verified" if options.verify else ""
+        packs = f", packs of {options.bytes_per_pack} bytes" if options.bytes_per_pack else ""
+        along = " and ".join(map(str, sorted(set(axes)))) + (
+            "" if sizes is None else f", sizes {list(sizes)}"
+        )
+        description = Description(
+            f"reduce_scatter {op.name} ({options.precision}{packs}{more}) along axis {along}",
+            tuple(structure_text(scatter.value.structure) for scatter in scatters),
+            tuple(
+                LeafDescription(leaf.path, self._kind_of(spec, op, options), spec.dtype, spec.shape)
+                for leaf, spec, _ in leaves
+            ),
+        )
+        specs = tuple([leaf.spec for leaf in leaves])
+        batch = ReducedBatch(specs, op, options, (), self.group, self._prepare, is_weighted)
+        replicas = tuple([len(spec.devices) for spec in specs])
+        return self._reduction(description, replicas, batch, range(len(specs)), axes, sizes)
+
+    def gather(self, placed: Sequence[Placed], axis: int, options: CommunicationOptions) -> GroupCopies:
+        """Checks values that are to be put end to end with those of all other ranks."""
+        leaves, described = [], []
+        for entry, (value, destinations, _) in enumerate(placed):
+            for leaf in value.leaves:
+                gathering = check_gather(leaf, value.devices, destinations, axis)
+                leaves.append(CopiedLeaf(gathering.backend, gathering.axis, destinations, value.devices))
+                described.append((_place(leaf, entry, len(placed)), gathering))
+        # As counted from the front, which is not the same for arrays of different ranks.
+        axes = sorted({leaf.axis for leaf in leaves}) or [axis]
+        operation = f"gather along axis {' and '.join(map(str, axes))}"
+        return self._copying(operation, placed, leaves, described, options)
+
+    def all_to_all(self, moves: Sequence[AllToAll], options: CommunicationOptions) -> GroupCopies:
+        """The parts that all ranks have for this rank's replicas."""
+        leaves, described = [], []
+        for entry, (value, gatherings, sizes, _) in enumerate(moves):
+            for leaf, gathering in zip(value.leaves, gatherings, strict=True):
+                _, backend, axis = gathering
+                leaves.append(CopiedLeaf(backend, axis, value.devices, value.devices, sizes))
+                described.append((_place(leaf, entry, len(moves)), gathering))
+        # The number of lengths is compared, but not the lengths, which may differ.
+        numbers = sorted({len(sizes) for move in moves for sizes in move.sizes if sizes is not None})
+        axes = " and ".join(map(str, sorted({leaf.axis for leaf in leaves})))
+        operation = f"all_to_all along axis {axes}" + "".join(f", {number} sizes" for number in numbers)
+        placed = [(move.value, move.value.devices, move.out) for move in moves]
+        return self._copying(operation, placed, leaves, described, options)
 
     def empty_results(self, spec: LeafSpec, dtype: str) -> tuple[Array, ...]:
         """Memory for a leaf's result on each destination, the first where other ranks can write to it."""
@@ -176,48 +229,6 @@ class BetweenProcesses:
                 lines += part.prepared.explained()
         return "\n".join(lines)
 
-    def gather(self, gathers: Sequence[PreparedGather], placed: Sequence[Placed]) -> list[Any]:
-        """The replicas of all ranks of each value, end to end on its destinations here."""
-        rows = [
-            gather.rows([leaf.arrays for leaf in value.leaves])
-            for gather, (value, *_) in zip(gathers, placed, strict=True)
-        ]
-        return [
-            wrapped_into(out, gather.run(own), [backend for backend, _ in gather.leaves], value, destinations)
-            for gather, own, (value, destinations, out) in zip(gathers, rows, placed, strict=True)
-        ]
-
-    def reduce_scatter(
-        self,
-        scatters: Sequence[Scatter],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        factors: tuple[float, ...] | None,
-    ) -> list[Any]:
-        """The parts of this rank's replicas, of values reduced over the replicas of all ranks."""
-        return reduced_parts(self.group, scatters, op, options, factors, self._scatterings, self._prepare)
-
-    def all_to_all(self, moves: Sequence[AllToAll], options: CommunicationOptions) -> list[Any]:
-        """The parts that all ranks have for this rank's replicas."""
-        return exchanged_parts(self.group, self._copies, moves, options)
-
-    def prepared_gather(
-        self, read: Value, destinations: tuple[Device, ...], axis: int, options: CommunicationOptions
-    ) -> PreparedGather:
-        """Checks a value that is to be put end to end with those of all other ranks."""
-        gatherings = [check_gather(leaf, read.devices, destinations, axis) for leaf in read.leaves]
-        described = tuple(
-            LeafDescription(leaf.path, "array", gathering.dtype, gathering.shape_with(None))
-            for leaf, gathering in zip(read.leaves, gatherings, strict=True)
-        )
-        # As counted from the front, which is not the same for arrays of different ranks.
-        axes = sorted({gathering.axis for gathering in gatherings}) or [axis]
-        verified = ", verified" if options.verify else ""
-        operation = f"gather along axis {' and '.join(map(str, axes))}{verified}"
-        description = Description(operation, (structure_text(read.structure),), described)
-        leaves = [(gathering.backend, gathering.axis) for gathering in gatherings]
-        return PreparedGather(self.group, self._copies, description, leaves, destinations, options)
-
     def value_of_rank(self, value: Any, rank: int, options: CommunicationOptions) -> Any:
         """One rank's value, on every rank; all bring one of the same structure, shapes and dtypes."""
         if whole_number("from_rank", rank) >= self.group.size:
@@ -239,7 +250,7 @@ class BetweenProcesses:
         ]
         with (
             agreed_call(self.group, description, (1,) * len(flats), seconds_of(options)) as (call, _),
-            verified_copies(call, options) as verification,
+            verified_copies(call) if options.verify else nullcontext() as verification,
         ):
             received = self._copies.of_rank(call, flats, rank)
             if verification is not None:
@@ -270,158 +281,88 @@ class BetweenProcesses:
                 f"process; everything else goes through {self.group.engine_name}"
             )
 
+    def _reduction(
+        self,
+        description: Description,
+        replicas: tuple[int, ...],
+        batch: ReducedBatch,
+        numbers: Sequence[int],
+        axes: tuple[int, ...] | None = None,
+        sizes: tuple[int, ...] | None = None,
+    ) -> GroupReduction:
+        """A reduction like one before, or a new one; arguments are those of `GroupReduction`."""
+        key = (description, replicas, batch.specs, batch.op, batch.options, batch.is_weighted, axes, sizes)
+        known = self._reductions.get(key)
+        if known is None:
+            known = GroupReduction(description, replicas, batch, numbers, axes, sizes)
+            self._reductions[key] = known
+        return known
+
+    def _copying(
+        self,
+        operation: str,
+        placed: Sequence[Placed],
+        leaves: Sequence[CopiedLeaf],
+        described: Sequence[tuple[str, Gathering]],
+        options: CommunicationOptions,
+    ) -> GroupCopies:
+        description = Description(
+            operation + (", verified" if options.verify else ""),
+            tuple(structure_text(value.structure) for value, *_ in placed),
+            tuple(
+                LeafDescription(path, "array", gathering.dtype, gathering.shape_with(None))
+                for path, gathering in described
+            ),
+        )
+        return GroupCopies(self.group, self._copies, description, leaves, options)
+
+    def _kind_of(self, spec: LeafSpec, op: ReduceOp, options: CommunicationOptions) -> str:
+        """What a leaf of arrays is, as ranks compare it."""
+        is_on_host = transport_of(Wanted(spec, op, options, self.group)).is_on_host
+        return "array" if is_on_host else f"array on {spec.devices[0].type}"
+
     def _description(self, batch: CheckedBatch) -> Description:
         requests, op, options = batch.requests, batch.op, batch.options
         described = tuple(
-            _described(_place(leaf, entry, requests), reduction, op, options, self.group)
+            self._described(_place(leaf, entry, len(requests)), reduction, op, options)
             for entry, (request, of_request) in enumerate(zip(requests, batch.leaves, strict=True))
             for leaf, reduction in zip(request.value.leaves, of_request, strict=True)
         )
         packs = f", packs of {options.bytes_per_pack} bytes" if options.bytes_per_pack else ""
-        structures = tuple(structure_text(request.value.structure) for request in requests)
         more = ", with weights" if batch.is_weighted else ""
         more += ", verified" if options.verify else ""
         more += f", integers by {options.integers}" if options.integers != "mean" else ""
-        key = (op, options.precision, packs, more, structures, described)
-        known = self._descriptions.get(key)
-        if known is None:
-            operation = f"reduce {op.name} ({options.precision}{packs}{more})"
-            known = Description(operation, structures, described)
-            self._descriptions[key] = known
-        return known
+        return Description(
+            f"reduce {op.name} ({options.precision}{packs}{more})",
+            tuple(structure_text(request.value.structure) for request in requests),
+            described,
+        )
 
-    def _verified(
-        self,
-        call: GroupCall,
-        verification: Verification,
-        batch: CheckedBatch,
-        counts: Sequence[tuple[int, ...]],
-        weights: Weights | None,
-    ) -> tuple[Sequence[int], Delivery]:
-        """The same for a verified call: inputs are as they were until all ranks have found all well."""
-        numbers, leaves, parts = self._dense_parts(batch, counts)
-        results: dict[int, tuple[Array, ...]] = {}
-        is_written: dict[int, bool] = {}
-        for part in parts:
-            (number,) = part.leaves
-            leaf, prepared = leaves[number], part.prepared
-            assert isinstance(prepared, HostReduction)
-            # Large ones are written where they are to be: to copy them would take as long as to check them.
-            is_direct = prepared.writes_directly([leaf.arrays], leaf.out)
-            outs = [leaf.out if is_direct else None]
-            columns = [leaf.arrays]
-            results[number] = prepared.run_verified(call, verification, leaf.path, columns, outs, weights)
-            is_written[number] = is_direct
-        verification.conclude()
-
-        def deliver() -> list[tuple[Array, ...]]:
-            delivered = []
-            for number, leaf in enumerate(leaves):
-                if leaf.out is None or is_written[number]:
-                    delivered.append(results[number])
-                    continue
-                for target, result in zip(leaf.out, results[number], strict=True):
-                    leaf.backend.write(target, result)
-                check_written(leaf.path, leaf.out, results[number])
-                delivered.append(tuple(leaf.out))
-            return delivered
-
-        return numbers, deliver
-
-    def _exchange_dense(
-        self,
-        call: GroupCall,
-        batch: CheckedBatch,
-        counts: Sequence[tuple[int, ...]],
-        weights: Weights | None,
-    ) -> list[tuple[Sequence[int], Delivery]]:
-        """Exchanges dense leaves; returns their numbers with functions that deliver the results."""
-        numbers, leaves, parts = self._dense_parts(batch, counts)
-        arrays, outs = [leaf.arrays for leaf in leaves], [leaf.out for leaf in leaves]
-        return [
-            ([numbers[leaf] for leaf in part.leaves], part.run(call, arrays, outs, weights)) for part in parts
-        ]
-
-    def _dense_parts(
-        self, batch: CheckedBatch, counts: Sequence[tuple[int, ...]]
-    ) -> tuple[list[int], list[Dense], list[Part]]:
-        """The numbers of dense leaves, the leaves, and how they go."""
-        dense = {number: leaf for number, leaf in enumerate(batch.all_leaves) if isinstance(leaf, Dense)}
-        numbers, leaves = list(dense), list(dense.values())
-        work = (tuple(leaf.spec for leaf in leaves), batch.op, batch.options)
-        own_counts = tuple(counts[number] for number in numbers)
-        key = (*work, own_counts, batch.is_weighted)
-        parts = self._parts.get(key)
-        if parts is None:
-            reduced = ReducedBatch(*work, own_counts, self.group, self._prepare, batch.is_weighted)
-            parts = self._parts[key] = parts_of(reduced)
-        return numbers, leaves, parts
+    def _described(
+        self, path: str, leaf: CheckedLeaf, op: ReduceOp, options: CommunicationOptions
+    ) -> LeafDescription:
+        if isinstance(leaf, Dense):
+            kind = self._kind_of(leaf.spec, op, options)
+            kind += f" into {leaf.spec.into}" if leaf.spec.into else ""
+            return LeafDescription(path, kind, leaf.spec.dtype, leaf.spec.shape)
+        if isinstance(leaf, RowsBesideDense):
+            raise ConversionError(
+                f"a replica holds repeated rows{at(path)} beside dense arrays of others; between "
+                "processes their exact sum would be rounded twice: add repeated rows up first, or use "
+                "precision accurate"
+            )
+        backend, first = leaf.backend, leaf.slices[0]
+        indices = index_dtype(leaf)
+        rows = (None, *backend.shape_of(first.values)[1:])
+        dtype = f"{backend.dtype_of(first.values)}, {indices} indices"
+        return LeafDescription(path, "rows", dtype, rows, leaf.dense_shape)
 
 
-class PreparedGather(NamedTuple):
-    """A gather of one value over the replicas of all ranks, without its arrays."""
-
-    group: ProcessGroup
-    copies: Copies
-    description: Description
-    leaves: Sequence[tuple[Backend, int]]
-    """The library of each leaf, and the axis along which its arrays are put end to end."""
-    destinations: tuple[Device, ...]
-    options: CommunicationOptions
-
-    def rows(self, columns: Columns) -> list[Rows]:
-        """The arrays of each leaf, as rows that travel."""
-        gpu = offered_gpu([array for arrays in columns for array in arrays], self.group)
-        return [
-            joined_rows(tuple(arrays), axis, backend, gpu)
-            for arrays, (backend, axis) in zip(columns, self.leaves, strict=True)
-        ]
-
-    def run(self, rows: Sequence[Rows]) -> list[tuple[Array, ...]]:
-        """For each leaf the rows of all ranks, on each destination."""
-        # End to end they are one, so ranks may bring as many as they like.
-        ones, seconds = (1,) * len(rows), seconds_of(self.options)
-        with (
-            agreed_call(self.group, self.description, ones, seconds) as (call, _),
-            verified_copies(call, self.options) as verification,
-        ):
-            wholes = self.copies.gathered(call, rows)
-            if verification is not None:
-                verification.note_copies(
-                    dict(zip([leaf.path for leaf in self.description.leaves], wholes, strict=True))
-                )
-        results: list[tuple[Array, ...]] = []
-        for (backend, axis), whole in zip(self.leaves, wholes, strict=True):
-            first = array_of_rows(whole, whole.shape, axis, backend, self.destinations[0])
-            results.append((first, *(backend.copy(first, device) for device in self.destinations[1:])))
-        return results
-
-
-def _place(leaf: Leaf, entry: int, requests: Sequence[Request]) -> str:
+def _place(leaf: Leaf, entry: int, num_entries: int) -> str:
     """Names a leaf in an error: by its path, and by its entry if there are several."""
-    if len(requests) == 1:
+    if num_entries == 1:
         return leaf.path
     return f"{leaf.path} of entry {entry}" if leaf.path else f"entry {entry}"
-
-
-def _described(
-    path: str, leaf: CheckedLeaf, op: ReduceOp, options: CommunicationOptions, group: ProcessGroup
-) -> LeafDescription:
-    if isinstance(leaf, Dense):
-        choice = transport_of(Wanted(leaf.spec, op, options, group))
-        kind = "array" if choice.is_on_host else f"array on {leaf.spec.devices[0].type}"
-        kind += f" into {leaf.spec.into}" if leaf.spec.into else ""
-        return LeafDescription(path, kind, leaf.spec.dtype, leaf.spec.shape)
-    if isinstance(leaf, RowsBesideDense):
-        raise ConversionError(
-            f"a replica holds repeated rows{at(path)} beside dense arrays of others; between processes their "
-            "exact sum would be rounded twice: add repeated rows up first, or use precision accurate"
-        )
-    backend, first = leaf.backend, leaf.slices[0]
-    indices = index_dtype(leaf)
-    rows = (None, *backend.shape_of(first.values)[1:])
-    dtype = f"{backend.dtype_of(first.values)}, {indices} indices"
-    return LeafDescription(path, "rows", dtype, rows, leaf.dense_shape)
 
 
 def _dense_backend(leaf: Leaf, devices: tuple[Device, ...]) -> Backend:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.registry import backend_named
-from crossdevice.errors import ProcessGroupError
 from crossdevice.execution.processes.choice import prepare_copies, transport_of_copies
 from crossdevice.execution.processes.gpu_peers import are_reached, known_peers, offered_gpu
 from crossdevice.execution.processes.layouts.all_to_all import all_to_all
@@ -75,41 +75,59 @@ class LeafRows(NamedTuple):
         return np.array([part_lengths(len(rows), number, own) for rows, own in pairs], np.int64)
 
 
+class _Ready(NamedTuple):
+    """A call of given lengths, proved: its program, and the shape of each result of this rank."""
+
+    name: str
+    """That of its transport."""
+    program: Program
+    shapes: Mapping[Place, tuple[int, ...]]
+    is_on_gpu: bool
+    key: Hashable
+    """The same on all ranks."""
+
+
 class Copies:
-    """The copying calls of one group, with the programs of the lengths there were."""
+    """The copying calls of one group; what was prepared for lengths is kept."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._programs: SignatureCache[tuple[str, Program]] = SignatureCache()
-        """By lengths; each with the name of its transport."""
+        self._ready: SignatureCache[_Ready] = SignatureCache()
+        """By what all ranks say of their rows, and by the rows of this rank."""
 
     def gathered(self, call: GroupCall, rows: Sequence[Rows]) -> list[Rows]:
         """For each leaf the rows of all ranks, end to end: as many as each brings, but alike."""
-        group = self._group
-        gpu = offered_gpu(rows, group) if call.hops is None else None
-        numbers = np.array([*map(len, rows), gpu is not None], np.int64)
-        records = [np.frombuffer(record, np.int64).tolist() for record in call.all_gather(numbers.tobytes())]
+        gpu = None if call.hops is not None or are_on_host(rows) else offered_gpu(rows, self._group)
+        records = call.all_gather(np.array([*map(len, rows), gpu is not None], np.int64).tobytes())
         if not rows:
             return []
-        is_on_gpu = are_reached(call, gpu, [bool(found[-1]) for found in records])
-        if not is_on_gpu:
-            rows = list(map(_on_host, rows))
+        key = ("gather", call.hops is None, tuple(records), _kinds_of(rows))
+        ready = self._ready.get(key)
+        if ready is None:
+            found = [np.frombuffer(record, np.int64).tolist() for record in records]
+            is_on_gpu = are_reached(call, gpu, [bool(numbers[-1]) for numbers in found])
+            ready = self._ready[key] = self._gathering(call, found, rows, is_on_gpu)
+        return list(self._made(call, ready, [[array] for array in rows]).values())
+
+    def _gathering(
+        self, call: GroupCall, lengths: Sequence[Sequence[int]], rows: Sequence[Rows], is_on_gpu: bool
+    ) -> _Ready:
         row_bytes = list(map(_row_bytes, rows))
-        for member, found in zip(group.members, records, strict=True):
+        for member, found in zip(self._group.members, lengths, strict=True):
             for length, array in zip(found[:-1], rows, strict=True):
                 check_announced(member, (length, *array.shape[1:]), array.itemsize)
         num_bytes = tuple(
-            tuple([found[leaf] * each for found in records]) for leaf, each in enumerate(row_bytes)
+            tuple([found[leaf] * each for found in lengths]) for leaf, each in enumerate(row_bytes)
         )
         copied = Copied(
             ("gather", num_bytes),
-            [(1,) * group.size] * len(rows),
+            [(1,) * self._group.size] * len(rows),
             functools.partial(gather, num_bytes),
             functools.partial(meaning_of_gather, num_bytes),
         )
-        totals = [sum(found[leaf] for found in records) for leaf in range(len(rows))]
+        totals = [sum(found[leaf] for found in lengths) for leaf in range(len(rows))]
         shapes = {(leaf, 0): (totals[leaf], *array.shape[1:]) for leaf, array in enumerate(rows)}
-        return list(self._run(call, copied, [[array] for array in rows], shapes, is_on_gpu).values())
+        return self._prepared(call, copied, shapes, is_on_gpu)
 
     def of_rank(self, call: GroupCall, arrays: Sequence[Rows], root: int) -> list[Rows]:
         """The flat arrays of one rank, which every rank has in the same lengths and dtypes."""
@@ -121,18 +139,20 @@ class Copies:
             gpu = offered_gpu(arrays, group)
             answers = call.all_gather(b"0" if gpu is None else b"1")
             is_on_gpu = are_reached(call, gpu, [answer == b"1" for answer in answers])
-        if not is_on_gpu:
-            arrays = list(map(_on_host, arrays))
-        num_bytes = tuple([len(array) * _row_bytes(array) for array in arrays])
-        copied = Copied(
-            ("broadcast", root, num_bytes),
-            [(1,) * group.size] * len(arrays),
-            functools.partial(broadcast, num_bytes, group.size, root),
-            functools.partial(meaning_of_broadcast, num_bytes, group.size, root),
-        )
         is_root = group.rank == root
-        shapes = {} if is_root else {(leaf, 0): tuple(array.shape) for leaf, array in enumerate(arrays)}
-        results = self._run(call, copied, [[array] for array in arrays], shapes, is_on_gpu)
+        key = ("broadcast", call.hops is None, root, is_on_gpu, tuple(map(len, arrays)), _kinds_of(arrays))
+        ready = self._ready.get(key)
+        if ready is None:
+            num_bytes = tuple([len(array) * _row_bytes(array) for array in arrays])
+            copied = Copied(
+                ("broadcast", root, num_bytes),
+                [(1,) * group.size] * len(arrays),
+                functools.partial(broadcast, num_bytes, group.size, root),
+                functools.partial(meaning_of_broadcast, num_bytes, group.size, root),
+            )
+            shapes = {} if is_root else {(leaf, 0): tuple(array.shape) for leaf, array in enumerate(arrays)}
+            ready = self._ready[key] = self._prepared(call, copied, shapes, is_on_gpu)
+        results = self._made(call, ready, [[array] for array in arrays])
         return list(arrays) if is_root else list(results.values())
 
     def exchanged(
@@ -146,19 +166,32 @@ class Copies:
 
         Rows may be PyTorch's on this GPU, and results are there too if ranks reach each other's.
         """
-        rank, members = call.group.rank, call.group.members
-        own = np.concatenate([[gpu is not None], *(of_leaf.reshape(-1) for of_leaf in lengths)])
-        records = call.all_gather_uneven(own.astype(np.int64).tobytes())
-        of_peers = [_lengths_of(peer, leaves, record, members) for peer, record in enumerate(records)]
+        own = b"".join([bytes([gpu is not None]), *[of_leaf.tobytes() for of_leaf in lengths]])
+        counts = tuple([tuple(leaf.counts) for leaf in leaves])
+        of_all = list(map(sum, counts))
+        numbers = [sum(map(operator.mul, of_rank, of_all)) for of_rank in zip(*counts, strict=True)]
+        records = call.all_gather_of(own, [1 + 8 * number for number in numbers or [0] * self._group.size])
         if not leaves:
             return []
-        is_on_gpu = call.hops is None and are_reached(call, gpu, [is_offered for is_offered, _ in of_peers])
-        if not is_on_gpu:
-            leaves = [leaf._replace(replicas=list(map(_on_host, leaf.replicas))) for leaf in leaves]
+        inputs = [leaf.replicas for leaf in leaves]
+        kinds = _kinds_of([replicas[0] for replicas in inputs])
+        key = ("all to all", call.hops is None, tuple(records), counts, kinds)
+        ready = self._ready.get(key)
+        if ready is None:
+            is_on_gpu = call.hops is None and are_reached(call, gpu, [record[0] == 1 for record in records])
+            ready = self._ready[key] = self._exchange(call, records, leaves, is_on_gpu)
+        results = iter(self._made(call, ready, inputs).values())
+        return [list(itertools.islice(results, len(replicas))) for replicas in inputs]
+
+    def _exchange(
+        self, call: GroupCall, records: Sequence[bytes], leaves: Sequence[LeafRows], is_on_gpu: bool
+    ) -> _Ready:
+        rank, members = call.group.rank, call.group.members
+        of_peers = [_lengths_of(peer, leaves, record) for peer, record in enumerate(records)]
         all_lengths = [
-            np.concatenate([found[leaf] for _, found in of_peers]).tolist() for leaf in range(len(leaves))
+            np.concatenate([found[leaf] for found in of_peers]).tolist() for leaf in range(len(leaves))
         ]
-        for member, (_, found) in zip(members, of_peers, strict=True):
+        for member, found in zip(members, of_peers, strict=True):
             for leaf, of_leaf in zip(leaves, found, strict=True):
                 for length in of_leaf.reshape(-1).tolist():
                     check_announced(member, (length, *leaf.replicas[0].shape[1:]), leaf.replicas[0].itemsize)
@@ -179,41 +212,36 @@ class Copies:
             for replica in range(leaf.counts[rank]):
                 total = sum([parts[first + replica] for parts in of_leaf])
                 shapes[number, replica] = (total, *rest)
-        inputs = [leaf.replicas for leaf in leaves]
-        results = iter(self._run(call, copied, inputs, shapes, is_on_gpu).values())
-        return [list(itertools.islice(results, len(replicas))) for replicas in inputs]
+        return self._prepared(call, copied, shapes, is_on_gpu)
 
-    def _run(
-        self,
-        call: GroupCall,
-        copied: Copied,
-        inputs: Sequence[Sequence[Rows]],
-        shapes: Mapping[Place, tuple[int, ...]],
-        is_on_gpu: bool,
-    ) -> dict[Place, Rows]:
-        """New rows of these shapes, with what the call brings to them."""
+    def _prepared(
+        self, call: GroupCall, copied: Copied, shapes: Mapping[Place, tuple[int, ...]], is_on_gpu: bool
+    ) -> _Ready:
+        """A call with results of these shapes."""
         wanted = WantedCopies(self._group, is_on_gpu, is_verified=call.hops is not None)
-        key = (copied.key, wanted.is_on_gpu, wanted.is_verified)
-        known = self._programs.get(key)
-        if known is None:
-            name = transport_of_copies(wanted).name
-            known = self._programs[key] = (
-                name,
-                prepare_copies(name, copied.proved, copied.counts, self._group),
-            )
-        name, program = known
+        name = transport_of_copies(wanted).name
+        program = prepare_copies(name, copied.proved, copied.counts, self._group)
+        return _Ready(name, program, shapes, is_on_gpu, (copied.key, is_on_gpu, wanted.is_verified))
+
+    def _made(self, call: GroupCall, ready: _Ready, inputs: Sequence[Sequence[Rows]]) -> dict[Place, Rows]:
+        """New rows, with what the call brings to them."""
         if self._group.checks != "off":
-            compare_once(call, key, lambda: [Course(name, range(len(inputs)), [program.plan])])
-        if is_on_gpu:
-            results = {place: inputs[place[0]][0].new_empty(shape) for place, shape in shapes.items()}
+            compare_once(
+                call, ready.key, lambda: [Course(ready.name, range(len(inputs)), [ready.program.plan])]
+            )
+        if ready.is_on_gpu:
+            results = {place: inputs[place[0]][0].new_empty(shape) for place, shape in ready.shapes.items()}
             as_bytes: Callable[[Rows], Rows] = _tensor_bytes
         else:
+            inputs = [
+                replicas if are_on_host(replicas) else list(map(_on_host, replicas)) for replicas in inputs
+            ]
             results = {
                 place: receive_buffer("the group", shape, inputs[place[0]][0].dtype)
-                for place, shape in shapes.items()
+                for place, shape in ready.shapes.items()
             }
             as_bytes = _array_bytes
-        program.run(
+        ready.program.run(
             call,
             {leaf: list(map(as_bytes, replicas)) for leaf, replicas in enumerate(inputs)},
             {place: [as_bytes(rows)] for place, rows in results.items()},
@@ -221,23 +249,23 @@ class Copies:
         return results
 
 
-def _lengths_of(
-    peer: int, leaves: Sequence[LeafRows], record: bytes, members: Sequence[str]
-) -> tuple[bool, list[NDArray[np.int64]]]:
-    """Reads if a peer's rows are on a GPU, and for each leaf the lengths of its replicas' parts."""
-    expected = 8 * (1 + sum(leaf.counts[peer] * sum(leaf.counts) for leaf in leaves))
-    if len(record) != expected:
-        raise ProcessGroupError(
-            f"{members[peer]} sends the lengths of its parts in {len(record)} bytes; expected {expected}. "
-            "Its message was corrupted"
-        )
-    numbers, found = np.frombuffer(record, np.int64), []
-    left = numbers[1:]
+def are_on_host(rows: Sequence[Rows]) -> bool:
+    """Returns True if all rows are NumPy's."""
+    return {type(array) for array in rows} <= {np.ndarray}
+
+
+def _kinds_of(rows: Sequence[Rows]) -> tuple[Any, ...]:
+    return tuple([(array.shape[1:], array.dtype) for array in rows])
+
+
+def _lengths_of(peer: int, leaves: Sequence[LeafRows], record: bytes) -> list[NDArray[np.int64]]:
+    """Reads for each leaf the lengths of the parts of a peer's replicas."""
+    found, start = [], 1
     for leaf in leaves:
-        number = leaf.counts[peer] * sum(leaf.counts)
-        found.append(left[:number].reshape(leaf.counts[peer], -1))
-        left = left[number:]
-    return bool(numbers[0]), found
+        shape = leaf.counts[peer], sum(leaf.counts)
+        found.append(np.frombuffer(record, np.int64, math.prod(shape), start).reshape(shape))
+        start += 8 * math.prod(shape)
+    return found
 
 
 def _row_bytes(rows: Rows) -> int:

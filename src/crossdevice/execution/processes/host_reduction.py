@@ -140,7 +140,7 @@ class HostReduction:
         """What this rank has of the only leaf, from which elements on."""
         return [(0, self._specs[0].backend.to_host(results[0]))]
 
-    def repeated(self) -> Callable[[GroupCall, Columns, Outs], Delivery]:
+    def repeated(self) -> Callable[[GroupCall, Columns, Outs, Weights | None], Delivery]:
         """As `run`, or a shorter way to do it, for calls like this one."""
         return (self._small or self).run
 
@@ -265,6 +265,10 @@ class HostReduceScatter(HostReduction):
         super().__init__(batch, prepare)
         assert batch.parts is not None
         self._parts = batch.parts
+
+    def writes_directly(self, columns: Columns, out: Sequence[Array] | None) -> bool:  # noqa: ARG002
+        """False: parts are put where they are to be when all ranks have theirs."""
+        return False
 
     def run(self, call: GroupCall, columns: Columns, outs: Outs, weights: Weights | None = None) -> Delivery:
         """Exchanges everything with the other ranks; `outs` are written to by whoever calls the delivery."""

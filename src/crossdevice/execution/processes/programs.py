@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array
+from crossdevice.execution.signature_cache import SignatureCache
+from crossdevice.kernels.host.fused_pass import fused_batch, repeated_pass
 from crossdevice.plans.reduced_leaf import ReducedLeaf
-from crossdevice.plans.tasks import TaskPlan
+from crossdevice.plans.tasks import Task, TaskPlan
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared.shared_memory import SharedMemory
 from crossdevice.values.device import Device
+from crossdevice.values.recipe import COPYING
 from crossdevice.values.weights import Weights
 
 Flat: TypeAlias = NDArray[Any]
+
+SMALL_TASKS_BYTES = 1 << 20
+"""Below, a plain copy is faster than a pass that has to be laid out, and threads take longer to wake."""
 
 Delivery: TypeAlias = Callable[[], list[tuple[Array, ...]]]
 """Puts what has come on its destinations, also into `out`; for when no other rank is waited for any more."""
@@ -57,6 +63,40 @@ class Program(Protocol):
 
     def explained(self) -> str:
         """Human-readable description of what this rank does, for arrays in private memory."""
+
+
+class TaskPasses:
+    """The own tasks of a program as passes over arrays that differ from call to call.
+
+    Those of few bytes are laid out once, for given numbers of arrays; the rest is laid out in each call, and
+    shared by threads.
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        """`tasks` are those of one rank."""
+        self._recipe = tasks[0].recipe if tasks else COPYING
+        self._are_copies = all(task.is_copy for task in tasks)
+        num_bytes = sum([ref.num_bytes for task in tasks for ref in (*task.inputs, *task.outputs)])
+        self._is_small = num_bytes < SMALL_TASKS_BYTES
+        self._kept: SignatureCache[list[Callable[[Any, Any], None]]] = SignatureCache()
+
+    def run(
+        self, place: Hashable, tasks: Sequence[tuple[Sequence[Flat], Sequence[Flat]]], weights: Weights | None
+    ) -> None:
+        """Runs tasks, whose inputs and outputs these are; those at one `place` have the same sizes."""
+        if not self._is_small or weights is not None:
+            fused_batch(tasks, self._recipe.with_weights(weights))
+        elif self._are_copies:
+            for (source,), targets in tasks:
+                for target in targets:
+                    target[:] = source
+        else:
+            key = place, *[len(outputs) for _, outputs in tasks]
+            passes = self._kept.get(key)
+            if passes is None:
+                passes = self._kept[key] = [repeated_pass(*task, self._recipe) for task in tasks]
+            for combine, (inputs, outputs) in zip(passes, tasks, strict=True):
+                combine(tuple(inputs), tuple(outputs))
 
 
 class Emit(Protocol):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from crossdevice.execution.local.prepared import PreparedReduction, recipe_for
-from crossdevice.execution.local.scattering import ScatteredLeaf
 from crossdevice.execution.processes.layouts.all_reduce import all_reduce
 from crossdevice.execution.processes.layouts.reduce_scatter import reduce_scatter
 from crossdevice.execution.reading.leaf_spec import LeafSpec
@@ -51,18 +50,17 @@ class LeafParts:
     """
 
     def __init__(
-        self, leaf: ScatteredLeaf, lengths: Sequence[int], counts: tuple[int, ...], rank: int
+        self, spec: LeafSpec, axis: int, lengths: Sequence[int], counts: tuple[int, ...], rank: int
     ) -> None:
-        self.spec, self.axis, self.counts = leaf.spec, leaf.axis, counts
-        shape = leaf.spec.shape
-        rest = (*shape[: leaf.axis], *shape[leaf.axis + 1 :])
+        self.spec, self.axis, self.counts = spec, axis, counts
+        rest = (*spec.shape[:axis], *spec.shape[axis + 1 :])
         self.edges = [math.prod(rest) * row for row in itertools.accumulate(lengths, initial=0)]
         """The elements at which the parts of all replicas begin and end."""
         own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         self.own_ranges = list(itertools.pairwise(self.edges))[own]
         self.own_rows = [(length, *rest) for length in lengths[own]]
         """The shape of each of this rank's parts, as rows along the axis."""
-        self.is_even = leaf.axis == 0 and len(set(lengths)) == 1
+        self.is_even = axis == 0 and len(set(lengths)) == 1
 
     @property
     def own_shapes(self) -> list[tuple[int, ...]]:

@@ -32,7 +32,6 @@ from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
 from crossdevice.values.disagreement import differing_leaves
 from crossdevice.values.dtypes import INTEGERS, ITEM_BYTES
-from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
 
@@ -337,11 +336,8 @@ class Verification:
 
 
 @contextlib.contextmanager
-def verified_copies(call: GroupCall, options: CommunicationOptions) -> Iterator[Verification | None]:
-    """Checks what the block copies, if the options want it."""
-    if not options.verify:
-        yield None
-        return
+def verified_copies(call: GroupCall) -> Iterator[Verification]:
+    """Checks what the block copies."""
     verification = Verification(call)
     yield verification
     verification.conclude()

@@ -55,44 +55,23 @@ class Expected(NamedTuple):
     backend: Backend
     dtype: str
     shapes: Sequence[tuple[int, ...]]
+    destinations: tuple[Device, ...]
+    path: str
 
 
-def read_out_of_shapes(
-    out: Any, value: Value, expected: Sequence[Expected], destinations: tuple[Device, ...]
-) -> Outs:
-    """The arrays of `out` for each leaf, checked.
+def check_outs_of_shapes(outs: Outs, expected: Sequence[Expected]) -> None:
+    """Refuses memory that does not fit results, or overlaps other memory.
 
     For results that are complete before `out` is written to, so it may overlap inputs, but not itself.
     """
-    if out is None:
-        return [None] * len(expected)
-    outs = read_out(out, value, destinations)
-    written: list[Dense] = []
-    for leaf, arrays, (backend, dtype, shapes) in zip(value.leaves, outs, expected, strict=True):
-        specs = [LeafSpec(backend, dtype, shape, destinations, destinations) for shape in shapes]
-        for position, (array, spec) in enumerate(zip(arrays, specs, strict=True)):
-            check_array(array, position, spec, dtype, leaf.path)
-        written.append(Dense((), specs[0], arrays))
+    written = []
+    for out, (backend, dtype, shapes, destinations, path) in zip(outs, expected, strict=True):
+        if out is not None:
+            specs = [LeafSpec(backend, dtype, shape, destinations, destinations) for shape in shapes]
+            for position, (array, spec) in enumerate(zip(out, specs, strict=True)):
+                check_array(array, position, spec, dtype, path)
+            written.append(Dense((), specs[0], out))
     check_overlaps(written)
-    return outs
-
-
-def wrapped_into(
-    out: Any,
-    results: Sequence[Sequence[Array]],
-    backends: Sequence[Backend],
-    value: Value,
-    destinations: tuple[Device, ...],
-    container: type[DistributedValues] = Mirrored,
-) -> Any:
-    """Results of a value's leaves, wrapped, and written to `out` if it fits them, unless that is None."""
-    expected = [
-        Expected(backend, backend.dtype_of(arrays[0]), [backend.shape_of(array) for array in arrays])
-        for backend, arrays in zip(backends, results, strict=True)
-    ]
-    outs = read_out_of_shapes(out, value, expected, destinations)
-    into = list(map(delivered, results, outs, backends))
-    return wrapped(into, value.structure, destinations, container)
 
 
 def dtype_of_out(components: Sequence[Any]) -> str | None:

@@ -7,10 +7,10 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.backends.registry import backend_named
-from crossdevice.execution.processes import dense_call
+from crossdevice.execution.processes import group_reduction
 from crossdevice.execution.processes.agreement import Description, LeafDescription
 from crossdevice.execution.processes.choice import TRANSPORTS, Part, transport_of, transport_of_copies
-from crossdevice.execution.processes.dense_call import DenseCall
+from crossdevice.execution.processes.group_reduction import GroupReduction
 from crossdevice.execution.processes.host_reduction import HostReduction
 from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted, WantedCopies
 from crossdevice.execution.processes.transports.messages import prepare_messages
@@ -36,11 +36,12 @@ def test_a_call_whose_leaves_take_two_transports_has_its_results_in_order(monkey
             for leaves in ([1], [0, 2])
         ]
 
-    monkeypatch.setattr(dense_call, "parts_of", two_parts)
+    monkeypatch.setattr(group_reduction, "parts_of", two_parts)
     leaves = tuple(LeafDescription("", "array", each.dtype, each.shape) for each in specs)
 
     def program(group):
-        call = DenseCall(group, Description("reduce", (), leaves), None, specs, ReduceOp.SUM, OPTIONS, None)
+        batch = ReducedBatch(specs, ReduceOp.SUM, OPTIONS, (), group, None)
+        call = GroupReduction(Description("reduce", (), leaves), (1,) * 3, batch, range(3))
         columns = [
             (np.full(each.shape, number + group.rank, each.dtype),) for number, each in enumerate(specs)
         ]

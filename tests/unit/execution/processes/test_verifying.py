@@ -10,7 +10,7 @@ import pytest
 import crossdevice as cd
 from crossdevice.errors import CorruptionError
 from crossdevice.execution.processes import verifying
-from crossdevice.execution.processes.transports import messages
+from crossdevice.execution.processes.programs import TaskPasses
 from crossdevice.testing import faults, run_ranks
 
 VERIFIED = cd.CommunicationOptions(verify=True, timeout_seconds=60)
@@ -98,15 +98,15 @@ def _without_numbers(said):
 
 @pytest.mark.parametrize("bit", [0, 13, 31])
 def test_a_kernel_that_flips_a_bit_of_a_small_result_is_always_seen(monkeypatch, bit):
-    right = messages.fused_batch
+    right = TaskPasses.run
 
-    def wrong(tasks, recipe, **options):
-        right(tasks, recipe, **options)
+    def wrong(self, place, tasks, weights):
+        right(self, place, tasks, weights)
         for _, outputs in tasks:
             if outputs and outputs[0].size > 1000:
                 flipped(outputs[0], 32 * 500 + bit)
 
-    monkeypatch.setattr(messages, "fused_batch", wrong)
+    monkeypatch.setattr(TaskPasses, "run", wrong)
     monkeypatch.setattr(verifying, "WHOLE_ELEMENTS", 1 << 20)
 
     def program(group):
@@ -120,15 +120,15 @@ def test_a_kernel_that_flips_a_bit_of_a_small_result_is_always_seen(monkeypatch,
 
 
 def test_a_kernel_that_is_wrong_in_one_integer_is_always_seen(monkeypatch):
-    right = messages.fused_batch
+    right = TaskPasses.run
 
-    def wrong(tasks, recipe, **options):
-        right(tasks, recipe, **options)
+    def wrong(self, place, tasks, weights):
+        right(self, place, tasks, weights)
         for _, outputs in tasks:
             if outputs and outputs[0].size > 1000:
                 outputs[0][777] += 1
 
-    monkeypatch.setattr(messages, "fused_batch", wrong)
+    monkeypatch.setattr(TaskPasses, "run", wrong)
 
     def program(group):
         ops = cd.CollectiveAllReduce(group=group, options=VERIFIED)

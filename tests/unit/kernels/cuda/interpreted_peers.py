@@ -13,7 +13,6 @@ import torch
 
 import crossdevice as cd
 from crossdevice.backends.registry import backend_named
-from crossdevice.execution.local.scattering import ScatteredLeaf
 from crossdevice.execution.processes import copied_rows, gpu_peers
 from crossdevice.execution.processes.copied_rows import Copies, LeafRows
 from crossdevice.execution.processes.gpu_peers import PeerAddresses, Peers
@@ -213,8 +212,8 @@ SCATTERED = (((7, 3), 0, None), ((2, 9), 1, (5, 0, 1, 3)), ((300,), 0, (0, 201, 
 
 def scattered_leaf(dtype, shape, axis, sizes, counts, rank):
     devices = (HOST,) * counts[rank]
-    leaf = ScatteredLeaf(None, LeafSpec(backend_named("torch"), dtype, shape, devices, devices), axis)
-    return LeafParts(leaf, part_lengths(shape[axis], sum(counts), sizes), counts, rank)
+    spec = LeafSpec(backend_named("torch"), dtype, shape, devices, devices)
+    return LeafParts(spec, axis, part_lengths(shape[axis], sum(counts), sizes), counts, rank)
 
 
 @pytest.mark.parametrize(

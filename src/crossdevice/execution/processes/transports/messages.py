@@ -14,7 +14,7 @@ import numpy as np
 
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.errors import PlanError
-from crossdevice.execution.processes.programs import Emit, Flat, Inputs, Results, SmallArrays
+from crossdevice.execution.processes.programs import Emit, Flat, Inputs, Results, SmallArrays, TaskPasses
 from crossdevice.execution.processes.reduced_batch import Wanted
 from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.host.fused_pass import fused_batch
@@ -54,10 +54,6 @@ def prepare_messages(
     """The program of this rank; for any tasks, on any engine."""
     is_small = bool(leaves) and are_small(leaves)
     return Messages(emit(is_small=is_small, seen_by=group.rank), group, devices)
-
-
-SMALLEST_FUSED_BYTES = 1 << 20
-"""Below, a plain copy is faster than a pass."""
 
 
 class Parcel(NamedTuple):
@@ -137,9 +133,8 @@ class Messages:
             for ref in task.outputs
             if ref.buffer.rank == rank
         ]
-        self._recipe = tasks[0].recipe if tasks else COPYING
         self._are_copies = all(task.is_copy for task in tasks)
-        self._copied_bytes = sum([ref.num_bytes for _, ref in self._combined])
+        self._passes = TaskPasses(tasks)
         self._is_delivered = not plan.are_combined_by_all
         delivered = plan.delivered()
         to_all = [[ref for _, ref in delivered.get((rank, peer), ())] for peer in self._peers]
@@ -269,12 +264,7 @@ class Messages:
             tasks.append(
                 ([arrays[number] for number in numbers], targets if view is None else [*targets, view])
             )
-        if self._are_copies and self._copied_bytes < SMALLEST_FUSED_BYTES:
-            for (source,), targets in tasks:  # to lay out a pass would take longer
-                for target in targets:
-                    target[:] = source
-        else:
-            fused_batch(tasks, self._recipe.with_weights(weights))
+        self._passes.run(None, tasks, weights)
         return packed
 
     def _deliver(self, call: GroupCall, packed: Sequence[Flat], results: Results) -> None:

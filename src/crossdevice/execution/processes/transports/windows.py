@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from crossdevice.backends.protocol import dtype_named
-from crossdevice.execution.processes.programs import Emit, Flat, Inputs, Results, SmallArrays
+from crossdevice.execution.processes.programs import Emit, Flat, Inputs, Results, SmallArrays, TaskPasses
 from crossdevice.execution.processes.reduced_batch import Wanted, WantedCopies, not_shared
 from crossdevice.execution.processes.verifying import Verification
 from crossdevice.execution.tracing import Work, recorded
@@ -95,6 +95,8 @@ class _Combined(NamedTuple):
 class _Steps(NamedTuple):
     """A rank's work in one round, with the windows of one parity."""
 
+    place: int
+    """A number that no other round has; those of both parities of one have the same sizes."""
     brought: Sequence[tuple[Ref, Flat]]
     partials: Sequence[tuple[Task, Flat]]
     combined: Sequence[_Combined]
@@ -115,11 +117,14 @@ class Windows:
         self.shared, self.plan = shared, plan
         shared.steps.meet = compiled_meeting()
         rounds = rounds_of(plan, WINDOW_BYTES)
-        self._rounds = [(self._steps(each, 0), self._steps(each, 1)) for each in rounds]
-        self._recipe = plan.results[0].recipe if plan.results else COPYING
+        self._rounds = [
+            (self._steps(place, each, 0), self._steps(place, each, 1)) for place, each in enumerate(rounds)
+        ]
         self._are_copies = all(task.is_copy for task in plan.results)
         self._is_alone = plan.are_combined_by_all
         self._own = [task for task in plan.results if task.worker == shared.rank]
+        self._passes = TaskPasses(self._own)
+        self._recipe = plan.results[0].recipe if plan.results else COPYING
         self._is_lone = not self._is_alone and _has_one_array_each(plan)
         self._nothing_in_place = InPlace([None] * plan.size)
         made_bytes = sum(
@@ -144,9 +149,9 @@ class Windows:
     def run(self, call: GroupCall, inputs: Inputs, results: Results, weights: Weights | None = None) -> None:
         """Makes this rank's results, round by round."""
         with recorded(self._work):
-            self._run(call, inputs, results, self._recipe.with_weights(weights))
+            self._run(call, inputs, results, weights)
 
-    def _run(self, call: GroupCall, inputs: Inputs, results: Results, recipe: Recipe) -> None:
+    def _run(self, call: GroupCall, inputs: Inputs, results: Results, weights: Weights | None) -> None:
         arrays, steps = self.shared.arrays, self.shared.steps
         found, place = self._nothing_in_place, NOWHERE
         before: _Steps | None = None
@@ -163,13 +168,13 @@ class Windows:
                 call.step([arrays.num_freed, *place, *arrays.place_of(targets[0])])
                 found = self._in_place(source, targets[0])
                 if found.is_complete:
-                    self._combine_in_place(found, recipe)
+                    self._combine_in_place(found, weights)
                     break
             else:
                 call.step()
             if before is not None:
                 self._collect(before, results, verification)
-            self._combine(now, inputs, results, found, recipe, verification)
+            self._combine(now, inputs, results, found, weights, verification)
             if found.outputs is None:
                 before = now
         if self._is_alone:
@@ -185,13 +190,14 @@ class Windows:
         tasks = [(_own_inputs(inputs, maker), [view]) for maker, view in now.partials]
         if verification is None:
             for ref, view in now.brought:
-                view[:] = _own(inputs, ref)
+                view[:] = inputs[ref.buffer.leaf][ref.buffer.replica][ref.start : ref.stop]
             if tasks:
                 fused_batch(tasks, now.partials[0][0].recipe)
         else:
             self._bring_watched(now, inputs, tasks, verification)
-        for _, view in (*now.brought, *now.partials):
-            self._tell_of(view)
+        if self.shared.on_shown is not None:
+            for _, view in (*now.brought, *now.partials):
+                self.shared.on_shown(view)
 
     def _bring_watched(
         self,
@@ -222,12 +228,17 @@ class Windows:
         inputs: Inputs,
         results: Results,
         found: InPlace,
-        recipe: Recipe,
+        weights: Weights | None,
         verification: Verification | None,
     ) -> None:
         tasks = []
         for task, sources, targets, made in now.combined:
-            arrays = [_own(inputs, source) if isinstance(source, Ref) else source for source in sources]
+            arrays = []
+            for source in sources:
+                if isinstance(source, Ref):
+                    buffer, start, stop = source
+                    source = inputs[buffer.leaf][buffer.replica][start:stop]
+                arrays.append(source)
             if found is not self._nothing_in_place:
                 start, stop = task.inputs[0][1:]
                 for peer, array in enumerate(found.inputs):
@@ -237,16 +248,18 @@ class Windows:
                 start, stop = task.outputs[0][1:]
                 outputs = [output[start:stop] for output in found.outputs]
             else:
-                outputs = [array for ref in targets for array in _targets(results, ref)]
+                outputs = []
+                for buffer, start, stop in targets:
+                    for array in results[buffer.leaf, buffer.replica]:
+                        outputs.append(array[start:stop])
                 if made is not None:
                     outputs.append(made)
             tasks.append((arrays, outputs))
         if verification is not None:
+            recipe = self._recipe.with_weights(weights)
             self._combine_watched(now, tasks, recipe, verification)
-        elif len(tasks) == 1:
-            fused_pass(*tasks[0], recipe)
         else:
-            fused_batch(tasks, recipe)
+            self._passes.run(now.place, tasks, weights)
         if found.outputs is None and self.shared.on_shown is not None:
             for _, _, _, made in now.combined:
                 if made is not None:
@@ -287,11 +300,6 @@ class Windows:
         ]
         summed_batch(tasks, summed, COPYING)
 
-    def _tell_of(self, shown: Flat) -> None:
-        """Calls `on_shown`, if it is set, with what others are about to read."""
-        if self.shared.on_shown is not None:
-            self.shared.on_shown(shown)
-
     # ---------------------------------------------------------------- arrays that are in shared memory
 
     def _in_place(self, source: Flat, total: Flat) -> InPlace:
@@ -311,13 +319,14 @@ class Windows:
         everywhere = [output for output in outputs if output is not None]
         return InPlace(inputs, everywhere if len(everywhere) == len(outputs) else None)
 
-    def _combine_in_place(self, found: InPlace, recipe: Recipe) -> None:
+    def _combine_in_place(self, found: InPlace, weights: Weights | None) -> None:
         """Combines the own shard straight from the inputs of all ranks to their outputs."""
         assert found.outputs is not None
         for task in self._own:
             start, stop = task.inputs[0][1:]
             inputs = [array[start:stop] for array in found.inputs if array is not None]
-            fused_pass(inputs, [output[start:stop] for output in found.outputs], recipe)
+            outputs = [output[start:stop] for output in found.outputs]
+            fused_pass(inputs, outputs, task.recipe.with_weights(weights))
 
     def small_arrays(self) -> SmallArrays | None:
         """Memory for arrays of which every rank combines all, as they are; None if the plan is any other."""
@@ -336,7 +345,7 @@ class Windows:
 
     # ---------------------------------------------------------------- what is known before there are arrays
 
-    def _steps(self, now: Round, parity: int) -> _Steps:
+    def _steps(self, place: int, now: Round, parity: int) -> _Steps:
         rank, windows, made_windows = self.shared.rank, self.shared.brought[parity], self.shared.made[parity]
 
         def view(window: Flat, start: int, ref: Ref) -> Flat:
@@ -365,6 +374,7 @@ class Windows:
             if ref.buffer.rank != task.worker or ref.buffer.role == "partial"
         ]
         return _Steps(
+            place,
             [(ref, found) for ref, found in own.items() if ref.buffer.role == "input"],
             [(self.plan.making(ref), found) for ref, found in own.items() if ref.buffer.role == "partial"],
             combined,
