@@ -353,7 +353,6 @@ def staged():
     import torch
 
     from crossdevice.backends.registry import backend_named
-    from crossdevice.execution.local.scattering import ScatteredLeaf
     from crossdevice.execution.processes.reduced_batch import LeafParts, ReducedBatch
     from crossdevice.execution.processes.transports.staged import StagedReduction
     from crossdevice.execution.reading.leaf_spec import LeafSpec
@@ -395,9 +394,8 @@ def staged():
                 facts.append([torch.equal(copy, total) for copies, total in pairs for copy in copies])
             parts = [
                 LeafParts(
-                    ScatteredLeaf(
-                        None, LeafSpec(backend, dtype, shape, *[(host,) * len(own)] * 2), len(shape) - 1
-                    ),
+                    LeafSpec(backend, dtype, shape, *[(host,) * len(own)] * 2),
+                    len(shape) - 1,
                     part_lengths(shape[-1], sum(counts)),
                     counts,
                     group.rank,

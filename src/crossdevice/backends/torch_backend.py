@@ -115,8 +115,8 @@ class TorchBackend(NcclBackend):
         words = np.empty(2 * number, np.int64)
         words[:number] = list(map(torch.Tensor.data_ptr, arrays))
         first: int = words.__array_interface__["data"][0]
+        first -= OBJECT_HEADER_BYTES
         words[number:] = np.arange(first, first + number * WORD_BYTES, WORD_BYTES)
-        words[number:] -= OBJECT_HEADER_BYTES
         return words[number:]
 
     def adopted(self, memory: tuple[NDArray[Any], ...]) -> tuple[torch.Tensor, ...]:

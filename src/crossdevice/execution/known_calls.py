@@ -49,7 +49,7 @@ class Flattened(NamedTuple):
     structures: Sequence[Structure | None]
     """For each pair; None for one array per replica."""
     outs: tuple[Array, ...] | None
-    """Leaf by leaf and destination by destination."""
+    """Leaf by leaf and destination by destination; in place, the very tuple of `leaves`."""
 
 
 class KnownCall:
@@ -62,6 +62,7 @@ class KnownCall:
         self._destinations = [destinations for _, destinations in call.places]
         self._fits = _look_at(flattened.leaves)
         self._outs_fit = None if flattened.outs is None else _look_at(flattened.outs, is_written=True)
+        self._is_in_place = flattened.outs is flattened.leaves
         self._has_scalars = any(isinstance(array, np.generic) for array in flattened.leaves)
         self._flat: FlatPasses | None = None
         self._separation: Separation | None = None
@@ -90,10 +91,12 @@ class KnownCall:
 
     def fits(self, flattened: Flattened) -> bool:
         """True if these arrays have the signatures of those before."""
-        if not self._fits(flattened.leaves):
-            return False
-        # Calls of one key have all memory for results, or none.
-        return flattened.outs is None or self._outs_fit is None or self._outs_fit(flattened.outs)
+        leaves, outs = flattened.leaves, flattened.outs
+        if outs is None or self._outs_fit is None:  # calls of one key have all memory for results, or none
+            return self._fits(leaves)
+        if outs is leaves and self._is_in_place:  # of which as much is asked as of those that are read
+            return self._outs_fit(outs)
+        return self._fits(leaves) and self._outs_fit(outs)
 
     def run(self, flattened: Flattened, weights: Weights | None = None) -> list[Any]:
         """Makes the call with arrays that fit."""
@@ -149,12 +152,15 @@ class KnownCall:
     ) -> tuple[Pointers, Pointers] | None:
         """Refuses memory that overlaps other memory; returns pointers to both if kernels can read them."""
         if self._separation is not None:
-            backend = self._specs[0].backend
-            read, targets = backend.pointers_to(leaves), backend.pointers_to(outs)
-            if read is None or targets is None or not backend.may_be_written(outs):
-                pass  # an array that only its library can read, or one that is refused below
-            elif self._separation.holds(place_of(read), place_of(targets)):
-                return read, targets
+            backend, number = self._specs[0].backend, len(leaves)
+            pointers = backend.pointers_to(leaves if outs is leaves else leaves + outs)
+            if pointers is not None and backend.may_be_written(outs):
+                read = targets = pointers
+                if outs is not leaves:
+                    read, targets = pointers[:number], pointers[number:]
+                if self._separation.holds(place_of(read), place_of(targets)):
+                    return read, targets
+            # Else an array that only its library can read, or one that is refused below.
         # As in a first call, which says what is wrong.
         columns = _columns(leaves, [len(spec.devices) for spec in self._specs])
         written = _columns(outs, [len(spec.destinations) for spec in self._specs])
@@ -298,6 +304,8 @@ def _flattened(
     if out_columns:
         outputs = tuple(out_columns[0]) if len(out_columns) == 1 else tuple(chain.from_iterable(out_columns))
     arrays = tuple(columns[0]) if len(columns) == 1 else tuple(chain.from_iterable(columns))
+    if outputs is not None and _are_same(arrays, outputs):
+        outputs = arrays
     # What Flattened(...) makes, in less than half of the time.
     return tuple.__new__(Flattened, (tuple(key), arrays, structures, outputs))
 
