@@ -8,7 +8,7 @@ import pytest
 
 import crossdevice as cd
 from crossdevice import DirectAllReduce
-from crossdevice.execution.local.lowering import lower
+from crossdevice.execution.local.passes import lower
 from crossdevice.values.device import host_device
 from unit.algorithms.planning import COUNTS, planned
 

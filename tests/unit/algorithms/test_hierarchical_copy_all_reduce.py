@@ -1,5 +1,5 @@
 from crossdevice import HierarchicalCopyAllReduce
-from crossdevice.execution.local.lowering import lower
+from crossdevice.execution.local.passes import lower
 from crossdevice.values.device import host_device
 from unit.algorithms.planning import COUNTS, planned
 

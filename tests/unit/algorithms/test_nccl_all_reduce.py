@@ -3,7 +3,7 @@ import logging
 import numpy as np
 
 from crossdevice import Device, NcclAllReduce, PerReplica
-from crossdevice.execution.local.lowering import lower
+from crossdevice.execution.local.passes import lower
 from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.ledger import check_plan
 from crossdevice.plans.steps import EngineAllReduce

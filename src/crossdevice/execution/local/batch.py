@@ -7,8 +7,10 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from crossdevice.backends.numpy_backend import array_of_numbers
+from crossdevice.backends.protocol import Array
 from crossdevice.errors import OutError
-from crossdevice.execution.local.accumulation import accumulated
+from crossdevice.execution.local.combining import combine
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import Prepared, PreparedReduction
 from crossdevice.execution.local.sparse import (
@@ -18,17 +20,32 @@ from crossdevice.execution.local.sparse import (
     densified,
     has_repeated_rows,
 )
-from crossdevice.execution.reading.axis_orders import in_memory_order, shared_axis_order
 from crossdevice.execution.reading.destinations import read_destinations
-from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Out, Outs
-from crossdevice.execution.reading.outputs import check_outs, dtype_of_out, read_out, wrapped
+from crossdevice.execution.reading.leaf_spec import (
+    Columns,
+    Dense,
+    LeafSpec,
+    Out,
+    Outs,
+    in_memory_order,
+    shared_axis_order,
+)
+from crossdevice.execution.reading.outputs import (
+    check_out,
+    check_outs,
+    delivered,
+    dtype_of_out,
+    read_out,
+    wrapped,
+)
 from crossdevice.execution.reading.structures import spread_pairs
-from crossdevice.execution.reading.values import Leaf, Value, checked_spec, read_value, widened
-from crossdevice.execution.tracing import READING, flight_recorder, now
+from crossdevice.execution.reading.values import Leaf, Value, backend_of, checked_spec, read_value, widened
+from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, IndexedSlices, Mirrored
-from crossdevice.values.dtypes import INTEGERS, ITEM_BYTES
-from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.dtypes import INTEGERS, ITEM_BYTES, check_reducible, result_dtype
+from crossdevice.values.options import CommunicationOptions, Precision
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights, check_number, weights_for
 
@@ -240,3 +257,42 @@ class CheckedBatch:
     def _integer_op(self) -> ReduceOp | None:
         is_rounded = self.op is ReduceOp.MEAN or self.op.is_order_statistic or self.is_weighted
         return ReduceOp(self.options.integers) if is_rounded and self.options.integers != "mean" else None
+
+
+RESULT = "accumulation_fn's result"
+
+
+def accumulated(
+    dense: Sequence[Dense],
+    function: Callable[[tuple[Any, ...]], Any],
+    via: Device | None,
+    op: ReduceOp,
+    precision: Precision,
+) -> list[tuple[Array, ...]]:
+    """Calls `function` with copies on one device; a mean divides what it returned, whatever that is.
+
+    `out` is written to when all results are known to fit.
+    """
+    results = []
+    for arrays, spec, out, *_ in dense:
+        at = via or spec.destinations[0]
+        devices = (*spec.devices, at, *spec.destinations)
+        with recorded(Work("reduce", f"accumulation_fn {op.name}", devices, spec.num_bytes)):
+            answer = function(tuple(spec.backend.copy(array, at) for array in arrays))
+            if not hasattr(answer, "dtype"):
+                numbers = array_of_numbers(answer)
+                answer = spec.backend.from_host(numbers.reshape(-1), numbers.shape, at)
+            backend = backend_of(answer, 0, RESULT)
+            if op is ReduceOp.MEAN:
+                dtype = backend.dtype_of(answer)
+                check_reducible(dtype, op, RESULT)
+                recipe = Recipe(ReduceOp.SUM, precision, len(arrays))
+                flat = combine(backend, [backend.flat(answer)], recipe, result_dtype(dtype, op), at)
+                answer = backend.reshape(flat, backend.shape_of(answer))
+            answers = tuple(backend.copy(answer, device) for device in spec.destinations)
+        if out is not None:
+            check_out(answers, spec, spec.backend.dtype_of(out[0]), RESULT)
+        results.append(answers)
+    return [
+        delivered(answers, leaf.out, leaf.spec.backend) for leaf, answers in zip(dense, results, strict=True)
+    ]

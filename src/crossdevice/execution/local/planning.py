@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from crossdevice.execution.local.prepared import PreparedReduction
-from crossdevice.execution.log_once import LogOnce
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.plans.builder import PlanBuilder
@@ -132,3 +132,19 @@ class Planner:
             lack = self.engine_unavailable(spec, options.precision, op)
             if lack is not None:
                 self._log_once.warning(f"{self.name} does without an engine: {lack}")
+
+
+logger = logging.getLogger("crossdevice")
+
+
+class LogOnce:
+    """Remembers which warnings it has logged."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def warning(self, text: str, subject: str | None = None) -> None:
+        """Logs a warning, unless it, or another one on the same subject, has been logged."""
+        if (subject or text) not in self._logged:
+            self._logged.add(subject or text)
+            logger.warning("%s", text)

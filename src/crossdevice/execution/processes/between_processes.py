@@ -12,9 +12,9 @@ import numpy as np
 from crossdevice.backends.protocol import Array, Backend, dtype_named
 from crossdevice.errors import ConversionError, OptionError
 from crossdevice.execution.local.batch import CheckedBatch, CheckedLeaf, Request
+from crossdevice.execution.local.planning import LogOnce
 from crossdevice.execution.local.scattering import Scatter
-from crossdevice.execution.local.sparse import RowsBesideDense
-from crossdevice.execution.log_once import LogOnce
+from crossdevice.execution.local.sparse import RowsBesideDense, SparseReduction
 from crossdevice.execution.processes.agreement import (
     Description,
     LeafDescription,
@@ -30,7 +30,7 @@ from crossdevice.execution.processes.group_copies import CopiedLeaf, GroupCopies
 from crossdevice.execution.processes.group_reduction import GroupReduction
 from crossdevice.execution.processes.host_reduction import HostReduction
 from crossdevice.execution.processes.reduced_batch import Prepare, ReducedBatch, Wanted
-from crossdevice.execution.processes.sparse_rows import gathered_rows, index_dtype
+from crossdevice.execution.processes.rows import array_of_rows
 from crossdevice.execution.processes.verifying import (
     Verification,
     verified_copies,
@@ -40,12 +40,14 @@ from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.values import Leaf, at, one_backend, read_value
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.process_groups.group import ProcessGroup
+from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import IndexedSlices, component_of
 from crossdevice.values.nesting import unflatten
 from crossdevice.values.options import CommunicationImplementation, CommunicationOptions, whole_number
 from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
+from crossdevice.values.weights import Weights
 
 SMALLEST_SHARED_BYTES = 1 << 20
 """Results that are smaller are copied: a file for each of hundreds would cost more than it saves."""
@@ -372,3 +374,63 @@ def _dense_backend(leaf: Leaf, devices: tuple[Device, ...]) -> Backend:
             "broadcast their values and indices"
         )
     return one_backend(leaf.arrays, devices, leaf.path)
+
+
+def index_dtype(leaf: SparseReduction) -> str:
+    """The dtype of the indices of all replicas; the wider one if they differ."""
+    dtypes = {leaf.backend.dtype_of(part.indices) for part in leaf.slices}
+    return dtypes.pop() if len(dtypes) == 1 else "int64"
+
+
+def gathered_rows(
+    call: GroupCall,
+    copies: Copies,
+    leaves: Sequence[CheckedLeaf],
+    counts: Sequence[tuple[int, ...]],
+    weights: Weights | None,
+) -> dict[int, SparseReduction]:
+    """Sparse leaves, by their numbers, with the rows of all ranks in the order of ranks and replicas."""
+    rank = call.group.rank
+    sparse = {
+        number: leaf.with_weights(weights, sum(counts[number][:rank]))
+        for number, leaf in enumerate(leaves)
+        if isinstance(leaf, SparseReduction)
+    }
+    if not sparse:
+        return {}
+    both = [each for leaf in sparse.values() for part in leaf.slices for each in (part.values, part.indices)]
+    join = _joined_on_host if offered_gpu(both, call.group) is None else _joined_on_gpu
+    flats = [flat for leaf in sparse.values() for flat in join(leaf)]
+    wholes = copies.gathered(call, flats)
+    gathered = {}
+    for order, (number, leaf) in enumerate(sparse.items()):
+        backend, first = leaf.backend, leaf.slices[0]
+        device = Device.parse(first.device)
+        values, indices = (
+            array_of_rows(whole, whole.shape, 0, backend, device)
+            for whole in wholes[2 * order : 2 * order + 2]
+        )
+        shape = (*backend.shape_of(indices), *backend.shape_of(first.values)[1:])
+        rows = type(first)(backend.reshape(values, shape), indices, leaf.dense_shape)
+        gathered[number] = dataclasses.replace(
+            leaf, slices=(rows,), devices=(device,), num_replicas=sum(counts[number])
+        )
+    return gathered
+
+
+def _joined_on_host(leaf: SparseReduction) -> tuple[Array, Array]:
+    """The rows of this rank, flat, and their indices."""
+    values, indices = (
+        np.concatenate(list(map(leaf.backend.to_host, arrays)))
+        for arrays in zip(*((part.values, part.indices) for part in leaf.slices), strict=True)
+    )
+    return values, indices.astype(index_dtype(leaf))
+
+
+def _joined_on_gpu(leaf: SparseReduction) -> tuple[Array, Array]:
+    backend, device = leaf.backend, leaf.devices[0]
+    values, indices = (
+        backend.flat(backend.concat(arrays, 0, device))
+        for arrays in zip(*((part.values, part.indices) for part in leaf.slices), strict=True)
+    )
+    return values, backend.cast(indices, index_dtype(leaf))

@@ -19,7 +19,7 @@ from crossdevice.execution.processes.agreement import (
 )
 from crossdevice.execution.processes.choice import Part, courses_of, in_order, own_gpu, parts_of
 from crossdevice.execution.processes.gpu_peers import find_peers
-from crossdevice.execution.processes.host_reduction import HostReduction
+from crossdevice.execution.processes.host_reduction import HostReduction, refuse
 from crossdevice.execution.processes.programs import Delivery
 from crossdevice.execution.processes.reduced_batch import LeafParts, ReducedBatch
 from crossdevice.execution.processes.task_agreement import Course
@@ -136,7 +136,7 @@ class GroupReduction:
                 check_outs_of_shapes(outs, expected)
         except OutError as error:
             work(call, columns, [None] * len(outs), weights)
-            return functools.partial(_refuse, error)
+            return functools.partial(refuse, error)
         return work(call, columns, outs, weights)
 
     def _verified(
@@ -197,7 +197,3 @@ def _together(
 ) -> Delivery:
     deliveries = [(part.leaves, part.run(call, columns, outs, weights)) for part in parts]
     return functools.partial(in_order, deliveries)
-
-
-def _refuse(error: OutError) -> list[tuple[Array, ...]]:
-    raise error
