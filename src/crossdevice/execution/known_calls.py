@@ -62,7 +62,7 @@ class KnownCall:
         self._destinations = [destinations for _, destinations in call.places]
         self._fits = _look_at(flattened.leaves)
         self._outs_fit = None if flattened.outs is None else _look_at(flattened.outs, is_written=True)
-        self._is_in_place = flattened.outs is flattened.leaves
+        self._are_alike = flattened.outs is not None and self._fits(flattened.outs)
         self._has_scalars = any(isinstance(array, np.generic) for array in flattened.leaves)
         self._flat: FlatPasses | None = None
         self._separation: Separation | None = None
@@ -94,7 +94,7 @@ class KnownCall:
         leaves, outs = flattened.leaves, flattened.outs
         if outs is None or self._outs_fit is None:  # calls of one key have all memory for results, or none
             return self._fits(leaves)
-        if outs is leaves and self._is_in_place:  # of which as much is asked as of those that are read
+        if outs is leaves and self._are_alike:  # more is asked of arrays that are written to
             return self._outs_fit(outs)
         return self._fits(leaves) and self._outs_fit(outs)
 
