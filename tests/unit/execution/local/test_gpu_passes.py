@@ -9,7 +9,7 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.backends.registry import backend_named
-from crossdevice.execution import explaining
+from crossdevice.execution import runner
 from crossdevice.execution.local import gpu_passes
 from crossdevice.execution.local import prepared as reduction
 from crossdevice.execution.local.gpu_passes import fused_pass_unavailable
@@ -104,15 +104,15 @@ def test_lowering_can_be_turned_off_and_sums_elsewhere_are_not_lowered():
 
 @pytest.mark.usefixtures("_kernels")
 def test_explanations_say_what_becomes_of_a_plan():
-    text = explaining._on_one_gpu(spec_on(GPU, GPU), ReduceOp.SUM, DEFAULT)
+    text = runner._on_one_gpu(spec_on(GPU, GPU), ReduceOp.SUM, DEFAULT)
     assert text.endswith(
         "in the memory of cuda:0: one fused pass adds in replica order what the plan below was proved to add"
     )
-    off = explaining._on_one_gpu(spec_on(GPU), ReduceOp.SUM, cd.CommunicationOptions(lowering="off"))
+    off = runner._on_one_gpu(spec_on(GPU), ReduceOp.SUM, cd.CommunicationOptions(lowering="off"))
     assert off.endswith("run step by step: lowering is off")
     exact = cd.CommunicationOptions(precision="exact")
     wide = spec_on(GPU, dtype="float64")
-    assert "step by step: exact sums" in explaining._on_one_gpu(wide, ReduceOp.SUM, exact)
+    assert "step by step: exact sums" in runner._on_one_gpu(wide, ReduceOp.SUM, exact)
 
 
 def test_a_gpu_that_is_too_old_is_named(monkeypatch):
