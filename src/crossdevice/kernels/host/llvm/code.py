@@ -9,6 +9,7 @@ only when the code runs, so one kernel serves all of them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from crossdevice.kernels.host.llvm.lanes import (
     Vector,
 )
 from crossdevice.kernels.host.llvm.words import loaded_address, loaded_word
+from crossdevice.kernels.host.work_list import BLOCK_INPUTS
 from crossdevice.values.dtypes import ITEM_BYTES
 
 STREAMED_LINE_BYTES = 64
@@ -50,9 +52,9 @@ def combine_lanes(
     left to right; for a weighted arithmetic it has the weights. `streams` says whether results bypass the
     cache.
 
-    Of inputs from left to right it may be given those of one `part` only, from the first to the last: then
-    what they have come to is kept at its third number, an address, and written when the last ones have been
-    added.
+    Of inputs from left to right it is given one `part`, from the first to the last, of at most
+    `BLOCK_INPUTS`: what they have come to is kept at its third number, an address, and written when the
+    last ones have been added.
 
     0 is returned if all is well; 1 if the arithmetic is not certain of its results: then nothing is written.
     """
@@ -124,8 +126,7 @@ def _settled(column: _Column, arithmetic: Arithmetic, state: State) -> tuple[Vec
         return result, doubt
     place, is_open = (cgutils.alloca_once_value(builder, value) for value in (result.value, doubt))
     with builder.if_then(doubt, likely=False):
-        state = column.combined_in_order(second, ir.Constant(INT64, 0), work.num_inputs)
-        settled, left = _settled(column, second, state)
+        settled, left = _settled(column, second, column.combined_in_loop(second))
         builder.store(settled.value, place)
         builder.store(ir.Constant(ir.IntType(1), 0) if left is None else left, is_open)
     return Vector(lanes, builder.load(place)), builder.load(is_open)
@@ -142,21 +143,37 @@ class _Column:
         """True if inputs are added to what the only output, of float64, already holds."""
 
     def combined_in_order(self, arithmetic: Arithmetic, first: Value, last: Value) -> State:
-        """Combines the inputs up to `last`; a `first` other than 0 continues from the kept accumulator."""
+        """Combines up to `BLOCK_INPUTS` inputs from `first` to `last`.
+
+        A `first` other than 0 continues from the kept accumulator.
+        """
+        # Every input has instructions of its own: processors tell the streams that they prefetch apart by the
+        # address of the instruction that reads. In a loop over inputs, one instruction reads all in turn.
         build = self.lanes.build
         is_new = build.icmp_signed("==", first, ir.Constant(INT64, 0))
         with build.if_else(is_new, likely=True) as (begins, resumes):
             with begins:
                 places = self._placed(self._started(arithmetic))
+                if self.adds_to_output:
+                    self._grow(arithmetic, places, first)
             with resumes:
                 for place, kept in zip(places, self._kept([p.type.pointee for p in places]), strict=True):
                     build.store(build.load(kept, align=1), place)
-        start = build.select(is_new, ir.Constant(INT64, 0 if self.adds_to_output else 1), first)
-        with cgutils.for_range(build, last, start=start) as loop:
-            for part, place in zip(
-                self._grown(arithmetic, self._held(places), loop.index), places, strict=True
-            ):
-                build.store(part.value, place)
+                self._grow(arithmetic, places, first)
+        with contextlib.ExitStack() as stack:
+            for number in range(1, BLOCK_INPUTS):
+                index = build.add(first, ir.Constant(INT64, number))
+                stack.enter_context(build.if_then(build.icmp_signed("<", index, last)))
+                self._grow(arithmetic, places, index)
+        return self._held(places)
+
+    def combined_in_loop(self, arithmetic: Arithmetic) -> State:
+        """Combines all inputs, however many."""
+        build = self.lanes.build
+        places = self._placed(self._started(arithmetic))
+        start = ir.Constant(INT64, 0 if self.adds_to_output else 1)
+        with cgutils.for_range(build, self.work.num_inputs, start=start) as loop:
+            self._grow(arithmetic, places, loop.index)
         return self._held(places)
 
     def keep(self, state: State) -> None:
@@ -179,6 +196,11 @@ class _Column:
         offset = byte_offset(build, self.work.position, arithmetic.result_dtype)
         held = self.lanes.load(build.add(loaded_address(build, self.work.outputs, zero), offset), DOUBLE)
         return (in_widened_order(held, arithmetic.dtype),)
+
+    def _grow(self, arithmetic: Arithmetic, places: Sequence[Value], index: Value) -> None:
+        grown = self._grown(arithmetic, self._held(places), index)
+        for part, place in zip(grown, places, strict=True):
+            self.lanes.build.store(part.value, place)
 
     def _grown(self, arithmetic: Arithmetic, state: State | None, index: Value) -> State:
         element = self._element(arithmetic, index)

@@ -24,7 +24,9 @@ from crossdevice.kernels.host import fused_pass as module
 from crossdevice.kernels.host.fused_pass import fused_pass, select_kernels, selected_kernels
 from crossdevice.kernels.host.llvm import numba_pass
 from crossdevice.kernels.host.llvm.code import STREAMED_LINE_BYTES
+from crossdevice.kernels.host.llvm.lanes import Lanes
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
+from crossdevice.kernels.host.work_list import BLOCK_INPUTS
 from crossdevice.values.dtypes import COMPLEXES, FLOATS, result_dtype
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
@@ -63,6 +65,22 @@ def numba_kernels():
     select_kernels("numba")
     yield
     select_kernels(None)
+
+
+def test_every_input_of_a_block_is_read_by_instructions_of_its_own(monkeypatch):
+    """Processors tell streams apart by the instruction that reads them; one for all is no stream."""
+    num_loads = 0
+
+    def load(self, address, kind):
+        nonlocal num_loads
+        num_loads += self.count > 1
+        return loaded(self, address, kind)
+
+    loaded = Lanes.load
+    monkeypatch.setattr(Lanes, "load", load)
+    monkeypatch.setattr(numba_pass, "_keeps_kernels", lambda: False)
+    numba_pass.compiled_kernel.__wrapped__("chain wide SUM float32")
+    assert num_loads >= BLOCK_INPUTS
 
 
 @pytest.fixture
