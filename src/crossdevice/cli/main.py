@@ -38,6 +38,11 @@ COMMANDS = {
         "Compares two recorded runs, and names the first call in which their bits differ.",
         "crossdevice bits run_a.bits run_b.bits",
     ),
+    "completion": Command(
+        "crossdevice.cli.completion",
+        "Prints a script with which a shell completes commands, options and their choices.",
+        "crossdevice completion bash",
+    ),
     "demo": Command(
         "crossdevice.cli.demo.command",
         "Trains a small classifier on several logical devices, and checks that all of them agree.",

@@ -2,6 +2,7 @@ import argparse
 import importlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import types
@@ -9,6 +10,7 @@ import types
 import pytest
 
 import crossdevice
+from crossdevice.cli import completion
 from crossdevice.cli import main as command
 from crossdevice.errors import OptionError
 
@@ -109,6 +111,39 @@ def test_the_example_of_a_command_is_one_that_it_takes(name):
     importlib.import_module(command.COMMANDS[name].module).add_arguments(parser)
     assert words[:2] == ["crossdevice", name]
     parser.parse_args(words[2:])
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["be"], ["bench"]),
+        (["bench", "--prec"], ["--precision"]),
+        (["bench", "--precision", ""], ["fast", "accurate", "exact"]),
+        (["average", "-o", ""], []),  # files
+        (["completion", "b"], ["bash"]),
+        (["no_such_command", ""], []),
+    ],
+)
+def test_bash_completes_commands_options_and_choices(words, offered, capsys):
+    assert command.main(["completion", "bash"]) == 0
+    typed = shlex.join(["crossdevice", *words])
+    script = f"{capsys.readouterr().out}\nCOMP_WORDS=({typed}) COMP_CWORD={len(words)}\n"
+    script += '_crossdevice\necho "${COMPREPLY[@]}"'
+    answer = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == offered
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_completion_knows_every_option_of_every_command(shell, capsys):
+    assert command.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for name, one in command.COMMANDS.items():
+        parser = argparse.ArgumentParser()
+        importlib.import_module(one.module).add_arguments(parser)
+        lines = [line for line in script.splitlines() if re.search(rf"\b{name}\b", line)]
+        options = [word for action in parser._actions for word in action.option_strings]
+        assert [word for word in options if not any(word.lstrip("-") in line for line in lines)] == []
 
 
 def test_python_m_crossdevice_is_the_command():
