@@ -234,7 +234,7 @@ def test_weights_count_as_in_reduce():
         whole = cd.reduce(arrays, op, options=options, weights=weights)
         parts = cd.reduce_scatter(arrays, op, options=options, weights=weights)
         assert same_numbers(np.concatenate(parts), whole)
-    with pytest.raises(cd.errors.OptionError, match="weights has 2 numbers, and there are 3 replicas"):
+    with pytest.raises(cd.errors.OptionError, match="weights has 2 numbers for 3 replicas"):
         cd.reduce_scatter(arrays, weights=[1, 2])
 
 

@@ -137,7 +137,7 @@ def test_rows_of_sparse_values_are_multiplied():
 
 
 REFUSED = (
-    ([1], OptionError, "weights has 1 numbers, and there are 2 replicas"),
+    ([1], OptionError, "weights has 1 number for 2 replicas"),
     ([1, float("nan")], OptionError, r"weights\[1\] is nan"),
     ([float("inf"), 1], OptionError, r"weights\[0\] is inf"),
     ([10**400, 1], OptionError, r"weights\[0\] is 1000"),

@@ -463,7 +463,7 @@ refuses(
     StructureMismatchError,
     ValueError,
     lambda _: cd.PerReplica([f32(1)], ["cpu:0", "cpu:1"]),
-    "1 components were given 2 devices",
+    "1 component and 2 devices",
 )
 for name, value, error, part in [
     ("other axes", [ones(2, 3), ones(2, 4)], ShapeMismatchError, "shape outside of axis 0 (4,)"),

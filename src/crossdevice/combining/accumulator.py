@@ -39,6 +39,7 @@ from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import Device
 from crossdevice.values.options import Precision
+from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import factor_of
 
@@ -86,7 +87,7 @@ def results_of_ranks(
         if total.running is not None
     ]
     digest = hashlib.blake2b(json.dumps(of_ranks).encode(), digest_size=16).digest()
-    with group.call(f"combine accumulators of {len(leaves)} arrays", digest) as call:
+    with group.call(f"combine accumulators of {counted(len(leaves), 'array')}", digest) as call:
         write_totals(call, sums)
         for path, total in mine.items():
             if total.running is None:

@@ -26,6 +26,7 @@ from crossdevice.kernels.host.running_sum import RunningSum
 from crossdevice.values.disagreement import disagreement
 from crossdevice.values.dtypes import FLOATS, SHORT_FLOATS
 from crossdevice.values.options import Precision
+from crossdevice.values.quantities import counted
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights, factors_of, weights_for
@@ -127,7 +128,8 @@ def average_files(
     inputs, target = _paths_of(paths), _path_of(output, "output")
     factors = factors_of([1] * len(inputs) if weights is None else weights, ReduceOp.MEAN)
     if len(factors) != len(inputs):
-        raise OptionError(f"{len(factors)} weights for {len(inputs)} files; expected one for each file")
+        found = f"{counted(len(factors), 'weight')} for {counted(len(inputs), 'file')}"
+        raise OptionError(f"{found}; expected one for each file")
     check_output(target)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(opened(open_model(path))) for path in inputs]

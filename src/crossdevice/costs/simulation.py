@@ -24,6 +24,7 @@ from crossdevice.plans import steps
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.steps import Add, Buffer, Finish, Split, sources_of, targets_of
 from crossdevice.values.device import Device
+from crossdevice.values.quantities import counted
 
 
 def peak_bytes(plan: Plan, item_bytes: int, *, unsummed: bool = False) -> dict[Device, int]:
@@ -96,9 +97,8 @@ def simulate(plan: Plan, topology: Topology, item_bytes: int = 4, *, unsummed: b
     """
     places = places_of(plan)
     if len(places) > topology.num_devices and not topology.shares_memory:
-        raise TopologyError(
-            f"the plan has {len(places)} devices; topology {topology.name!r} has {topology.num_devices}"
-        )
+        found = f"the plan has {counted(len(places), 'device')}"
+        raise TopologyError(f"{found}; topology {topology.name!r} has {topology.num_devices}")
     run = _Run(plan, topology, item_bytes, places, unsummed=unsummed)
     run.run()
     duration = run.duration

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from crossdevice.errors import FileError
 from crossdevice.recording.bits_file import BitsFile, Event, path_of_rank, read_bits
 from crossdevice.values.disagreement import numbered
+from crossdevice.values.quantities import counted
 
 OF_REPLICA = re.compile(r" in replica \d+$")
 """Suffix of marks made in a replica's function."""
@@ -354,7 +355,7 @@ def _leaves(number: int) -> str:
 def _places(run: Run) -> str:
     """Counts the ranks and replicas that the calls of a run have."""
     replicas = {count for *_, counts in _num_replicas(run) for count in counts}
-    ranks = "1 rank" if len(run.ranks) == 1 else f"{len(run.ranks)} ranks"
+    ranks = counted(len(run.ranks), "rank")
     most = max(replicas, default=1)
     return ranks if most == 1 else f"{ranks} of {most} replicas"
 

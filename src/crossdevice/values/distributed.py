@@ -10,6 +10,7 @@ from crossdevice.errors import ConversionError, DeviceMismatchError, StructureMi
 from crossdevice.values.delegation import DelegatesToArray, as_array
 from crossdevice.values.device import Device, device_of, host_device, is_of_keras, misplaced
 from crossdevice.values.nesting import first_leaf
+from crossdevice.values.quantities import counted
 from crossdevice.values.replica_scope import current_component
 
 
@@ -112,9 +113,8 @@ class DistributedValues:
             if isinstance(devices, str) or not isinstance(devices, Sequence):
                 raise ConversionError(f"devices must be a list of device names, got {devices!r}")
             if len(devices) != len(self._values):
-                raise StructureMismatchError(
-                    f"{len(self._values)} components were given {len(devices)} devices; expected one for each"
-                )
+                found = f"{counted(len(self._values), 'component')} and {counted(len(devices), 'device')}"
+                raise StructureMismatchError(f"got {found}; expected one device for each component")
             self._given_devices = self._devices = tuple(
                 _checked_device(component, Device.parse(device), replica)
                 for replica, (component, device) in enumerate(zip(self._values, devices, strict=True))

@@ -12,6 +12,7 @@ from typing import Any
 
 from crossdevice.errors import OptionError, PlanError, ReduceOpError
 from crossdevice.values.distributed import DistributedValues
+from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
 
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-200, 2.0**200
@@ -87,7 +88,7 @@ def check_number(factors: tuple[float, ...], num_replicas: int, entry: str = "")
     """Refuses more or fewer weights than there are replicas, naming the entry of a batch."""
     if num_replicas != len(factors):
         raise OptionError(
-            f"weights has {len(factors)} numbers, and there are {num_replicas} replicas{entry}; "
+            f"weights has {counted(len(factors), 'number')} for {counted(num_replicas, 'replica')}{entry}; "
             "expected one for each replica"
         )
 

@@ -352,7 +352,7 @@ def test_integers_follow_the_policy(tmp_path):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"weights": [1]}, "1 weights for 2 files"),
+        ({"weights": [1]}, "1 weight for 2 files"),
         ({"weights": [0, 0]}, "weights"),
         ({"weights": [1, float("nan")]}, "weights"),
         ({"precision": "fast"}, "precision"),

@@ -30,7 +30,7 @@ def test_devices_can_be_given_and_may_repeat():
 
 
 def test_as_many_devices_as_components():
-    with pytest.raises(StructureMismatchError, match="2 components were given 1 devices"):
+    with pytest.raises(StructureMismatchError, match="2 components and 1 device; expected"):
         PerReplica([1.0, 2.0], devices=["cpu:0"])
 
 

@@ -19,7 +19,7 @@ from crossdevice.costs.topology import read_topology
 from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.values.distributed import PerReplica
-from crossdevice.values.quantities import size_text
+from crossdevice.values.quantities import counted, size_text
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -135,7 +135,7 @@ def calibrate(path: Path, num_devices: int, *, turns: int = TURNS, shrink: int =
     moved = [2 * num_devices * size for size in to_fit]
     write_file(path, _file(fit(moved, list(to_fit.values()))))
     topology = read_topology(path, num_devices)
-    print(f"# all-reduce on {num_devices} devices of this host, written to {path}")
+    print(f"# all-reduce on {counted(num_devices, 'device')} of this host, written to {path}")
     print("# measured: calls that the fit has not seen, lower quartile of each size")
     print(f"{'size':>9} {'measured':>12} {'predicted':>12}  us")
     for size, seconds in to_check.items():

@@ -23,7 +23,7 @@ from crossdevice.cli.terminal import size_in_bytes, write_file
 from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources.threads import num_threads
 from crossdevice.values.device import host_device
-from crossdevice.values.quantities import size_text
+from crossdevice.values.quantities import counted, size_text
 
 _LEFT = "{:>12}  {:>12}  {:>8}  {:>6}  {:>6}"
 _GROUP = "  {:>9}  {:>6}  {:>6}  {:>6}"
@@ -272,7 +272,7 @@ class Report:
         if given.json is not None:
             write_file(given.json, json.dumps(self._record(), indent=1, default=str) + "\n")
         if given.chart and self._rows:
-            words = [f"{given.collective} over {given.ngpus} devices", work.dtype, redop_of(work)]
+            words = [f"{given.collective} over {counted(given.ngpus, 'device')}", work.dtype, redop_of(work)]
             title = ", ".join(word for word in words if word != "none")
             svg = svg_of(self._rows, self._limit, title)
             page = page_of(self._rows, svg, title, self._command, self._remarks)

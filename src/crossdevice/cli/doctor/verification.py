@@ -302,7 +302,9 @@ def _of_large_arrays(place: Place) -> Finding:
         found = _reduced(place, "direct", list(whole.astype(np.float32)), ReduceOp.SUM, options)
         different = np.flatnonzero(found != whole.sum(axis=0))
         if different.size:
-            wrong.append(f"{different.size} elements under {precision}, the first is number {different[0]}")
+            wrong.append(
+                f"{counted(different.size, 'element')} under {precision}, the first is number {different[0]}"
+            )
     return _finding(place.name, f"{LARGE_ELEMENTS} elements", len(PRECISIONS), wrong)
 
 
