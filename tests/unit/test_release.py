@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from datetime import date
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -24,6 +25,13 @@ def test_the_changelog_of_a_version_can_be_read_in_a_minute():
 
 def test_the_citation_names_this_version():
     assert f"\nversion: {crossdevice.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_changelog_and_citation_agree_on_the_day_of_the_release():
+    (said,) = re.findall(r"^## \S+ \((.+)\)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    cited = re.findall(r"^date-released: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited == ([] if said == "unreleased" else [said])
+    assert said == "unreleased" or date.fromisoformat(said)
 
 
 def test_the_project_file_does_not_repeat_the_version():
