@@ -1,4 +1,4 @@
-"""Tensors of one module for several replicas: shared in one memory, copied to others; summed gradients."""
+"""Tensors of a module on several replicas: shared where memory is, copied elsewhere; gradients are summed."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def in_buckets(sized: Iterable[tuple[Sized, int]], bucket_bytes: float) -> Itera
 
 
 class MirroredTensors(torch.autograd.Function):
-    """Tensors for every replica, replica by replica; the gradient is the sum over replicas, in one batch.
+    """Differentiable copies of tensors, for every replica; all gradients are summed in one batch.
 
-    On the device where a tensor is, a replica gets the same memory, but a gradient of its own.
+    A replica on a tensor's own device shares its memory, but has its own gradient.
     """
 
     @staticmethod
@@ -68,7 +68,6 @@ class MirroredTensors(torch.autograd.Function):
         """Returns the tensors of the first replica, those of the second, and so on."""
         ctx.ops, ctx.devices, ctx.held, ctx.holds, ctx.tensors = ops, devices, held, holds, tensors
         ctx.set_materialize_grads(False)
-        # Not a copy on the device where it is.
         return tuple(_on(device, tensor) for device in devices for tensor in tensors)
 
     @staticmethod
@@ -91,7 +90,7 @@ def _is_added_to_grad(node: Any) -> bool:
     """Returns True if the backward pass adds to a leaf's `grad`, unlike `torch.autograd.grad`."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # its answer for leaves in `torch.autograd.grad`
+    except RuntimeError:  # raised for leaves in `torch.autograd.grad`
         return False
 
 
@@ -105,7 +104,7 @@ def _on(device: Device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Summed(torch.autograd.Function):
-    """Sums over replicas on the first device: transposes `MirroredTensors`, so both have derivatives."""
+    """Sums over replicas on the first device; this and `MirroredTensors` are each other's derivative."""
 
     @staticmethod
     def forward(
@@ -162,7 +161,7 @@ def _per_replica(column: Sequence[torch.Tensor | None], devices: Sequence[Device
 
 
 class HeldGradients:
-    """Gradients of replicas that are not summed yet, while batches are accumulated."""
+    """Per-replica gradients that wait to be summed while batches are accumulated."""
 
     def __init__(self, ops: CrossDeviceOps, devices: Sequence[Device]) -> None:
         self._ops, self._devices = ops, devices
@@ -192,7 +191,7 @@ class HeldGradients:
     def joined(
         self, leaves: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradients plus those kept for leaves, which are removed here."""
+        """Adds the kept gradients of leaves to the given ones, and keeps them no longer."""
         joined, count = list(gradients), len(leaves)
         for position, leaf in enumerate(leaves):
             _, kept = self._kept.pop(id(leaf), (leaf, []))
@@ -205,7 +204,7 @@ class HeldGradients:
         return tuple(joined)
 
     def deliver(self) -> None:
-        """Sums the remaining kept gradients into those of the tensors, unless it is still holding."""
+        """Adds the sums of the kept gradients to `grad` of their tensors, unless more are to be held."""
         for tensor, kept in [] if self.is_holding else list(self._kept.values()):
             del self._kept[id(tensor)]
             with torch.no_grad():
@@ -224,7 +223,7 @@ class HeldGradients:
         return copied
 
     def __reduce__(self) -> Any:
-        """Saves an empty one, as parameters are saved without their gradients."""
+        """Pickles without gradients, as parameters are pickled."""
         return HeldGradients, (self._ops, self._devices)
 
 
@@ -235,13 +234,13 @@ def _added(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tenso
 
 
 class KeptCopies:
-    """Copies of tensors, kept while neither they nor the originals change.
+    """Cache of copied tensors, each valid while neither the copy nor its original changes.
 
-    Changes are seen by PyTorch's version counters; what is written through `.data` is not counted.
+    PyTorch's version counters reveal changes, except for writes through `.data`.
     """
 
     def __init__(self) -> None:
-        # With the tensors themselves, so that no other gets the id of one of them meanwhile.
+        # References to the tensors, so that their ids are not used for others.
         self._kept: dict[tuple[int, Hashable], tuple[torch.Tensor, torch.Tensor, Any]] = {}
 
     def on(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -249,11 +248,11 @@ class KeptCopies:
         return tensor if tensor.device == device else self.copy_for(device, tensor, device)
 
     def copy_for(self, owner: Hashable, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns a copy for one owner, the same as before if neither has changed since."""
+        """Returns the owner's copy; makes a new one if the copy or the original has changed."""
         original, made, looks = self._kept.get((id(tensor), owner), (None, tensor, None))
         if original is tensor and made.device == device and looks == _looks(tensor, made):
             return made
-        # Made in inference mode, the copy would have no version counter to see changes by.
+        # A copy made in inference mode would have no version counter.
         with torch.inference_mode(False), torch.no_grad():
             made = tensor.detach().to(device, copy=True)
         if not tensor.is_inference():  # inference tensors have no version counters
@@ -268,7 +267,7 @@ class KeptCopies:
                 del self._kept[key]
 
     def __reduce__(self) -> Any:
-        """Copies and saves an empty one."""
+        """Copies and pickles as an empty cache."""
         return KeptCopies, ()
 
 

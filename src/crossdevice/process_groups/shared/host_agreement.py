@@ -1,8 +1,8 @@
 """Agreement on which ranks share a host; between several hosts, the exchange that sends nothing twice.
 
-Each rank makes a file without a name (a memfd), which is gone with the last process that has it. Others try
-to open it through /proc, and read back what was written there. Nothing is concluded from names of hosts or
-from variables: ranks in different containers, or of different users, do not get at it, and say why.
+Each rank creates an anonymous file (a memfd), which is freed with the last process that has it open. Other
+ranks try to open it through /proc, and compare its first bytes with those that its owner announced. Names of
+hosts prove nothing. A rank in another container, or of another user, cannot open the file and reports why.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _Offer(NamedTuple):
     descriptor: int
     token: bytes
     host: bytes
-    """Digest of the variable."""
+    """Digest of CROSSDEVICE_HOST."""
     reason: bytes
 
 
@@ -172,9 +172,9 @@ class _Answer(NamedTuple):
 
 
 def found_hosts(call: GroupCall, *, wanted: bool) -> tuple[SharedMemory | None, Hosts | None, str]:
-    """Returns the memory of this rank's host, the hosts if several, and the reason not all share one.
+    """Returns the memory that this host's ranks share, the hosts if several, and why not all ranks share it.
 
-    There are no hosts if every rank would be alone on its own.
+    Returns None for the hosts if each has one rank only.
     """
     rank, size, members = call.group.rank, call.group.size, call.group.members
     if size == 1:
@@ -250,8 +250,8 @@ def _opened(number: int, offer: _Offer, num_bytes: int) -> tuple[mmap.mmap | Non
     place = f"/proc/{offer.process}/fd/{offer.descriptor}"
     elsewhere = f"rank {number} is in another container or on another host"
     try:
-        # The name first: in another container the number may be that of a process that has nothing to do
-        # with this one, and to open what it has open might disturb it.
+        # The name is compared first: in another container this id may be that of an unrelated process, which
+        # might be disturbed if one of its files were opened.
         if os.readlink(place) != f"/memfd:{name_of(_number(offer.token))} (deleted)":
             return None, f"{elsewhere}: {place} is something else"
         descriptor = os.open(place, os.O_RDWR | os.O_CLOEXEC)

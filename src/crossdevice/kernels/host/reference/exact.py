@@ -1,7 +1,7 @@
 """Correctly rounded sums, means and products, independent of the order of the inputs.
 
-A sum is first enclosed in float64 arithmetic, whose rounding errors are themselves computed. Nearly
-always the enclosure leaves one possible result; the elements it leaves open go to the long accumulator.
+A sum is first enclosed: float64 arithmetic also computes its own rounding errors. Nearly always one result
+only lies in the enclosure. Elements with several possible results go to the long accumulator.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def decided_sum(
 
 
 def enclosed_sum(inputs: Sequence[NDArray[Any]]) -> Enclosure:
-    """Adds in float64, the errors of all additions apart, and bounds the errors of adding the errors."""
+    """Adds in float64, adds up the errors of these additions separately, and bounds what that loses."""
     total = inputs[0].astype(np.float64)
     low, doubt = np.zeros_like(total), np.zeros_like(total)
     for array in inputs[1:]:
@@ -90,7 +90,7 @@ def enclosed_sum(inputs: Sequence[NDArray[Any]]) -> Enclosure:
 
 
 def two_sum_keeping_zero(high: Floats, low: Floats) -> tuple[Floats, Floats]:
-    """Acts like two_sum, but keeps -0.0: the +0.0 of an absent error was never an input."""
+    """Acts like two_sum, but keeps -0.0, since the +0.0 of an absent error was never an input."""
     total, error = two_sum(high, low)
     return np.where(low == 0, high, total), error
 

@@ -37,7 +37,7 @@ def weighted_combination(
 ) -> NDArray[Any]:
     """Returns the sum of weights times inputs over the divisor, rounded once; `fast` is `accurate` here."""
     if inputs[0].dtype in (np.int64, np.uint64):
-        # float64 does not hold them all.
+        # float64 cannot represent all 64-bit integers.
         columns = np.stack([array.astype(object) for array in inputs])
         return _by_integers(columns, np.zeros(columns.shape, np.int64), weights, dtype)
     wide = [array.astype(np.float64) for array in inputs]
@@ -53,7 +53,7 @@ def weighted_combination(
 
 def _compensated(inputs: Sequence[Floats], weights: Weights, divisor: float | None) -> Floats:
     total, errors = two_product(inputs[0], weights.factors[0])
-    # As kernels do, which add it to none.
+    # Kernels start from 0 and add this error to it, which turns -0 into 0.
     errors = 0.0 + errors
     for array, factor in zip(inputs[1:], weights.factors[1:], strict=True):
         product, of_product = two_product(array, factor)
@@ -63,7 +63,7 @@ def _compensated(inputs: Sequence[Floats], weights: Weights, divisor: float | No
 
 
 def _exact(inputs: Sequence[Floats], weights: Weights, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Returns the true sum or mean: enclosed in float64 arithmetic, else computed in whole numbers."""
+    """Returns the true sum or mean, from an enclosure in float64 where that decides, else from integers."""
     enclosure = _enclosed_sum(inputs, weights.factors)
     if weights.divisor != 1 or weights.rest != 0:
         enclosure = enclosed_quotient(enclosure, weights.divisor, *weights.words[-2:])
@@ -71,7 +71,7 @@ def _exact(inputs: Sequence[Floats], weights: Weights, dtype: np.dtype[Any]) -> 
 
 
 def _enclosed_sum(inputs: Sequence[Floats], factors: Sequence[float]) -> Enclosure:
-    """Returns the sum of all products and of their errors; undefined where an error is not known."""
+    """Encloses the sum of all products and their errors; the doubt is infinite where an error is unknown."""
     terms: list[Floats] = []
     unknown = np.zeros(inputs[0].shape, np.bool_)
     for array, factor in zip(inputs, factors, strict=True):
@@ -102,8 +102,8 @@ def _decided(columns: Floats, weights: Weights, dtype: np.dtype[Any]) -> NDArray
 def _by_integers(
     columns: NDArray[np.object_], exponents: Integers, weights: Weights, dtype: np.dtype[Any]
 ) -> NDArray[Any]:
-    """Returns the result for columns of integers * 2**exponents, in Python's integers."""
-    # All are powers of two. The divisor's may be the largest: it has the weights of other replicas in it.
+    """Computes columns of integers * 2**exponents in Python's integers, which are never rounded."""
+    # Denominators are powers of two. The divisor's may be the largest, since it includes weights of others.
     divisor = weights.exact_divisor
     unit = max(divisor.denominator, *(Fraction(factor).denominator for factor in weights.factors))
     factors = [int(Fraction(factor) * unit) for factor in weights.factors]

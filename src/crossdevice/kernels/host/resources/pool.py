@@ -1,7 +1,8 @@
-"""Reused memory for large results: a block returns to the pool when its last array is gone.
+"""Recycled memory for large results.
 
-A fresh 100 MiB result costs three to eleven times the writing of it, in page faults; a recycled one
-costs nothing. The arrays are ordinary: their base is a lease, and its end is the block's return.
+Page faults make a new 100 MiB result cost three to eleven times as much as writing it; recycled memory has
+none. Results are ordinary arrays whose base object is a lease. When the last of them is freed, so is the
+lease, and its block is ready for the next result.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from crossdevice.kernels.host.resources.threads import words_of_groups
 from crossdevice.values.launchers import local_processes
 
 SMALLEST_POOLED_BYTES = 1 << 20
-"""The total size of a call's results from which they are pooled. Above it, the C library gives memory back
-as soon as it is free, and every page of the next result is faulted in again: 8 x 256 KiB take 420 us then,
-instead of 115; a lease takes about 5 us."""
+"""Total size of a call's results from which they are pooled. From there on the C library returns freed memory
+to the system at once, and every page of the next result faults: 8 x 256 KiB take 420 us instead of 115, where
+a lease takes about 5."""
 
 PAGE_BYTES = 4096
 LINE_BYTES = 64
@@ -84,12 +85,11 @@ class _Block(weakref.ref[_Lease]):
 
 
 class Pool:
-    """Blocks of memory that wait for their next use, the longest unused given up first above the limit.
+    """Blocks of memory kept for reuse; above the limit the longest unused one is freed first.
 
-    There is no lock, and nothing is done when a block comes back: its lease is gone, which a weak reference
-    tells without running any code of ours. The thread that pops a block from the one dictionary takes it.
-    So an interrupt at any moment costs at most a block, and finalizers, signal handlers and other
-    threads may use the pool while it is in use.
+    The pool has no lock. No code of ours runs when a block is returned: its lease is freed, as a weak
+    reference shows. A thread takes a block by popping it from a dictionary, which is atomic. So an interrupt
+    loses one block at most, and finalizers, signal handlers and other threads may use the pool at any time.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -100,7 +100,7 @@ class Pool:
         self.start_anew()
 
     def start_anew(self) -> None:
-        """Forgets all blocks, and the thread that gives them back, as after a fork."""
+        """Forgets all blocks and the thread that frees them, as a forked process must."""
         self._blocks: dict[int, _Block] = {}
         self._keeper: threading.Thread | None = None
 
@@ -121,8 +121,8 @@ class Pool:
     ) -> list[NDArray[Any]]:
         """Allocates one flat array per (size, dtype); neighbours share blocks but no cache lines.
 
-        Only tiny ones do not share: a loss that someone keeps would keep a whole block. With `on_lines`
-        those start where lines do, too.
+        Tiny arrays have memory of their own: a loss that is kept would keep a whole block alive. With
+        `on_lines` they start on cache lines, too.
         """
         empty = empty_on_line if on_lines else np.empty
         elements = [(size, np.dtype(dtype)) for size, dtype in sizes]
@@ -196,7 +196,7 @@ class Pool:
         return np.asarray(lease)
 
     def _taken(self, num_bytes: int) -> NDArray[np.uint8] | None:
-        # The last used first: it is the most likely to be in cache, and others grow old and are given back.
+        # The most recently used one is likely to be in the cache; the others age until they are freed.
         for block in reversed(self._idle()):
             if block.num_bytes == num_bytes and self._dropped(block):
                 self._hits += 1
@@ -224,15 +224,15 @@ class Pool:
 
 def _idle_among(blocks: Sequence[_Block]) -> list[_Block]:
     """Returns the blocks that are no longer leased."""
-    # In C throughout: between a call of the reference and a test of what it gave, another thread may run, and
-    # would find the block leased only to itself.
+    # In C throughout: between calling a reference and testing what it returned, another thread could run and
+    # take the block for leased.
     return list(itertools.filterfalse(_Block.__call__, blocks))
 
 
 def release_memory() -> int:
-    """Gives memory that was kept for the next results back to the system.
+    """Returns memory that is kept for the next results to the system.
 
-    What has not been used for some seconds is given back without being asked.
+    Memory that has not been used for some seconds is returned without this call.
 
     Returns:
         The number of bytes.
