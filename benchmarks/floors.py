@@ -136,8 +136,9 @@ def groups(*, quick: bool) -> list[Group]:
         *(
             Group(resnet, (_times(f"ResNet-50 MEAN against {what}", Runner(ours), peer, floor, aim),))
             for what, ours, peer, floor, aim in (
-                ("TensorFlow HierarchicalCopy(1)", "accurate", "tensorflow_hierarchical_copy", 4, 7),
-                ("TensorFlow ring", "accurate", "tensorflow_ring", 4.5, 8),
+                # At 1.2 times the speed of a copy, the most that any row reaches, these would be 4.8 and 8.3.
+                ("TensorFlow HierarchicalCopy(1)", "accurate", "tensorflow_hierarchical_copy", 3.5, 4.8),
+                ("TensorFlow ring", "accurate", "tensorflow_ring", 5, 8),
                 ("TensorFlow one device, shared results", "shared", "tensorflow", 2, 4),
             )
         ),
