@@ -67,22 +67,6 @@ def numba_kernels():
     select_kernels(None)
 
 
-def test_every_input_of_a_block_is_read_by_instructions_of_its_own(monkeypatch):
-    """Processors tell streams apart by the instruction that reads them; one for all is no stream."""
-    num_loads = 0
-
-    def load(self, address, kind):
-        nonlocal num_loads
-        num_loads += self.count > 1
-        return loaded(self, address, kind)
-
-    loaded = Lanes.load
-    monkeypatch.setattr(Lanes, "load", load)
-    monkeypatch.setattr(numba_pass, "_keeps_kernels", lambda: False)
-    numba_pass.compiled_kernel.__wrapped__("chain wide SUM float32")
-    assert num_loads >= BLOCK_INPUTS
-
-
 @pytest.fixture
 def random():
     return np.random.default_rng(20)
@@ -305,6 +289,22 @@ def test_what_a_signal_handler_reduces_meanwhile_changes_nothing(divisor, monkey
     fused_pass(inputs, outputs, Recipe(SUM, "exact", divisor))
     assert (outputs[0] == np.float32((1 + 2.0**-23) / (divisor or 1))).all()
     assert (inner[0] == np.float32(2 + 2.0**-22)).all()
+
+
+def test_every_input_of_a_block_is_read_by_instructions_of_its_own(monkeypatch):
+    """Processors tell streams apart by the instruction that reads them; one for all is no stream."""
+    num_loads = 0
+
+    def load(self, address, kind):
+        nonlocal num_loads
+        num_loads += self.count > 1
+        return loaded(self, address, kind)
+
+    loaded = Lanes.load
+    monkeypatch.setattr(Lanes, "load", load)
+    monkeypatch.setattr(numba_pass, "_keeps_kernels", lambda: False)
+    numba_pass.compiled_kernel.__wrapped__("chain wide SUM float32")
+    assert num_loads >= BLOCK_INPUTS
 
 
 def test_thousands_of_halves_have_their_true_mean():
