@@ -60,9 +60,7 @@ class RowKernel(NamedTuple):
     keys: int
 
 
-@functools.cache
-def spread_keys() -> NDArray[Any]:
-    """Returns `word_keys` for `compiled_sums`: widened, even words of a row first, on a cache line."""
+def _spread_keys() -> NDArray[Any]:
     rows = word_keys().reshape(-1, LANES, 2).swapaxes(1, 2)
     memory = np.empty(rows.size + LANES, np.uint64)
     start = -memory.ctypes.data % ROW_BYTES // memory.itemsize
@@ -71,9 +69,16 @@ def spread_keys() -> NDArray[Any]:
     return keys
 
 
+SPREAD_KEYS = _spread_keys()
+"""`word_keys` for `compiled_sums`: widened, even words of a row first, on a cache line.
+
+Kernels keep only its address. It is made once, at import: of two made by two threads, one would be freed.
+"""
+
+
 @functools.cache
 def compiled_sums() -> RowKernel:
-    """Compiles the function that adds the sums of some rows; its keys are `spread_keys`."""
+    """Compiles the function that adds the sums of some rows; its keys are `SPREAD_KEYS`."""
     golden, (first_factor, second_factor) = np.uint64(GOLDEN), map(np.uint64, FACTORS)
     first_shift, second_shift, third_shift = map(np.uint64, SHIFTS)
 
@@ -93,7 +98,7 @@ def compiled_sums() -> RowKernel:
             address += count * ROW_BYTES
             row += count
 
-    return _row_kernel(add_sums, "fingerprint", spread_keys().ctypes.data)
+    return _row_kernel(add_sums, "fingerprint", SPREAD_KEYS.ctypes.data)
 
 
 @functools.cache
