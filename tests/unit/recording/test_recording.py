@@ -101,7 +101,7 @@ class Drifting(cd.CrossDeviceOps):
 
     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
         type(self).calls += 1
-        return cd.Mirrored([np.float64(self.calls > 3)])
+        return cd.Mirrored([np.float32(self.calls > 3)])
 
 
 def test_runs_that_are_the_same_are_said_to_be(tmp_path, capsys):
