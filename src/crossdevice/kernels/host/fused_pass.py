@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -18,13 +19,14 @@ from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.host.resources.pool import pool_bytes
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.kernels.host.sorted_pass import sorted_pass
-from crossdevice.kernels.host.standby import STANDBY_BYTES, standby
+from crossdevice.kernels.host.standby import LARGEST_STANDBY_BYTES, STANDBY_BYTES, Standby, standby
 from crossdevice.kernels.host.work_list import (
     HEADER_WORDS,
     LEFT_WORD,
     LEFTOVER_WORDS,
     MANY_INPUTS,
     NO_LEFTOVERS,
+    OBJECT_HEADER_BYTES,
     ROW_WORDS,
     SCRATCH_BYTES,
     TUPLE_HEADER_BYTES,
@@ -33,6 +35,7 @@ from crossdevice.kernels.host.work_list import (
     Task,
     WorkList,
     as_words,
+    halves,
     limited_range_bytes,
     pieces_in,
     ranges_of,
@@ -390,6 +393,17 @@ class SmallPass:
         _rooms.append(room)
 
 
+def _participants_for(traffic: int) -> int:
+    """Returns how many threads take the rows of a pass that reads and writes that much."""
+    return 1 if traffic < THREADED_BYTES else min(num_threads(), 2 * traffic // THREADED_BYTES)
+
+
+def _standby_for(traffic: int, num_participants: int) -> Standby | None:
+    """Returns the worker that may be awake for repeated passes; None if one is of little use."""
+    is_worth_it = STANDBY_BYTES <= traffic < LARGEST_STANDBY_BYTES and num_participants <= 2
+    return standby() if is_worth_it else None
+
+
 class SharedPasses:
     """Tasks of one kernel, laid out so that threads take the work of all of them."""
 
@@ -404,11 +418,8 @@ class SharedPasses:
         settle: Callable[[Arrays, Arrays, Pieces, Recipe], None] | None = None,
     ) -> None:
         traffic = sum(traffic_bytes(*task) for task in tasks)
-        self._participants = (
-            1 if traffic < THREADED_BYTES else min(num_threads(), 2 * traffic // THREADED_BYTES)
-        )
-        uses_standby = STANDBY_BYTES <= traffic < STREAMED_BYTES and self._participants <= 2
-        self._standby = standby() if is_repeated and uses_standby else None
+        self._participants = _participants_for(traffic)
+        self._standby = _standby_for(traffic, self._participants) if is_repeated else None
         self._work_list = WorkList(
             tasks,
             prepared.divisor,
@@ -490,9 +501,7 @@ class RepeatedPasses:
             for layout in layouts
         ]
         traffic = sum(traffics)
-        self._participants = (
-            1 if traffic < THREADED_BYTES else min(num_threads(), 2 * traffic // THREADED_BYTES)
-        )
+        self._participants = _participants_for(traffic)
         range_bytes = limited_range_bytes(traffic // (RANGES_PER_THREAD * self._participants))
         rows: list[list[int]] = []
         self._layout_of_row: list[PassLayout] = []
@@ -512,10 +521,34 @@ class RepeatedPasses:
         # None where a kernel takes all from the first on, one after the other.
         self._input_positions = None if inputs == [*range(len(inputs))] else inputs
         self._output_positions = None if outputs == [*range(len(outputs))] else outputs
-        self._words = as_words(rows, prepared.divisor, prepared.program, is_shared=self._participants > 1)
         self._has_many_inputs = any(len(layout.inputs) >= MANY_INPUTS for layout in layouts)
-        self._kernel, self._place = prepared.kernel, self._words.buffer_info()[0]
-        self._is_simple = len(rows) == 1 == self._participants
+        self._kernel, self._is_simple = prepared.kernel, len(rows) == 1 == self._participants
+        self._standby = None if self._is_simple else _standby_for(traffic, self._participants)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Makes the words of all rows, and finds those in them to which each call adds an address."""
+        rows, prepared = self._rows, self._prepared
+        parts = [rows] if self._standby is None else halves(rows)
+        is_shared = self._participants > 1
+        lists = [as_words(part, prepared.divisor, prepared.program, is_shared=is_shared) for part in parts]
+        self._starts = [0, *itertools.accumulate(map(len, lists[:-1]))]
+        self._words = sum(lists, array("q"))
+        self._place = self._words.buffer_info()[0]
+        firsts = np.array(
+            [
+                start + HEADER_WORDS + number * ROW_WORDS
+                for start, part in zip(self._starts, parts, strict=True)
+                for number in range(len(part))
+            ],
+            np.int64,
+        )
+        self._laid_out = np.array(self._words)
+        self._reads, self._writes, self._leaves = np.zeros((3, len(self._words)), np.int64)
+        self._reads[firsts] = self._writes[firsts + 2] = 1
+        if prepared.is_exact:
+            self._leaves[firsts + 7] = 1
+            self._laid_out[firsts + 7] = np.arange(len(rows)) * (LEFTOVER_WORDS * WORD_BYTES)
 
     def __call__(
         self,
@@ -554,27 +587,32 @@ class RepeatedPasses:
                 self._settle(0, room[0], viewer, inputs, outputs, self._recipe)
             _rooms.append(room)
             return
-        prepared, recipe, words = self._prepared, self._recipe, self._words[:]
+        prepared, recipe = self._prepared, self._recipe
+        words = self._laid_out + self._reads * place_of(read)
+        words += self._writes * place_of(written)
+        leftovers = NO_LEFTOVERS * (len(self._rows) * prepared.is_exact)
+        if prepared.is_exact:
+            words += self._leaves * leftovers.buffer_info()[0]
         if weights is not None and recipe.weights is not None:
             recipe = recipe.with_weights(weights)
             prepared = _with_weights(prepared, recipe)
-            words[:HEADER_WORDS] = as_words([], prepared.divisor, prepared.program, is_shared=bool(words[2]))
-            words[0] = len(self._rows)
-        table = np.frombuffer(words, np.int64, offset=HEADER_WORDS * WORD_BYTES).reshape(-1, ROW_WORDS)
-        table[:, 0] += place_of(read)
-        table[:, 2] += place_of(written)
-        leftovers = NO_LEFTOVERS * (len(self._rows) * prepared.is_exact)
-        if prepared.is_exact:
-            table[:, 7] = leftovers.buffer_info()[0] + np.arange(len(table)) * (LEFTOVER_WORDS * WORD_BYTES)
-        place = words.buffer_info()[0]
-        if self._participants == 1:
-            kernel(place, 0, 0, 0, scratch)
+            header = as_words([], prepared.divisor, prepared.program, is_shared=False)
+            for start in self._starts:
+                words[start + 3 : start + LEFT_WORD] = header[3:LEFT_WORD]
+        place: int = words.__array_interface__["data"][0]
+        places = [place + start * WORD_BYTES for start in self._starts]
+
+        def work() -> None:
+            for own in places:
+                kernel(own, 0, 0, 0, _scratch.place() if self._has_many_inputs else 0)
+
+        if self._standby is not None:
+            self._standby.run(work, self._participants, prepared.address, places, scratch)
+        elif self._participants == 1:
+            work()
         else:
-            run_together(
-                lambda: kernel(place, 0, 0, 0, _scratch.place() if self._has_many_inputs else 0),
-                self._participants,
-            )
-        if words[LEFT_WORD]:
+            run_together(work, self._participants)
+        if any(words[start + LEFT_WORD] for start in self._starts):
             for row, first in enumerate(range(0, len(leftovers), LEFTOVER_WORDS)):
                 if leftovers[first]:
                     left = leftovers[first : first + LEFTOVER_WORDS]

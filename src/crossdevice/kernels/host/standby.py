@@ -1,4 +1,4 @@
-"""A worker thread that stays awake between bound passes which follow each other closely."""
+"""A worker thread that stays awake between repeated passes which follow each other closely."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from crossdevice.kernels.host.work_list import SCRATCH_BYTES, WORD_BYTES
 STANDBY_BYTES = 1 << 20
 """Traffic from which an awake worker takes part. At 0.6 MiB the handover costs what it saves."""
 
+LARGEST_STANDBY_BYTES = 64 << 20
+"""Traffic above which waking a worker is a small part of the pass."""
+
 STANDBY_SECONDS = 1e-4
 """Time that a worker spins for the next pass, and the longest gap between passes that count as close."""
 
@@ -34,7 +37,7 @@ _MARGIN = 8
 
 
 class Standby:
-    """Shares bound passes of this process with one worker thread."""
+    """Shares repeated passes of this process with one worker thread."""
 
     def __init__(self) -> None:
         from crossdevice.kernels.host.llvm import standby

@@ -18,6 +18,9 @@ Task: TypeAlias = "tuple[Arrays, Arrays]"
 TUPLE_HEADER_BYTES = tuple.__basicsize__
 """Bytes before the item pointers of a tuple; kernels read them, as asking each array costs 1 us."""
 
+OBJECT_HEADER_BYTES = object.__basicsize__
+"""Bytes before the data pointer of an ndarray: its C struct is PyObject_HEAD and then `char *data`."""
+
 WORD_BYTES = 8
 
 HEADER_WORDS = 7
@@ -106,7 +109,7 @@ class WorkList:
         self._leftovers = NO_LEFTOVERS * (self.num_rows * may_leave_pieces)
         for number in range(self.num_rows * may_leave_pieces):
             rows[number][-1] = self._leftovers.buffer_info()[0] + number * LEFTOVER_WORDS * WORD_BYTES
-        parts = _halves(rows) if has_two_lists else (rows,)
+        parts = halves(rows) if has_two_lists else (rows,)
         self._lists = [as_words(part, divisor, program, is_shared=is_shared) for part in parts]
         self.places = [words.buffer_info()[0] for words in self._lists]
 
@@ -150,8 +153,8 @@ def ranges_of(size: int, number: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + step, size)) for start in range(0, size, max(step, 1)))
 
 
-def _halves(rows: Sequence[list[int]]) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
-    """Splits the rows at the middle of all elements."""
+def halves(rows: Sequence[list[int]]) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
+    """Splits rows at the middle of all their elements."""
     ends = list(itertools.accumulate(stop - start for *_, start, stop, _, _ in rows))
     middle = bisect.bisect(ends, ends[-1] // 2)
     return rows[:middle], rows[middle:]

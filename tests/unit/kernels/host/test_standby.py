@@ -1,4 +1,4 @@
-"""A worker that stays awake between bound passes: the same bits, and awake only where that is of use."""
+"""A worker that stays awake between repeated passes: the same bits, and awake only where that is of use."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("numba")
 
+import crossdevice as cd
 from crossdevice.kernels.host import standby as standby_module
 from crossdevice.kernels.host.fused_pass import bound_batch, select_kernels
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
@@ -91,6 +92,40 @@ def test_a_worker_that_is_awake_takes_part_and_changes_no_bit(
     assert sum(took_part) >= 3
 
 
+@pytest.mark.parametrize("num_inputs", [2, 20])
+@pytest.mark.parametrize("precision", ["accurate", "exact"])
+@pytest.mark.parametrize("weights", [None, (0.5, 3.0)])
+def test_it_takes_part_in_known_calls_too(standby, num_inputs, precision, weights):
+    random = np.random.default_rng(2)
+    shapes = [(1 << 20) // num_inputs, 3, (1 << 20) // num_inputs]  # so large that more than one row is left
+
+    def trees():
+        return [
+            {str(leaf): random.standard_normal(size).astype(np.float32) for leaf, size in enumerate(shapes)}
+            for _ in range(num_inputs)
+        ]
+
+    values, out = trees(), trees()
+    for leaf in ("0", "2"):
+        values[0][leaf][::100], values[-1][leaf][::100] = 1e30, -1e30  # which exact kernels leave to NumPy
+    ops, given = cd.DirectAllReduce(), (None if weights is None else weights * (num_inputs // 2))
+    value, targets = cd.PerReplica(values), cd.Mirrored(out)
+    how = {"options": cd.CommunicationOptions(precision=precision), "weights": given}
+    expected = ops.reduce("mean", value, value, **how).values[0]  # alone: it is not known yet
+    took_part, share = [], standby._share
+    standby._share = lambda *given: took_part.append(share(*given))
+    deadline = time.monotonic() + 20
+    while sum(took_part) < 3 and time.monotonic() < deadline:
+        for tree in out:
+            for array in tree.values():
+                array.fill(np.nan)
+        ops.reduce("mean", value, value, out=targets, **how)
+        for tree in out:
+            for leaf, array in tree.items():
+                assert (array == expected[leaf]).all()
+    assert sum(took_part) >= 3
+
+
 @pytest.mark.parametrize(
     "case", ["one thread", "one processor", "calls far apart", "little traffic", "much traffic"]
 )
@@ -99,7 +134,7 @@ def test_nobody_is_woken_for(case, standby, wakes, monkeypatch):
     standby._has_processors = case != "one processor"
     if case == "calls far apart":
         monkeypatch.setattr(standby_module, "STANDBY_SECONDS", 1e-9)
-    work, _, _ = bound_pass(size={"little traffic": 1 << 16, "much traffic": 1 << 21}.get(case, 1 << 17))
+    work, _, _ = bound_pass(size={"little traffic": 1 << 16, "much traffic": 1 << 23}.get(case, 1 << 17))
     for _ in range(10):
         work()
     assert wakes == []

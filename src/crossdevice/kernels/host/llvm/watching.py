@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 
 from crossdevice.kernels.host.llvm.numba_pass import Kernel, entry_of
-from crossdevice.kernels.host.llvm.words import OBJECT_HEADER_BYTES, data_of, set_word, word_at
-from crossdevice.kernels.host.work_list import WORD_BYTES
+from crossdevice.kernels.host.llvm.words import data_of, set_word, word_at
+from crossdevice.kernels.host.work_list import OBJECT_HEADER_BYTES, WORD_BYTES
 
 # The C struct of an ndarray, in words: the type of any object, then the address, dimensions (a C int), shape,
 # strides, base, dtype and flags (a C int).

@@ -13,10 +13,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from crossdevice.kernels.host.llvm.lanes import DOUBLE, INT64, Builder, Value
-from crossdevice.kernels.host.work_list import WORD_BYTES
-
-OBJECT_HEADER_BYTES = object.__basicsize__
-"""Bytes before the data pointer of an ndarray: its C struct is PyObject_HEAD and then `char *data`."""
+from crossdevice.kernels.host.work_list import OBJECT_HEADER_BYTES, WORD_BYTES
 
 
 def emitted(result: Any = types.void) -> Callable[[Callable[..., Value | None]], Any]:
