@@ -154,10 +154,10 @@ class Backend(abc.ABC):
         """Returns True if arrays that match the signatures of written arrays may be written to now."""
         return True
 
-    def pointers_to(self, arrays: tuple[Array, ...]) -> tuple[Array, ...] | NDArray[np.int64] | None:  # noqa: ARG002
-        """Finds the addresses of arrays for which `are_flat` holds, for kernels; None if it cannot.
+    def pointers_to(self, arrays: tuple[Array, ...]) -> tuple[Array, ...] | list[int] | None:  # noqa: ARG002
+        """Finds the elements of arrays for which `are_flat` holds, for kernels; None if it cannot.
 
-        That is a tuple of ndarrays, or the addresses of what looks like one in memory.
+        Returns a tuple of ndarrays, in which kernels look themselves, or a list of addresses.
         """
         return None
 

@@ -29,8 +29,6 @@ _LACKING = {getattr(torch, name): name for name in _CARRIERS}
 _PLAIN = {np.dtype(name) for name in ("float32", "float64", "int32", "int64", "complex64", "complex128")}
 """Dtypes that `torch.from_numpy` keeps."""
 
-WORD_BYTES, OBJECT_HEADER_BYTES = 8, object.__basicsize__
-
 
 class _Memory:
     """A contiguous tensor as NumPy reads it; `Tensor.numpy` would forbid for ever to resize its storage."""
@@ -107,17 +105,11 @@ class TorchBackend(NcclBackend):
         """Allows writing to inference tensors in inference mode only; signatures do not tell them apart."""
         return not any(map(torch.Tensor.is_inference, arrays)) or torch.is_inference_mode_enabled()
 
-    def pointers_to(self, arrays: tuple[torch.Tensor, ...]) -> NDArray[np.int64] | None:
-        """Returns addresses of tensors laid out like ndarrays; views that conjugate or negate have none."""
+    def pointers_to(self, arrays: tuple[torch.Tensor, ...]) -> list[int] | None:
+        """Returns addresses; views that conjugate or negate have none."""
         if any(map(torch.Tensor.is_neg, arrays)) or any(map(torch.Tensor.is_conj, arrays)):
             return None
-        number = len(arrays)
-        words = np.empty(2 * number, np.int64)
-        words[:number] = list(map(torch.Tensor.data_ptr, arrays))
-        first: int = words.__array_interface__["data"][0]
-        first -= OBJECT_HEADER_BYTES
-        words[number:] = np.arange(first, first + number * WORD_BYTES, WORD_BYTES)
-        return words[number:]
+        return list(map(torch.Tensor.data_ptr, arrays))
 
     def adopted(self, memory: tuple[NDArray[Any], ...]) -> tuple[torch.Tensor, ...]:
         """Adopts plain dtypes without a check of each; dtypes that NumPy lacks like any result."""

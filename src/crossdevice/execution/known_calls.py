@@ -19,7 +19,13 @@ from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import CheckedCall, Prepared
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.kernels.host.fixed_arrays import Separation, Signature
-from crossdevice.kernels.host.fused_pass import Pointers, place_of, selected_kernels
+from crossdevice.kernels.host.fused_pass import (
+    Pointers,
+    place_of,
+    pointers_after,
+    pointers_of,
+    selected_kernels,
+)
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues
 from crossdevice.values.options import CommunicationOptions
@@ -153,11 +159,10 @@ class KnownCall:
         """Refuses memory that overlaps other memory; returns pointers to both if kernels can read them."""
         if self._separation is not None:
             backend, number = self._specs[0].backend, len(leaves)
-            pointers = backend.pointers_to(leaves if outs is leaves else leaves + outs)
-            if pointers is not None and backend.may_be_written(outs):
-                read = targets = pointers
-                if outs is not leaves:
-                    read, targets = pointers[:number], pointers[number:]
+            # Behind pointers to inputs there may be others, which are not looked at.
+            read = pointers_of(backend.pointers_to(leaves if outs is leaves else leaves + outs))
+            if read is not None and backend.may_be_written(outs):
+                targets = read if outs is leaves else pointers_after(read, number)
                 if self._separation.holds(place_of(read), place_of(targets)):
                     return read, targets
             # Else an array that only its library can read, or one that is refused below.
@@ -304,7 +309,8 @@ def _flattened(
     if out_columns:
         outputs = tuple(out_columns[0]) if len(out_columns) == 1 else tuple(chain.from_iterable(out_columns))
     arrays = tuple(columns[0]) if len(columns) == 1 else tuple(chain.from_iterable(columns))
-    if outputs is not None and _are_same(arrays, outputs):
+    # Most tuples that differ do so from the first array on, which is found in less time than all.
+    if outputs is not None and arrays[0] is outputs[0] and _are_same(arrays, outputs):
         outputs = arrays
     # What Flattened(...) makes, in less than half of the time.
     return tuple.__new__(Flattened, (tuple(key), arrays, structures, outputs))

@@ -21,6 +21,7 @@ from crossdevice.kernels.host.fused_pass import (
     bound_batch,
     fused_batch,
     fused_pass,
+    pointers_of,
 )
 from crossdevice.kernels.host.resources.pool import (
     SMALLEST_POOLED_BYTES,
@@ -215,7 +216,7 @@ class FlatPasses:
         """
         started = now()
         backend = self._backend
-        read = backend.pointers_to(inputs) if pointers is None else pointers[0]
+        read = pointers_of(backend.pointers_to(inputs)) if pointers is None else pointers[0]
         written: Pointers | None
         if outs is None:
             if self._are_small:
@@ -225,7 +226,7 @@ class FlatPasses:
                 memory = tuple(map(np.ndarray.reshape, flats, self._shapes))
             written, results = memory, backend.adopted(memory)
         else:
-            written = backend.pointers_to(outs) if pointers is None else pointers[1]
+            written = pointers_of(backend.pointers_to(outs)) if pointers is None else pointers[1]
             results = outs
         if read is None or written is None:
             return None

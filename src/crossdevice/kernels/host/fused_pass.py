@@ -50,7 +50,40 @@ KERNELS = ("numba", "numpy")
 
 Arrays = Sequence[NDArray[Any]]
 
-Pointers: TypeAlias = "tuple[Any, ...] | NDArray[np.int64]"
+
+class AddressTable:
+    """Addresses of arrays' elements, laid out as kernels find them in a tuple of ndarrays."""
+
+    __slots__ = ("_pointers", "_words", "place")
+
+    place: int
+    """The address of the first pointer."""
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        number = len(addresses)
+        words = np.empty(2 * number, np.int64)
+        words[:number] = addresses
+        start: int = words.__array_interface__["data"][0]
+        first = start - OBJECT_HEADER_BYTES
+        words[number:] = np.arange(first, first + number * WORD_BYTES, WORD_BYTES)
+        self._words, self._pointers, self.place = words, words[number:], start + number * WORD_BYTES
+
+    def after(self, number: int) -> AddressTable:
+        """Returns the pointers without the first `number`."""
+        return self._with(self._pointers[number:], self.place + number * WORD_BYTES)
+
+    def at(self, positions: Sequence[int]) -> AddressTable:
+        """Returns the pointers at these positions."""
+        pointers = self._pointers[positions]
+        return self._with(pointers, pointers.__array_interface__["data"][0])
+
+    def _with(self, pointers: NDArray[np.int64], place: int) -> AddressTable:
+        table = AddressTable.__new__(AddressTable)
+        table._words, table._pointers, table.place = self._words, pointers, place
+        return table
+
+
+Pointers: TypeAlias = "tuple[Any, ...] | AddressTable"
 """A tuple of ndarrays, or addresses of objects that keep their data pointer where ndarrays do."""
 
 THREADED_BYTES = 6 << 20
@@ -637,19 +670,25 @@ class RepeatedPasses:
         )
 
 
-def place_of(pointers: Pointers | None) -> int:
+def pointers_of(found: tuple[Any, ...] | list[int] | None) -> Pointers | None:
+    """Returns what kernels read: ndarrays as they are, addresses in a table."""
+    return AddressTable(found) if isinstance(found, list) else found
+
+
+def place_of(pointers: Pointers) -> int:
     """Returns the address of the first pointer."""
-    if isinstance(pointers, tuple):
-        return id(pointers) + TUPLE_HEADER_BYTES
-    assert pointers is not None
-    address: int = pointers.__array_interface__["data"][0]
-    return address
+    return id(pointers) + TUPLE_HEADER_BYTES if isinstance(pointers, tuple) else pointers.place
+
+
+def pointers_after(pointers: Pointers, number: int) -> Pointers:
+    """Returns the pointers without the first `number`."""
+    return pointers[number:] if isinstance(pointers, tuple) else pointers.after(number)
 
 
 def _selected(pointers: Pointers, positions: list[int]) -> Pointers:
     if isinstance(pointers, tuple):
         return tuple([pointers[position] for position in positions])
-    return pointers[positions]
+    return pointers.at(positions)
 
 
 def _run_pieces(inputs: Arrays, outputs: Arrays, pieces: Pieces, recipe: Recipe) -> None:
