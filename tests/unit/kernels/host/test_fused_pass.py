@@ -90,6 +90,33 @@ def test_outputs_of_any_alignment_are_written(random):
         assert all(same_bits(output, expected) for output in outputs)
 
 
+@pytest.mark.parametrize("num_inputs", [3, 20])
+@pytest.mark.parametrize("precision", ["accurate", "exact"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float64"])
+def test_outputs_whose_lines_start_at_different_elements_are_written_to_their_ends(
+    name, precision, num_inputs, random, monkeypatch
+):
+    monkeypatch.setattr(module, "STREAMED_BYTES", 1)
+    dtype, recipe = dtype_named(name), Recipe(SUM, precision)
+    for size in (1, 31, 5000, 70_001):
+        inputs = [adversarial(random, dtype, size, finite=True) for _ in range(num_inputs)]
+        inputs[0][::50], inputs[-1][::50] = 1e30, -1e30  # which exact kernels leave to NumPy
+        expected = expected_of(inputs, recipe, dtype)
+        memory = [np.full(size * dtype.itemsize + 256, 171, np.uint8) for _ in range(4)]
+        starts = [64 - each.ctypes.data % 64 + 16 * number for number, each in enumerate(memory)]
+        stops = [start + expected.nbytes for start in starts]
+        outputs = [
+            each[start:stop].view(dtype) for each, start, stop in zip(memory, starts, stops, strict=True)
+        ]
+        for is_in_place in (False, True):
+            outputs[2][:] = inputs[1]
+            given = [inputs[0], outputs[2] if is_in_place else inputs[1], *inputs[2:]]
+            fused_pass(given, outputs, recipe)
+            assert all(same_bits(output, expected) for output in outputs)
+        assert all((each[:start] == 171).all() for each, start in zip(memory, starts, strict=True))
+        assert all((each[stop:] == 171).all() for each, stop in zip(memory, stops, strict=True))
+
+
 @pytest.mark.parametrize("precision", ["fast", "accurate", "exact"])
 @pytest.mark.usefixtures("num_threads")
 def test_a_batch_is_many_passes(precision, random):

@@ -33,7 +33,7 @@ from crossdevice.kernels.host.llvm.lanes import (
     Value,
     Vector,
 )
-from crossdevice.kernels.host.llvm.words import loaded_address, loaded_word
+from crossdevice.kernels.host.llvm.words import emitted, loaded_address, loaded_word
 from crossdevice.kernels.host.work_list import BLOCK_INPUTS
 from crossdevice.values.dtypes import ITEM_BYTES
 
@@ -82,6 +82,38 @@ def combine_lanes(
         return builder.load(doubt)
 
     return signature, emit
+
+
+@emitted()
+def copy_past_cache(build: Builder, target: Value, source: Value, num_bytes: Value) -> None:
+    """Copies memory, with stores past the cache for all whole lines of the target."""
+    line = ir.Constant(INT64, STREAMED_LINE_BYTES)
+    missing = build.and_(build.neg(target), ir.Constant(INT64, STREAMED_LINE_BYTES - 1))
+    head = build.select(build.icmp_signed("<", missing, num_bytes), missing, num_bytes)
+    num_lines = build.sdiv(build.sub(num_bytes, head), line)
+    kind = ir.VectorType(INT64, STREAMED_LINE_BYTES // 8)
+
+    def place(address: Value, offset: Value, kind: Any) -> Value:
+        return build.inttoptr(build.add(address, offset), kind.as_pointer())
+
+    def copy_some(offset: Value, count: Value) -> None:
+        byte = ir.IntType(8)
+        cgutils.raw_memcpy(build, place(target, offset, byte), place(source, offset, byte), count, 1)
+
+    copy_some(ir.Constant(INT64, 0), head)
+    with cgutils.for_range(build, num_lines) as loop:
+        offset = build.add(head, build.mul(loop.index, line))
+        _store_past_cache(
+            build, build.load(place(source, offset, kind), align=1), place(target, offset, kind)
+        )
+    tail = build.add(head, build.mul(num_lines, line))
+    copy_some(tail, build.sub(num_bytes, tail))
+
+
+def _store_past_cache(build: Builder, value: Value, place: Value) -> None:
+    stored = build.store(value, place)
+    stored.align = STREAMED_LINE_BYTES
+    stored.set_metadata("nontemporal", build.module.add_metadata([ir.Constant(INT32, 1)]))
 
 
 class _Work(NamedTuple):
@@ -271,23 +303,24 @@ def _write(arithmetic: Arithmetic, result: Vector, work: _Work) -> None:
     item_bytes = ITEM_BYTES[arithmetic.result_dtype]
     offset = byte_offset(build, work.position, arithmetic.result_dtype)
 
-    def write_all(alignment: int) -> None:
+    def write_all(*, past_cache: bool) -> None:
         with cgutils.for_range(build, work.num_outputs) as loop:
             address = build.add(loaded_address(build, work.outputs, loop.index), offset)
-            stored = build.store(result.value, build.inttoptr(address, result.value.type.as_pointer()))
-            stored.align = alignment
-            if alignment == STREAMED_LINE_BYTES:
-                stored.set_metadata("nontemporal", build.module.add_metadata([ir.Constant(INT32, 1)]))
+            place = build.inttoptr(address, result.value.type.as_pointer())
+            if past_cache:
+                _store_past_cache(build, result.value, place)
+            else:
+                build.store(result.value, place, align=1)
 
     if result.lanes.count * item_bytes % STREAMED_LINE_BYTES:
-        write_all(1)
+        write_all(past_cache=False)
         return
     streams_results = build.icmp_signed("!=", work.is_nontemporal, ir.Constant(INT64, 0))
     with build.if_else(streams_results) as (streams, caches):
         with streams:
-            write_all(STREAMED_LINE_BYTES)
+            write_all(past_cache=True)
         with caches:
-            write_all(1)
+            write_all(past_cache=False)
 
 
 def byte_offset(build: Builder, position: Value, dtype: str) -> Value:

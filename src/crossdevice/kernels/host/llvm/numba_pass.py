@@ -19,10 +19,9 @@ import numba
 import numpy as np
 from numba import njit
 
-from crossdevice.kernels.host.llvm.code import STREAMED_LINE_BYTES, combine_lanes
+from crossdevice.kernels.host.llvm.code import STREAMED_LINE_BYTES, combine_lanes, copy_past_cache
 from crossdevice.kernels.host.llvm.families import arithmetic_named
 from crossdevice.kernels.host.llvm.words import (
-    OBJECT_HEADER_BYTES,
     data_of,
     finish_streaming,
     number_at,
@@ -36,6 +35,7 @@ from crossdevice.kernels.host.work_list import (
     LEFT_WORD,
     MANY_INPUTS,
     MAX_PIECES_LEFT,
+    OBJECT_HEADER_BYTES,
     ROW_WORDS,
     SCRATCH_BYTES,
     TUPLE_HEADER_BYTES,
@@ -49,6 +49,9 @@ Kernel = Callable[..., Any]
 
 REFERENCE = ("long_accumulator", "rounding", "running", "sorting")
 """Files there with constants, or functions, that kernels are compiled from."""
+
+COPIED_BYTES = 1 << 16
+"""Bytes of a result that are copied to other outputs while a cache of its own core has them."""
 
 SILENT_SECONDS = 0.5
 """Time after which a compilation is announced; one from scratch takes longer, a kernel on disk does not."""
@@ -242,32 +245,41 @@ def _kernel_function(name: str) -> Kernel:
             start, stop, is_nontemporal = word_at(row, 4), word_at(row, 5), word_at(row, 6)
             if reads_outputs:
                 is_nontemporal = 0
-            columns = (inputs, num_inputs, outputs, num_outputs, divisor, program, program_length)
             # Where the first whole line of the outputs starts, if they all have one there.
-            head = start
+            head, is_copied = start, 0
             if is_nontemporal:
                 first = data_of(outputs, 0)
-                for index in range(num_inputs):
-                    # In place, lines that were just read would have to leave the cache: half the speed.
-                    if data_of(inputs, index) == first:
-                        is_nontemporal = 0
-                for index in range(1, num_outputs):
-                    if (data_of(outputs, index) - first) % STREAMED_LINE_BYTES:
-                        is_nontemporal = 0
+                for index in range(num_outputs):
+                    target = data_of(outputs, index)
+                    if (target - first) % STREAMED_LINE_BYTES:
+                        is_copied = 1
+                    for other in range(num_inputs):
+                        # In place, lines that were just read would have to leave the cache: half the speed.
+                        if data_of(inputs, other) == target:
+                            is_nontemporal = 0
                 missing = -(first + start * result_bytes) % STREAMED_LINE_BYTES
                 if missing % result_bytes:
                     is_nontemporal = 0
-                if is_nontemporal:
+                if not is_nontemporal:
+                    is_copied = 0
+                elif is_copied:
+                    # Lines start at different elements: the first output is written, and copied to the others
+                    # a tile at a time, each along its own lines.
+                    is_nontemporal = 0
+                else:
                     head = min(start + missing // result_bytes, stop)
+            num_written = 1 if is_copied else num_outputs
+            columns = (inputs, num_inputs, outputs, num_written, divisor, program, program_length)
             # Many inputs are read in blocks of a few over tiles that stay in cache: more streams at once are
             # more than processors prefetch.
-            block, tile_stop, position = num_inputs, stop, start
+            block, tile_length, position = num_inputs, stop - start, start
             if is_in_order and num_inputs >= MANY_INPUTS:
-                block = -(-num_inputs // -(-num_inputs // BLOCK_INPUTS))
+                block, tile_length = -(-num_inputs // -(-num_inputs // BLOCK_INPUTS)), tile
+            if is_copied:
+                tile_length = min(tile_length, COPIED_BYTES // result_bytes)
             while position < stop:
                 tile_start, first = position, 0
-                if block < num_inputs:
-                    tile_stop = min(tile_start + tile, stop)
+                tile_stop = min(tile_start + tile_length, stop)
                 while first < num_inputs:
                     last, position = min(first + block, num_inputs), tile_start
                     while position < tile_stop:
@@ -290,7 +302,12 @@ def _kernel_function(name: str) -> Kernel:
                             set_word(leftovers, 0, left + 1)
                         position += length
                     first = last
-            if is_nontemporal:
+                if is_copied:
+                    source = data_of(outputs, 0) + tile_start * result_bytes
+                    for index in range(1, num_outputs):
+                        target = data_of(outputs, index) + tile_start * result_bytes
+                        copy_past_cache(target, source, (position - tile_start) * result_bytes)
+            if is_nontemporal or is_copied:
                 finish_streaming()
 
     return kernel
