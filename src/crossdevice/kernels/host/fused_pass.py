@@ -19,7 +19,7 @@ from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.host.resources.pool import pool_bytes
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.kernels.host.sorted_pass import sorted_pass
-from crossdevice.kernels.host.standby import LARGEST_STANDBY_BYTES, STANDBY_BYTES, Standby, standby
+from crossdevice.kernels.host.standby import STANDBY_BYTES, Standby, standby
 from crossdevice.kernels.host.work_list import (
     HEADER_WORDS,
     LEFT_WORD,
@@ -433,7 +433,7 @@ def _participants_for(traffic: int) -> int:
 
 def _standby_for(traffic: int, num_participants: int) -> Standby | None:
     """Returns the worker that may be awake for repeated passes; None if one is of little use."""
-    is_worth_it = STANDBY_BYTES <= traffic < LARGEST_STANDBY_BYTES and num_participants <= 2
+    is_worth_it = STANDBY_BYTES <= traffic < STREAMED_BYTES and num_participants <= 2
     return standby() if is_worth_it else None
 
 

@@ -19,9 +19,6 @@ from crossdevice.kernels.host.work_list import SCRATCH_BYTES, WORD_BYTES
 STANDBY_BYTES = 1 << 20
 """Traffic from which an awake worker takes part. At 0.6 MiB the handover costs what it saves."""
 
-LARGEST_STANDBY_BYTES = 64 << 20
-"""Traffic above which waking a worker is a small part of the pass."""
-
 STANDBY_SECONDS = 1e-4
 """Time that a worker spins for the next pass, and the longest gap between passes that count as close."""
 

@@ -134,7 +134,7 @@ def test_nobody_is_woken_for(case, standby, wakes, monkeypatch):
     standby._has_processors = case != "one processor"
     if case == "calls far apart":
         monkeypatch.setattr(standby_module, "STANDBY_SECONDS", 1e-9)
-    work, _, _ = bound_pass(size={"little traffic": 1 << 16, "much traffic": 1 << 23}.get(case, 1 << 17))
+    work, _, _ = bound_pass(size={"little traffic": 1 << 16, "much traffic": 1 << 21}.get(case, 1 << 17))
     for _ in range(10):
         work()
     assert wakes == []
