@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
@@ -118,20 +119,13 @@ def show(
 
 
 @contextlib.contextmanager
-def progress(total: int, *, lines_every: int = 0) -> Iterator[Callable[[str], None]]:
+def progress(total: int, *, has_lines: bool = False) -> Iterator[Callable[[str], None]]:
     """Yields a function to be called `total` times, with a description of the current work.
 
-    Where no bar can be shown, each `lines_every`-th word is printed, if that is not 0.
+    Where no bar can be shown, each description is a line of standard error if `has_lines` is True.
     """
     if not _is_rich(sys.stderr):
-        words: list[str] = []
-
-        def print_some(word: str) -> None:
-            words.append(word)
-            if lines_every and len(words) % lines_every == 0:
-                print(f"  {word}")
-
-        yield print_some
+        yield functools.partial(print, file=sys.stderr, flush=True) if has_lines else lambda _: None
         return
     console = importlib.import_module("rich.console").Console(stderr=True)
     with importlib.import_module("rich.progress").Progress(console=console, transient=True) as bar:

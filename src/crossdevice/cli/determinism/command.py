@@ -9,37 +9,39 @@ import importlib.metadata
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from crossdevice import runtime
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
+from crossdevice.algorithms.ring_all_reduce import RingAllReduce
 from crossdevice.cli.bench.peers import launcher
 from crossdevice.cli.bench.process import MPI_ENVIRONMENT
 from crossdevice.cli.determinism.sums import (
     BASE,
     CHANGES,
     Array,
-    Fold,
-    Ring,
+    PlannedSums,
     Sizes,
-    Sums,
     changed_shares,
     share_of,
     sums_in_all_ways,
 )
 from crossdevice.cli.run import run_quietly
-from crossdevice.cli.terminal import Section, output_file, show, write_file
+from crossdevice.cli.terminal import Section, output_file, progress, show, write_file
 from crossdevice.errors import FileError, OptionError
 from crossdevice.values.registry import installed_version
 
-LOCAL: dict[str, type[Fold]] = {"ring": Ring, "fold": Fold}
-"""Sums that need no processes, by the names of their rows."""
+PLANNED: dict[str, Callable[[], CrossDeviceOps]] = {"ring": RingAllReduce, "fold": ReductionToOneDevice}
+"""Algorithms whose plans are run in this process, by the names of their rows."""
 
 LAUNCHED = ("gloo", "mpi", "nccl", "crossdevice")
 LAUNCH = "launch"
+NUM_LAUNCHES = 2
 PACKAGES = ("crossdevice", "torch", "mpi4py", "numpy")
 
 
@@ -49,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backends",
         default="ring,fold,gloo,crossdevice",
         metavar="NAMES",
-        help="some of ring (float32, as a ring adds), fold (float32, in the order of ranks), gloo, mpi, nccl "
+        help="some of ring (its plan, in float32), fold (float32, in the order of ranks), gloo, mpi, nccl "
         "(a GPU for each process) and crossdevice (on torch.distributed); default: %(default)s",
     )
     parser.add_argument("-n", "--processes", type=int, default=4, metavar="N", help="default: %(default)s")
@@ -68,10 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table, and whether it equals that of an earlier run."""
     names = list(dict.fromkeys(arguments.backends.split(",")))
-    unknown = [name for name in names if name not in (*LOCAL, *LAUNCHED)]
+    unknown = [name for name in names if name not in (*PLANNED, *LAUNCHED)]
     if unknown:
         raise OptionError(
-            f"unknown backend {unknown[0]!r}; expected some of {', '.join((*LOCAL, *LAUNCHED))}"
+            f"unknown backend {unknown[0]!r}; expected some of {', '.join((*PLANNED, *LAUNCHED))}"
         )
     if arguments.processes < 2 or arguments.elements < arguments.processes:
         raise OptionError(
@@ -80,7 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     sizes = Sizes(arguments.processes, arguments.elements)
     before = None if arguments.compare is None else _read(arguments.compare)
-    rows = {row: facts for name in names for row, facts in _examined(name, sizes).items()}
+    num_sums = sum(1 if name in PLANNED else NUM_LAUNCHES for name in names)
+    with progress(num_sums, has_lines=True) as say:
+        rows = {row: facts for name in names for row, facts in _examined(name, sizes, say).items()}
     versions = {name: version for name in PACKAGES if (version := installed_version(name)) is not None}
     found = {"sizes": list(sizes), "versions": versions, "rows": rows}
     _show(found, sizes)
@@ -93,12 +97,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if differences else 0
 
 
-def _examined(name: str, sizes: Sizes) -> dict[str, dict[str, Any]]:
+def _examined(name: str, sizes: Sizes, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
     """Returns for each row of a library the changed shares, and a digest of the unchanged sum."""
-    if name in LOCAL:
-        sums: Sums = LOCAL[name](sizes.ranks)
+    if name in PLANNED:
+        say(f"{name}: its plan, in this process")
+        sums = PlannedSums(PLANNED[name](), sizes.ranks)
         return {name: _facts(sums_in_all_ways(sums, sizes), None)}
-    first, second = _launched(name, sizes), _launched(name, sizes)
+    launches = []
+    for number in range(1, NUM_LAUNCHES + 1):
+        say(f"{name}: launch {number} of {NUM_LAUNCHES}, {sizes.ranks} processes")
+        launches.append(_launched(name, sizes))
+    first, second = launches
     return {row: _facts(found, second[row][BASE][0]) for row, found in first.items()}
 
 

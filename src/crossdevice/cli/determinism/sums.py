@@ -13,6 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from crossdevice.algorithms.base import CrossDeviceOps
+from crossdevice.values.distributed import PerReplica
+from crossdevice.values.options import CommunicationOptions
+
 Array = NDArray[Any]
 ValuesOf = Callable[[int], Array]
 """The addend of each rank."""
@@ -21,6 +25,9 @@ BASE = "base"
 SEED = 57
 CHANGES = ("message size", "bucket size", "permutation", "algorithm")
 """Changes within one launch."""
+
+IN_FLOAT32 = CommunicationOptions(precision="fast", lowering="off")
+"""Options under which each step of a plan rounds, as on devices with separate memories."""
 
 
 class Sizes(NamedTuple):
@@ -95,36 +102,21 @@ def share_of(base: Array, others: Sequence[Array]) -> float | None:
     return float(differs.mean())
 
 
-class Fold:
-    """Adds in float32 in the order of ranks, without processes."""
+class PlannedSums:
+    """Sums by the plan of an algorithm, added in float32 within this process."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, algorithm: CrossDeviceOps, num_ranks: int) -> None:
+        self._algorithm, self._num_ranks = algorithm, num_ranks
 
     def all_reduce(self, values_of: ValuesOf) -> Array:
         """Returns the sum."""
-        return self._folded([values_of(rank) for rank in range(self._num_ranks)])
+        addends = PerReplica([values_of(rank) for rank in range(self._num_ranks)])
+        total: Array = self._algorithm.reduce("sum", addends, "cpu:0", options=IN_FLOAT32)
+        return total
 
     def otherwise(self, values_of: ValuesOf) -> list[Array]:  # noqa: ARG002
         """Returns nothing: there is no other way."""
         return []
-
-    def _folded(self, parts: Sequence[Array]) -> Array:
-        total = parts[0].copy()
-        for each in parts[1:]:
-            total += each
-        return total
-
-
-class Ring(Fold):
-    """Adds in float32 as a ring does: each rank's part of the message begins with another rank."""
-
-    def _folded(self, parts: Sequence[Array]) -> Array:
-        total = np.empty_like(parts[0])
-        for chunk, places in enumerate(np.array_split(np.arange(total.size), self._num_ranks)):
-            order = [*parts[chunk + 1 :], *parts[: chunk + 1]]
-            total[places] = super()._folded([each[places] for each in order])
-        return total
 
 
 PRECISIONS = ("accurate", "exact")

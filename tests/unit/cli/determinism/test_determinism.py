@@ -8,18 +8,19 @@ import sys
 import numpy as np
 import pytest
 
-from crossdevice.cli.determinism.sums import Fold, Ring, Sizes, changed_shares, share_of, sums_in_all_ways
+import crossdevice as cd
+from crossdevice.cli.determinism.sums import PlannedSums, Sizes, changed_shares, share_of, sums_in_all_ways
 from crossdevice.cli.main import main
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="`crossdevice run` needs sessions of processes")
 
 
-def shares(sums, ranks=4, elements=1664 * 8):
-    return changed_shares(sums_in_all_ways(sums, Sizes(ranks, elements)))
+def shares(algorithm, ranks=4, elements=1664 * 8):
+    return changed_shares(sums_in_all_ways(PlannedSums(algorithm, ranks), Sizes(ranks, elements)))
 
 
 def test_a_ring_is_changed_by_everything_and_a_fold_by_the_order_of_ranks_alone():
-    ring, fold = shares(Ring(4)), shares(Fold(4))
+    ring, fold = shares(cd.RingAllReduce()), shares(cd.ReductionToOneDevice())
     assert 0.13 < ring["message size"] < 0.17  # a third of the elements changes chunks
     assert 0.25 < ring["bucket size"] < 0.35
     assert 0.4 < ring["permutation"] < 0.6
@@ -75,13 +76,17 @@ def test_what_cannot_be_done_is_refused(words, capsys):
         pytest.param("gloo,crossdevice", "3", marks=pytest.mark.more("one more launch")),
     ],
 )
-def test_nothing_changes_ours_between_processes(backends, ranks, tmp_path):
+def test_nothing_changes_ours_between_processes(backends, ranks, tmp_path, capsys):
     pytest.importorskip("torch")
     path = tmp_path / "found.json"
-    assert (
-        main(["determinism", "--backends", backends, "-n", ranks, "--elements", "999", "--save", str(path)])
-        == 0
-    )
+    words = ["determinism", "--backends", backends, "-n", ranks, "--elements", "999", "--save", str(path)]
+    assert main(words) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        f"{name}: launch {number} of 2, {ranks} processes"
+        for name in backends.split(",")
+        for number in (1, 2)
+    ]
     rows = json.loads(path.read_text())["rows"]
     for row in ("crossdevice, accurate", "crossdevice, exact"):
         found = dict(rows[row]["shares"])
