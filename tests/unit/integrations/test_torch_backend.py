@@ -210,6 +210,7 @@ def test_arguments_are_refused_with_both_types_that_programs_expect(lone_group):
         "Split sizes doesn't match total dim 0 size": lambda: lone_group.alltoall_base(two, two, [1], [2]),
         "send: invalid rank: 3": lambda: lone_group.send([one], 3, 0),
         "recv: invalid rank: 0": lambda: lone_group.recv([one], 0, 0),
+        "recv: invalid tag: 1073741824": lambda: lone_group.recv_anysource([one], 1 << 30),
         "Cannot use ReduceOp.BAND with non-integral": lambda: lone_group.allreduce([one], ReduceOp.BAND),
     }
     for text, call in refused.items():
@@ -350,6 +351,39 @@ def test_messages_for_gpus_go_through_the_host(lone_group, monkeypatch):
     target.zero_()
     work.wait()  # which copies nothing again
     assert target.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the other rank is gone")])
+def test_a_future_of_a_message_for_gpus_does_not_wait_for_it(error, monkeypatch):
+    from crossdevice.integrations.torch.distributed import devices, work
+
+    class OnHost(work.StartedWork):  # a collective on a GPU, but for the GPU
+        def __init__(self, queue, name, function, results, device, stream):
+            super().__init__(queue, name, function, results)
+
+    class Message(Arriving):
+        def wait(self):
+            assert sent.wait(10)
+            if error is not None:
+                raise error
+            super().wait()
+
+    monkeypatch.setattr(devices, "DeviceWork", OnHost)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    sent, target, received = threading.Event(), torch.zeros(2), torch.zeros(2)
+    receiving = devices.ReceivedWork("recv", Message([received]), [received], [target])
+    future = receiving.get_future().then(lambda ended: ended.value()[0] + 1)
+    assert (future.done(), target.tolist()) == (False, [0.0, 0.0])
+    sent.set()
+    if error is None:
+        assert future.wait().tolist() == [8.0, 8.0]
+        assert receiving.wait() is True
+        assert receiving.get_future().wait()[0] is target
+    else:
+        for wait in (future.wait, receiving.wait):
+            with pytest.raises(RuntimeError, match="the other rank is gone"):
+                wait()
 
 
 def test_a_loop_of_polls_lets_the_thread_run_that_makes_the_call():

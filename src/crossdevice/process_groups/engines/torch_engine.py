@@ -92,6 +92,9 @@ def nccl_of(store: dist.Store, rank: int, size: int) -> TorchCollectives | None:
 HANG_UP_TAG, CONTACT_TAG = (1 << 31) - 1, (1 << 31) - 2
 """Tags of messages that are never received."""
 
+UPPER_TAGS = 1 << 30
+"""Lowest tag of an engine whose gloo group a program also uses, with lower ones."""
+
 
 def form_group(
     rank: int,
@@ -160,11 +163,10 @@ def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> To
 class TorchEngine:
     """One rank on gloo. Connections are made at once, all to all, over the way that leads to `address`.
 
-    GLOO_SOCKET_IFNAME names another interface.
+    GLOO_SOCKET_IFNAME names another interface. Messages have tags from `first_tag` on.
     """
 
     name = "gloo"
-    largest_tag = CONTACT_TAG - 1
 
     def __init__(
         self,
@@ -177,6 +179,7 @@ class TorchEngine:
         timeout_seconds: float = TIMEOUT_SECONDS,
         board_keeper: int | None = None,
         is_of_launch: bool = False,
+        first_tag: int = 0,
     ) -> None:
         if not 0 <= rank < size:
             raise OptionError(f"a rank is a number from 0 to size - 1; got rank {rank} of {size}")
@@ -185,6 +188,7 @@ class TorchEngine:
         self.rank = rank
         self.size = size
         self.board_keeper = board_keeper
+        self._first_tag, self.largest_tag = first_tag, CONTACT_TAG - 1 - first_tag
         deadline = TimedCalls(timeout_seconds)
         meeting = Meeting(store, rank, size, name, deadline, is_of_launch=is_of_launch)
         host = meeting.hold(way_to(address))
@@ -204,6 +208,11 @@ class TorchEngine:
         return self._store
 
     @property
+    def gloo(self) -> Any:
+        """PyTorch's group of these ranks; None once the engine is closed."""
+        return self._gloo
+
+    @property
     def awaited_ranks(self) -> Collection[int]:
         """The rank with a missing message, and those with messages not yet checked."""
         return {message.peer for message in self._left}
@@ -213,6 +222,7 @@ class TorchEngine:
     ) -> None:
         """Exchanges all messages at once; gloo keeps messages of one tag in order, and sends on request."""
         gloo, timeout, peer = self._gloo, timedelta(seconds=timeout_seconds), self.rank
+        tag += self._first_tag
         self._is_out = True
         try:
             messages: list[_Awaited] = []
@@ -271,15 +281,20 @@ class TorchEngine:
         self._gloo = None
 
     def _connected(self, host: str | None, deadline: TimedCalls) -> Any:
-        timeout = timedelta(seconds=min(max(deadline.seconds_left(), 1.0), LONGEST_SECONDS))
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
         def connect() -> Any:
-            if host is None or os.environ.get("GLOO_SOCKET_IFNAME"):
-                return dist.ProcessGroupGloo(self._store, self.rank, self.size, timeout)
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            options._timeout = timeout
-            return dist.ProcessGroupGloo(self._store, self.rank, self.size, options)
+            gloo = dist.ProcessGroupGloo
+            options = gloo._Options()
+            # Given a device, gloo connects at once: otherwise a receive waits until the other rank sends.
+            if interfaces:
+                options._devices = [gloo.create_device(interface=name) for name in interfaces]
+            elif host is None:
+                options._devices = [gloo.create_default_device()]
+            else:
+                options._devices = [gloo.create_device(hostname=host)]
+            options._timeout = timedelta(seconds=min(max(deadline.seconds_left(), 1.0), LONGEST_SECONDS))
+            return gloo(self._store, self.rank, self.size, options)
 
         try:
             return deadline.make(connect)

@@ -71,12 +71,9 @@ class Meeting:
     def hold(self, own_address: str | None) -> str | None:
         """Waits for all ranks, and returns the own address by which they can be reached."""
         try:
-            self._turn = self._ask(lambda: self._whole.add(self._turns, 1))
-            self.store = self._store_of(self._turn)
-            self._come(own_address or "")
+            self._ask(lambda: self._come(own_address or ""))
             self._wait_for_all()
-            addresses = self._ask(lambda: everyones(self.store, "address", self._size))
-            self._ask(lambda: self._whole.set(f"{self._name}/comer {self._comer}", ""))
+            addresses = self._ask(self._addresses)
         except (DeadlineError, KeyboardInterrupt):
             self._withdraw()
             raise
@@ -103,23 +100,23 @@ class Meeting:
         return dist.PrefixStore(f"{self._name}/{self._size}/{turn}", self._whole)
 
     def _come(self, address: str) -> None:
-        def come() -> None:
-            self._comer = self._whole.add(f"{self._name}/comers", 1)
-            self._whole.set(
-                f"{self._name}/comer {self._comer}", json.dumps([self._rank, self._size, own_name()])
-            )
-            for what, text in (("who", own_name()), ("gave up", ""), ("note", ""), ("address", address)):
-                self.store.set(f"{what} of {self._rank}", text)
+        self._turn = self._whole.add(self._turns, 1)
+        self.store = self._store_of(self._turn)
+        self._comer = self._whole.add(f"{self._name}/comers", 1)
+        self._whole.set(f"{self._name}/comer {self._comer}", json.dumps([self._rank, self._size, own_name()]))
+        for what, text in (("who", own_name()), ("gave up", ""), ("note", ""), ("address", address)):
+            self.store.set(f"{what} of {self._rank}", text)
 
-        self._ask(come)
+    def _addresses(self) -> list[str]:
+        """Reads the addresses of all ranks, and takes this one off the list of those that wait."""
+        found = everyones(self.store, "address", self._size)
+        self._whole.set(f"{self._name}/comer {self._comer}", "")
+        return found
 
     def _wait_for_all(self) -> None:
         pause, say_so = SMALLEST_PAUSE_SECONDS, time.monotonic() + SILENT_SECONDS
         compare = time.monotonic() + COMPARING_SECONDS
-        self._check_told()  # else the keys of those that have left would be taken for them
-        while not self._ask(lambda: self.store.check(keys("address", self._size))):
-            self._check_alone()
-            self._check_told()
+        while not self._have_all_come():
             if self._is_of_launch and time.monotonic() > compare:
                 compare = time.monotonic() + SILENT_SECONDS
                 self._check_size()
@@ -135,29 +132,43 @@ class Meeting:
             time.sleep(pause)
             pause = min(2 * pause, LARGEST_PAUSE_SECONDS)
 
-    def _check_alone(self) -> None:
-        """Refuses a rank that two processes think they are; the first tells the second."""
+    def _have_all_come(self) -> bool:
+        """Returns True if all ranks are there; raises if a rank has refused this meeting, or is twice there.
 
-        def double() -> str | None:
-            key = f"double of {self._rank}"
-            if self.store.check([key]):
-                return str(self.store.get(key).decode())
-            latest = self._whole.add(self._turns, 0)
-            theirs = self._store_of(latest)
-            if latest <= self._turn or not theirs.check([f"who of {self._rank}"]):
-                return None
-            who = str(theirs.get(f"who of {self._rank}").decode())
-            if who == own_name():
-                return None  # which forms two groups at once
-            theirs.set(key, own_name())
-            return who
+        One request asks for everything: each wakes a thread.
+        """
 
-        found = self._ask(double)
-        if found is not None:
+        def look() -> tuple[str, bool, str | None]:
+            # First: the keys of those that have left after a refusal would be taken for them.
+            told = str(self.store.get("refused").decode()) if self.store.check(["refused"]) else ""
+            if told or self.store.check(keys("address", self._size)):
+                return told, True, None
+            return "", False, self._double()
+
+        told, have_come, double = self._ask(look)
+        if told:
+            self._refuse(told)
+        if double is not None:
             self._refuse(
                 f"two processes call themselves rank {self._rank} of {self._size}: {own_name()} "
-                f"and {found}. Each process needs a rank of its own (RANK)"
+                f"and {double}. Each process needs a rank of its own (RANK)"
             )
+        return have_come
+
+    def _double(self) -> str | None:
+        """Returns another process that says it is this rank; the first of the two tells the second."""
+        key = f"double of {self._rank}"
+        if self.store.check([key]):
+            return str(self.store.get(key).decode())
+        latest = self._whole.add(self._turns, 0)
+        theirs = self._store_of(latest)
+        if latest <= self._turn or not theirs.check([f"who of {self._rank}"]):
+            return None
+        who = str(theirs.get(f"who of {self._rank}").decode())
+        if who == own_name():
+            return None  # which forms two groups at once
+        theirs.set(key, own_name())
+        return who
 
     def _check_size(self) -> None:
         """Refuses a launch with processes that disagree on their number, and tells the others."""
@@ -173,15 +184,6 @@ class Meeting:
                 dist.PrefixStore(f"{place}/{turn}", self._whole).set("refused", why)
 
             self._ask(tell)
-            self._refuse(why)
-
-    def _check_told(self) -> None:
-        """Raises the refusal of another rank of this meeting, also if this one comes later."""
-
-        def told() -> str:
-            return str(self.store.get("refused").decode()) if self.store.check(["refused"]) else ""
-
-        if why := self._ask(told):
             self._refuse(why)
 
     def _refuse(self, why: str) -> NoReturn:

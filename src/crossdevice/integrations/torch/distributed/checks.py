@@ -165,6 +165,12 @@ def check_peer(name: str, peer: int, rank: int, size: int) -> None:
         )
 
 
+def check_tag(name: str, tag: int, end: int) -> None:
+    """Refuses tags that the group uses itself."""
+    if not 0 <= tag < end:
+        raise ArgumentError(f"crossdevice {name}: invalid tag: {tag}; expected one from 0 to {end - 1}")
+
+
 def check_root_lists(
     name: str, lists: Sequence[Tensors], tensors: Tensors, root: int, rank: int, size: int, of: str
 ) -> None:

@@ -112,7 +112,11 @@ class DeviceWork(StartedWork):
 
 
 class ReceivedWork(EndedWork):
-    """A message for tensors on a GPU that an engine receives on the host: `wait` copies it to them."""
+    """A message for tensors on a GPU that an engine receives on the host: `wait` copies it to them.
+
+    If a future is asked for, a thread of its own waits and copies: in that of the group, collectives would
+    wait for the message.
+    """
 
     def __init__(
         self,
@@ -124,6 +128,7 @@ class ReceivedWork(EndedWork):
         super().__init__(name, targets)
         self._work, self._received = work, received
         self._is_copied = False
+        self._beside: StartedWork | None = None
 
     def is_completed(self) -> bool:
         """Returns True once the message has come, well or not."""
@@ -140,14 +145,36 @@ class ReceivedWork(EndedWork):
 
     @never_compiled
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Blocks until the message has come; the current stream copies it to the GPU."""
+        """Blocks until the message has come; the current stream copies it, or is ordered after the copy."""
+        if self._beside is not None:
+            return self._beside.wait(timeout)
         self._work.wait() if timeout == NO_TIMEOUT else self._work.wait(timeout)
         if not self._is_copied:
             self._is_copied = True
-            with torch.no_grad():
-                for target, tensor in zip(self._results, self._received, strict=True):
-                    target.copy_(tensor)
+            self._copy()
         return True
+
+    @never_compiled
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Returns a future for the tensors it writes to."""
+        if self._is_copied:
+            return super().get_future()
+        if self._beside is None:
+            self._beside = started_beside(self._name, self._receive, self._results)
+        return self._beside.get_future()
+
+    def _receive(self) -> None:
+        self._work.wait()
+        self._copy()
+
+    def _copy(self) -> None:
+        with torch.no_grad():
+            for target, tensor in zip(self._results, self._received, strict=True):
+                target.copy_(tensor)
+
+    def _new_future(self) -> torch.futures.Future[Any]:
+        on = {target.device for target in self._results if target.is_cuda}
+        return torch.futures.Future(devices=list(on))
 
     @never_compiled
     def result(self) -> list[Any]:
@@ -158,6 +185,25 @@ class ReceivedWork(EndedWork):
     def _source_rank(self) -> int:
         """Returns the rank that has sent it."""
         return self._work._source_rank()
+
+
+def started_beside(name: str, function: Callable[[], Any], results: Sequence[torch.Tensor]) -> StartedWork:
+    """Starts a function on a thread and a stream of its own, in no order with the calls of a group."""
+    queue = CallQueue(f"crossdevice {name}")
+
+    def run() -> None:
+        try:
+            function()
+        finally:
+            queue.stop()
+
+    device = results[0].device
+    stream = torch.cuda.Stream(device)
+    for tensor in results:
+        tensor.record_stream(stream)
+    work = DeviceWork(queue, name, run, results, device, stream)
+    queue.start(work)
+    return work
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -37,6 +37,7 @@ from crossdevice.integrations.torch.distributed.checks import (
     check_root,
     check_root_lists,
     check_single,
+    check_tag,
     check_tensors,
     check_whole,
     split_lengths,
@@ -54,7 +55,7 @@ from crossdevice.integrations.torch.distributed.work import (
     named,
     recorded,
 )
-from crossdevice.process_groups.engines.torch_engine import TorchEngine
+from crossdevice.process_groups.engines.torch_engine import UPPER_TAGS, TorchEngine
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.recording.recorder import as_one_call, digests_of, is_recording, write_call
 from crossdevice.values.options import CommunicationOptions
@@ -84,9 +85,13 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         timeout = timeout if options.deadline is None else options.deadline
         options._timeout = timeout
         seconds = timeout.total_seconds()
-        engine = TorchEngine(dist.PrefixStore("crossdevice", store), rank, size, timeout_seconds=seconds)
+        # Its gloo group also carries the program's messages: a second one would double what a group costs.
+        engine = TorchEngine(
+            dist.PrefixStore("crossdevice", store), rank, size, timeout_seconds=seconds, first_tag=UPPER_TAGS
+        )
         self._formed = ProcessGroup(engine, timeout_seconds=seconds)
-        self._gloo: Any = delegated.gloo_of(engine.store, rank, size, timeout)
+        self._gloo: Any = engine.gloo
+        self._gloo._set_default_timeout(timeout)
         self._nccl: Any = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.of_operators = dist.ProcessGroup(rank, size)
@@ -500,6 +505,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
         """Sends a tensor to one rank, over gloo; over NCCL from GPUs that use it."""
         check_peer("send", dst, self._rank, self._size)
+        check_tag("send", tag, UPPER_TAGS)
         if self._has_no_engine(tensors[0]):
             sent = devices.on_host(tensors)
             return self._delegate("send", tensors, lambda: self._gloo.send(sent, dst, tag))
@@ -510,11 +516,13 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:
         """Receives a tensor from one rank."""
         check_peer("recv", src, self._rank, self._size)
+        check_tag("recv", tag, UPPER_TAGS)
         return self._receive("recv", tensors, lambda engine, received: engine.recv(received, src, tag))
 
     @seen_by_modes
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
         """Receives a tensor from any rank."""
+        check_tag("recv", tag, UPPER_TAGS)
         return self._receive(
             "recvAnySource", tensors, lambda engine, received: engine.recv_anysource(received, tag)
         )
