@@ -284,14 +284,33 @@ def test_the_interface_named_by_the_environment_is_used(store, monkeypatch):
     assert run(1, gather, store) == [[b"0"]]
 
 
-def joined(size, store):
+def joined(size, store, **options):
     """Engines of a group, by rank."""
 
     def join(rank):
-        return torch_engine.TorchEngine(store, rank, size, address="127.0.0.1", timeout_seconds=20.0)
+        address = "127.0.0.1"
+        return torch_engine.TorchEngine(store, rank, size, address=address, timeout_seconds=20.0, **options)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(join, range(size)))
+
+
+def test_a_program_may_send_over_the_gloo_group_with_lower_tags(store):
+    engines = joined(2, store, first_tag=torch_engine.UPPER_TAGS)
+    tag, received = 7, [torch.zeros(1, dtype=torch.uint8) for _ in range(2)]
+    waiting = [engines[rank].gloo.recv([received[rank]], 1 - rank, tag) for rank in range(2)]
+
+    def swap(rank):
+        got = np.zeros(1, np.uint8)
+        messages = [Message(1 - rank, np.full(1, 10 + rank, np.uint8))], [Message(1 - rank, got)]
+        engines[rank].exchange(*messages, tag, 20.0)  # of the same number
+        sent = torch.full((1,), 20 + rank, dtype=torch.uint8)
+        engines[rank].gloo.send([sent], 1 - rank, tag).wait()
+        waiting[rank].wait()
+        return got.item(), received[rank].item()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(swap, range(2))) == [(11, 21), (10, 20)]
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["all are there", "the next rank is gone"])
