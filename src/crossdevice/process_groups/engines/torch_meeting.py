@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -17,6 +17,8 @@ from crossdevice.process_groups.background import TimedCalls
 from crossdevice.process_groups.engines.torch_store import is_loopback, reason_of
 from crossdevice.process_groups.notes.introduction import own_name
 from crossdevice.values.disagreement import numbered
+
+Answer = TypeVar("Answer")
 
 logger = logging.getLogger("crossdevice")
 
@@ -93,8 +95,9 @@ class Meeting:
         elsewhere = next((address for address in addresses if address and not is_loopback(address)), None)
         return way_to(elsewhere) if own_address and is_loopback(own_address) and elsewhere else own_address
 
-    def _ask(self, function: Callable[[], Any]) -> Any:
-        return self._deadline.make(function, ANSWER_SECONDS)
+    def _ask(self, function: Callable[[], Answer]) -> Answer:
+        answer: Answer = self._deadline.make(function, ANSWER_SECONDS)
+        return answer
 
     def _store_of(self, turn: int) -> dist.Store:
         return dist.PrefixStore(f"{self._name}/{self._size}/{turn}", self._whole)
