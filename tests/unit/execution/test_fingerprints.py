@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import crossdevice as cd
+from crossdevice.backends.protocol import dtype_named
 from crossdevice.kernels.host import fused_pass
 from crossdevice.kernels.host.fingerprint_pass import PIECE_BYTES, pieces_of, sums_of
 from crossdevice.kernels.position_keys import BLOCK_BYTES, ROW_BYTES
 from crossdevice.testing import run_ranks
+from crossdevice.values.dtypes import ITEM_BYTES
 
 GOLDEN = {
     "nothing": (lambda: np.zeros(0, np.float32), "2cb41c593e9c54e92f983343a24d8cd1"),
@@ -161,6 +163,22 @@ def test_ranges_that_meet_anywhere_add_up_to_the_whole():
         random.shuffle(ranges)
         pieces = [piece for start, stop in ranges for piece in pieces_of(0, memory[start:stop], offset=start)]
         assert (sums_of(pieces, 1) == whole).all()
+
+
+@pytest.mark.more("TensorFlow")
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+def test_tensors_and_variables_of_tensorflow_have_the_digests_of_numpy(dtype):
+    tf = pytest.importorskip("tensorflow")
+    random, element = np.random.default_rng(9), dtype_named(dtype)
+    words = random.integers(0, 2 if dtype == "bool" else 256, 24 * ITEM_BYTES[dtype], dtype=np.uint8)
+    array = words.view(element).reshape(2, 3, 4)  # any bits, also NaNs with payloads
+    tensor, variable = tf.convert_to_tensor(array), tf.Variable(array)
+    assert tensor.dtype.as_numpy_dtype == element
+    assert digest(tensor) == digest(variable) == digest(array)
+    words[-1] ^= 1
+    assert digest(array) not in (digest(tensor), digest(variable))
+    variable.assign(array)
+    assert digest(variable) == digest(array)
 
 
 @pytest.mark.more("JAX")
