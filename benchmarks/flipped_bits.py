@@ -24,7 +24,7 @@ from crossdevice.backends.protocol import dtype_named
 from crossdevice.errors import CorruptionError
 from crossdevice.execution.processes.transports import messages, windows
 from crossdevice.kernels.host.fused_pass import fused_batch
-from crossdevice.kernels.host.summed_pass import summed_batch
+from crossdevice.kernels.host.summed_pass import bound_sums
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.testing import faults, run_ranks
 from crossdevice.values.recipe import COPYING, Recipe
@@ -76,16 +76,19 @@ def in_kernel(group: ProcessGroup, flip_in: Flip) -> Iterator[None]:
         for output in outputs[1:]:
             output[:] = outputs[0]
 
-    def wrong_and_summed(tasks: Any, summed: Any, recipe: Recipe) -> None:
+    def wrong_and_summed(tasks: Any, summed: Any, recipe: Recipe) -> Callable[[], None]:
         if recipe is COPYING:
-            summed_batch(tasks, summed, recipe)
-            return
-        wrong(lambda tasks: fused_batch(tasks, recipe), tasks)
-        for each in itertools.chain.from_iterable(summed):
-            each.add()
+            return bound_sums(tasks, summed, recipe)
+
+        def run() -> None:
+            wrong(lambda tasks: fused_batch(tasks, recipe), tasks)
+            for each in itertools.chain.from_iterable(summed):
+                each.add()
+
+        return run
 
     with (
-        mock.patch.object(windows, "summed_batch", wrong_and_summed),
+        mock.patch.object(windows, "bound_sums", wrong_and_summed),
         mock.patch.object(messages.Messages, "_combine", _combining(messages.Messages._combine, wrong)),
     ):
         yield

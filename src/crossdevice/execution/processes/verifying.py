@@ -27,7 +27,7 @@ from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.host.summed_pass import Summed, zero_sums
 from crossdevice.kernels.position_keys import Words
 from crossdevice.plans.reduced_leaf import ReducedLeaf
-from crossdevice.plans.tasks import Ref, Task, TaskPlan
+from crossdevice.plans.tasks import Buffer, Ref, Task, TaskPlan
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
 from crossdevice.values.disagreement import differing_leaves
@@ -40,7 +40,7 @@ Flat = NDArray[Any]
 SAMPLED = 1024
 """One element of so many is computed again by the reference kernel."""
 
-RUN_ELEMENTS = 64
+RUN_ELEMENTS = 256
 """Sampled elements are next to each other in runs: kernels compute vectors, and so much is read at once."""
 
 WHOLE_ELEMENTS = 1 << 12
@@ -84,10 +84,11 @@ class _SumsOf:
         self._start, self._item_bytes, self._kind = shard.start, item_bytes, kind
         self._sums, self._num_bytes = sums, 0
 
-    def with_more(self, start: int, array: Flat) -> Summed:
-        """Returns a range from this element on, to be added."""
+    def with_more(self, start: int, array: Flat, target: Flat | None, *, is_streamed: bool) -> Summed:
+        """Returns a range from this element on, to be added, and copied if there is a target."""
         self._num_bytes += array.nbytes
-        return Summed(array, self._sums, (start - self._start) * self._item_bytes, self._kind)
+        offset = (start - self._start) * self._item_bytes
+        return Summed(array, self._sums, offset, self._kind, target, is_streamed)
 
     def of(self, arrays: Sequence[Flat]) -> Flat:
         """Returns the sums of these arrays; adds them up now unless that is done."""
@@ -96,6 +97,10 @@ class _SumsOf:
             for array in arrays:
                 Summed(array, self._sums, 0, self._kind).add()
         return self._sums
+
+
+_SharedKey = tuple[str, Buffer, tuple[int, ...]]
+"""What goes through shared memory: a leaf, an array of one rank, and who reads it."""
 
 
 class _LeafSums(NamedTuple):
@@ -116,14 +121,18 @@ class Verification:
         """The leaf whose messages are about to be exchanged."""
         self._sent: dict[int, list[Exchanged]] = {}
         self._received: dict[int, list[Exchanged]] = {}
+        self._shown: dict[_SharedKey, Words] = {}
+        self._seen: dict[_SharedKey, Words] = {}
         self._results: dict[str, tuple[int | None, str]] = {}
         """By what they are: the rank that has combined them, if it was one, and their digest."""
         self._complaints: list[str] = []
         self._sums: _LeafSums | None = None
+        self.copies_results = False
+        """True if results are digested as they are copied from a window; of `out` what is in it is read."""
         call.hops = self
 
-    def begin_leaf(self, path: str, leaf: ReducedLeaf, plan: TaskPlan) -> None:
-        """Prepares for a leaf, which is about to be reduced."""
+    def begin_leaf(self, path: str, leaf: ReducedLeaf, plan: TaskPlan, *, has_out: bool) -> None:
+        """Prepares for a leaf, which is about to be reduced: into memory of `out`, or into new memory."""
         self.leaf = path or "the value"
         shards = _shards(plan)
         is_sum = leaf.of_ranks.op is ReduceOp.SUM and leaf.of_ranks.divisor is None
@@ -139,25 +148,37 @@ class Verification:
         results = [_SumsOf(shard, result, zero_sums(), FINGERPRINT) for shard in shards]
         self._sums = _LeafSums(shards, results, columns(), columns())
         self._adds_up = not plan.are_combined_by_all
+        self.copies_results = self._adds_up and not has_out
 
     def of_input(self, ref: Ref, array: Flat) -> list[Summed]:
         """Returns what is to be added up of a range of a replica's array, once, while it is in a cache."""
         return self._more(self._sums.brought if self._sums else (), ref.start, array)
 
-    def of_result(self, task: Task, array: Flat) -> list[Summed]:
-        """Returns the same of a range of the result, which this task has made."""
+    def of_result(
+        self, task: Task, array: Flat, target: Flat | None = None, *, is_streamed: bool = False
+    ) -> list[Summed]:
+        """Returns the same of a range of the result, which this task has made; copied to a target, if any."""
         sums, start = self._sums, task.inputs[0].start
         if sums is None:
             return []
         own = sums.made if task.worker == self._call.group.rank else ()
-        return self._more(sums.results, start, array) + self._more(own, start, array)
+        copied = self._more(sums.results, start, array, target, is_streamed=is_streamed)
+        return copied + self._more(own, start, array)
 
-    def _more(self, of_shards: Sequence[_SumsOf], start: int, array: Flat) -> list[Summed]:
+    def _more(
+        self,
+        of_shards: Sequence[_SumsOf],
+        start: int,
+        array: Flat,
+        target: Flat | None = None,
+        *,
+        is_streamed: bool = False,
+    ) -> list[Summed]:
         if not of_shards or not array.size or not self._adds_up:
             return []
         assert self._sums is not None
         number = bisect.bisect(self._sums.shards, start, key=lambda shard: shard.start) - 1
-        return [of_shards[number].with_more(start, array)]
+        return [of_shards[number].with_more(start, array, target, is_streamed=is_streamed)]
 
     def note_sent(self, messages: Sequence[Message]) -> None:
         """Digests what is about to be handed over."""
@@ -167,13 +188,13 @@ class Verification:
         """Digests what has arrived."""
         self._note(self._received, messages)
 
-    def note_sums_sent(self, sums: Sequence[tuple[int, Words]]) -> None:
-        """Notes sums of what each peer is shown."""
-        self._note_digests(self._sent, [(peer, _hex(each)) for peer, each in sums])
+    def sums_shown(self, buffer: Buffer, peers: tuple[int, ...]) -> Words:
+        """Returns the sums of all that just these peers read of an array in this rank's window."""
+        return self._shown.setdefault((self.leaf, buffer, peers), zero_sums())
 
-    def note_sums_received(self, sums: Sequence[tuple[int, Words]]) -> None:
-        """Notes sums of what each peer has shown."""
-        self._note_digests(self._received, [(peer, _hex(each)) for peer, each in sums])
+    def sums_seen(self, buffer: Buffer) -> Words:
+        """Returns the sums of all that this rank reads of an array in the window of its rank."""
+        return self._seen.setdefault((self.leaf, buffer, (buffer.rank,)), zero_sums())
 
     def _note(self, noted: dict[int, list[Exchanged]], messages: Sequence[Message]) -> None:
         digests: dict[int, str] = {}  # what goes to several ranks is read once
@@ -186,6 +207,17 @@ class Verification:
         where = f"exchange {self._call.num_exchanges}" + (f" of {self.leaf}" if self.leaf else "")
         for peer, digest in digests:
             noted.setdefault(peer, []).append(Exchanged(where, digest))
+
+    def _note_sums(self, noted: dict[int, list[Exchanged]], sums: Mapping[_SharedKey, Words]) -> None:
+        """Notes what went through shared memory, all rounds of an array in one."""
+        totals: dict[tuple[str, Buffer, int], Words] = {}
+        for (leaf, buffer, peers), own in sums.items():
+            for peer in peers:
+                key = leaf, buffer, peer
+                totals[key] = totals[key] + own if key in totals else own
+        for leaf, buffer, peer in sorted(totals):
+            where = f"shared memory of {leaf}" if leaf else "shared memory"
+            noted.setdefault(peer, []).append(Exchanged(where, _hex(totals[leaf, buffer, peer])))
 
     def check_leaf(
         self,
@@ -202,6 +234,7 @@ class Verification:
             own: what this rank has got of the result: all of it, or the parts of its replicas.
         """
         self.leaf = f"the check of {path or 'the value'}"
+        self.copies_results = False
         assert self._sums is not None
         shards = self._sums.shards
         if self._sums.brought and weights is None:
@@ -299,6 +332,8 @@ class Verification:
         """Compares all that was noted; raises CorruptionError on all ranks if anything is wrong on any."""
         call, rank = self._call, self._call.group.rank
         call.hops = None
+        self._note_sums(self._sent, self._shown)
+        self._note_sums(self._received, self._seen)
         of_ranks = _records(call, [self._sent, self._results])
         answers: list[Mapping[str, tuple[int | None, str]]] = []
         for peer, record in enumerate(of_ranks):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from crossdevice.kernels.host.fused_pass import (
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.kernels.host.work_list import (
     MANY_INPUTS,
+    NO_PROGRAM,
     RANGE_ELEMENTS,
     ROW_WORDS,
     TUPLE_HEADER_BYTES,
@@ -45,10 +47,17 @@ class Summed(NamedTuple):
     offset: int = 0
     """Of the memory's first byte, in what the sums are of."""
     kind: RowSums = FINGERPRINT
+    target: NDArray[Any] | None = None
+    """What the memory is copied to: each vector is read once, added and stored. For fingerprints only."""
+    is_streamed: bool = False
+    """True if the copy is to bypass the cache."""
 
     def add(self, start: int = 0) -> None:
-        """Adds the sums of the bytes from `start` on."""
-        self.kind.add(self.memory.reshape(-1).view(np.uint8)[start:], self.offset + start, self.sums)
+        """Adds the sums of the bytes from `start` on, and copies them."""
+        rest = self.memory.reshape(-1).view(np.uint8)[start:]
+        if self.target is not None:
+            self.target.reshape(-1).view(np.uint8)[start:] = rest
+        self.kind.add(rest, self.offset + start, self.sums)
 
 
 def zero_sums() -> NDArray[np.uint64]:
@@ -56,23 +65,34 @@ def zero_sums() -> NDArray[np.uint64]:
     return np.zeros(NUM_SUMS, np.uint64)
 
 
-def summed_batch(
+def bound_sums(
     tasks: Sequence[tuple[Arrays, Arrays]], summed: Sequence[Sequence[Summed]], recipe: Recipe
-) -> None:
-    """Does many passes of one recipe, as `fused_batch`; adds up the sums that `summed` has for each of them.
+) -> Callable[[], None]:
+    """Returns what does passes of one recipe, once, and adds up the sums that `summed` has for each of them.
 
     Memory is read once: a tile is reduced first, and what it was made of and has become is in a cache then.
+    Tasks may all be without outputs, where `summed` copies.
     """
     if not tasks:
-        return
-    found = kernel_of(tasks, recipe) if is_compiled() else None
+        return _nothing
     every = [each for of_task in summed for each in of_task]
+    has_outputs = bool(tasks[0][1])
+    found: tuple[PreparedPass | None, Sequence[Task]] | None = None
+    if is_compiled():
+        found = kernel_of(tasks, recipe) if has_outputs else (None, [(tuple(each), ()) for each, _ in tasks])
     if found is None or any(each.offset % ROW_BYTES for each in every):
-        fused_batch(tasks, recipe)
-        for each in every:
-            each.add()
-        return
-    _TiledPass(*found, summed, every).run()
+        return functools.partial(_sum_afterwards, tasks if has_outputs else (), every, recipe)
+    return _TiledPass(*found, summed, every).run
+
+
+def _nothing() -> None:
+    """Does no pass."""
+
+
+def _sum_afterwards(tasks: Sequence[tuple[Arrays, Arrays]], summed: Sequence[Summed], recipe: Recipe) -> None:
+    fused_batch(tasks, recipe)
+    for each in summed:
+        each.add()
 
 
 class _TiledPass:
@@ -80,38 +100,45 @@ class _TiledPass:
 
     def __init__(
         self,
-        prepared: PreparedPass,
+        prepared: PreparedPass | None,
         tasks: Sequence[Task],
         summed: Sequence[Sequence[Summed]],
         every: Sequence[Summed],
     ) -> None:
-        self._prepared, self._tasks = prepared, tasks  # kept: rows have addresses in their tuples
-        self._all = every
-        self._memories = tuple([each.memory for each in self._all])
+        self._prepared, self._tasks, self._all = prepared, tasks, every  # rows have addresses in the tuples
+        self._memories = tuple([each.memory for each in every])
+        self._targets = tuple([each.memory if each.target is None else each.target for each in every])
         traffic = sum([traffic_bytes(*task) for task in tasks])
         self._participants = 1
         if traffic >= THREADED_BYTES:
             self._participants = min(num_threads(), 2 * traffic // THREADED_BYTES)
         self._has_many_inputs = any(len(inputs) >= MANY_INPUTS for inputs, _ in tasks)
-        self._counter, self._notes = array("q", [0]), array("q")
-        self._rows: list[tuple[int, ...]] = []
+        self._counter = array("q", [0])
+        rows: list[tuple[int, ...]] = [(0,) * ROW_WORDS]  # a tile, by itself a work list for the kernel
+        notes: list[int] = []
         number = 0
         for (inputs, outputs), of_task in zip(tasks, summed, strict=True):
             size, num_arrays = inputs[0].size, len(inputs) + len(outputs)
             step = TILE_BYTES // (num_arrays * inputs[0].itemsize) // RANGE_ELEMENTS * RANGE_ELEMENTS
             places = id(inputs) + TUPLE_HEADER_BYTES, len(inputs), id(outputs) + TUPLE_HEADER_BYTES
-            place = len(self._notes)
-            ranges: Iterable[tuple[int, int]] = [(0, size)]
+            ranges: Iterable[tuple[int, int]] = ((0, size),)
             if self._participants > 1:
-                ranges = ranges_of(size, RANGES_PER_THREAD * self._participants)
+                own = traffic_bytes(inputs, outputs)
+                ranges = ranges_of(size, RANGES_PER_THREAD * self._participants * own // traffic)
             for start, stop in ranges:
-                self._rows.append((*places, len(outputs), start, stop, place, max(step, RANGE_ELEMENTS)))
-            self._notes.extend((len(of_task), number))
+                rows.append((*places, len(outputs), start, stop, len(notes), max(step, RANGE_ELEMENTS)))
+            notes += len(of_task), number
             number += len(of_task)
-            for memory, _, offset, kind in of_task:
+            for memory, _, offset, kind, _, is_streamed in of_task:
                 kernel = kind.load()
                 item_bytes, first_row = memory.nbytes // max(size, 1), offset // ROW_BYTES
-                self._notes.extend((kernel.address, item_bytes, first_row, kernel.keys))
+                notes += kernel.address, item_bytes, first_row, kernel.keys, is_streamed
+        self._num_rows, self._notes = len(rows) - 1, array("q", notes)
+        divisor, program = 1.0, NO_PROGRAM
+        if prepared is not None:
+            divisor, program = prepared.divisor, prepared.program
+        self._words = as_words(rows, divisor, program, is_shared=False)
+        self._words[0] = 1
 
     def run(self) -> None:
         """Runs the kernel, and adds up sums."""
@@ -136,20 +163,15 @@ class _TiledPass:
     def _walk(self, sums: tuple[NDArray[Any], ...]) -> None:
         from crossdevice.kernels.host.llvm.tiles import compiled_walk
 
-        prepared = self._prepared
-        rows = [
-            (0,) * ROW_WORDS,
-            *self._rows,
-        ]  # the first one is a tile, by itself a work list for the kernel
-        words = as_words(rows, prepared.divisor, prepared.program, is_shared=False)
-        words[0] = 1
+        words = self._words if self._participants == 1 else self._words[:]
         compiled_walk()(
-            prepared.address,
+            0 if self._prepared is None else self._prepared.address,
             words.buffer_info()[0],
-            len(self._rows),
+            self._num_rows,
             self._counter.buffer_info()[0] if self._participants > 1 else 0,
             self._notes.buffer_info()[0],
             id(self._memories) + TUPLE_HEADER_BYTES,
+            id(self._targets) + TUPLE_HEADER_BYTES,
             id(sums) + TUPLE_HEADER_BYTES,
             scratch_place() if self._has_many_inputs else 0,
         )

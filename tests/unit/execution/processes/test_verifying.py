@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import crossdevice as cd
+from crossdevice.backends.protocol import dtype_named
 from crossdevice.errors import CorruptionError
 from crossdevice.execution.processes import verifying
 from crossdevice.execution.processes.programs import TaskPasses
+from crossdevice.execution.processes.transports import windows
 from crossdevice.testing import faults, run_ranks
 
 VERIFIED = cd.CommunicationOptions(verify=True, timeout_seconds=60)
@@ -141,6 +143,47 @@ def test_a_kernel_that_is_wrong_in_one_integer_is_always_seen(monkeypatch):
                 ops.reduce("sum", cd.PerReplica(replicas), "cpu:0")
 
     run_ranks(2, program)
+
+
+def errors_that_cancel_between_replicas(group):
+    ops = cd.CollectiveAllReduce(group=group, options=VERIFIED)
+    replicas = [np.zeros(LENGTH, np.uint16) for _ in range(2)]
+    replicas[1][500] = 1 << 7
+    # Sums of bfloat16 bring each replica as it is.
+    value, count = cd.PerReplica([each.view(dtype_named("bfloat16")) for each in replicas]), 0
+
+    def corrupt(sent):
+        nonlocal count
+        count += sent.size > 8192
+        return flipped(sent, 16 * 500 + 7) if count <= 2 and sent.size > 8192 else sent
+
+    with faults(group, rank=1, corrupt=corrupt), pytest.raises(CorruptionError) as error:
+        ops.reduce("sum", value, "cpu:0")
+    assert group.rank == 0 or count >= 2
+    return str(error.value)
+
+
+@pytest.mark.more("one more launch")
+def test_two_bits_that_flip_in_opposite_ways_at_one_place_of_two_replicas_are_seen():
+    for said in run_ranks(2, errors_that_cancel_between_replicas, processes=True):
+        assert "what rank 1 sent is not what rank 0 has got" in said
+
+
+def results_of_many_rounds(group):
+    windows.ROUNDS_AHEAD = 3  # of this process, which ends with it
+    own = np.random.default_rng(group.rank).integers(0, 100, (4, 40 * LENGTH))
+    checked, plain = (cd.CollectiveAllReduce(group=group, options=each) for each in (VERIFIED, None))
+    for dtype, replicas in (("float32", 1), ("float32", 4), ("bfloat16", 4), ("int64", 2)):
+        value = cd.PerReplica([each.astype(dtype_named(dtype)) for each in own[:replicas]])
+        right = plain.reduce("sum", value, "cpu:0")
+        assert cd.fingerprint(checked.reduce("sum", value, "cpu:0")) == cd.fingerprint(right)
+        out = np.full_like(right, 77)
+        checked.reduce("sum", value, "cpu:0", out=out)
+        assert cd.fingerprint(out) == cd.fingerprint(right)
+
+
+def test_results_that_take_many_rounds_have_the_bits_of_plain_calls():
+    run_ranks(2, results_of_many_rounds, processes=True)
 
 
 def test_a_part_as_large_as_is_said_is_computed_again():

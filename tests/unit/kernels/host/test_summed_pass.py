@@ -9,7 +9,7 @@ from crossdevice.kernels.host.check_sums import check_sums, row_columns, zero_co
 from crossdevice.kernels.host.fingerprint_pass import pieces_of, sums_of
 from crossdevice.kernels.host.fused_pass import fused_pass, select_kernels
 from crossdevice.kernels.host.resources.threads import set_num_threads
-from crossdevice.kernels.host.summed_pass import Summed, summed_batch, zero_sums
+from crossdevice.kernels.host.summed_pass import Summed, bound_sums, zero_sums
 from crossdevice.values.recipe import COPYING, Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -46,7 +46,7 @@ def test_sums_made_on_the_way_are_those_of_whole_arrays(dtype, length):
     summed = [Summed(each, zero_sums()) for each in (*inputs, out)]
     if dtype.startswith("int"):
         summed.append(columns_of(out))
-    summed_batch([(inputs, [out])], [summed], SUM)
+    bound_sums([(inputs, [out])], [summed], SUM)()
     assert (out == right).all()
     for array, each in zip((*inputs, right), summed, strict=False):
         assert (each.sums == sums_of(pieces_of(0, array), 1)[0]).all()
@@ -68,11 +68,28 @@ def test_ranges_with_an_offset_add_up_to_the_whole(offset):
         [Summed(source, sums, start), Summed(target, columns, start, row_columns(1))]
         for source, target, start in parts
     ]
-    summed_batch(tasks, summed, COPYING)
+    bound_sums(tasks, summed, COPYING)()
     assert (sums == sums_of(pieces_of(0, memory), 1)[0]).all()
     whole = columns_of(memory)
     whole.add()
     assert (columns == whole.sums).all()
+
+
+@pytest.mark.usefixtures("kernels", "_threads")
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("shift", [0, 8])
+@pytest.mark.parametrize("length", [0, 5, 64, 10_000, 1_700_001])
+def test_what_is_copied_as_it_is_summed_has_the_bits_and_the_sums_of_its_source(length, shift, is_streamed):
+    source = np.random.default_rng(length).integers(0, 256, length).astype(np.uint8)
+    memory = np.full(length + 200, 77, np.uint8)
+    begin = -memory.ctypes.data % 64 + shift  # whole lines of memory, and others
+    target = memory[begin : begin + length]
+    copied = Summed(source, zero_sums(), 192, target=target, is_streamed=is_streamed)
+    bound_sums([([source], [])], [[copied, columns_of(source)]], COPYING)()
+    assert (target == source).all()
+    assert (memory[:begin] == 77).all()
+    assert (memory[begin + length :] == 77).all()
+    assert (copied.sums == sums_of(pieces_of(0, source, offset=192), 1)[0]).all()
 
 
 def test_exact_sums_whose_kernel_leaves_pieces_are_summed_after_them():
@@ -81,7 +98,7 @@ def test_exact_sums_whose_kernel_leaves_pieces_are_summed_after_them():
     recipe = Recipe(ReduceOp.SUM, "exact")
     fused_pass(inputs, [right], recipe)
     own = Summed(out, zero_sums())
-    summed_batch([(inputs, [out])], [[own]], recipe)
+    bound_sums([(inputs, [out])], [[own]], recipe)()
     assert (out == right).all()
     assert (own.sums == sums_of(pieces_of(0, right), 1)[0]).all()
 

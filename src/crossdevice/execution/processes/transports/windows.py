@@ -9,7 +9,7 @@ more at the end unless results stay with those who make them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 from crossdevice.backends.protocol import dtype_named
@@ -19,7 +19,8 @@ from crossdevice.execution.processes.verifying import Verification
 from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.host.fused_pass import STREAMED_BYTES, fused_batch, fused_pass
 from crossdevice.kernels.host.meeting import compiled_meeting
-from crossdevice.kernels.host.summed_pass import Summed, summed_batch, zero_sums
+from crossdevice.kernels.host.summed_pass import Summed, bound_sums
+from crossdevice.kernels.position_keys import ROW_BYTES
 from crossdevice.plans.reduced_leaf import ReducedLeaf
 from crossdevice.plans.tasks import LINE_ELEMENTS, Ref, Round, Task, TaskPlan, aligned, rounds_of
 from crossdevice.process_groups.group import ProcessGroup
@@ -28,13 +29,16 @@ from crossdevice.process_groups.shared.shared_arrays import NOWHERE, Place
 from crossdevice.process_groups.shared.shared_memory import WINDOW_BYTES, SharedMemory
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES
-from crossdevice.values.recipe import COPYING, Recipe
+from crossdevice.values.recipe import COPYING
 from crossdevice.values.weights import Weights
 
 MAX_ITEM_BYTES = max(ITEM_BYTES.values())
 
 ALONE_BYTES = 128 << 10
 """Up to here, of what all ranks bring, every rank combines everything itself: one step instead of two."""
+
+ROUNDS_AHEAD = 64
+"""Rounds of a verified call that are laid out at once: after a pass Python's own memory is in no cache."""
 
 
 def windows_unavailable(wanted: Wanted) -> str | None:
@@ -148,22 +152,25 @@ class Windows:
 
     def run(self, call: GroupCall, inputs: Inputs, results: Results, weights: Weights | None = None) -> None:
         """Makes this rank's results, round by round."""
+        verification = cast("Verification | None", call.hops)
         with recorded(self._work):
-            self._run(call, inputs, results, weights)
+            if verification is None:
+                self._run(call, inputs, results, weights)
+            else:
+                self._run_watched(call, inputs, results, weights, verification)
 
     def _run(self, call: GroupCall, inputs: Inputs, results: Results, weights: Weights | None) -> None:
         arrays, steps = self.shared.arrays, self.shared.steps
         found, place = self._nothing_in_place, NOWHERE
         before: _Steps | None = None
-        verification = cast("Verification | None", call.hops)
-        is_lone = self._is_lone and verification is None
+        is_lone = self._is_lone
         if is_lone:
             ((source,),), (targets,) = inputs.values(), results.values()
             place = arrays.place_of(source)
         for number, of_parities in enumerate(self._rounds):
             now = of_parities[steps.parity]
             if place == NOWHERE:
-                self._bring(now, inputs, verification)
+                self._bring(now, inputs)
             if is_lone and number == 0:
                 call.step([arrays.num_freed, *place, *arrays.place_of(targets[0])])
                 found = self._in_place(source, targets[0])
@@ -173,64 +180,37 @@ class Windows:
             else:
                 call.step()
             if before is not None:
-                self._collect(before, results, verification)
-            self._combine(now, inputs, results, found, weights, verification)
+                self._collect(before, results)
+            self._combine(now, inputs, results, found, weights)
             if found.outputs is None:
                 before = now
         if self._is_alone:
             return
         call.step()
         if before is not None:
-            self._collect(before, results, verification)
+            self._collect(before, results)
         elif found.outputs is not None:
             for copy in targets[1:]:
                 copy[:] = targets[0]
 
-    def _bring(self, now: _Steps, inputs: Inputs, verification: Verification | None) -> None:
-        tasks = [(_own_inputs(inputs, maker), [view]) for maker, view in now.partials]
-        if verification is None:
-            for ref, view in now.brought:
-                view[:] = inputs[ref.buffer.leaf][ref.buffer.replica][ref.start : ref.stop]
-            if tasks:
-                fused_batch(tasks, now.partials[0][0].recipe)
-        else:
-            self._bring_watched(now, inputs, tasks, verification)
-        if self.shared.on_shown is not None:
-            for _, view in (*now.brought, *now.partials):
-                self.shared.on_shown(view)
-
-    def _bring_watched(
-        self,
-        now: _Steps,
-        inputs: Inputs,
-        tasks: Sequence[tuple[list[Flat], list[Flat]]],
-        verification: Verification,
-    ) -> None:
-        # What is copied is digested where it comes from: that it was copied is checked, too.
-        sources = {ref: _own(inputs, ref) for ref, _ in now.brought}
-        sums = {ref: Summed(source, zero_sums()) for ref, source in sources.items()}
-        copies = [([sources[ref]], [view]) for ref, view in now.brought]
-        summed_batch(
-            copies, [[sums[ref], *verification.of_input(ref, sources[ref])] for ref in sources], COPYING
-        )
-        if tasks:
-            summed = []
-            for (maker, view), (arrays, _) in zip(now.partials, tasks, strict=True):
-                sums[maker.outputs[0]] = Summed(view, zero_sums())
-                of_inputs = map(verification.of_input, maker.inputs, arrays)
-                summed.append([sums[maker.outputs[0]], *itertools.chain.from_iterable(of_inputs)])
-            summed_batch(tasks, summed, now.partials[0][0].recipe)
-        verification.note_sums_sent([(peer, sums[ref].sums) for peer, ref in now.readers])
+    def _bring(self, now: _Steps, inputs: Inputs) -> None:
+        for ref, view in now.brought:
+            view[:] = inputs[ref.buffer.leaf][ref.buffer.replica][ref.start : ref.stop]
+        if now.partials:
+            fused_batch(_partials(now, inputs), now.partials[0][0].recipe)
+        self._tell_of_brought(now)
 
     def _combine(
-        self,
-        now: _Steps,
-        inputs: Inputs,
-        results: Results,
-        found: InPlace,
-        weights: Weights | None,
-        verification: Verification | None,
+        self, now: _Steps, inputs: Inputs, results: Results, found: InPlace, weights: Weights | None
     ) -> None:
+        self._passes.run(now.place, self._own_passes(now, inputs, results, found), weights)
+        if found.outputs is None:
+            self._tell_of_made(now)
+
+    def _own_passes(
+        self, now: _Steps, inputs: Inputs, results: Results, found: InPlace
+    ) -> list[tuple[list[Flat], list[Flat]]]:
+        """Lists the inputs and outputs of the own tasks of a round."""
         tasks = []
         for task, sources, targets, made in now.combined:
             arrays = []
@@ -255,50 +235,126 @@ class Windows:
                 if made is not None:
                     outputs.append(made)
             tasks.append((arrays, outputs))
-        if verification is not None:
-            recipe = self._recipe.with_weights(weights)
-            self._combine_watched(now, tasks, recipe, verification)
-        else:
-            self._passes.run(now.place, tasks, weights)
-        if found.outputs is None and self.shared.on_shown is not None:
+        return tasks
+
+    def _collect(self, before: _Steps, results: Results) -> None:
+        tasks = [([view], _targets(results, ref)) for view, ref, _ in before.collected]
+        fused_batch(tasks, COPYING, is_streamed=self._is_streamed)
+
+    def _tell_of_brought(self, now: _Steps) -> None:
+        if self.shared.on_shown is not None:
+            for _, view in (*now.brought, *now.partials):
+                self.shared.on_shown(view)
+
+    def _tell_of_made(self, now: _Steps) -> None:
+        if self.shared.on_shown is not None:
             for _, _, _, made in now.combined:
                 if made is not None:
                     self.shared.on_shown(made)
 
-    def _combine_watched(
+    # ---------------------------------------------------------------- a verified call
+
+    def _run_watched(
         self,
-        now: _Steps,
-        tasks: Sequence[tuple[list[Flat], list[Flat]]],
-        recipe: Recipe,
+        call: GroupCall,
+        inputs: Inputs,
+        results: Results,
+        weights: Weights | None,
         verification: Verification,
     ) -> None:
-        received, summed = [], []
-        for (task, sources, targets, _), (arrays, outputs) in zip(now.combined, tasks, strict=True):
+        """As `_run`; adds up what is shown, seen and made while it is in a cache."""
+        collect: Callable[[], None] | None = None
+        for first in range(0, len(self._rounds), ROUNDS_AHEAD):
+            parity = self.shared.steps.parity
+            rounds = [
+                of_parities[(parity + number) % 2]
+                for number, of_parities in enumerate(self._rounds[first : first + ROUNDS_AHEAD])
+            ]
+            passes = [
+                (
+                    self._bringing(now, inputs, verification),
+                    self._combining(now, inputs, results, weights, verification),
+                    self._collecting(now, results, verification),
+                )
+                for now in rounds
+            ]
+            for now, (bringing, combine, collect_these) in zip(rounds, passes, strict=True):
+                for bring in bringing:
+                    bring()
+                self._tell_of_brought(now)
+                call.step()
+                if collect is not None:
+                    collect()
+                combine()
+                self._tell_of_made(now)
+                collect = collect_these
+        if self._is_alone:
+            return
+        call.step()
+        if collect is not None:
+            collect()
+
+    def _bringing(
+        self, now: _Steps, inputs: Inputs, verification: Verification
+    ) -> Sequence[Callable[[], None]]:
+        readers: dict[Ref, tuple[int, ...]] = {}
+        for peer, ref in now.readers:
+            readers[ref] = (*readers.get(ref, ()), peer)
+        shown = {ref: verification.sums_shown(ref.buffer, peers) for ref, peers in readers.items()}
+        copies: list[tuple[list[Flat], list[Flat]]] = []
+        summed: list[list[Summed]] = []
+        for ref, view in now.brought:  # copied as it is digested: its reader sees what was stored
+            source = _own(inputs, ref)
+            copies.append(([source], []))
+            copied = Summed(source, shown[ref], _row_offset(ref), target=view)
+            summed.append([copied, *verification.of_input(ref, source)])
+        bring_copies = bound_sums(copies, summed, COPYING)
+        if not now.partials:
+            return (bring_copies,)
+        tasks, summed = _partials(now, inputs), []
+        for (maker, view), (arrays, _) in zip(now.partials, tasks, strict=True):
+            (ref,) = maker.outputs
+            of_inputs = map(verification.of_input, maker.inputs, arrays)
+            partial = Summed(view, shown[ref], _row_offset(ref))
+            summed.append([partial, *itertools.chain.from_iterable(of_inputs)])
+        return bring_copies, bound_sums(tasks, summed, now.partials[0][0].recipe)
+
+    def _combining(
+        self,
+        now: _Steps,
+        inputs: Inputs,
+        results: Results,
+        weights: Weights | None,
+        verification: Verification,
+    ) -> Callable[[], None]:
+        tasks, summed = self._own_passes(now, inputs, results, self._nothing_in_place), []
+        for (task, sources, targets, made), (arrays, outputs) in zip(now.combined, tasks, strict=True):
             of_task: list[Summed] = []
             for ref, source, array in zip(task.inputs, sources, arrays, strict=True):
                 if isinstance(source, Ref):
                     of_task += verification.of_input(ref, array)
                     continue
                 # Of a copy where it is to be: that it was copied is checked, too.
-                message = Summed(outputs[0] if self._are_copies else array, zero_sums())
-                received.append((ref.buffer.rank, message.sums))
-                of_task.append(message)
-            if targets:
+                place = outputs[0] if self._are_copies else array
+                of_task.append(Summed(place, verification.sums_seen(ref.buffer), _row_offset(ref)))
+            if made is not None and targets and not self._are_copies and verification.copies_results:
+                # What others are shown is in the cache: the first result is copied from there.
+                of_task += verification.of_result(task, made, outputs.pop(0), is_streamed=self._is_streamed)
+            elif targets:
                 of_task += verification.of_result(task, outputs[0])
             summed.append(of_task)
-        summed_batch(tasks, summed, recipe)
-        verification.note_sums_received(received)
+        return bound_sums(tasks, summed, self._recipe.with_weights(weights))
 
-    def _collect(self, before: _Steps, results: Results, verification: Verification | None) -> None:
-        tasks = [([view], _targets(results, ref)) for view, ref, _ in before.collected]
-        if verification is None:
-            fused_batch(tasks, COPYING, is_streamed=self._is_streamed)
-            return
+    def _collecting(self, now: _Steps, results: Results, verification: Verification) -> Callable[[], None]:
+        tasks = [([view], _targets(results, ref)) for view, ref, _ in now.collected]
+        copies = verification.copies_results
         summed = [
-            verification.of_result(task, targets[0])
-            for (_, _, task), (_, targets) in zip(before.collected, tasks, strict=True)
+            verification.of_result(task, view, targets.pop(0), is_streamed=self._is_streamed)
+            if copies
+            else verification.of_result(task, targets[0])
+            for (view, _, task), (_, targets) in zip(now.collected, tasks, strict=True)
         ]
-        summed_batch(tasks, summed, COPYING)
+        return bound_sums(tasks, summed, COPYING)
 
     # ---------------------------------------------------------------- arrays that are in shared memory
 
@@ -389,13 +445,19 @@ def _has_one_array_each(plan: TaskPlan) -> bool:
     return all(buffer.role != "partial" for buffer in buffers) and len(buffers) == 2 * plan.size
 
 
+def _row_offset(ref: Ref) -> int:
+    """Returns the byte of its array at which a range starts, rounded down to a row of sums."""
+    return ref.start * ITEM_BYTES[ref.buffer.dtype] // ROW_BYTES * ROW_BYTES
+
+
 def _own(inputs: Inputs, ref: Ref) -> Flat:
     buffer, start, stop = ref
     return cast(Flat, inputs[buffer.leaf][buffer.replica][start:stop])
 
 
-def _own_inputs(inputs: Inputs, task: Task) -> list[Flat]:
-    return [_own(inputs, ref) for ref in task.inputs]
+def _partials(now: _Steps, inputs: Inputs) -> list[tuple[list[Flat], list[Flat]]]:
+    """Lists the inputs and outputs of what is combined before it is shown."""
+    return [([_own(inputs, ref) for ref in maker.inputs], [view]) for maker, view in now.partials]
 
 
 def _targets(results: Results, ref: Ref) -> list[Flat]:

@@ -14,10 +14,11 @@ from numba import types
 from numba.core import cgutils
 from numpy.typing import NDArray
 
-from crossdevice.kernels.host.llvm.lanes import INT64, Builder, Value
-from crossdevice.kernels.host.llvm.numba_pass import SIGNATURE, Kernel, compiled, entry_of
+from crossdevice.kernels.host.llvm.code import STREAMED_LINE_BYTES
+from crossdevice.kernels.host.llvm.lanes import INT32, INT64, Builder, Value
+from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled, entry_of
 from crossdevice.kernels.host.llvm.standby import address_of
-from crossdevice.kernels.host.llvm.words import emitted, set_word, word_at
+from crossdevice.kernels.host.llvm.words import emitted, finish_streaming, set_word, word_at
 from crossdevice.kernels.position_keys import (
     BLOCK_ROWS,
     COLUMN_ROWS,
@@ -48,11 +49,17 @@ TURNED_PITCH = TURNED_BYTES + ROW_BYTES
 KEY_BYTES = 2 * ROW_BYTES
 """Keys of a row: one vector for the low halves, one for the high ones."""
 
+ROW_ARGUMENTS = 7
+"""Arguments of a kernel of rows, all of them words."""
+
+ROW_SIGNATURE = f"void({','.join(['int64'] * ROW_ARGUMENTS)})"
+
 
 class RowKernel(NamedTuple):
     """A compiled function that adds the sums of some rows, its address, and that of its keys.
 
-    Its arguments: address, first row, number of rows, address of keys, address of sums.
+    Its arguments: address, first row, number of rows, address of keys, address of sums; where rows are copied
+    to as they are read (0: nowhere), and whether the copy bypasses the cache. Columns are not copied.
     """
 
     entry: Kernel
@@ -78,16 +85,28 @@ Kernels keep only its address. It is made once, at import: of two made by two th
 
 @functools.cache
 def compiled_sums() -> RowKernel:
-    """Compiles the function that adds the sums of some rows; its keys are `SPREAD_KEYS`."""
+    """Compiles the function that adds the sums of some rows, and copies them; its keys are `SPREAD_KEYS`."""
     golden, (first_factor, second_factor) = np.uint64(GOLDEN), map(np.uint64, FACTORS)
     first_shift, second_shift, third_shift = map(np.uint64, SHIFTS)
 
-    def add_sums(address: int, first_row: int, num_rows: int, keys: int, sums: int) -> None:
+    def add_sums(
+        address: int, first_row: int, num_rows: int, keys: int, sums: int, target: int, is_streamed: int
+    ) -> None:
         row, stop = first_row, first_row + num_rows
+        if target % STREAMED_LINE_BYTES:
+            is_streamed = 0
         while row < stop:
             block, place = row // BLOCK_ROWS, row % BLOCK_ROWS
             count = min(BLOCK_ROWS - place, stop - row)
-            halves = block_halves(address, keys + place * KEY_BYTES, count)
+            own_keys = keys + place * KEY_BYTES
+            if not target:
+                halves = block_halves(address, own_keys, count)
+            elif is_streamed:
+                halves = streamed_halves(address, own_keys, count, target)
+                target += count * ROW_BYTES
+            else:
+                halves = copied_halves(address, own_keys, count, target)
+                target += count * ROW_BYTES
             for index in range(NUM_SUMS):
                 key = np.uint64(block * NUM_SUMS + index + 1) * golden
                 key = (key ^ (key >> first_shift)) * first_factor
@@ -97,6 +116,8 @@ def compiled_sums() -> RowKernel:
                 set_word(sums, index, np.int64(np.uint64(word_at(sums, index)) + product))
             address += count * ROW_BYTES
             row += count
+        if is_streamed:
+            finish_streaming()
 
     return _row_kernel(add_sums, "fingerprint", SPREAD_KEYS.ctypes.data)
 
@@ -106,7 +127,9 @@ def compiled_columns(item_bytes: int) -> RowKernel:
     """Compiles the function that adds some rows to columns of elements of so many bytes; it has no keys."""
     golden, shift, add_words = np.uint64(GOLDEN), np.uint64(TURN_SHIFT), _adding_words(item_bytes)
 
-    def add_columns(address: int, first_row: int, num_rows: int, _keys: int, columns: int) -> None:
+    def add_columns(
+        address: int, first_row: int, num_rows: int, _keys: int, columns: int, _target: int, _is_streamed: int
+    ) -> None:
         row, stop = first_row, first_row + num_rows
         while row < stop:
             block, place = row // COLUMN_ROWS, row % COLUMN_ROWS
@@ -172,8 +195,8 @@ def copy_bytes(build: Builder, target: Value, source: Value, count: Value) -> No
 
 
 def _row_kernel(function: Kernel, name: str, keys: int) -> RowKernel:
-    kernel: Any = compiled(function, name, SIGNATURE)
-    return RowKernel(kernel.get_overload(SIGNATURE), address_of(kernel), keys)
+    kernel: Any = compiled(function, name, ROW_SIGNATURE)
+    return RowKernel(kernel.get_overload(ROW_SIGNATURE), address_of(kernel), keys)
 
 
 @functools.cache
@@ -198,7 +221,32 @@ def _adding_words(item_bytes: int) -> Any:
 
 @emitted(types.UniTuple(types.int64, 2))
 def block_halves(build: Builder, address: Value, keys: Value, num_rows: Value) -> Value:
-    """Returns the two sums of some rows of one block, kept in registers from the first row to the last.
+    """Returns the two sums of some rows of one block."""
+    return _halves(build, address, keys, num_rows)
+
+
+@emitted(types.UniTuple(types.int64, 2))
+def copied_halves(build: Builder, address: Value, keys: Value, num_rows: Value, target: Value) -> Value:
+    """Returns the same, of rows that are copied."""
+    return _halves(build, address, keys, num_rows, target)
+
+
+@emitted(types.UniTuple(types.int64, 2))
+def streamed_halves(build: Builder, address: Value, keys: Value, num_rows: Value, target: Value) -> Value:
+    """Returns the same, of rows that are copied to whole lines of memory, past the cache."""
+    return _halves(build, address, keys, num_rows, target, is_streamed=True)
+
+
+def _halves(
+    build: Builder,
+    address: Value,
+    keys: Value,
+    num_rows: Value,
+    target: Value | None = None,
+    *,
+    is_streamed: bool = False,
+) -> Value:
+    """Emits the two sums, which are kept in registers from the first row to the last.
 
     The second keys of a row are the first keys of the next one, so each is loaded once.
     """
@@ -210,6 +258,12 @@ def block_halves(build: Builder, address: Value, keys: Value, num_rows: Value) -
 
     def add_row(row: Value) -> None:
         words = _loaded(build, address, row, ROW_BYTES, 0)
+        if target is not None:
+            place = build.add(target, build.mul(row, ir.Constant(INT64, ROW_BYTES)))
+            stored = build.store(words, build.inttoptr(place, ROW.as_pointer()))
+            stored.align = STREAMED_LINE_BYTES if is_streamed else 1
+            if is_streamed:
+                stored.set_metadata("nontemporal", build.module.add_metadata([ir.Constant(INT32, 1)]))
         halves = build.and_(words, LOW_HALVES), build.lshr(words, HALF_BITS)
         following = build.add(row, ir.Constant(INT64, 1))
         new = [_key(build, keys, following, half) for half in range(2)]

@@ -6,6 +6,7 @@ import functools
 
 from llvmlite import ir
 
+from crossdevice.kernels.host.llvm.fingerprinting import ROW_ARGUMENTS
 from crossdevice.kernels.host.llvm.lanes import INT64, Builder, Value
 from crossdevice.kernels.host.llvm.numba_pass import Kernel, entry_of
 from crossdevice.kernels.host.llvm.standby import run_kernel
@@ -13,8 +14,9 @@ from crossdevice.kernels.host.llvm.words import data_of, emitted, set_word, take
 from crossdevice.kernels.host.work_list import HEADER_WORDS, ROW_WORDS, WORD_BYTES
 from crossdevice.kernels.position_keys import ROW_BYTES
 
-NOTE_WORDS = 4
-"""What adds rows to sums, bytes for each element of the task, the row of the memory's first byte, keys."""
+NOTE_WORDS = 5
+"""What adds rows to sums, bytes for each element of the task, the row of the memory's first byte, keys, and
+whether a copy bypasses the cache."""
 
 NOTES_WORD, STEP_WORD = ROW_WORDS - 2, ROW_WORDS - 1
 """The words of a row with the place of its notes and the elements of a tile: the kernel reads zeros there.
@@ -26,13 +28,22 @@ In front of notes are their number and that of the first array."""
 def compiled_walk() -> Kernel:
     """Compiles the function that does rows tile by tile, until none is left.
 
-    Its arguments: the address of the kernel, a header and one row for it, after which come those to be done;
-    how many, the counter from which threads take them (0: one thread), notes, arrays and sums in the order
-    of notes, scratch memory of the kernel.
+    Its arguments: the address of the kernel (0: tasks without outputs), a header and one row for it, after
+    which come those to be done; how many, the counter from which threads take them (0: one thread), notes;
+    arrays, where each is copied to (itself: nowhere) and sums, in the order of notes; scratch memory of the
+    kernel.
     """
 
     def walk(
-        kernel: int, tile: int, num_rows: int, counter: int, notes: int, arrays: int, sums: int, scratch: int
+        kernel: int,
+        tile: int,
+        num_rows: int,
+        counter: int,
+        notes: int,
+        arrays: int,
+        targets: int,
+        sums: int,
+        scratch: int,
     ) -> None:
         number, own = 0, tile + HEADER_WORDS * WORD_BYTES
         while True:
@@ -50,28 +61,41 @@ def compiled_walk() -> Kernel:
                 end = min(start + step, stop)
                 set_word(own, 4, start)
                 set_word(own, 5, end)
-                run_kernel(kernel, tile, scratch)
+                if kernel:
+                    run_kernel(kernel, tile, scratch)
                 for index in range(num_notes):
                     note = notes + (first_note + 2 + index * NOTE_WORDS) * WORD_BYTES
                     place = word_at(notes, first_note + 1) + index
                     item_bytes = word_at(note, 1)
                     begin = start * item_bytes
+                    memory, target = data_of(arrays, place), data_of(targets, place)
                     add_rows(
                         word_at(note, 0),
-                        data_of(arrays, place) + begin,
+                        memory + begin,
                         word_at(note, 2) + begin // ROW_BYTES,
                         (end * item_bytes - begin) // ROW_BYTES,
                         word_at(note, 3),
                         data_of(sums, place),
+                        target + begin if target != memory else 0,
+                        word_at(note, 4),
                     )
 
-    return entry_of(walk, "walk", f"void({','.join(['int64'] * 8)})")
+    return entry_of(walk, "walk", f"void({','.join(['int64'] * 9)})")
 
 
 @emitted()
 def add_rows(
-    build: Builder, function: Value, address: Value, first: Value, count: Value, keys: Value, sums: Value
+    build: Builder,
+    function: Value,
+    address: Value,
+    first: Value,
+    count: Value,
+    keys: Value,
+    sums: Value,
+    target: Value,
+    is_streamed: Value,
 ) -> None:
     """Calls what adds rows to sums, by its address."""
-    kind = ir.FunctionType(ir.VoidType(), [INT64] * 5)
-    build.call(build.inttoptr(function, kind.as_pointer()), [address, first, count, keys, sums])
+    kind = ir.FunctionType(ir.VoidType(), [INT64] * ROW_ARGUMENTS)
+    arguments = [address, first, count, keys, sums, target, is_streamed]
+    build.call(build.inttoptr(function, kind.as_pointer()), arguments)
