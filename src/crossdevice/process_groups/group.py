@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self, TypeVar
 
@@ -391,7 +391,8 @@ class ProcessGroup:
             return self._not_done(call)
         watch = self._watch(call)
         first_hand = {error.rank} if isinstance(error, RankLostError) else set()
-        watch.agree_on_lost(lambda: first_hand | self._gone_ranks())
+        gone_ranks: GoneRanks = getattr(self._engine, "gone_ranks", tuple)
+        watch.agree_on_lost(self._ended_ranks, lambda: {*first_hand, *gone_ranks()})
         odd = watch.odd_ones_out()
         if odd is not None:  # the first rank to see it has hung up
             text = f"call {call.number} is not the same on all ranks: {odd}"
@@ -404,14 +405,12 @@ class ProcessGroup:
         # Who comes after the others' deadline raises what they have raised.
         return DeadlineError(text) if watch.waited_in_vain() else ProcessGroupError(text)
 
-    def _gone_ranks(self) -> set[int]:
-        """Returns ranks with ended processes or connections, also those that are not awaited."""
-        of_engine: GoneRanks = getattr(self._engine, "gone_ranks", tuple)
-        gone = set(of_engine())
-        if self._memory is not None:
-            own = range(self.size) if self.hosts is None else self.hosts.own
-            gone |= {own[number] for number in self._memory.steps.ended_ranks()}
-        return gone
+    def _ended_ranks(self) -> Collection[int]:
+        """Returns the ranks of this host with ended processes, also those that are not awaited."""
+        if self._memory is None:
+            return ()
+        own = range(self.size) if self.hosts is None else self.hosts.own
+        return [own[number] for number in self._memory.steps.ended_ranks()]
 
     def _watch(self, call: GroupCall) -> Watch:
         keeper = getattr(self._engine, "board_keeper", None)  # engines of others need not tell

@@ -63,7 +63,10 @@ It is made in the thread that wrote its arrays, and so on the streams of that th
 
 
 GoneRanks: TypeAlias = Callable[[], Collection[int]]
-"""Returns the ranks with ended connections. Engines that know them have it, as `gone_ranks`."""
+"""Returns the ranks with ended connections, once this rank gives up.
+
+Engines that can tell have it, as `gone_ranks`.
+"""
 
 
 class DeviceCollectives(Protocol):

@@ -20,6 +20,7 @@ from crossdevice.process_groups import group_call
 from crossdevice.process_groups.background import BackgroundCall
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.notes import board, watch
+from crossdevice.process_groups.notes.introduction import CODE_BYTES
 from crossdevice.process_groups.protocol import RankLostError
 from crossdevice.process_groups.shared.host_agreement import Round
 
@@ -183,10 +184,11 @@ class Schedule:
     def has_board(self):
         return self.world.board_keeper not in {*self.dead, *self.left}
 
-    def has_given_up(self, rank):
-        """True if a rank has said so on the board or on its page, whoever has read it."""
-        homes = [self.board, *self.pages.values()]
-        return any('"it lost contact' in text for home in homes for _, text in home.get(rank, ()))
+    def has_left(self, rank):
+        """True if a rank has said that it hangs up on the board or on its page, whoever has read it."""
+        notes = [text for home in (self.board, *self.pages.values()) for _, text in home.get(rank, ())]
+        read = [board.Note.read(text[2 * CODE_BYTES :]) for text in notes]
+        return any(note.gave_up and not note.is_agreeing for note in read)
 
 
 class Messages:

@@ -258,12 +258,17 @@ class TorchEngine:
         awaited, gloo = next(iter(self._left), None), self._gloo
         if awaited is None or awaited.peer not in silent or gloo is None:
             return
-        try:
-            gloo.send([_tensor(np.zeros(1, np.uint8))], awaited.peer, CONTACT_TAG)
-        except RuntimeError as error:
+        error = _refused(gloo, awaited.peer)
+        if error is not None:
             if awaited is self._doubted:
                 raise RankLostError(awaited.peer, reason_of(error)) from None
             self._doubted = awaited  # its message may have come just before it left
+
+    def gone_ranks(self) -> Collection[int]:
+        """Returns the ranks with connections that take no more messages."""
+        gloo = self._gloo
+        others = [] if gloo is None else [peer for peer in range(self.size) if peer != self.rank]
+        return [peer for peer in others if _refused(gloo, peer) is not None]
 
     def abandon(self) -> None:
         """Hangs up: unfinished messages end with an error, here and at the other end.
@@ -324,6 +329,15 @@ def _tensor(memory: NDArray[Any]) -> Tensor:
     """Returns the memory itself, as bytes."""
     flat = memory.reshape(-1).view(np.uint8)
     return from_numpy(flat if flat.flags.writeable else np.asarray(_Adopted(flat)))
+
+
+def _refused(gloo: Any, peer: int) -> RuntimeError | None:
+    """Sends a byte that is never received; returns the error if the connection has ended."""
+    try:
+        gloo.send([_tensor(np.zeros(1, np.uint8))], peer, CONTACT_TAG)
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def _hang_up(gloo: Any, peers: Sequence[int]) -> None:

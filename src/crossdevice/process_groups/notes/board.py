@@ -53,6 +53,8 @@ class Note(NamedTuple):
     why: str = ""
     lost: tuple[int, ...] = ()
     """The ranks that are gone, as far as this one knows."""
+    is_agreeing: bool = False
+    """True from a lost contact until it hangs up: while it agrees with the others on who is gone."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -227,18 +229,18 @@ def roll_call(
     for rank, member in enumerate(members):
         note = notes.get(rank)
         is_final = note is not None and note.exchange == 0 and note.call <= call
-        if note is not None and note.gave_up and (is_final or rank in gone):
+        # What a rank said that died while it agreed with others says nothing about where it is.
+        has_left = note is not None and note.gave_up and (not note.is_agreeing or is_fresh.get(rank))
+        if note is not None and has_left and (is_final or rank in gone):
             missing.append(f"{member} gave up: {note.gave_up}")
-        elif note is not None and note.gave_up and note.call != call:
+        elif note is not None and has_left and note.call != call:
             missing.append(f"{member} gave up at call {note.call} ({note.gave_up})")
         elif rank == unreachable:
             ended.insert(0, f"{member}, which keeps the board of notes, cannot be reached")
         elif rank in gone:
             place, why = (0, "") if rank == keeper else (len(ended), because)
             ended.insert(place, f"the connection to {member} has ended{why}")
-        elif (
-            note is not None and note.call == call and (note.gave_up or (lost is None and is_fresh.get(rank)))
-        ):
+        elif note is not None and note.call == call and (has_left or (lost is None and is_fresh.get(rank))):
             present.append(rank)
         elif rank in awaited and not is_complete:
             missing.append(f"nothing is known to have come from {member}")

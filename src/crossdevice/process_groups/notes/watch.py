@@ -63,6 +63,7 @@ class Watch:
         self._fresh: dict[int, bool] = {}
         self._heard = dict.fromkeys(range(len(members)), time.monotonic())
         self._is_reachable = True
+        self._is_agreeing = False
         self.gave_up = ""
         self.lost: set[int] | None = None
         """The ranks that are gone, as far as this one knows, once it has lost contact."""
@@ -114,6 +115,7 @@ class Watch:
             self.gave_up,
             *self._last_refused,
             tuple(sorted(self.lost or ())),
+            self._is_agreeing,
         )
         found = self._exchange_notes(mine)
         self._is_reachable = found.is_complete
@@ -133,34 +135,46 @@ class Watch:
             time.sleep(PATIENCE_SECONDS / 2)
             self.look()
 
-    def agree_on_lost(self, gone: Callable[[], Collection[int]]) -> None:
+    def agree_on_lost(
+        self, ended_processes: Callable[[], Collection[int]], ended_connections: Callable[[], Collection[int]]
+    ) -> None:
         """Agrees with the others on the ranks that are gone, within their time to answer.
 
-        Who says that it has given up is not gone: it has hung up because of another one. A note that says
-        less may be older than the end of its rank. A rank that learns something new posts it too, so ranks
-        that hear each other in time name the same.
+        A rank that has hung up said so before. Until it says so it renews its note, so one with an ended
+        connection and an old note died in the middle of this. A rank that learns something new posts it
+        too, so ranks that hear each other in time name the same.
 
         Args:
-            gone: the ranks with connections or processes that have ended, as far as this one can tell.
+            ended_processes: ranks with processes that have ended, which is certain.
+            ended_connections: ranks with connections that have ended, also because they have hung up.
         """
-        known = set(gone())
-        now = time.monotonic()
-        end, last = now + GRACE_SECONDS, now + 2 * GRACE_SECONDS
-        self._give_up(known)
-        self._fresh = {self._rank: True}
+        begun = time.monotonic()
+        end, last = begun + GRACE_SECONDS, begun + 2 * GRACE_SECONDS
+        self._is_agreeing = True
+        ended = {*ended_processes(), *ended_connections()}
+        known = set(ended)
         while True:
-            # Before what has been read is judged: who was held up for long judges the last of it, too.
+            # Before the notes are read: a rank that was held up for long judges the last ones, too.
             now = time.monotonic()
+            ended |= set(ended_processes())
+            # Where notes cannot be read, those who hang up because of a lost rank cannot say so.
+            if self._is_reachable or now < begun + GRACE_SECONDS / 2:
+                ended |= set(ended_connections())
+            self._give_up(known)
             heard = {rank for rank, note in self._notes.items() if note.gave_up}
             told = {rank for each in heard for rank in self._notes[each].lost}
-            before, known = known, (known | told | set(gone())) - heard
+            left = {rank for rank in heard if not self._notes[rank].is_agreeing} | {self._rank}
+            renewed = {rank for rank in heard if self._heard[rank] > now - GRACE_SECONDS / 2} | left
+            before, known = known, (ended | told) - renewed
             if known != before:
                 end = min(max(end, now + GRACE_SECONDS / 2), last)
-            elif now >= end or len(heard) == len(self._members):
-                return
+            elif now >= end or (len(heard) == len(self._members) and not ended & (renewed - left)):
+                break
             else:
                 time.sleep(PATIENCE_SECONDS / 2)
-            self._give_up(known)
+        self._fresh = dict.fromkeys(renewed, True)
+        self._is_agreeing = False
+        self._give_up(known)
 
     def _give_up(self, lost: set[int]) -> None:
         self.lost = lost

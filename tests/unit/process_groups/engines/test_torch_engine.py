@@ -495,3 +495,26 @@ def test_forked_processes_end_and_leave_the_group_to_their_parent():
     )
     assert (found.returncode, found.stderr) == (0, "")
     assert [line.split()[0] for line in found.stdout.splitlines()] == ["3"] * 5, found.stdout
+
+
+def test_ranks_with_ended_connections_are_told_from_the_others(store):
+    has_left, are_done = threading.Event(), threading.Barrier(2)
+
+    def be(rank):
+        engine = torch_engine.TorchEngine(store, rank, 3, address="127.0.0.1", timeout_seconds=90.0)
+        assert rank == 2 or set(engine.gone_ranks()) <= {2}
+        if rank == 2:
+            torch_engine._hang_up(engine._gloo, [0, 1])
+            has_left.set()
+            return
+        has_left.wait()
+        end = time.monotonic() + 60.0
+        while engine.gone_ranks() != [2]:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        are_done.wait()
+        engine.close()
+        assert engine.gone_ranks() == []
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(be, range(3)))
