@@ -81,6 +81,19 @@ def test_tf_config_is_enough(meet):
     assert meet(commands)[1]["recognised"].startswith("TF_CONFIG: rank 1 of 2, local rank 1 of 2")
 
 
+@pytest.mark.parametrize("whose", [0, pytest.param(1, marks=pytest.mark.more("a repetition"))])
+@pytest.mark.parametrize(
+    "engine", ["torch", pytest.param("local", marks=pytest.mark.more("one more launch"))]
+)
+def test_two_processes_of_one_rank_are_refused_and_all_are_told(engine, whose, launch):
+    """Also if it is rank 0, which keeps the store where ranks of gloo meet."""
+    commands = launching.ranks("meeting_rank.py", engine, size=3)
+    commands[2][1]["RANK"] = str(whose)
+    outcome = launch(commands)
+    assert outcome.codes == [1, 1, 1]
+    assert outcome.output.count(f"two processes call themselves rank {whose} of 3") == 3, outcome.output
+
+
 @needs_mpi
 @pytest.mark.parametrize(
     ("engine", "name"),

@@ -17,12 +17,13 @@ from torch import Tensor, from_numpy
 
 from crossdevice.errors import OptionError, ProcessGroupError
 from crossdevice.process_groups.background import TimedCalls
-from crossdevice.process_groups.engines.torch_meeting import Meeting, everyones, way_to
+from crossdevice.process_groups.engines.torch_meeting import DOUBLE_SECONDS, Meeting, everyones, way_to
 from crossdevice.process_groups.engines.torch_store import (
     default_store,
     leave_behind_at_fork,
     reason_of,
     store_at,
+    store_of_another,
 )
 from crossdevice.process_groups.group import LONGEST_SECONDS, TIMEOUT_SECONDS, Checks, ProcessGroup
 from crossdevice.process_groups.protocol import DeviceCollectives, Message, RankLostError, Started
@@ -127,7 +128,7 @@ def form_group(
         keeper = 0
         if address is None or port is None:
             raise OptionError("ranks meet at an address and port of rank 0, or in a store; got neither")
-        store = store_at(address, port, is_keeper=rank == 0, timeout_seconds=timeout_seconds)
+        store = _store_at(address, port, rank, size, keeper, name, timeout_seconds)
     left = max(deadline.seconds_left(), 0.0)
     engine = TorchEngine(
         store, rank, size, address=address, name=name, timeout_seconds=left, board_keeper=keeper
@@ -139,6 +140,7 @@ def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> To
     """Returns the engine of this process of a launch."""
     deadline = TimedCalls(timeout_seconds)
     store, keeper = default_store(), None
+    prefix = f"restart {cluster.restart}"
     if store is None:
         keeper = None if cluster.has_store else 0
         if cluster.address is None or cluster.port is None:
@@ -146,10 +148,18 @@ def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> To
                 f"torch.distributed needs an address of rank 0: set MASTER_ADDR and MASTER_PORT; "
                 f"recognised {cluster.recognised}"
             )
-        is_keeper = cluster.rank == keeper
-        store = store_at(cluster.address, cluster.port, is_keeper=is_keeper, timeout_seconds=timeout_seconds)
+        store = _store_at(
+            cluster.address,
+            cluster.port,
+            cluster.rank,
+            cluster.size,
+            keeper,
+            name,
+            timeout_seconds,
+            prefix=prefix,
+        )
     return TorchEngine(
-        dist.PrefixStore(f"restart {cluster.restart}", store),
+        dist.PrefixStore(prefix, store),
         cluster.rank,
         cluster.size,
         address=cluster.address,
@@ -158,6 +168,28 @@ def form_in_cluster(cluster: Launch, *, name: str, timeout_seconds: float) -> To
         board_keeper=keeper,
         is_of_launch=True,
     )
+
+
+def _store_at(
+    address: str,
+    port: int,
+    rank: int,
+    size: int,
+    keeper: int | None,
+    name: str,
+    timeout_seconds: float,
+    *,
+    prefix: str = "",
+) -> dist.Store:
+    """Returns the store at an address; if another process keeps it as this rank, all ranks are told."""
+    try:
+        return store_at(address, port, is_keeper=rank == keeper, timeout_seconds=timeout_seconds)
+    except ProcessGroupError:
+        taken = store_of_another(address, port) if rank == keeper else None
+        if taken is not None:
+            theirs = dist.PrefixStore(prefix, taken) if prefix else taken
+            Meeting(theirs, rank, size, name, TimedCalls(DOUBLE_SECONDS)).check_double()
+        raise
 
 
 class TorchEngine:
@@ -190,7 +222,10 @@ class TorchEngine:
         self.board_keeper = board_keeper
         self._first_tag, self.largest_tag = first_tag, CONTACT_TAG - 1 - first_tag
         deadline = TimedCalls(timeout_seconds)
-        meeting = Meeting(store, rank, size, name, deadline, is_of_launch=is_of_launch)
+        keeps_store = board_keeper == rank
+        meeting = Meeting(
+            store, rank, size, name, deadline, is_of_launch=is_of_launch, keeps_store=keeps_store
+        )
         host = meeting.hold(way_to(address))
         self._store = meeting.store
         self._is_out = False

@@ -31,6 +31,12 @@ ANSWER_SECONDS = 1.0
 WITHDRAWAL_SECONDS = 2.0
 """Time that a rank has after its deadline to report it."""
 
+TELLING_SECONDS = 5.0
+"""Time that the process that keeps the store stays after a refusal, for the others to read the reason."""
+
+DOUBLE_SECONDS = 5.0
+"""Time that a second rank 0 gives the first one to answer."""
+
 MAX_COMERS = 256
 """Number of the last that came to a store that are read."""
 
@@ -56,15 +62,22 @@ class Meeting:
         deadline: TimedCalls,
         *,
         is_of_launch: bool = False,
+        keeps_store: bool = False,
     ) -> None:
-        """`is_of_launch` says that all processes of a launch come, so those of another size are wrong."""
+        """`is_of_launch` says that all processes of a launch come, so those of another size are wrong.
+
+        `keeps_store` says that the store ends with this process.
+        """
         self._whole = store
         self._rank = rank
         self._size = size
         self._deadline = deadline
         self._is_of_launch = is_of_launch
+        self._keeps_store = keeps_store
         self._name = f"crossdevice/{name}"
         self._turns = f"{self._name}/{size}/turns of {rank}"
+        self._told = f"{self._name}/told"
+        self._told_before = 0
         self._turn = 0
         self._comer = 0
         self.store = store
@@ -73,7 +86,7 @@ class Meeting:
     def hold(self, own_address: str | None) -> str | None:
         """Waits for all ranks, and returns the own address by which they can be reached."""
         try:
-            self._ask(lambda: self._come(own_address or ""))
+            self._come(own_address or "")
             self._wait_for_all()
             addresses = self._ask(self._addresses)
         except (DeadlineError, KeyboardInterrupt):
@@ -95,6 +108,17 @@ class Meeting:
         elsewhere = next((address for address in addresses if address and not is_loopback(address)), None)
         return way_to(elsewhere) if own_address and is_loopback(own_address) and elsewhere else own_address
 
+    def check_double(self) -> None:
+        """Refuses this rank if another process of the same number waits here, and tells all."""
+        try:
+            self._come(None)  # who has an address is taken for the one that others wait for
+            while self._deadline.seconds_left() > 0:
+                self._check_alone()
+                time.sleep(SMALLEST_PAUSE_SECONDS)
+        except (RuntimeError, TimeoutError):
+            return
+        self._withdraw()
+
     def _ask(self, function: Callable[[], Answer]) -> Answer:
         answer: Answer = self._deadline.make(function, ANSWER_SECONDS)
         return answer
@@ -102,13 +126,20 @@ class Meeting:
     def _store_of(self, turn: int) -> dist.Store:
         return dist.PrefixStore(f"{self._name}/{self._size}/{turn}", self._whole)
 
-    def _come(self, address: str) -> None:
-        self._turn = self._whole.add(self._turns, 1)
-        self.store = self._store_of(self._turn)
-        self._comer = self._whole.add(f"{self._name}/comers", 1)
-        self._whole.set(f"{self._name}/comer {self._comer}", json.dumps([self._rank, self._size, own_name()]))
-        for what, text in (("who", own_name()), ("gave up", ""), ("note", ""), ("address", address)):
-            self.store.set(f"{what} of {self._rank}", text)
+    def _come(self, address: str | None) -> None:
+        def come() -> None:
+            self._turn = self._whole.add(self._turns, 1)
+            self.store = self._store_of(self._turn)
+            self._comer = self._whole.add(f"{self._name}/comers", 1)
+            self._whole.set(
+                f"{self._name}/comer {self._comer}", json.dumps([self._rank, self._size, own_name()])
+            )
+            self._told_before = self._whole.add(self._told, 0)
+            for what, text in (("who", own_name()), ("gave up", ""), ("note", ""), ("address", address)):
+                if text is not None:
+                    self.store.set(f"{what} of {self._rank}", text)
+
+        self._ask(come)
 
     def _addresses(self) -> list[str]:
         """Reads the addresses of all ranks, and takes this one off the list of those that wait."""
@@ -193,8 +224,15 @@ class Meeting:
         def tell() -> None:
             self.store.set("refused", why)
             self._whole.set(f"{self._name}/comer {self._comer}", "")
+            self._whole.add(self._told, 1)
+
+        def num_told() -> int:
+            return int(self._whole.add(self._told, 0)) - self._told_before
 
         self._ask(tell)
+        end = time.monotonic() + (TELLING_SECONDS if self._keeps_store else 0.0)
+        while time.monotonic() < end and self._ask(num_told) < self._size:
+            time.sleep(SMALLEST_PAUSE_SECONDS)
         raise OptionError(why)
 
     def _withdraw(self) -> None:

@@ -26,6 +26,9 @@ logger = logging.getLogger("crossdevice")
 PAUSE_SECONDS = 0.05
 """Time between two attempts to reach a store."""
 
+ANSWER_SECONDS = 2.0
+"""Time for a store to answer at a port that is taken."""
+
 MAX_WAITING = 1024
 """Ranks that may knock at once."""
 
@@ -69,6 +72,17 @@ def store_at(address: str, port: int, *, is_keeper: bool, timeout_seconds: float
         leave_behind_at_fork(store)
         _open_stores.setdefault((address, port), store)
     return _open_stores[address, port]
+
+
+def store_of_another(address: str, port: int) -> dist.Store | None:
+    """Returns the store that another process keeps at an address; None if there is none."""
+    deadline = TimedCalls(ANSWER_SECONDS)
+    try:
+        store: dist.Store = deadline.make(lambda: _opened(address, port, False, deadline))
+    except (RuntimeError, OSError):
+        return None
+    leave_behind_at_fork(store)
+    return store
 
 
 def default_store() -> dist.Store | None:
