@@ -188,7 +188,9 @@ class Schedule:
         """True if a rank has said that it hangs up on the board or on its page, whoever has read it."""
         notes = [text for home in (self.board, *self.pages.values()) for _, text in home.get(rank, ())]
         read = [board.Note.read(text[2 * CODE_BYTES :]) for text in notes]
-        return any(note.gave_up and not note.is_agreeing for note in read)
+        # Where no end is seen, one that has hung up is not told from one that died while it agreed.
+        is_seen = self.world.sees_ends
+        return any(note.gave_up and not (note.is_agreeing and is_seen) for note in read)
 
 
 class Messages:
