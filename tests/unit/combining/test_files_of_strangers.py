@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -116,6 +117,38 @@ def test_files_may_be_compared_with_digests_beside_them(ending, tmp_path):
     beside.write_text(f"{'0' * 64}  {path.name}\n")
     with pytest.raises(FileError, match=f"its SHA-256 is {digest}, and b.* says 000"):
         cd.average_files([path], tmp_path / f"mean{ending}", verify=True)
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(1, marks=pytest.mark.more("a repetition")), 13], ids=lambda step: f"every {step}"
+)
+@pytest.mark.parametrize("broken", ["model.safetensors", "1.safetensors", "model.safetensors.index.json"])
+def test_whichever_bit_turns_in_a_safetensors_file_its_digest_tells(broken, step, tmp_path):
+    """In the length, the header or the data, of one file or of one of several; nothing is written then."""
+    whole = tmp_path / "model.safetensors"
+    np.savez(tmp_path / "model.npz", w=np.arange(5, dtype=np.float32), x=np.arange(4, dtype=np.int8))
+    cd.average_files([tmp_path / "model.npz"], whole)
+    names = [whole.name]
+    if broken != whole.name:
+        names = ["1.safetensors", "model.safetensors.index.json"]
+        whole.rename(tmp_path / names[0])
+        (tmp_path / names[1]).write_text(json.dumps({"weight_map": dict.fromkeys("wx", names[0])}))
+    for name in names:
+        digest = hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+        (tmp_path / f"{name}.sha256").write_text(f"{digest}  {name}")
+    model, output = tmp_path / names[-1], tmp_path / "mean.safetensors"
+    cd.average_files([model], output, verify=True)
+    output.unlink()
+    intact = (tmp_path / broken).read_bytes()
+    for bit in range(0, 8 * len(intact), step):
+        turned = bytearray(intact)
+        turned[bit // 8] ^= 1 << bit % 8
+        (tmp_path / broken).write_bytes(turned)
+        with pytest.raises(FileError, match=re.escape(str(tmp_path))):
+            cd.average_files([model], output, verify=True)
+        assert not output.exists(), bit
+    (tmp_path / broken).write_bytes(intact)
+    cd.average_files([model], output, verify=True)
 
 
 def test_the_arrays_of_an_accumulator_are_compared_with_their_checksums(tmp_path):

@@ -198,6 +198,20 @@ class ModelFile(abc.ABC):
         """Closes the file."""
 
 
+def compare_digest(path: Path, found: str) -> None:
+    """Compares the SHA-256 of a file with the one beside it, as `sha256sum` writes it."""
+    beside = path.with_name(f"{path.name}.sha256")
+    try:
+        with beside.open("rb") as file:
+            expected = file.read(64).decode("ascii", "replace").lower()
+    except OSError as error:
+        missing = f"there is no {beside.name} beside it ({error.strerror})"
+        why = f"{missing}; make it with sha256sum from a copy that is intact"
+        raise unreadable(path, why) from error
+    if found != expected:
+        raise unreadable(path, f"its SHA-256 is {found}, and {beside.name} says {expected}")
+
+
 def unreadable(path: Path, why: object) -> FileError:
     """Returns the error for a file that does not match its name."""
     return FileError(f"{path} cannot be read: {why}")
@@ -307,24 +321,13 @@ class StoredFile(ModelFile):
                 os.posix_fadvise(self._descriptor, first, length, os.POSIX_FADV_WILLNEED)
 
     def check_digest(self) -> None:
-        """Compares the file with the SHA-256 beside it, as `sha256sum` writes it."""
-        beside = self.path.with_name(f"{self.path.name}.sha256")
-        try:
-            with beside.open("rb") as file:
-                expected = file.read(64).decode("ascii", "replace").lower()
-        except OSError as error:
-            missing = f"there is no {beside.name} beside it ({error.strerror})"
-            why = f"{missing}; make it with sha256sum from a copy that is intact"
-            raise unreadable(self.path, why) from error
+        """Compares the file with the SHA-256 beside it."""
         digest, room = hashlib.sha256(), np.empty(DIGESTED_BYTES, np.uint8)
         for place in range(0, self.num_bytes, DIGESTED_BYTES):
             part = room[: min(DIGESTED_BYTES, self.num_bytes - place)]
             self.read_into(part, place)
             digest.update(part.data)
-        if digest.hexdigest() != expected:
-            raise unreadable(
-                self.path, f"its SHA-256 is {digest.hexdigest()}, and {beside.name} says {expected}"
-            )
+        compare_digest(self.path, digest.hexdigest())
 
     def close(self) -> None:
         """Closes the file."""

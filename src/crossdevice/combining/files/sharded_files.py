@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from crossdevice.combining.files.model_file import (
     ModelFile,
     ModelWriter,
     TensorSpec,
+    compare_digest,
     replaced,
     unreadable,
 )
@@ -31,7 +33,9 @@ class ShardedModel(ModelFile):
             num_bytes = path.stat().st_size
             if num_bytes > MAX_HEADER_BYTES:
                 raise unreadable(path, f"it has {num_bytes} bytes; expected at most {MAX_HEADER_BYTES}")
-            self.index = json.loads(path.read_bytes())
+            text = path.read_bytes()
+            self._digest = hashlib.sha256(text).hexdigest()
+            self.index = json.loads(text)
             names = dict(self.index["weight_map"])
             dict(self.index.get("metadata") or {})
             files = sorted(set(names.values()))
@@ -76,7 +80,8 @@ class ShardedModel(ModelFile):
         return self.shards[self.shard_of[name]]
 
     def check_digest(self) -> None:
-        """Compares all shards with theirs."""
+        """Compares the index with its SHA-256, and all shards with theirs."""
+        compare_digest(self.path, self._digest)
         for shard in self.shards.values():
             shard.check_digest()
 
