@@ -33,6 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Gives the run a temporary folder of its own, so that nothing of launchers and killed ranks stays."""
+    with contextlib.suppress(ModuleNotFoundError):  # in environments of few tests there is no hypothesis
+        from drawn_examples import choose_examples
+
+        choose_examples(config.option.markexpr)
     if not hasattr(config, "workerinput"):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # of `tmp_path`, which may stay
         config.own_folder = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="cd-")
@@ -71,6 +75,10 @@ def _needed_by(path: Path) -> str | None:
     return "tensorflow" if name.startswith("tests/parity/test_") else NEEDED.get(name)
 
 
+def _is_property(item: pytest.Item) -> bool:
+    return bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves out files without tests or examples, which would be imported, and those of unused libraries."""
     if collection_path.suffix != ".py" or collection_path.name == "conftest.py":
@@ -85,11 +93,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the examples in those files, and notes all that was found, before marks are chosen."""
+    """Marks tests that others leave out, and notes all that was found, before marks are chosen.
+
+    `make test-all` repeats properties on all of their examples.
+    """
     for item in items:
         is_on_gpu = item.path.is_relative_to(ROOT / "tests" / "gpu")
         if needed := "a GPU" if is_on_gpu else _needed_by(item.path):
             item.add_marker(pytest.mark.more(needed))
+        elif config.option.markexpr == "more" and _is_property(item):
+            item.add_marker(pytest.mark.more("all of its examples"))
     config.found_tests = [
         (item.nodeid, [mark.args[0] for mark in item.iter_markers("more")]) for item in items
     ]

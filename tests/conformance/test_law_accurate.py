@@ -6,7 +6,7 @@ import functools
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import crossdevice as cd
@@ -23,6 +23,7 @@ from conformance.rows import (
     each_backend,
     wild_arrays,
 )
+from drawn_examples import examples
 
 SIZES = (7, 1, 12, 3)
 """Values of one batch, so that packs begin and end inside of them."""
@@ -81,7 +82,7 @@ def test_accurate_bits_do_not_depend_on_groups_of_small_values(max_bytes, max_gr
             check_batch(ops, backend, batch, "MEAN", cd.CommunicationOptions(lowering=lowering), right)
 
 
-@settings(deadline=None, max_examples=12)
+@examples(40)
 @given(adversarial_arrays(), st.sampled_from((NUMPY, TORCH)))
 def test_accurate_bits_are_those_of_wide_sums_in_replica_order(drawn, backend):
     dtype, arrays = drawn

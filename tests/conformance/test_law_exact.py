@@ -6,7 +6,7 @@ import itertools
 from fractions import Fraction
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import crossdevice as cd
@@ -20,6 +20,7 @@ from conformance.rows import (
     components_of,
     wild_arrays,
 )
+from drawn_examples import examples
 
 EXACT = {lowering: cd.CommunicationOptions(precision="exact", lowering=lowering) for lowering in LOWERINGS}
 
@@ -32,7 +33,7 @@ def exact_bits(op, arrays, row=None, lowering="auto", backend=NUMPY):
     return bits
 
 
-@settings(deadline=None, max_examples=12)
+@examples(40)
 @given(adversarial_arrays(), st.sampled_from((NUMPY, TORCH)))
 def test_exact_results_are_correctly_rounded_for_every_algorithm(drawn, backend):
     dtype, arrays = drawn
@@ -42,7 +43,7 @@ def test_exact_results_are_correctly_rounded_for_every_algorithm(drawn, backend)
             assert exact_bits(op, arrays, row, lowering, backend) == right, (op, row.name)
 
 
-@settings(deadline=None, max_examples=12)
+@examples(40)
 @given(adversarial_arrays(), st.randoms(use_true_random=False))
 def test_exact_results_are_the_same_for_every_order_of_replicas(drawn, random):
     dtype, arrays = drawn
@@ -64,14 +65,12 @@ COMPLEX_ARRAYS = st.integers(2, 4).flatmap(
 """One complex64 number per replica; few kinds of number, so that infinities and zeros meet."""
 
 
-@settings(deadline=None, max_examples=40)
 @given(COMPLEX_ARRAYS)
 def test_exact_complex_sums_are_the_same_for_every_order_of_replicas(arrays):
     for op, order in itertools.product(("SUM", "MEAN"), itertools.permutations(arrays)):
         assert exact_bits(op, order) == exact_bits(op, arrays, lowering="off"), op
 
 
-@settings(deadline=None, max_examples=40)
 @given(COMPLEX_ARRAYS)
 def test_exact_complex_products_are_the_same_for_every_order_of_replicas(arrays):
     for order in itertools.permutations(arrays):

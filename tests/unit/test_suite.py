@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import collections
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from conformance.rows import ALGORITHM_ROWS, NUMPY, TORCH
+from drawn_examples import examples
 
-LAWS = Path(__file__).parents[1] / "conformance"
+ROOT = Path(__file__).parents[2]
+LAWS = ROOT / "tests" / "conformance"
 
 NEEDED = (
     *("JAX", "TensorFlow", "JAX and TensorFlow", "JAX or TensorFlow", "Triton", "Flower", "rich"),
@@ -43,6 +48,26 @@ def test_every_test_has_a_case_in_make_test_unless_it_needs_more(cases):
     kept = {case.function for case in cases if not case.reasons}
     left_out = {case.function: case.reasons for case in cases if case.function not in kept}
     assert {name: reasons for name, reasons in left_out.items() if not set(reasons) & set(NEEDED)} == {}
+
+
+def test_properties_are_tried_on_fewer_examples_and_by_make_test_all_on_all_of_them(request, tmp_path):
+    assert examples(150).max_examples == (45 if request.config.option.markexpr == "not more" else 150)
+    source = """
+        from hypothesis import given, settings, strategies
+
+        @given(strategies.integers())
+        def test_property(number):
+            assert settings.default.max_examples == {}
+    """
+    for expression, number in (("more", 100), ("not more", 30)):
+        path = tmp_path / f"test_{number}.py"
+        path.write_text(textwrap.dedent(source).format(number))
+        command = ("-m", "pytest", "-q", "-p", "no:xdist", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT)
+        done = subprocess.run(
+            [sys.executable, *command, "-p", "conftest", "-m", expression, path],
+            cwd=ROOT, capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+        assert "1 passed" in done.stdout, (expression, done.stdout, done.stderr)
 
 
 def test_every_law_keeps_every_algorithm_on_numpy_and_on_pytorch(cases):

@@ -15,7 +15,7 @@ from fractions import Fraction
 import numba
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.oracle import FORMATS, rounded
@@ -218,7 +218,6 @@ def columns_beside_a_tie(draw, name):
 
 
 @pytest.mark.parametrize("name", FLOATS)
-@settings(deadline=None)  # the first example compiles
 @given(st.data())
 def test_ties_next_to_ordinary_columns_are_rounded_once(name, data):
     """Also those of subnormal numbers, and the one above which a sum is infinite."""

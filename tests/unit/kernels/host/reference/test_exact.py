@@ -9,12 +9,13 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdevice.kernels.host.reference import exact
 from crossdevice.kernels.host.reference.exact import exact_product, exact_sum
 from crossdevice.kernels.host.reference.long_accumulator import rounded_long_sum
+from drawn_examples import examples
 
 FLOATS = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.float64)]
 COMPLEXES = [np.dtype(np.complex64), np.dtype(np.complex128)]
@@ -151,7 +152,7 @@ def near_ties(dtype, number, size, seed):
 
 
 @each_float
-@settings(max_examples=50, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_sums_and_means_are_the_true_ones_rounded_once(dtype, data):
     inputs = data.draw(arrays(dtype))
@@ -167,7 +168,7 @@ def test_ties_and_what_just_misses_them_round_once(dtype, divisor):
         assert bits_of(exact_sum(inputs, divisor, dtype)) == expected_sums(inputs, divisor, dtype)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_float64_agrees_with_python_fractions(data):
     dtype = np.dtype(np.float64)
@@ -180,7 +181,7 @@ def test_float64_agrees_with_python_fractions(data):
 
 
 @each_float
-@settings(max_examples=30, deadline=None)
+@examples(80)
 @given(data=st.data())
 def test_bits_do_not_depend_on_the_order_of_the_inputs(dtype, data):
     inputs = data.draw(arrays(dtype))
@@ -191,7 +192,7 @@ def test_bits_do_not_depend_on_the_order_of_the_inputs(dtype, data):
 
 
 @each_float
-@settings(max_examples=30, deadline=None)
+@examples(80)
 @given(data=st.data())
 def test_the_long_accumulator_alone_gives_the_same_bits(dtype, data):
     inputs = data.draw(arrays(dtype, allow_special=False))
@@ -349,7 +350,7 @@ def test_empty_arrays_stay_empty(dtype):
 
 
 @each_float
-@settings(max_examples=50, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_products_are_the_true_ones_rounded_once(dtype, data):
     inputs = data.draw(arrays(dtype))
@@ -375,7 +376,7 @@ def expanded_product(column):
 
 
 @each_complex
-@settings(max_examples=30, deadline=None)
+@examples(80)
 @given(data=st.data())
 def test_both_parts_of_complex_products_are_rounded_once(dtype, data):
     part = np.empty(0, dtype).real.dtype
