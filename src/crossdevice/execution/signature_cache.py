@@ -18,6 +18,10 @@ class SignatureCache(dict[Any, Kept]):
     ...     cache[number] = "kept"
     >>> cache
     {2: 'kept'}
+    >>> cache.setdefault(3, "kept"), cache.setdefault(3, "another")
+    ('kept', 'kept')
+    >>> cache.setdefault(4, "kept"), list(cache)
+    ('kept', [4])
     """
 
     def __init__(self, most: int = MAX_SIGNATURES) -> None:
@@ -28,3 +32,9 @@ class SignatureCache(dict[Any, Kept]):
         if len(self) >= self._most:
             self.clear()
         super().__setitem__(key, value)
+
+    def setdefault(self, key: Hashable, value: Kept) -> Kept:  # type: ignore[override]
+        """Returns what is kept, or keeps the value; a dict's own knows no bound."""
+        if key not in self:
+            self[key] = value
+        return self[key]

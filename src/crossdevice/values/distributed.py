@@ -96,16 +96,8 @@ class DistributedValues:
     __slots__ = ("__weakref__", "_devices", "_given_devices", "_values")
 
     def __init__(self, values: Iterable[Any], devices: Sequence[Device | str] | None = None) -> None:
-        if isinstance(values, (Mapping, AbstractSet, str, bytes)):
-            raise ConversionError(
-                f"a {type(self).__name__} takes a list of components, one for each replica; got a "
-                f"{type(values).__name__} (if that is what one replica has, put it into a list)"
-            )
-        if not isinstance(values, Iterable):
-            raise ConversionError(
-                f"a {type(self).__name__} takes a list of components, one for each replica; got a "
-                f"{type(values).__name__}"
-            )
+        if type(values) is not list and type(values) is not tuple:
+            self._check_listed(values)
         self._values = tuple(values)
         self._given_devices: tuple[Device, ...] | None = None
         self._devices: tuple[Device, ...] | None = None
@@ -118,6 +110,19 @@ class DistributedValues:
             self._given_devices = self._devices = tuple(
                 _checked_device(component, Device.parse(device), replica)
                 for replica, (component, device) in enumerate(zip(self._values, devices, strict=True))
+            )
+
+    def _check_listed(self, values: Any) -> None:
+        """Refuses what is not a list of components; abstract classes are slow to ask."""
+        if isinstance(values, (Mapping, AbstractSet, str, bytes)):
+            raise ConversionError(
+                f"a {type(self).__name__} takes a list of components, one for each replica; got a "
+                f"{type(values).__name__} (if that is what one replica has, put it into a list)"
+            )
+        if not isinstance(values, Iterable):
+            raise ConversionError(
+                f"a {type(self).__name__} takes a list of components, one for each replica; got a "
+                f"{type(values).__name__}"
             )
 
     @classmethod

@@ -404,8 +404,19 @@ def test_a_call_that_is_found_after_many_like_it_comes_first_from_then_on():
     assert ops.reduce("sum", value, "cpu:0")["b"].tolist() == [2] * 30
 
 
+def test_as_many_calls_are_known_as_are_kept(monkeypatch):
+    ops = cd.DirectAllReduce()
+    monkeypatch.setattr(ops._runner.known_calls._calls, "_most", 3)
+    for number in range(7):
+        value = cd.PerReplica([{str(number): np.ones(1)}] * 2)
+        for _ in range(2):
+            ops.reduce("sum", value, "cpu:0")
+        assert ops._runner.known_calls.hits == number + 1
+    assert len(ops._runner.known_calls._calls) == 1
+
+
 FIRST_EXAMPLE = """
-import sys
+import collections.abc, sys
 import numpy as np, crossdevice as cd
 sys.path.insert(0, sys.argv[1])
 from unit.execution.test_known_calls import functions_entered
@@ -415,13 +426,14 @@ gradients = [
     {"w": np.float32([3, 4]), "b": np.float32(1.5), **more},
 ]
 means = cd.all_reduce(gradients, "mean")
-cd.all_reduce(gradients, "mean")  # fills what Python keeps of abstract classes
+cd.all_reduce(gradients, "mean")
+collections.abc.Sized.register(type("Other", (), {}))  # empties what Python keeps of abstract classes
 print(functions_entered(lambda: cd.all_reduce(gradients, "mean")))
 cd.all_reduce(gradients, "mean", out=means)
 print(functions_entered(lambda: cd.all_reduce(gradients, "mean", out=means)))
 assert means[1]["w"].tolist() == [2, 3] and float(means[0]["b"]) == 1
 """
-"""In a process of its own: what other tests have left in this one is not counted."""
+"""In a process of its own, which has reduced no other trees."""
 
 
 @pytest.mark.parametrize("num_leaves", [2, 161])
@@ -429,8 +441,8 @@ def test_the_first_example_of_the_readme_enters_few_functions_once_it_is_known(n
     command = [sys.executable, "-c", FIRST_EXAMPLE, str(Path(__file__).parents[2]), str(num_leaves)]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     new, given = map(int, ended.stdout.split())
-    assert new <= 45
-    assert given <= 55
+    assert new <= 40
+    assert given <= 50
 
 
 @pytest.mark.parametrize(
