@@ -3,6 +3,7 @@
 # DistributedDataParallel compares a hook's annotations with types, so here they must not be strings.
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -205,19 +206,22 @@ def _models_with(parameter: torch.Tensor, state: object) -> list[DistributedData
 
     A hook is told neither its model nor the model's group, and PyTorch keeps no list of models.
     """
-    models = []
+    kinds, models = _with_subclasses(DistributedDataParallel), []
     # Young objects first: a model is one of few when its first bucket comes, and one of millions later.
     for generation in range(len(gc.get_threshold())):
-        models += [
-            found
-            for found in gc.get_objects(generation)
-            if issubclass(type(found), DistributedDataParallel)
-            and any(own is parameter for own in found.parameters())
-        ]
+        objects = gc.get_objects(generation)
+        # Not in a loop of Python's, which takes six times as long.
+        found = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
+        models += [model for model in found if any(own is parameter for own in model.parameters())]
+        del objects
         with_state = [model for model in models if any(own is state for _, own in model._comm_hooks)]
         if with_state:
             return with_state
     return models
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
 
 
 def _result_of(ended: torch.futures.Future[Any]) -> torch.Tensor:
