@@ -104,8 +104,8 @@ def average_files(
         keys: `"strict"` refuses files with different tensors, `"union"` takes the mean of each tensor over
             the files that have it, `"intersection"` leaves out what not all have.
         progress: called with the number of bytes read so far and in all, by any thread, one at a time.
-        verify: compares each file, an index too, with the SHA-256 beside it (`sha256sum x > x.sha256`) before
-            anything is averaged. Checksums that are in files, as in `.npz` and `.pt`, are compared in any case.
+        verify: compares each file, an index too, with the SHA-256 beside it (`sha256sum x > x.sha256`)
+            before anything is averaged. Checksums in files, as in `.npz` and `.pt`, are compared in any case.
 
     Raises:
         FileError: a file does not exist, cannot be read or written, or fails its checksum; the message

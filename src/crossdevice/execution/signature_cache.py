@@ -33,7 +33,7 @@ class SignatureCache(dict[Any, Kept]):
             self.clear()
         super().__setitem__(key, value)
 
-    def setdefault(self, key: Hashable, value: Kept) -> Kept:  # type: ignore[override]
+    def setdefault(self, key: Hashable, value: Kept) -> Kept:
         """Returns what is kept, or keeps the value; a dict's own knows no bound."""
         if key not in self:
             self[key] = value
