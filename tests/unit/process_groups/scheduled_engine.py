@@ -184,13 +184,11 @@ class Schedule:
     def has_board(self):
         return self.world.board_keeper not in {*self.dead, *self.left}
 
-    def has_left(self, rank):
-        """True if a rank has said that it hangs up on the board or on its page, whoever has read it."""
+    def has_given_up(self, rank, *, and_left=False):
+        """True if a rank has said so on the board or on its page; and, if asked, that it hangs up."""
         notes = [text for home in (self.board, *self.pages.values()) for _, text in home.get(rank, ())]
         read = [board.Note.read(text[2 * CODE_BYTES :]) for text in notes]
-        # Where no end is seen, one that has hung up is not told from one that died while it agreed.
-        is_seen = self.world.sees_ends
-        return any(note.gave_up and not (note.is_agreeing and is_seen) for note in read)
+        return any(note.gave_up and not (and_left and note.is_agreeing) for note in read)
 
 
 class Messages:

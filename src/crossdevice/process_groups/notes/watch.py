@@ -152,7 +152,7 @@ class Watch:
         end, last = begun + GRACE_SECONDS, begun + 2 * GRACE_SECONDS
         self._is_agreeing = True
         ended = {*ended_processes(), *ended_connections()}
-        known = set(ended)
+        known, alive, first = set(ended), set[int](), dict[int, float]()
         while True:
             # Before the notes are read: a rank that was held up for long judges the last ones, too.
             now = time.monotonic()
@@ -165,10 +165,15 @@ class Watch:
             told = {rank for each in heard for rank in self._notes[each].lost}
             left = {rank for rank in heard if not self._notes[rank].is_agreeing} | {self._rank}
             renewed = {rank for rank in heard if self._heard[rank] > now - GRACE_SECONDS / 2} | left
+            alive |= {rank for rank in heard if self._heard[rank] > first.setdefault(rank, self._heard[rank])}
+            doubted = self._is_reachable and ended & renewed - left
             before, known = known, (ended | told) - renewed
             if known != before:
                 end = min(max(end, now + GRACE_SECONDS / 2), last)
-            elif now >= end or (len(heard) == len(self._members) and not ended & (renewed - left)):
+            # Those with ended connections may have died since their last note.
+            elif now >= (last if doubted else end) or (
+                not doubted and len(alive | left) == len(self._members)
+            ):
                 break
             else:
                 time.sleep(PATIENCE_SECONDS / 2)
