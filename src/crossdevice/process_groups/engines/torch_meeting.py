@@ -113,7 +113,7 @@ class Meeting:
         try:
             self._come(None)  # who has an address is taken for the one that others wait for
             while self._deadline.seconds_left() > 0:
-                self._check_alone()
+                self._refuse_double(self._ask(self._double))
                 time.sleep(SMALLEST_PAUSE_SECONDS)
         except (RuntimeError, TimeoutError):
             return
@@ -182,12 +182,15 @@ class Meeting:
         told, have_come, double = self._ask(look)
         if told:
             self._refuse(told)
+        self._refuse_double(double)
+        return have_come
+
+    def _refuse_double(self, double: str | None) -> None:
         if double is not None:
             self._refuse(
                 f"two processes call themselves rank {self._rank} of {self._size}: {own_name()} "
                 f"and {double}. Each process needs a rank of its own (RANK)"
             )
-        return have_come
 
     def _double(self) -> str | None:
         """Returns another process that says it is this rank; the first of the two tells the second."""
