@@ -127,7 +127,7 @@ class HostReduction:
     ) -> tuple[Array, ...]:
         """Reduces the only leaf, and has its results checked."""
         ((leaf,), program) = self._packs[0]
-        verification.begin_leaf(path, leaf, program.plan, has_out=outs[0] is not None)
+        verification.begin_leaf(path, leaf, program.plan)
         (results,) = self.run(call, columns, outs, weights)()
         views = self._views(0, columns, leaf.dtype)
         reals = leaf.length // max(self._specs[0].num_elements, 1)  # two of a complex number

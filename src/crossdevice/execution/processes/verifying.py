@@ -84,11 +84,11 @@ class _SumsOf:
         self._start, self._item_bytes, self._kind = shard.start, item_bytes, kind
         self._sums, self._num_bytes = sums, 0
 
-    def with_more(self, start: int, array: Flat, target: Flat | None, *, is_streamed: bool) -> Summed:
-        """Returns a range from this element on, to be added, and copied if there is a target."""
+    def with_more(self, start: int, array: Flat) -> Summed:
+        """Returns a range from this element on, to be added."""
         self._num_bytes += array.nbytes
         offset = (start - self._start) * self._item_bytes
-        return Summed(array, self._sums, offset, self._kind, target, is_streamed)
+        return Summed(array, self._sums, offset, self._kind)
 
     def of(self, arrays: Sequence[Flat]) -> Flat:
         """Returns the sums of these arrays; adds them up now unless that is done."""
@@ -127,12 +127,10 @@ class Verification:
         """By what they are: the rank that has combined them, if it was one, and their digest."""
         self._complaints: list[str] = []
         self._sums: _LeafSums | None = None
-        self.copies_results = False
-        """True if results are digested as they are copied from a window; of `out` what is in it is read."""
         call.hops = self
 
-    def begin_leaf(self, path: str, leaf: ReducedLeaf, plan: TaskPlan, *, has_out: bool) -> None:
-        """Prepares for a leaf, which is about to be reduced: into memory of `out`, or into new memory."""
+    def begin_leaf(self, path: str, leaf: ReducedLeaf, plan: TaskPlan) -> None:
+        """Prepares for a leaf, which is about to be reduced."""
         self.leaf = path or "the value"
         shards = _shards(plan)
         is_sum = leaf.of_ranks.op is ReduceOp.SUM and leaf.of_ranks.divisor is None
@@ -148,37 +146,25 @@ class Verification:
         results = [_SumsOf(shard, result, zero_sums(), FINGERPRINT) for shard in shards]
         self._sums = _LeafSums(shards, results, columns(), columns())
         self._adds_up = not plan.are_combined_by_all
-        self.copies_results = self._adds_up and not has_out
 
     def of_input(self, ref: Ref, array: Flat) -> list[Summed]:
         """Returns what is to be added up of a range of a replica's array, once, while it is in a cache."""
         return self._more(self._sums.brought if self._sums else (), ref.start, array)
 
-    def of_result(
-        self, task: Task, array: Flat, target: Flat | None = None, *, is_streamed: bool = False
-    ) -> list[Summed]:
-        """Returns the same of a range of the result, which this task has made; copied to a target, if any."""
+    def of_result(self, task: Task, array: Flat) -> list[Summed]:
+        """Returns the same of a range of the result, which this task has made."""
         sums, start = self._sums, task.inputs[0].start
         if sums is None:
             return []
         own = sums.made if task.worker == self._call.group.rank else ()
-        copied = self._more(sums.results, start, array, target, is_streamed=is_streamed)
-        return copied + self._more(own, start, array)
+        return self._more(sums.results, start, array) + self._more(own, start, array)
 
-    def _more(
-        self,
-        of_shards: Sequence[_SumsOf],
-        start: int,
-        array: Flat,
-        target: Flat | None = None,
-        *,
-        is_streamed: bool = False,
-    ) -> list[Summed]:
+    def _more(self, of_shards: Sequence[_SumsOf], start: int, array: Flat) -> list[Summed]:
         if not of_shards or not array.size or not self._adds_up:
             return []
         assert self._sums is not None
         number = bisect.bisect(self._sums.shards, start, key=lambda shard: shard.start) - 1
-        return [of_shards[number].with_more(start, array, target, is_streamed=is_streamed)]
+        return [of_shards[number].with_more(start, array)]
 
     def note_sent(self, messages: Sequence[Message]) -> None:
         """Digests what is about to be handed over."""
@@ -234,7 +220,6 @@ class Verification:
             own: what this rank has got of the result: all of it, or the parts of its replicas.
         """
         self.leaf = f"the check of {path or 'the value'}"
-        self.copies_results = False
         assert self._sums is not None
         shards = self._sums.shards
         if self._sums.brought and weights is None:

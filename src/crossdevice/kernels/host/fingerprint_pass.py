@@ -145,7 +145,7 @@ class RowSums(NamedTuple):
             self.reference(rows, first, sums)
             return
         kernel = self.load()
-        kernel.entry(address_of(rows), first, rows.size // ROW_BYTES, kernel.keys, address_of(sums), 0, 0)
+        kernel.entry(address_of(rows), first, rows.size // ROW_BYTES, kernel.keys, address_of(sums), 0)
 
 
 def _row_with(part: Bytes, start: int) -> Bytes:

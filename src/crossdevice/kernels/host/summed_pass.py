@@ -49,8 +49,6 @@ class Summed(NamedTuple):
     kind: RowSums = FINGERPRINT
     target: NDArray[Any] | None = None
     """What the memory is copied to: each vector is read once, added and stored. For fingerprints only."""
-    is_streamed: bool = False
-    """True if the copy is to bypass the cache."""
 
     def add(self, start: int = 0) -> None:
         """Adds the sums of the bytes from `start` on, and copies them."""
@@ -129,10 +127,10 @@ class _TiledPass:
                 rows.append((*places, len(outputs), start, stop, len(notes), max(step, RANGE_ELEMENTS)))
             notes += len(of_task), number
             number += len(of_task)
-            for memory, _, offset, kind, _, is_streamed in of_task:
+            for memory, _, offset, kind, _ in of_task:
                 kernel = kind.load()
                 item_bytes, first_row = memory.nbytes // max(size, 1), offset // ROW_BYTES
-                notes += kernel.address, item_bytes, first_row, kernel.keys, is_streamed
+                notes += kernel.address, item_bytes, first_row, kernel.keys
         self._num_rows, self._notes = len(rows) - 1, array("q", notes)
         divisor, program = 1.0, NO_PROGRAM
         if prepared is not None:

@@ -76,15 +76,14 @@ def test_ranges_with_an_offset_add_up_to_the_whole(offset):
 
 
 @pytest.mark.usefixtures("kernels", "_threads")
-@pytest.mark.parametrize("is_streamed", [True, False])
 @pytest.mark.parametrize("shift", [0, 8])
 @pytest.mark.parametrize("length", [0, 5, 64, 10_000, 1_700_001])
-def test_what_is_copied_as_it_is_summed_has_the_bits_and_the_sums_of_its_source(length, shift, is_streamed):
+def test_what_is_copied_as_it_is_summed_has_the_bits_and_the_sums_of_its_source(length, shift):
     source = np.random.default_rng(length).integers(0, 256, length).astype(np.uint8)
     memory = np.full(length + 200, 77, np.uint8)
     begin = -memory.ctypes.data % 64 + shift  # whole lines of memory, and others
     target = memory[begin : begin + length]
-    copied = Summed(source, zero_sums(), 192, target=target, is_streamed=is_streamed)
+    copied = Summed(source, zero_sums(), 192, target=target)
     bound_sums([([source], [])], [[copied, columns_of(source)]], COPYING)()
     assert (target == source).all()
     assert (memory[:begin] == 77).all()

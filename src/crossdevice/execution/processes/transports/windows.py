@@ -328,7 +328,7 @@ class Windows:
         verification: Verification,
     ) -> Callable[[], None]:
         tasks, summed = self._own_passes(now, inputs, results, self._nothing_in_place), []
-        for (task, sources, targets, made), (arrays, outputs) in zip(now.combined, tasks, strict=True):
+        for (task, sources, targets, _), (arrays, outputs) in zip(now.combined, tasks, strict=True):
             of_task: list[Summed] = []
             for ref, source, array in zip(task.inputs, sources, arrays, strict=True):
                 if isinstance(source, Ref):
@@ -337,22 +337,16 @@ class Windows:
                 # Of a copy where it is to be: that it was copied is checked, too.
                 place = outputs[0] if self._are_copies else array
                 of_task.append(Summed(place, verification.sums_seen(ref.buffer), _row_offset(ref)))
-            if made is not None and targets and not self._are_copies and verification.copies_results:
-                # What others are shown is in the cache: the first result is copied from there.
-                of_task += verification.of_result(task, made, outputs.pop(0), is_streamed=self._is_streamed)
-            elif targets:
+            if targets:
                 of_task += verification.of_result(task, outputs[0])
             summed.append(of_task)
         return bound_sums(tasks, summed, self._recipe.with_weights(weights))
 
     def _collecting(self, now: _Steps, results: Results, verification: Verification) -> Callable[[], None]:
         tasks = [([view], _targets(results, ref)) for view, ref, _ in now.collected]
-        copies = verification.copies_results
         summed = [
-            verification.of_result(task, view, targets.pop(0), is_streamed=self._is_streamed)
-            if copies
-            else verification.of_result(task, targets[0])
-            for (view, _, task), (_, targets) in zip(now.collected, tasks, strict=True)
+            verification.of_result(task, targets[0])
+            for (_, _, task), (_, targets) in zip(now.collected, tasks, strict=True)
         ]
         return bound_sums(tasks, summed, COPYING)
 

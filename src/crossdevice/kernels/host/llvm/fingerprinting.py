@@ -14,11 +14,10 @@ from numba import types
 from numba.core import cgutils
 from numpy.typing import NDArray
 
-from crossdevice.kernels.host.llvm.code import STREAMED_LINE_BYTES
-from crossdevice.kernels.host.llvm.lanes import INT32, INT64, Builder, Value
+from crossdevice.kernels.host.llvm.lanes import INT64, Builder, Value
 from crossdevice.kernels.host.llvm.numba_pass import Kernel, compiled, entry_of
 from crossdevice.kernels.host.llvm.standby import address_of
-from crossdevice.kernels.host.llvm.words import emitted, finish_streaming, set_word, word_at
+from crossdevice.kernels.host.llvm.words import emitted, set_word, word_at
 from crossdevice.kernels.position_keys import (
     BLOCK_ROWS,
     COLUMN_ROWS,
@@ -49,7 +48,7 @@ TURNED_PITCH = TURNED_BYTES + ROW_BYTES
 KEY_BYTES = 2 * ROW_BYTES
 """Keys of a row: one vector for the low halves, one for the high ones."""
 
-ROW_ARGUMENTS = 7
+ROW_ARGUMENTS = 6
 """Arguments of a kernel of rows, all of them words."""
 
 ROW_SIGNATURE = f"void({','.join(['int64'] * ROW_ARGUMENTS)})"
@@ -59,7 +58,7 @@ class RowKernel(NamedTuple):
     """A compiled function that adds the sums of some rows, its address, and that of its keys.
 
     Its arguments: address, first row, number of rows, address of keys, address of sums; where rows are copied
-    to as they are read (0: nowhere), and whether the copy bypasses the cache. Columns are not copied.
+    to as they are read (0: nowhere). Columns are not copied.
     """
 
     entry: Kernel
@@ -89,24 +88,17 @@ def compiled_sums() -> RowKernel:
     golden, (first_factor, second_factor) = np.uint64(GOLDEN), map(np.uint64, FACTORS)
     first_shift, second_shift, third_shift = map(np.uint64, SHIFTS)
 
-    def add_sums(
-        address: int, first_row: int, num_rows: int, keys: int, sums: int, target: int, is_streamed: int
-    ) -> None:
+    def add_sums(address: int, first_row: int, num_rows: int, keys: int, sums: int, target: int) -> None:
         row, stop = first_row, first_row + num_rows
-        if target % STREAMED_LINE_BYTES:
-            is_streamed = 0
         while row < stop:
             block, place = row // BLOCK_ROWS, row % BLOCK_ROWS
             count = min(BLOCK_ROWS - place, stop - row)
             own_keys = keys + place * KEY_BYTES
-            if not target:
-                halves = block_halves(address, own_keys, count)
-            elif is_streamed:
-                halves = streamed_halves(address, own_keys, count, target)
-                target += count * ROW_BYTES
-            else:
+            if target:
                 halves = copied_halves(address, own_keys, count, target)
                 target += count * ROW_BYTES
+            else:
+                halves = block_halves(address, own_keys, count)
             for index in range(NUM_SUMS):
                 key = np.uint64(block * NUM_SUMS + index + 1) * golden
                 key = (key ^ (key >> first_shift)) * first_factor
@@ -116,8 +108,6 @@ def compiled_sums() -> RowKernel:
                 set_word(sums, index, np.int64(np.uint64(word_at(sums, index)) + product))
             address += count * ROW_BYTES
             row += count
-        if is_streamed:
-            finish_streaming()
 
     return _row_kernel(add_sums, "fingerprint", SPREAD_KEYS.ctypes.data)
 
@@ -128,7 +118,7 @@ def compiled_columns(item_bytes: int) -> RowKernel:
     golden, shift, add_words = np.uint64(GOLDEN), np.uint64(TURN_SHIFT), _adding_words(item_bytes)
 
     def add_columns(
-        address: int, first_row: int, num_rows: int, _keys: int, columns: int, _target: int, _is_streamed: int
+        address: int, first_row: int, num_rows: int, _keys: int, columns: int, _target: int
     ) -> None:
         row, stop = first_row, first_row + num_rows
         while row < stop:
@@ -231,20 +221,8 @@ def copied_halves(build: Builder, address: Value, keys: Value, num_rows: Value, 
     return _halves(build, address, keys, num_rows, target)
 
 
-@emitted(types.UniTuple(types.int64, 2))
-def streamed_halves(build: Builder, address: Value, keys: Value, num_rows: Value, target: Value) -> Value:
-    """Returns the same, of rows that are copied to whole lines of memory, past the cache."""
-    return _halves(build, address, keys, num_rows, target, is_streamed=True)
-
-
 def _halves(
-    build: Builder,
-    address: Value,
-    keys: Value,
-    num_rows: Value,
-    target: Value | None = None,
-    *,
-    is_streamed: bool = False,
+    build: Builder, address: Value, keys: Value, num_rows: Value, target: Value | None = None
 ) -> Value:
     """Emits the two sums, which are kept in registers from the first row to the last.
 
@@ -261,9 +239,7 @@ def _halves(
         if target is not None:
             place = build.add(target, build.mul(row, ir.Constant(INT64, ROW_BYTES)))
             stored = build.store(words, build.inttoptr(place, ROW.as_pointer()))
-            stored.align = STREAMED_LINE_BYTES if is_streamed else 1
-            if is_streamed:
-                stored.set_metadata("nontemporal", build.module.add_metadata([ir.Constant(INT32, 1)]))
+            stored.align = 1
         halves = build.and_(words, LOW_HALVES), build.lshr(words, HALF_BITS)
         following = build.add(row, ir.Constant(INT64, 1))
         new = [_key(build, keys, following, half) for half in range(2)]

@@ -14,9 +14,8 @@ from crossdevice.kernels.host.llvm.words import data_of, emitted, set_word, take
 from crossdevice.kernels.host.work_list import HEADER_WORDS, ROW_WORDS, WORD_BYTES
 from crossdevice.kernels.position_keys import ROW_BYTES
 
-NOTE_WORDS = 5
-"""What adds rows to sums, bytes for each element of the task, the row of the memory's first byte, keys, and
-whether a copy bypasses the cache."""
+NOTE_WORDS = 4
+"""What adds rows to sums, bytes for each element of the task, the row of the memory's first byte, keys."""
 
 NOTES_WORD, STEP_WORD = ROW_WORDS - 2, ROW_WORDS - 1
 """The words of a row with the place of its notes and the elements of a tile: the kernel reads zeros there.
@@ -77,7 +76,6 @@ def compiled_walk() -> Kernel:
                         word_at(note, 3),
                         data_of(sums, place),
                         target + begin if target != memory else 0,
-                        word_at(note, 4),
                     )
 
     return entry_of(walk, "walk", f"void({','.join(['int64'] * 9)})")
@@ -93,9 +91,8 @@ def add_rows(
     keys: Value,
     sums: Value,
     target: Value,
-    is_streamed: Value,
 ) -> None:
     """Calls what adds rows to sums, by its address."""
     kind = ir.FunctionType(ir.VoidType(), [INT64] * ROW_ARGUMENTS)
-    arguments = [address, first, count, keys, sums, target, is_streamed]
+    arguments = [address, first, count, keys, sums, target]
     build.call(build.inttoptr(function, kind.as_pointer()), arguments)
