@@ -441,7 +441,7 @@ def test_the_first_example_of_the_readme_enters_few_functions_once_it_is_known(n
     command = [sys.executable, "-c", FIRST_EXAMPLE, str(Path(__file__).parents[2]), str(num_leaves)]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     new, given = map(int, ended.stdout.split())
-    assert new <= 40
+    assert new <= 42
     assert given <= 50
 
 
