@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed.device_mesh import init_device_mesh
 
 from crossdevice.integrations.torch import BackendOptions
+from entered_functions import num_of_rank_entered
 from multiprocess.launching import report
 
 OPS = ("SUM", "MIN", "MAX", "PRODUCT", "AVG")
@@ -394,25 +395,6 @@ def asynchronous(rank):
     return [went_on, tensor.item(), "crossdevice process group" in names, group.rank() == rank]
 
 
-WAITING = ("shared_steps.py", "group.py", "board.py", "watch.py")
-"""Where functions are entered again and again, for as long as others are not there."""
-
-
-def entered(call):
-    """How many functions of the package a call enters, those apart that wait."""
-    found = 0
-
-    def count(frame, event, _):
-        nonlocal found
-        path = frame.f_code.co_filename
-        found += event == "call" and "crossdevice" in path and not path.endswith(WAITING)
-
-    sys.setprofile(count)
-    call()
-    sys.setprofile(None)
-    return found
-
-
 def small_copies(size):
     """The functions entered by copies of a few bytes, once they were made before."""
     tensor, whole = torch.ones(2), torch.zeros(2 * size)
@@ -424,7 +406,7 @@ def small_copies(size):
     }
     for call in calls.values():
         call()
-    return {name: entered(call) for name, call in calls.items()}
+    return {name: num_of_rank_entered(call) for name, call in calls.items()}
 
 
 SLEEP_CYCLES = 500_000_000

@@ -16,6 +16,7 @@ from crossdevice.kernels.host import fused_pass as fused_pass_module
 from crossdevice.kernels.host.fixed_arrays import Separation, Signature
 from crossdevice.kernels.host.fused_pass import RepeatedPasses, SmallPass, fused_pass, place_of
 from crossdevice.process_groups.engines.thread_engine import run_ranks
+from entered_functions import num_entered
 
 torch = pytest.importorskip("torch")
 torch_backend = pytest.importorskip("crossdevice.backends.torch_backend")
@@ -374,22 +375,6 @@ def test_it_is_a_short_walk_to_the_kernels():
     assert frames_to_the_kernels(lambda: ops.reduce("sum", value, value)) <= 5
 
 
-def functions_entered(call):
-    """How many Python functions a call enters."""
-    entered = []
-
-    def profile(frame, event, argument):
-        if event == "call":
-            entered.append(frame.f_code.co_qualname)
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return len(entered)
-
-
 def test_a_call_that_is_found_after_many_like_it_comes_first_from_then_on():
     ops = cd.DirectAllReduce()
 
@@ -399,7 +384,7 @@ def test_a_call_that_is_found_after_many_like_it_comes_first_from_then_on():
     for length in range(1, 31):
         ops.reduce("sum", trees(length), "cpu:0")
     value = trees(30)
-    first, second = (functions_entered(lambda: ops.reduce("sum", value, "cpu:0")) for _ in range(2))
+    first, second = (num_entered(lambda: ops.reduce("sum", value, "cpu:0")) for _ in range(2))
     assert second < first
     assert ops.reduce("sum", value, "cpu:0")["b"].tolist() == [2] * 30
 
@@ -419,7 +404,7 @@ FIRST_EXAMPLE = """
 import collections.abc, sys
 import numpy as np, crossdevice as cd
 sys.path.insert(0, sys.argv[1])
-from unit.execution.test_known_calls import functions_entered
+from entered_functions import num_entered
 more = {str(leaf): np.float32([leaf]) for leaf in range(int(sys.argv[2]) - 2)}
 gradients = [
     {"w": np.float32([1, 2]), "b": np.float32(0.5), **more},
@@ -428,9 +413,9 @@ gradients = [
 means = cd.all_reduce(gradients, "mean")
 cd.all_reduce(gradients, "mean")
 collections.abc.Sized.register(type("Other", (), {}))  # empties what Python keeps of abstract classes
-print(functions_entered(lambda: cd.all_reduce(gradients, "mean")))
+print(num_entered(lambda: cd.all_reduce(gradients, "mean")))
 cd.all_reduce(gradients, "mean", out=means)
-print(functions_entered(lambda: cd.all_reduce(gradients, "mean", out=means)))
+print(num_entered(lambda: cd.all_reduce(gradients, "mean", out=means)))
 assert means[1]["w"].tolist() == [2, 3] and float(means[0]["b"]) == 1
 """
 """In a process of its own, which has reduced no other trees."""
@@ -459,7 +444,7 @@ def test_the_second_call_of_every_collective_enters_few_functions(call, most):
     ops = cd.DirectAllReduce()
     value = cd.PerReplica([np.full(64, replica, np.float32) for replica in range(8)])
     call(ops, value)
-    assert 0 < functions_entered(lambda: call(ops, value)) <= most
+    assert 0 < num_entered(lambda: call(ops, value)) <= most
 
 
 @pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0), (0, 3, 0, 4)])

@@ -187,12 +187,9 @@ class Verification:
         for _, memory in messages:
             if id(memory) not in digests:
                 digests[id(memory)] = _digest(memory)
-        self._note_digests(noted, [(peer, digests[id(memory)]) for peer, memory in messages])
-
-    def _note_digests(self, noted: dict[int, list[Exchanged]], digests: Sequence[tuple[int, str]]) -> None:
         where = f"exchange {self._call.num_exchanges}" + (f" of {self.leaf}" if self.leaf else "")
-        for peer, digest in digests:
-            noted.setdefault(peer, []).append(Exchanged(where, digest))
+        for peer, memory in messages:
+            noted.setdefault(peer, []).append(Exchanged(where, digests[id(memory)]))
 
     def _note_sums(self, noted: dict[int, list[Exchanged]], sums: Mapping[_SharedKey, Words]) -> None:
         """Notes what went through shared memory, all rounds of an array in one."""

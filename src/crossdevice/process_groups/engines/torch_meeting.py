@@ -113,7 +113,8 @@ class Meeting:
         try:
             self._come(None)  # who has an address is taken for the one that others wait for
             while self._deadline.seconds_left() > 0:
-                self._refuse_double(self._ask(self._double))
+                if why := self._ask(self._why_double):
+                    self._refuse(why)
                 time.sleep(SMALLEST_PAUSE_SECONDS)
         except (RuntimeError, TimeoutError):
             return
@@ -172,40 +173,36 @@ class Meeting:
         One request asks for everything: each wakes a thread.
         """
 
-        def look() -> tuple[str, bool, str | None]:
+        def look() -> tuple[bool, str]:
             # First: the keys of those that have left after a refusal would be taken for them.
-            told = str(self.store.get("refused").decode()) if self.store.check(["refused"]) else ""
-            if told or self.store.check(keys("address", self._size)):
-                return told, True, None
-            return "", False, self._double()
+            if self.store.check(["refused"]):
+                return False, str(self.store.get("refused").decode())
+            have_come = self.store.check(keys("address", self._size))
+            return have_come, "" if have_come else self._why_double()
 
-        told, have_come, double = self._ask(look)
-        if told:
-            self._refuse(told)
-        self._refuse_double(double)
+        have_come, why = self._ask(look)
+        if why:
+            self._refuse(why)
         return have_come
 
-    def _refuse_double(self, double: str | None) -> None:
-        if double is not None:
-            self._refuse(
-                f"two processes call themselves rank {self._rank} of {self._size}: {own_name()} "
-                f"and {double}. Each process needs a rank of its own (RANK)"
-            )
-
-    def _double(self) -> str | None:
-        """Returns another process that says it is this rank; the first of the two tells the second."""
+    def _why_double(self) -> str:
+        """Names another process that says it is this rank, if any; the first of the two tells the second."""
         key = f"double of {self._rank}"
         if self.store.check([key]):
-            return str(self.store.get(key).decode())
-        latest = self._whole.add(self._turns, 0)
-        theirs = self._store_of(latest)
-        if latest <= self._turn or not theirs.check([f"who of {self._rank}"]):
-            return None
-        who = str(theirs.get(f"who of {self._rank}").decode())
-        if who == own_name():
-            return None  # which forms two groups at once
-        theirs.set(key, own_name())
-        return who
+            other = str(self.store.get(key).decode())
+        else:
+            latest = self._whole.add(self._turns, 0)
+            theirs = self._store_of(latest)
+            if latest <= self._turn or not theirs.check([f"who of {self._rank}"]):
+                return ""
+            other = str(theirs.get(f"who of {self._rank}").decode())
+            if other == own_name():
+                return ""  # which forms two groups at once
+            theirs.set(key, own_name())
+        return (
+            f"two processes call themselves rank {self._rank} of {self._size}: {own_name()} "
+            f"and {other}. Each process needs a rank of its own (RANK)"
+        )
 
     def _check_size(self) -> None:
         """Refuses a launch with processes that disagree on their number, and tells the others."""

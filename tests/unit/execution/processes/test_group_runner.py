@@ -1,16 +1,12 @@
 """Calls of groups that were made before: nothing is read, checked or laid out again."""
 
-import sys
-
 import numpy as np
 import pytest
 
 import crossdevice as cd
 from crossdevice.errors import MismatchError, OutError
 from crossdevice.testing import run_ranks
-
-WAITING = ("shared_steps.py", "shared_exchange.py", "group.py", "board.py", "watch.py")
-"""Where functions are entered again and again, for as long as others are not there."""
+from entered_functions import num_of_rank_entered
 
 REPLICAS = 2
 
@@ -33,23 +29,6 @@ MOST = {
     "bound gather into out": 145,
 }
 """The most functions that a repeated call of two ranks of one host enters."""
-
-
-def entered(call):
-    """How many functions of the package a call enters, those apart that wait."""
-    found = 0
-
-    def count(frame, event, _):
-        nonlocal found
-        path = frame.f_code.co_filename
-        found += event == "call" and "crossdevice" in path and not path.endswith(WAITING)
-
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 def arrays_of(group):
@@ -88,7 +67,7 @@ def functions_entered(group):
     for name, call in calls_of(group).items():
         for _ in range(2):
             call()
-        found[name] = entered(call)
+        found[name] = num_of_rank_entered(call)
     return found
 
 
