@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from crossdevice.kernels.host.fused_pass import selected_kernels
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
+from crossdevice.kernels.host.work_list import address_of
 from crossdevice.kernels.position_keys import (
     BLOCK_BYTES,
     BLOCK_ROWS,
@@ -165,12 +166,6 @@ def _add_rows(rows: Bytes, first: int, sums: Words) -> None:
 def is_compiled() -> bool:
     """Returns True if sums are added up by compiled kernels."""
     return sys.byteorder == "little" and selected_kernels() == "numba"
-
-
-def address_of(memory: NDArray[Any]) -> int:
-    """Returns the address of the first element."""
-    address: int = memory.__array_interface__["data"][0]
-    return address
 
 
 @functools.cache

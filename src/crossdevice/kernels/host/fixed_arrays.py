@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.kernels.host.fused_pass import selected_kernels
-from crossdevice.kernels.host.work_list import TUPLE_HEADER_BYTES
+from crossdevice.kernels.host.work_list import TUPLE_HEADER_BYTES, address_of
 
 Arrays: TypeAlias = tuple[NDArray[Any], ...]
 
@@ -36,7 +36,7 @@ class FixedArrays:
 
             # In the order in which the compiled function reads an array's own C struct.
             words = (
-                (item.__array_interface__["data"][0], WRITEABLE_FLAG * written, item.ndim, *item.shape)
+                (address_of(item), WRITEABLE_FLAG * written, item.ndim, *item.shape)
                 for item, written in zip(self._arrays, is_written, strict=True)
             )
             self._words = array("q", itertools.chain.from_iterable(words))
@@ -57,7 +57,7 @@ def _first_changed(arrays: Arrays, is_written: Sequence[bool], known: Sequence[A
 
 def _found(arrays: Arrays, is_written: Sequence[bool]) -> list[tuple[int, tuple[int, ...], bool]]:
     return [
-        (item.__array_interface__["data"][0], item.shape, written and item.flags.writeable)
+        (address_of(item), item.shape, written and item.flags.writeable)
         for item, written in zip(arrays, is_written, strict=True)
     ]
 

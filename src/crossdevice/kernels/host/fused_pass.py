@@ -34,6 +34,7 @@ from crossdevice.kernels.host.work_list import (
     Pieces,
     Task,
     WorkList,
+    address_of,
     as_words,
     halves,
     limited_range_bytes,
@@ -63,7 +64,7 @@ class AddressTable:
         number = len(addresses)
         words = np.empty(2 * number, np.int64)
         words[:number] = addresses
-        start: int = words.__array_interface__["data"][0]
+        start = address_of(words)
         first = start - OBJECT_HEADER_BYTES
         words[number:] = np.arange(first, first + number * WORD_BYTES, WORD_BYTES)
         self._words, self._pointers, self.place = words, words[number:], start + number * WORD_BYTES
@@ -75,7 +76,7 @@ class AddressTable:
     def at(self, positions: Sequence[int]) -> AddressTable:
         """Returns the pointers at these positions."""
         pointers = self._pointers[positions]
-        return self._with(pointers, pointers.__array_interface__["data"][0])
+        return self._with(pointers, address_of(pointers))
 
     def _with(self, pointers: NDArray[np.int64], place: int) -> AddressTable:
         table = AddressTable.__new__(AddressTable)
@@ -426,7 +427,7 @@ class SmallPass:
         _rooms.append(room)
 
 
-def _participants_for(traffic: int) -> int:
+def participants_for(traffic: int) -> int:
     """Returns how many threads take the rows of a pass that reads and writes that much."""
     return 1 if traffic < THREADED_BYTES else min(num_threads(), 2 * traffic // THREADED_BYTES)
 
@@ -451,7 +452,7 @@ class SharedPasses:
         settle: Callable[[Arrays, Arrays, Pieces, Recipe], None] | None = None,
     ) -> None:
         traffic = sum(traffic_bytes(*task) for task in tasks)
-        self._participants = _participants_for(traffic)
+        self._participants = participants_for(traffic)
         self._standby = _standby_for(traffic, self._participants) if is_repeated else None
         self._work_list = WorkList(
             tasks,
@@ -534,7 +535,7 @@ class RepeatedPasses:
             for layout in layouts
         ]
         traffic = sum(traffics)
-        self._participants = _participants_for(traffic)
+        self._participants = participants_for(traffic)
         range_bytes = limited_range_bytes(traffic // (RANGES_PER_THREAD * self._participants))
         rows: list[list[int]] = []
         self._layout_of_row: list[PassLayout] = []
@@ -632,7 +633,7 @@ class RepeatedPasses:
             header = as_words([], prepared.divisor, prepared.program, is_shared=False)
             for start in self._starts:
                 words[start + 3 : start + LEFT_WORD] = header[3:LEFT_WORD]
-        place: int = words.__array_interface__["data"][0]
+        place = address_of(words)
         places = [place + start * WORD_BYTES for start in self._starts]
 
         def work() -> None:

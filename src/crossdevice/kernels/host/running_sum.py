@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdevice.kernels.host.fused_pass import THREADED_BYTES, selected_kernels
+from crossdevice.kernels.host.fused_pass import participants_for, selected_kernels
 from crossdevice.kernels.host.reference.numpy_pass import BLOCK_ELEMENTS
 from crossdevice.kernels.host.reference.rounding import with_one_nan
 from crossdevice.kernels.host.reference.running import (
@@ -23,7 +23,7 @@ from crossdevice.kernels.host.reference.running import (
     with_neutral_rests,
 )
 from crossdevice.kernels.host.resources.pool import result_pool
-from crossdevice.kernels.host.resources.threads import num_threads, run_together
+from crossdevice.kernels.host.resources.threads import run_together
 from crossdevice.kernels.host.wide_sums import (
     has_rounding_kernel,
     narrowed_batch,
@@ -31,7 +31,7 @@ from crossdevice.kernels.host.wide_sums import (
     summed_batch,
     summing_kernels,
 )
-from crossdevice.kernels.host.work_list import Pieces, Task
+from crossdevice.kernels.host.work_list import Pieces, Task, address_of
 from crossdevice.values.dtypes import FLOATS
 from crossdevice.values.options import Precision
 from crossdevice.values.weights import Weights
@@ -417,8 +417,8 @@ def _add_rows(kernel: Callable[..., int], rows: Sequence[_Row], weights: Sequenc
     """Adds arrays to sums of one family by one call of a kernel, and what it leaves one by one."""
     from crossdevice.kernels.host.llvm.accumulating import ROW_WORDS
 
-    inputs = array("q", [_address_of(item) for _, items, _, _ in rows for item in items])
-    parts = array("q", [_address_of(part) for running, *_ in rows for part in running.parts])
+    inputs = array("q", [address_of(item) for _, items, _, _ in rows for item in items])
+    parts = array("q", [address_of(part) for running, *_ in rows for part in running.parts])
     factors, table = array("d", weights), array("q")
     places = inputs.buffer_info()[0], parts.buffer_info()[0]
     for number, (*_, start, stop) in enumerate(rows):
@@ -444,12 +444,6 @@ def _add_rows(kernel: Callable[..., int], rows: Sequence[_Row], weights: Sequenc
             table[ROW_WORDS * ended + 2] = min(start + BLOCK_ELEMENTS, stop)
             running._add_range(items, weights, start, table[ROW_WORDS * ended + 2])
         done = ended
-
-
-def _address_of(flat: NDArray[Any]) -> int:
-    # `flat.ctypes.data` takes eight times as long.
-    address: int = flat.__array_interface__["data"][0]
-    return address
 
 
 def _within(kept: Mapping[int, Kept], start: int, stop: int) -> dict[int, Kept]:
@@ -490,8 +484,7 @@ def _share_out(works: Sequence[Callable[[], None]], traffic_bytes: int) -> None:
         for work in waiting:
             work()
 
-    threads = 1 if traffic_bytes < THREADED_BYTES else min(num_threads(), 2 * traffic_bytes // THREADED_BYTES)
-    run_together(take, threads)
+    run_together(take, participants_for(traffic_bytes))
 
 
 def _terms(number: Fraction) -> Iterator[float]:

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from crossdevice.kernels.host.fingerprint_pass import FINGERPRINT, RowSums, is_compiled
 from crossdevice.kernels.host.fused_pass import (
     RANGES_PER_THREAD,
-    THREADED_BYTES,
     Arrays,
     PreparedPass,
     fused_batch,
     kernel_of,
+    participants_for,
     scratch_place,
 )
-from crossdevice.kernels.host.resources.threads import num_threads, run_together
+from crossdevice.kernels.host.resources.threads import run_together
 from crossdevice.kernels.host.work_list import (
     MANY_INPUTS,
     NO_PROGRAM,
@@ -107,9 +107,7 @@ class _TiledPass:
         self._memories = tuple([each.memory for each in every])
         self._targets = tuple([each.memory if each.target is None else each.target for each in every])
         traffic = sum([traffic_bytes(*task) for task in tasks])
-        self._participants = 1
-        if traffic >= THREADED_BYTES:
-            self._participants = min(num_threads(), 2 * traffic // THREADED_BYTES)
+        self._participants = participants_for(traffic)
         self._has_many_inputs = any(len(inputs) >= MANY_INPUTS for inputs, _ in tasks)
         self._counter = array("q", [0])
         rows: list[tuple[int, ...]] = [(0,) * ROW_WORDS]  # a tile, by itself a work list for the kernel
