@@ -30,17 +30,22 @@ _PLAIN = {np.dtype(name) for name in ("float32", "float64", "int32", "int64", "c
 """Dtypes that `torch.from_numpy` keeps."""
 
 
-class _Memory:
-    """A contiguous tensor as NumPy reads it; `Tensor.numpy` would forbid for ever to resize its storage."""
+class TensorMemory:
+    """A contiguous tensor as NumPy reads it; `Tensor.numpy` would forbid for ever to resize its storage.
+
+    Args:
+        type_text: the dtype of its elements for NumPy, as `np.dtype.str` has it.
+        size: the number of those elements.
+    """
 
     __slots__ = ("__array_interface__", "_tensor")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, type_text: str, size: int) -> None:
         self._tensor = tensor
         self.__array_interface__ = {
             "data": (tensor.data_ptr(), False),
-            "shape": (tensor.numel(),),
-            "typestr": _type_text(tensor.dtype),
+            "shape": (size,),
+            "typestr": type_text,
             "version": 3,
         }
 
@@ -142,7 +147,7 @@ class TorchBackend(NcclBackend):
         # Every step here is taken for thousands of gradients: those that change nothing are left out.
         if array.is_conj() or array.is_neg() or not array.is_contiguous():
             array = self.flat(array)
-        view = np.asarray(_Memory(array))
+        view = np.asarray(TensorMemory(array, _type_text(array.dtype), array.numel()))
         lacking = _LACKING.get(array.dtype)
         return view if lacking is None else view.view(dtype_named(lacking))
 

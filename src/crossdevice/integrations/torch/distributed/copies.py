@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from crossdevice.backends.torch_backend import TensorMemory
 from crossdevice.errors import ShapeMismatchError
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
@@ -23,24 +24,9 @@ from crossdevice.process_groups.shared.shared_memory import WINDOW_BYTES, Shared
 Bytes = NDArray[np.uint8]
 
 
-class _Memory:
-    """The bytes of a contiguous tensor for NumPy; `Tensor.numpy` would forbid to resize its storage."""
-
-    __slots__ = ("__array_interface__", "_tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self.__array_interface__ = {
-            "data": (tensor.data_ptr(), False),
-            "shape": (tensor.numel() * tensor.element_size(),),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-
 def bytes_of(tensor: torch.Tensor) -> Bytes:
     """Returns the memory of a contiguous host tensor."""
-    return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(0, np.uint8)
+    return np.asarray(TensorMemory(tensor, "|u1", tensor.nbytes)) if tensor.numel() else np.empty(0, np.uint8)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import (
 from torch.utils._pytree import tree_leaves
 
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
-from crossdevice.integrations.torch.distributed import copies, delegated, devices
+from crossdevice.integrations.torch.distributed import copies, devices
 from crossdevice.integrations.torch.distributed.checks import (
     ArgumentError,
     check_alike,
@@ -44,6 +44,7 @@ from crossdevice.integrations.torch.distributed.checks import (
 )
 from crossdevice.integrations.torch.distributed.dispatch_modes import seen_by_modes
 from crossdevice.integrations.torch.distributed.kernels import late_kernels
+from crossdevice.integrations.torch.distributed.nccl import nccl_asked_for, nccl_group
 from crossdevice.integrations.torch.distributed.options import BackendOptions, read_options
 from crossdevice.integrations.torch.distributed.reductions import Reduction
 from crossdevice.integrations.torch.distributed.work import (
@@ -494,7 +495,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Returns when all ranks have come."""
         opts = _read(BarrierOptions, opts, None, timeout)
-        if opts.device is not None and opts.device.type == "cuda" and delegated.nccl_asked_for(self):
+        if opts.device is not None and opts.device.type == "cuda" and nccl_asked_for(self):
             return self._get_backend(torch.device("cuda")).barrier(opts)
         seconds = self._seconds_of(opts)
         return self._run("barrier", lambda: self._copies.barrier(seconds), [], [], opts)
@@ -593,10 +594,10 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         """Returns PyTorch's engine for operations on a device that are delegated."""
-        if torch.device(device).type == "cuda" and delegated.nccl_asked_for(self):
+        if torch.device(device).type == "cuda" and nccl_asked_for(self):
             if self._nccl is None:
                 timeout = self._gloo.options._timeout
-                self._nccl = delegated.nccl_of(self._store, self._rank, self._size, timeout)
+                self._nccl = nccl_group(self._store, self._rank, self._size, timeout)
                 self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._nccl)
             return self._nccl
         return super()._get_backend(torch.device(device))
@@ -740,9 +741,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
 
     def _nccl_for(self, tensor: torch.Tensor) -> Any:
         """Returns NCCL for tensors on GPUs, if the program has asked for it."""
-        return (
-            None if tensor.is_cpu or not delegated.nccl_asked_for(self) else self._get_backend(tensor.device)
-        )
+        return None if tensor.is_cpu or not nccl_asked_for(self) else self._get_backend(tensor.device)
 
 
 def _read(

@@ -15,7 +15,7 @@ def nccl_asked_for(group: dist.ProcessGroup) -> bool:
     return "cuda:nccl" in str(config)
 
 
-def nccl_of(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Returns a group on NCCL; its first collective creates communicators."""
     if not dist.is_nccl_available():
         raise RuntimeError("Distributed package doesn't have NCCL built in")
