@@ -347,6 +347,6 @@ def _copy(prefix: bytes, source: IO[bytes], write: Callable[[bytes], None]) -> N
 
 
 def _lines(text: bytes) -> list[bytes]:
-    """Yields lines with their ends; the last one has none, and may be empty."""
+    """Splits after the end of each line; the last item has no end, and may be empty."""
     lines = text.splitlines(keepends=True)
     return lines if lines and not lines[-1].endswith((b"\n", b"\r")) else [*lines, b""]

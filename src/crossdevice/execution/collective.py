@@ -14,7 +14,7 @@ from crossdevice.values.reduce_op import ReduceOp
 
 
 class Collective(NamedTuple):
-    """What is called: everything but values, destinations and `out`. Known calls are kept under it."""
+    """A call without its values, destinations and `out`: the key of known calls."""
 
     name: str
     """The method of CrossDeviceOps."""

@@ -196,7 +196,7 @@ class _Thread(threading.Thread):
 
 
 class _Calls(Protocol):
-    """What a thread is to call; None ends it."""
+    """Calls that a thread makes one after the other; None ends it."""
 
     def put(self, call: BackgroundCall | None, /) -> None:
         """Appends a call and wakes the thread."""

@@ -84,7 +84,7 @@ class CopiedLeaf:
 
     @functools.cached_property
     def spec(self) -> LeafSpec:
-        """Where arrays are, and where results go; its shape is that of the first result."""
+        """The places of arrays and results; its shape is that of the first result."""
         return LeafSpec(self.backend, self.dtype, self.result_shapes[0], self.devices, self.destinations)
 
     @functools.cached_property

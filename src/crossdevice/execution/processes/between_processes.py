@@ -319,7 +319,7 @@ class BetweenProcesses:
         return GroupCopies(self.group, self._copies, description, leaves, options)
 
     def _kind_of(self, spec: LeafSpec, op: ReduceOp, options: CommunicationOptions) -> str:
-        """What a leaf of arrays is, as ranks compare it."""
+        """Names the kind of a leaf, which ranks compare."""
         is_on_host = transport_of(Wanted(spec, op, options, self.group)).is_on_host
         return "array" if is_on_host else f"array on {spec.devices[0].type}"
 

@@ -104,7 +104,7 @@ class GroupCopies:
         return functools.partial(self.run, columns, outs, weights)
 
     def _work(self, call: GroupCall, of_ranks: OfRanks) -> Callable[..., list[list[Rows]]]:
-        """What this rank does in a call with these replicas of all ranks."""
+        """Returns the work of this rank in a call, given the replicas of all ranks."""
         del call
         if any(leaf.sizes is not None for leaf in self._leaves):
             counts = list(zip(*of_ranks, strict=True))

@@ -87,7 +87,7 @@ class GroupReduction:
         return lambda: self.call.make(works, bound)
 
     def exchange(self, call: GroupCall, of_ranks: OfRanks) -> Work:
-        """What this rank does once it has the weights of all ranks."""
+        """Returns the work of this rank once it has the weights of all ranks."""
         parts, _ = self._parts(call, of_ranks)
         if self._batch.options.verify:
             return functools.partial(self._verified, parts)
@@ -172,7 +172,7 @@ class GroupReduction:
         return courses_of(self._parts(call, of_ranks)[0])
 
     def _parts(self, call: GroupCall, of_ranks: OfRanks) -> tuple[list[Part], list[LeafParts] | None]:
-        """How leaves go, and how they are cut."""
+        """Returns the parts of the batch, and how a scatter cuts each leaf; None if it is not cut."""
         known = self._prepared.get(of_ranks)
         if known is None:
             batch, rank = self._batch, call.group.rank

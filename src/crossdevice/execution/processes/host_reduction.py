@@ -141,7 +141,7 @@ class HostReduction:
         return results
 
     def _own_results(self, results: Sequence[Array]) -> list[tuple[int, Flat]]:
-        """What this rank has of the only leaf, from which elements on."""
+        """Returns the results of this rank for the only leaf, each with the number of its first element."""
         return [(0, self._specs[0].backend.to_host(results[0]))]
 
     def repeated(self) -> Callable[[GroupCall, Columns, Outs, Weights | None], Delivery]:
