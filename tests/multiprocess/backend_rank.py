@@ -75,6 +75,8 @@ def cases(rank, size):
         works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
         for work in works:
             work.wait()
+        if tensors[0].is_cuda:
+            torch.cuda.synchronize()  # `wait` only orders the stream after a collective
         return [*tensors, all(work.is_completed() for work in works)]
 
     @case

@@ -232,7 +232,8 @@ def transformer_block(mesh):
         facts[name] = torch.allclose(found, expected, atol=1e-4)
         gradients = [[each.grad for each in model.parameters()] for model in (block, plain)]
         facts[f"{name}'s gradients"] = close(map(whole, gradients[0]), gradients[1])
-    norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.5) for model in (block, plain)]
+    # PyTorch 2.11 loses what its loop over many tensors, the default on GPUs, writes to partial gradients.
+    norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False) for model in (block, plain)]
     facts["norm of gradients in parts"] = close([whole(norms[0])], norms[1:])
     facts["clipped gradients in parts"] = close(map(whole, gradients[0]), gradients[1])
     return facts
