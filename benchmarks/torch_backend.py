@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import crossdevice.integrations.torch  # noqa: F401 - registers the backend
-from crossdevice.integrations.torch.distributed.kernels import late_kernels
+from crossdevice.integrations.torch.distributed.reductions import late_kernels
 
 CALL_BYTES = 64 << 20
 """How much is moved in one turn, at most."""

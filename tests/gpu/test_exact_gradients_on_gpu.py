@@ -2,7 +2,7 @@
 
 import pytest
 
-from crossdevice.integrations.torch.sums_on_gpu import SumsOnGpu
+from crossdevice.integrations.torch.gradient_sums import SumsOnGpu
 from crossdevice.kernels.cuda import gpu_sums
 
 torch = pytest.importorskip("torch")

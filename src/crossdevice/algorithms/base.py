@@ -19,7 +19,7 @@ from crossdevice.execution.local.batch import CheckedBatch, Request, read_reques
 from crossdevice.execution.local.copying import copied_to
 from crossdevice.execution.local.hooks import HOOKS, Hooks
 from crossdevice.execution.pending import Pending
-from crossdevice.execution.reading.destinations import read_destinations
+from crossdevice.execution.reading.outputs import read_destinations
 from crossdevice.execution.reading.structures import checked_outs, checked_pairs
 from crossdevice.execution.reading.values import read_value
 from crossdevice.execution.runner import LocalRunner

@@ -29,8 +29,8 @@ from crossdevice.execution.local.planning import Planner, PlanningAlgorithm
 from crossdevice.execution.local.prepared import CallInFull, CheckedCall, recipe_for
 from crossdevice.execution.local.scattering import CheckedScatter, read_scatter
 from crossdevice.execution.pending import THIS_PROCESS, Pending, start
-from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec, items_of
+from crossdevice.execution.reading.outputs import read_destinations
 from crossdevice.execution.reading.structures import spread_pairs
 from crossdevice.execution.reading.values import Value, read_value
 from crossdevice.plans.plan import render_plan

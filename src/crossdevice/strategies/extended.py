@@ -15,7 +15,7 @@ import optree
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import ContextError, ConversionError, ReduceOpError
 from crossdevice.execution.bound import BoundCall
-from crossdevice.execution.reading.destinations import read_destinations
+from crossdevice.execution.reading.outputs import read_destinations
 from crossdevice.execution.reading.structures import checked_pairs
 from crossdevice.strategies.data.regrouping import (
     checked_arguments,

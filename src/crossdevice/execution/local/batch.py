@@ -20,7 +20,6 @@ from crossdevice.execution.local.sparse import (
     densified,
     has_repeated_rows,
 )
-from crossdevice.execution.reading.destinations import read_destinations
 from crossdevice.execution.reading.leaf_spec import (
     Columns,
     Dense,
@@ -35,6 +34,7 @@ from crossdevice.execution.reading.outputs import (
     check_outs,
     delivered,
     dtype_of_out,
+    read_destinations,
     read_out,
     wrapped,
 )

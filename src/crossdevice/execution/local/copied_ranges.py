@@ -18,8 +18,15 @@ from crossdevice.execution.local.passes import in_sequence, is_view_of
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.reading.gathers import Gathering, check_gather, read_all_to_all
 from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Out, Outs
-from crossdevice.execution.reading.outputs import check_array, delivered, read_out, wrapped, written_view
-from crossdevice.execution.reading.overlaps import are_apart, check_overlaps
+from crossdevice.execution.reading.outputs import (
+    are_apart,
+    check_array,
+    check_overlaps,
+    delivered,
+    read_out,
+    wrapped,
+    written_view,
+)
 from crossdevice.execution.reading.shards import part_lengths
 from crossdevice.execution.reading.values import Leaf, Value, one_backend
 from crossdevice.execution.tracing import READING, Work, flight_recorder, now, transfer

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import OutError
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec, bytes_of
-from crossdevice.execution.reading.outputs import check_out, read_out, wrapped
-from crossdevice.execution.reading.overlaps import check_overlaps
+from crossdevice.execution.reading.outputs import check_out, check_overlaps, read_out, wrapped
 from crossdevice.execution.reading.values import Leaf, one_backend, read_value
 from crossdevice.execution.tracing import READING, Work, flight_recorder, now, recorded, transfer
 from crossdevice.values.device import Device

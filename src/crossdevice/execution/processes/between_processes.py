@@ -30,13 +30,13 @@ from crossdevice.execution.processes.group_copies import CopiedLeaf, GroupCopies
 from crossdevice.execution.processes.group_reduction import GroupReduction
 from crossdevice.execution.processes.host_reduction import HostReduction
 from crossdevice.execution.processes.reduced_batch import Prepare, ReducedBatch, Wanted
-from crossdevice.execution.processes.rows import array_of_rows
 from crossdevice.execution.processes.verifying import (
     Verification,
     verified_copies,
 )
 from crossdevice.execution.reading.gathers import AllToAll, Gathering, Placed, check_gather
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
+from crossdevice.execution.reading.shards import array_of_rows
 from crossdevice.execution.reading.values import Leaf, at, one_backend, read_value
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.process_groups.group import ProcessGroup

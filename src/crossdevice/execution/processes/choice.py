@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from crossdevice.backends.protocol import Array
+from crossdevice.execution.processes.agreement import Course
 from crossdevice.execution.processes.host_reduction import HostReduceScatter, HostReduction
 from crossdevice.execution.processes.programs import Delivery, Emit, Program
 from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted, WantedCopies
-from crossdevice.execution.processes.task_agreement import Course
 from crossdevice.execution.processes.transports.messages import messages_unavailable, prepare_messages
 from crossdevice.execution.processes.transports.nccl_all_reduce import (
     DeviceReduction,

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdevice.backends.registry import backend_named
+from crossdevice.execution.processes.agreement import Course, compare_once
 from crossdevice.execution.processes.choice import prepare_copies, transport_of_copies
 from crossdevice.execution.processes.gpu_peers import are_reached, known_peers, offered_gpu
 from crossdevice.execution.processes.layouts.all_to_all import all_to_all
@@ -24,9 +25,7 @@ from crossdevice.execution.processes.layouts.broadcast import broadcast
 from crossdevice.execution.processes.layouts.gather import gather
 from crossdevice.execution.processes.programs import Program
 from crossdevice.execution.processes.reduced_batch import WantedCopies
-from crossdevice.execution.processes.rows import Rows
-from crossdevice.execution.processes.task_agreement import Course, compare_once
-from crossdevice.execution.reading.shards import part_lengths
+from crossdevice.execution.reading.shards import Rows, part_lengths
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.plans.task_ledger import (
     Meaning,

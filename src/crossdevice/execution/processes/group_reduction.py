@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from crossdevice.backends.protocol import Array
 from crossdevice.errors import OutError
 from crossdevice.execution.processes.agreement import (
+    Course,
     Description,
     OfRanks,
     RepeatedCall,
@@ -22,7 +23,6 @@ from crossdevice.execution.processes.gpu_peers import find_peers
 from crossdevice.execution.processes.host_reduction import HostReduction, refuse
 from crossdevice.execution.processes.programs import Delivery
 from crossdevice.execution.processes.reduced_batch import LeafParts, ReducedBatch
-from crossdevice.execution.processes.task_agreement import Course
 from crossdevice.execution.processes.transports.peer_memory import PeerReduction
 from crossdevice.execution.processes.verifying import Verification, check_written
 from crossdevice.execution.reading.leaf_spec import Columns, Outs

@@ -20,15 +20,14 @@ from crossdevice.execution.processes.programs import (
     SmallArrays,
 )
 from crossdevice.execution.processes.reduced_batch import LeafParts, ReducedBatch
-from crossdevice.execution.processes.rows import array_of_rows
 from crossdevice.execution.processes.verifying import OwnResult, Verification
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import delivered, written_view
+from crossdevice.execution.reading.shards import array_of_rows
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.host.fused_pass import bound_batch, fused_batch, fused_pass, repeated_pass
 from crossdevice.kernels.host.resources.pool import result_pool
-from crossdevice.plans.reduced_leaf import ReducedLeaf
-from crossdevice.plans.tasks import TaskPlan, aligned
+from crossdevice.plans.tasks import ReducedLeaf, TaskPlan, aligned
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.quantities import counted
 from crossdevice.values.recipe import COPYING

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.kernels.host.fused_pass import fused_batch, repeated_pass
-from crossdevice.plans.reduced_leaf import ReducedLeaf
-from crossdevice.plans.tasks import Task, TaskPlan
+from crossdevice.plans.tasks import ReducedLeaf, Task, TaskPlan
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared.shared_memory import SharedMemory

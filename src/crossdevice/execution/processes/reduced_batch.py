@@ -14,9 +14,8 @@ from crossdevice.execution.processes.layouts.all_reduce import all_reduce
 from crossdevice.execution.processes.layouts.reduce_scatter import reduce_scatter
 from crossdevice.execution.reading.leaf_spec import LeafSpec
 from crossdevice.plans.packing import Item, Packing
-from crossdevice.plans.reduced_leaf import ReducedLeaf
 from crossdevice.plans.task_ledger import check_tasks, meaning_of_all_reduce, meaning_of_reduce_scatter
-from crossdevice.plans.tasks import TaskPlan
+from crossdevice.plans.tasks import ReducedLeaf, TaskPlan
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import COMPLEXES, INTEGERS, ITEM_BYTES, PARTS

@@ -26,8 +26,7 @@ from crossdevice.kernels.host.fingerprint_pass import FINGERPRINT, RowSums, piec
 from crossdevice.kernels.host.reference.numpy_pass import numpy_pass
 from crossdevice.kernels.host.summed_pass import Summed, zero_sums
 from crossdevice.kernels.position_keys import Words
-from crossdevice.plans.reduced_leaf import ReducedLeaf
-from crossdevice.plans.tasks import Buffer, Ref, Task, TaskPlan
+from crossdevice.plans.tasks import Buffer, ReducedLeaf, Ref, Task, TaskPlan
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
 from crossdevice.values.disagreement import differing_leaves

@@ -15,11 +15,10 @@ try:
     from crossdevice.integrations.torch.distributed import BackendOptions
     from crossdevice.integrations.torch.exact_clipping import clip_grad_norm_
     from crossdevice.integrations.torch.exact_gradients import ExactGradients, ExactStep
-    from crossdevice.integrations.torch.exact_reduce_scatter import ExactReduceScatter
     from crossdevice.integrations.torch.micro_batch_seeds import micro_batch_seed, seeded_micro_batch
     from crossdevice.integrations.torch.mirrored_module import MirroredModule
     from crossdevice.integrations.torch.module_bits import ModuleBits
-    from crossdevice.integrations.torch.sharded_gradients import ReproducibleReduceScatter
+    from crossdevice.integrations.torch.sharded_gradients import ExactReduceScatter, ReproducibleReduceScatter
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{__name__} needs {missing_library(error)}", name=error.name) from None
 

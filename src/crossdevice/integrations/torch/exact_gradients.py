@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from crossdevice.combining.between_ranks import (
     BUCKET_BYTES,
     RoundedSum,
+    ShardedSums,
     gathered_json,
     write_own,
     write_totals,
 )
-from crossdevice.combining.sharded_sums import ShardedSums
 from crossdevice.errors import (
     ContextError,
     ConversionError,
@@ -31,8 +31,13 @@ from crossdevice.errors import (
 )
 from crossdevice.execution.fingerprints import ROOT
 from crossdevice.integrations.torch.communication_hook import formed_group
-from crossdevice.integrations.torch.gradient_sums import DenseSum, GradientSum, RowSum, whole_weight
-from crossdevice.integrations.torch.sums_on_gpu import SumsOnGpu
+from crossdevice.integrations.torch.gradient_sums import (
+    DenseSum,
+    GradientSum,
+    RowSum,
+    SumsOnGpu,
+    whole_weight,
+)
 from crossdevice.integrations.torch.tensor_kinds import is_instance_of
 from crossdevice.kernels.host.running_sum import add_all
 from crossdevice.process_groups.group import ProcessGroup

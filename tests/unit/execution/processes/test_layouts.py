@@ -16,9 +16,8 @@ from crossdevice.execution.processes.layouts.broadcast import broadcast
 from crossdevice.execution.processes.layouts.gather import gather
 from crossdevice.execution.processes.layouts.reduce_scatter import reduce_scatter
 from crossdevice.plans import task_ledger
-from crossdevice.plans.reduced_leaf import ReducedLeaf
 from crossdevice.plans.task_ledger import check_tasks
-from crossdevice.plans.tasks import TaskPlan
+from crossdevice.plans.tasks import ReducedLeaf, TaskPlan
 from crossdevice.values.recipe import COPYING, Recipe
 from crossdevice.values.reduce_op import ReduceOp
 

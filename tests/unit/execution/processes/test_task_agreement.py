@@ -7,7 +7,7 @@ import pytest
 
 import crossdevice as cd
 from crossdevice.errors import MismatchError
-from crossdevice.execution.processes import choice, copied_rows, reduced_batch, task_agreement
+from crossdevice.execution.processes import agreement, choice, copied_rows, reduced_batch
 from crossdevice.execution.processes.host_reduction import HostReduction
 from crossdevice.process_groups.engines.thread_engine import run_ranks
 
@@ -151,13 +151,13 @@ def test_copies_of_other_ranges(monkeypatch, call):
 def test_tasks_are_compared_once(monkeypatch, more):
     """Also between ranks with unlike numbers of replicas, which compare every call."""
     compared = []
-    usual = task_agreement.compare_courses
+    usual = agreement.compare_courses
 
     def noted(call, courses):
         compared.append(call.group.rank)
         usual(call, courses)
 
-    monkeypatch.setattr(task_agreement, "compare_courses", noted)
+    monkeypatch.setattr(agreement, "compare_courses", noted)
 
     def program(group):
         ops = cd.CollectiveAllReduce(group=group)

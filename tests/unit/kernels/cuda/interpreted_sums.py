@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from crossdevice.integrations.torch import ExactGradients, sums_on_gpu
+from crossdevice.integrations.torch import ExactGradients, gradient_sums
 from crossdevice.kernels.cuda import gpu_sums
 from crossdevice.kernels.cuda.gpu_sums import BLOCK, GpuSums
 from crossdevice.kernels.host.running_sum import RunningSum
@@ -135,5 +135,5 @@ def test_gradients_on_a_gpu_are_those_of_the_host(capacity, monkeypatch):
         return [gradient.contiguous().view(torch.int32).tolist() for step in found for gradient in step]
 
     expected = finished()
-    monkeypatch.setattr(sums_on_gpu, "is_added_there", lambda gradient: True)
+    monkeypatch.setattr(gradient_sums, "is_added_there", lambda gradient: True)
     assert finished() == expected

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from crossdevice.plans.reduced_leaf import ContributionsOfRanks, ReducedLeaf
-from crossdevice.plans.tasks import Piece, Ref, Task, TaskPlan, pieces_of
+from crossdevice.plans.tasks import ContributionsOfRanks, Piece, ReducedLeaf, Ref, Task, TaskPlan, pieces_of
 
 
 def all_reduce(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from crossdevice.plans.reduced_leaf import ContributionsOfRanks, ReducedLeaf
-from crossdevice.plans.tasks import Buffer, Ref, Task, TaskPlan
+from crossdevice.plans.tasks import Buffer, ContributionsOfRanks, ReducedLeaf, Ref, Task, TaskPlan
 
 
 def reduce_scatter(

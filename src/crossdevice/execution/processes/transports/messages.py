@@ -19,8 +19,7 @@ from crossdevice.execution.processes.reduced_batch import Wanted
 from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.resources.pool import result_pool
-from crossdevice.plans.reduced_leaf import ReducedLeaf
-from crossdevice.plans.tasks import Ref, TaskPlan, aligned
+from crossdevice.plans.tasks import ReducedLeaf, Ref, TaskPlan, aligned
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message

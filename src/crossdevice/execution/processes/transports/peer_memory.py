@@ -19,8 +19,7 @@ from crossdevice.execution.processes.reduced_batch import (
     partial_dtype,
 )
 from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Outs
-from crossdevice.execution.reading.outputs import delivered
-from crossdevice.execution.reading.overlaps import are_apart
+from crossdevice.execution.reading.outputs import are_apart, delivered
 from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.cuda.families import (
     MAX_ARRAYS,

@@ -21,8 +21,7 @@ from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.host.fused_pass import bound_batch
-from crossdevice.plans.reduced_leaf import ReducedLeaf
-from crossdevice.plans.tasks import Ref, Round, TaskPlan, aligned, rounds_of
+from crossdevice.plans.tasks import ReducedLeaf, Ref, Round, TaskPlan, aligned, rounds_of
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared.shared_memory import WINDOW_BYTES
 from crossdevice.values.dtypes import ITEM_BYTES

@@ -21,8 +21,7 @@ from crossdevice.kernels.host.fused_pass import STREAMED_BYTES, fused_batch, fus
 from crossdevice.kernels.host.meeting import compiled_meeting
 from crossdevice.kernels.host.summed_pass import Summed, bound_sums
 from crossdevice.kernels.position_keys import ROW_BYTES
-from crossdevice.plans.reduced_leaf import ReducedLeaf
-from crossdevice.plans.tasks import LINE_ELEMENTS, Ref, Round, Task, TaskPlan, aligned, rounds_of
+from crossdevice.plans.tasks import LINE_ELEMENTS, ReducedLeaf, Ref, Round, Task, TaskPlan, aligned, rounds_of
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared.shared_arrays import NOWHERE, Place

@@ -42,11 +42,10 @@ from crossdevice.integrations.torch.distributed.checks import (
     check_whole,
     split_lengths,
 )
+from crossdevice.integrations.torch.distributed.devices import nccl_asked_for, nccl_group
 from crossdevice.integrations.torch.distributed.dispatch_modes import seen_by_modes
-from crossdevice.integrations.torch.distributed.kernels import late_kernels
-from crossdevice.integrations.torch.distributed.nccl import nccl_asked_for, nccl_group
 from crossdevice.integrations.torch.distributed.options import BackendOptions, read_options
-from crossdevice.integrations.torch.distributed.reductions import Reduction
+from crossdevice.integrations.torch.distributed.reductions import Reduction, late_kernels
 from crossdevice.integrations.torch.distributed.work import (
     CallQueue,
     EndedWork,

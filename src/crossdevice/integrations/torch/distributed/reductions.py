@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,14 +13,18 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from crossdevice import runtime
 from crossdevice.algorithms.collective_all_reduce import CollectiveAllReduce
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import DtypeError, ReduceOpError
 from crossdevice.integrations.torch.distributed.copies import HostCopies
 from crossdevice.integrations.torch.distributed.work import named
+from crossdevice.kernels.host import fused_pass
+from crossdevice.process_groups.background import BackgroundThread
 from crossdevice.values.distributed import PerReplica
 from crossdevice.values.dtypes import check_reducible
 from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
 Flat = NDArray[Any]
@@ -269,3 +275,53 @@ def _refusal(kind: Any, dtype: torch.dtype) -> BaseException:
 
 def _bytes(flat: Flat) -> NDArray[np.uint8]:
     return flat.reshape(-1).view(np.uint8)
+
+
+LOADING_BYTES = 256 << 10
+"""The smallest reduction that is worth the second of CPU time that loading takes."""
+
+LOADING_CALLS = 64
+"""Number of smaller reductions that make loading worthwhile."""
+
+
+COMPILED = "crossdevice.kernels.host.llvm.numba_pass"
+"""Module that is imported once kernels are loaded."""
+
+
+class LateKernels:
+    """NumPy fallback for small arrays, with the same bits, until kernels have been loaded.
+
+    It changes nothing in a process where kernels were chosen or loaded before, or cannot be had.
+    """
+
+    def __init__(self) -> None:
+        self._calls_left = LOADING_CALLS
+        self._thread: BackgroundThread | None = None
+        self.is_settled = True
+        """True if the choice of kernels is final."""
+
+    def postpone(self) -> None:
+        """Chooses NumPy for now, in a process that has not used kernels yet."""
+        chosen = fused_pass.are_kernels_selected() or runtime.KERNELS.read()
+        if chosen or COMPILED in sys.modules or importlib.util.find_spec("numba") is None:
+            return
+        fused_pass.select_kernels("numpy")
+        self.is_settled = False
+
+    def note_reduction(self, num_bytes: int) -> None:
+        """Begins to load once a reduction is large, or there were many."""
+        self._calls_left -= 1
+        if self._thread is None and (num_bytes >= LOADING_BYTES or self._calls_left < 0):
+            self._thread = BackgroundThread("crossdevice kernels")
+            self._thread.submit(self._load)
+
+    def _load(self) -> None:
+        try:
+            fused_pass.load_kernels(Recipe(ReduceOp.SUM, "accurate"), np.dtype(np.float32))
+        finally:
+            fused_pass.select_kernels(None)
+            self.is_settled = True
+
+
+late_kernels = LateKernels()
+"""The late kernels of this process."""
