@@ -13,8 +13,8 @@ from crossdevice.costs.topology import Topology
 from crossdevice.execution.bound import BoundCall
 from crossdevice.execution.collective import Call, Collective, hashable_sizes, one_value, value_of_replicas
 from crossdevice.execution.deferred_calls import DeferredCalls
+from crossdevice.execution.differentiation import Calls
 from crossdevice.execution.fingerprints import check_same as check_replicas_same
-from crossdevice.execution.linear_maps import Calls
 from crossdevice.execution.local.batch import CheckedBatch, Request, read_requests
 from crossdevice.execution.local.copying import copied_to
 from crossdevice.execution.local.hooks import HOOKS, Hooks

@@ -9,8 +9,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.errors import OptionError
+from crossdevice.execution.differentiation import Calls
 from crossdevice.execution.group_runner import GroupRunner
-from crossdevice.execution.linear_maps import Calls
 from crossdevice.execution.pending import finish_started
 from crossdevice.execution.runner import LocalRunner
 from crossdevice.plans.builder import PlanBuilder

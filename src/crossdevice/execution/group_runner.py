@@ -11,7 +11,7 @@ from crossdevice.backends.protocol import Backend
 from crossdevice.errors import OutError
 from crossdevice.execution.bound import BoundCall, bind_between_processes
 from crossdevice.execution.collective import Call
-from crossdevice.execution.linear_maps import Calls
+from crossdevice.execution.differentiation import Calls
 from crossdevice.execution.local.batch import CheckedBatch, Request
 from crossdevice.execution.local.hooks import Hooks
 from crossdevice.execution.local.planning import Planner, PlanningAlgorithm

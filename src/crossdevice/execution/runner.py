@@ -10,16 +10,17 @@ from crossdevice.backends.protocol import LinearMap
 from crossdevice.errors import OptionError, ReduceOpError
 from crossdevice.execution.bound import BoundCall, bind_call, side_streams_of
 from crossdevice.execution.collective import Call, Collective
-from crossdevice.execution.differentiation import RecordedLeaves, recorded_leaves
-from crossdevice.execution.known_calls import KnownCalls
-from crossdevice.execution.linear_maps import (
+from crossdevice.execution.differentiation import (
     Calls,
     Combination,
     Concatenation,
     PartsExchange,
+    RecordedLeaves,
     SumsOfSlices,
     lengths_of_parts,
+    recorded_leaves,
 )
+from crossdevice.execution.known_calls import KnownCalls
 from crossdevice.execution.local.batch import CheckedBatch, Request
 from crossdevice.execution.local.copied_ranges import checked_all_to_all, checked_broadcast, checked_gather
 from crossdevice.execution.local.copying import copied_into, copied_to, shared_with
