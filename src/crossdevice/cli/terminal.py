@@ -1,4 +1,4 @@
-"""Arguments, tables and the progress bar that commands share.
+"""Arguments, tables and progress bars of commands.
 
 Files to write are refused before any work. Tables are drawn by rich on a terminal that has it,
 plain elsewhere.
@@ -13,11 +13,14 @@ import importlib
 import importlib.util
 import os
 import re
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TextIO
 
 from crossdevice.errors import FileError, OptionError
 
@@ -131,6 +134,53 @@ def progress(total: int, *, has_lines: bool = False) -> Iterator[Callable[[str],
     with importlib.import_module("rich.progress").Progress(console=console, transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda word: bar.update(task, advance=1, description=word)
+
+
+SECONDS_BETWEEN = 0.1
+BAR_CHARACTERS = 24
+
+
+class ByteProgress:
+    """A bar of bytes, for a terminal with or without rich: one line, removed in the end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_shown = stream.isatty()
+        self._started = self._drawn = time.monotonic()
+
+    def update(self, done: int, total: int) -> None:
+        """Draws the progress, at limited intervals; may be called at any rate."""
+        now = time.monotonic()
+        if self._is_shown and now - self._drawn >= SECONDS_BETWEEN:
+            self._drawn = now
+            width = shutil.get_terminal_size().columns - 1
+            print(
+                f"\r{bar_text(done, total, now - self._started)[:width]}",
+                end="",
+                file=self._stream,
+                flush=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_shown:
+            print("\r\x1b[K", end="", file=self._stream, flush=True)
+
+
+def bar_text(done: int, total: int, seconds: float) -> str:
+    """Formats the share, the bytes and the speed.
+
+    >>> bar_text(1_500_000_000, 2_000_000_000, 1.0)
+    '[##################      ]  75 %  1.50 of 2.00 GB  1.50 GB/s'
+    """
+    filled = BAR_CHARACTERS * done // max(total, 1)
+    bar = "#" * filled + " " * (BAR_CHARACTERS - filled)
+    percent = 100 * done // max(total, 1)
+    return f"[{bar}] {percent:3} %  {done / 1e9:.2f} of {total / 1e9:.2f} GB  {done / seconds / 1e9:.2f} GB/s"
 
 
 def _is_rich(stream: TextIO) -> bool:

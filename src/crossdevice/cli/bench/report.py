@@ -327,7 +327,8 @@ def machine() -> str:
     """Cores, threads, kernels and versions, in one line."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (
-        f"{platform.system()} {platform.machine()}, {cores} of {os.cpu_count()} cores, "
-        f"{num_threads()} threads, kernels {selected_kernels()}, Python {platform.python_version()}, "
+        f"{platform.system()} {platform.machine()}, {cores} of {counted(os.cpu_count() or 1, 'core')}, "
+        f"{counted(num_threads(), 'thread')}, kernels {selected_kernels()}, Python "
+        f"{platform.python_version()}, "
         f"NumPy {np.__version__}"
     )

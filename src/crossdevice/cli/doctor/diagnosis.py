@@ -26,7 +26,7 @@ from crossdevice.kernels.host.resources.threads import words_of_groups
 from crossdevice.process_groups.cluster import cluster_from_env
 from crossdevice.process_groups.shared.shared_memory import is_wanted, shared_memory_unavailable
 from crossdevice.values.device import Device, host_device
-from crossdevice.values.quantities import size_text
+from crossdevice.values.quantities import counted, size_text
 from crossdevice.values.registry import LIBRARIES, installed_version
 
 PEER_READ, PEER_NVLINK = 0, 2
@@ -173,7 +173,9 @@ def _guarded(title: str, look: Look, gpus: Gpus) -> Iterator[Finding]:
 
 
 def _devices(gpus: Gpus) -> Iterator[Finding]:
-    yield Finding("cpu:0, cpu:1, ...", f"{os.cpu_count()} processors; any number of logical devices")
+    yield Finding(
+        "cpu:0, cpu:1, ...", f"{counted(os.cpu_count() or 1, 'processor')}; any number of logical devices"
+    )
     facts = gpus.managed
     if isinstance(facts, Managed):
         yield Finding("NVIDIA driver", f"{facts.driver}, for CUDA up to {facts.cuda}")
@@ -304,7 +306,11 @@ def _compiled_kernels() -> tuple[str, bool, str]:
         advice = "set NUMBA_CACHE_DIR to a writable folder; until then every process compiles kernels again"
         return "not cached, no folder for them is writable", False, advice
     files = [path for kind in ("*.nbi", "*.nbc") for path in folder.glob(kind)]
-    return f"{folder}: {len(files)} files, {size_text(sum(path.stat().st_size for path in files))}", True, ""
+    return (
+        f"{folder}: {counted(len(files), 'file')}, {size_text(sum(path.stat().st_size for path in files))}",
+        True,
+        "",
+    )
 
 
 def _processes(gpus: Gpus) -> Iterator[Finding]:  # noqa: ARG001

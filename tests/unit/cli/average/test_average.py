@@ -5,8 +5,8 @@ import io
 import numpy as np
 import pytest
 
-from crossdevice.cli.average import ByteProgress
 from crossdevice.cli.main import main
+from crossdevice.cli.terminal import ByteProgress
 
 
 def saved(folder, **files):
@@ -43,7 +43,7 @@ def test_the_bar_is_drawn_on_terminals_only(monkeypatch):
         def isatty(self):
             return True
 
-    monkeypatch.setattr("crossdevice.cli.average.SECONDS_BETWEEN", 0)
+    monkeypatch.setattr("crossdevice.cli.terminal.SECONDS_BETWEEN", 0)
     for stream, is_shown in ((io.StringIO(), False), (Terminal(), True)):
         with ByteProgress(stream) as progress:
             progress.update(10**9, 4 * 10**9)
